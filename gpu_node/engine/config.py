@@ -1,0 +1,48 @@
+"""Settings of an engine, read once."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class EngineConfig(BaseModel):
+    """What an engine is built from.
+
+    The KV cache holds `num_kv_blocks` blocks or `kv_cache_tokens` tokens where one of them is given, else what fits
+    `kv_cache_gib`, but never more than `max_num_seqs` sequences of full length could use.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str = Field(min_length=1)
+    """Hub id with optional `@revision`, a folder, or a `.gguf` file."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    block_size: Literal[8, 16, 32] = 16
+    num_kv_blocks: int | None = Field(None, ge=1)
+    kv_cache_tokens: int | None = Field(None, ge=1)
+    kv_cache_gib: float = Field(1.0, gt=0.0)
+    max_model_len: int | None = Field(None, ge=2)
+    max_num_seqs: int = Field(64, ge=1)
+    max_num_batched_tokens: int = Field(512, ge=1)
+    enable_prefix_caching: bool = True
+    num_threads: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> Self:
+        if self.num_kv_blocks is not None and self.kv_cache_tokens is not None:
+            raise ValueError("give num_kv_blocks or kv_cache_tokens, not both")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or sequences that decode would starve"
+            )
+        return self
+
+    @property
+    def wanted_blocks(self) -> int | None:
+        """Blocks asked for by number or by tokens; None leaves it to `kv_cache_gib`."""
+        if self.kv_cache_tokens is not None:
+            return max(1, self.kv_cache_tokens // self.block_size)
+        return self.num_kv_blocks

@@ -1,0 +1,28 @@
+"""Tokens to text as they come, at a cost per token that does not grow, and never half a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+
+class Detokenizer:
+    """The text of one choice. Bytes that do not yet make a whole UTF-8 character wait for the next token."""
+
+    def __init__(self, token_bytes: Sequence[bytes], *, strip_first_space: bool = False) -> None:
+        """`token_bytes[i]` is what token i stands for, empty for special tokens."""
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip_next = strip_first_space
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that tokens complete; may be empty."""
+        piece = b"".join(self._token_bytes[token_id] for token_id in token_ids)
+        if self._strip_next and piece:
+            self._strip_next = False
+            piece = piece.removeprefix(b" ")
+        return self._decoder.decode(piece)
+
+    def flush(self) -> str:
+        """What an unfinished character becomes now that no token will finish it: U+FFFD, or nothing."""
+        return self._decoder.decode(b"", final=True)

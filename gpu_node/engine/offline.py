@@ -1,0 +1,59 @@
+"""Prompts in any form to a batch of requests, and the batch's outputs back to one result a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, cast
+
+from penstock.contract.errors import RequestError
+from penstock.contract.job import Choice, SamplingParams, Usage
+from penstock.gpu_node.engine.records import Generation, StepOutput
+from penstock.gpu_node.engine.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
+Batch: TypeAlias = list[tuple[list[int], SamplingParams]]
+
+
+def spread(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams], tokenizer: Tokenizer
+) -> Batch:
+    """Each prompt's tokens with its parameters. Raises RequestError when the two lists differ in length."""
+    wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(wanted) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompts but {len(wanted)} sampling params", param="params")
+    return [(_tokens_of(prompt, tokenizer), one) for prompt, one in zip(prompts, wanted, strict=True)]
+
+
+def gather(batch: Batch, outputs: Sequence[StepOutput]) -> list[Generation]:
+    """The finished choices of each prompt; requests are named by their index in the batch."""
+    by_choice: dict[tuple[str, int], list[StepOutput]] = {}
+    usages: dict[str, Usage] = {}
+    for output in outputs:
+        by_choice.setdefault((output.request_id, output.choice), []).append(output)
+        if output.usage is not None:
+            usages[output.request_id] = output.usage
+    return [
+        Generation(
+            prompt_token_ids=tuple(prompt),
+            choices=tuple(_join(by_choice[str(i), choice]) for choice in range(params.n)),
+            usage=usages[str(i)],
+        )
+        for i, (prompt, params) in enumerate(batch)
+    ]
+
+
+def _tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if prompt and isinstance(prompt[0], Mapping):
+        return tokenizer.encode_chat(cast("Sequence[Mapping[str, str]]", prompt))
+    return list(cast("Sequence[int]", prompt))
+
+
+def _join(outputs: list[StepOutput]) -> Choice:
+    return Choice(
+        index=outputs[0].choice,
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
+        finish_reason=outputs[-1].finish_reason,
+    )

@@ -1,0 +1,70 @@
+"""What goes into the engine and comes out of it, besides tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.contract.job import Choice, Usage
+from penstock.gpu_node.engine.choice import EndReason
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedChoice:
+    """What an earlier node already logged for one choice."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one choice gained in a step; `position` is the place of `token_ids[0]` in the choice.
+
+    `text` may lag behind the tokens. The last output of a choice carries `finish_reason`; `error` means that this
+    choice's computation failed and the others' did not. The last output of a request carries its `usage`.
+    """
+
+    request_id: str
+    choice: int
+    position: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: EndReason | None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A prompt's finished choices, from `Engine.generate`."""
+
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine. Counters grow from its start; percentiles look at the last few hundred steps."""
+
+    kv_blocks_total: int
+    kv_blocks_free: int
+    """Blocks that nobody holds, cached prefixes included."""
+    kv_blocks_cached: int
+    block_size: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    steps: int
+    prefill_tokens: int
+    """Prompt tokens computed, recomputed ones included."""
+    decode_tokens: int
+    """Tokens sampled."""
+    step_ms_p50: float
+    step_ms_p99: float
+    prefix_hit_tokens: int
+    kv_tokens_needed: int
+    """Tokens of KV cache that the requests in the engine are expected to take beyond the blocks they hold.
+
+    A choice is expected to grow to prompt + min(max_tokens, 256) tokens, or by one more block once past that.
+    """

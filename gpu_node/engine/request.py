@@ -1,0 +1,144 @@
+"""A request inside the engine: checked at the door, split into choices, counted at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.contract.errors import PromptTooLongError, RequestError
+from penstock.contract.job import SamplingParams, Usage
+from penstock.gpu_node.engine.choice import ChoiceOutput
+from penstock.gpu_node.engine.detokenizer import Detokenizer
+from penstock.gpu_node.engine.records import ResumedChoice
+from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.tokenizer import Tokenizer
+
+_EXPECTED_OUTPUT_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a request is measured against."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class LiveChoice:
+    """A choice that is still being made. `owed` is text that an earlier node generated but did not log."""
+
+    seq: Sequence
+    output: ChoiceOutput
+    owed: str = ""
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request in the engine; `live` loses a choice when it ends."""
+
+    request_id: str
+    prompt: Items[int]
+    params: SamplingParams
+    seed: int
+    completion_tokens: int = 0
+    live: dict[int, LiveChoice] = field(default_factory=dict)
+    first: Sequence | None = None
+    """The choice that computes the prompt for its siblings; its prefix hits are the request's."""
+
+    def open(self, resume: Items[ResumedChoice], limits: RequestLimits, tokenizer: Tokenizer) -> None:
+        """Open the choices that are not closed yet. Raises RequestError for a log that does not fit."""
+        for choice in range(self.params.n):
+            resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
+            self.completion_tokens += len(resumed.token_ids)
+            if resumed.finish_reason is None:
+                self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer.new_detokenizer())
+        self.first = next((choice.seq for choice in self.live.values()), None)
+
+    def usage(self) -> Usage:
+        """Tokens so far, over all choices; the prompt counts once."""
+        cached_tokens = self.first.cached_tokens if self.first is not None else None
+        return Usage(len(self.prompt), self.completion_tokens, cached_tokens or 0)
+
+
+def check_request(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
+    """Refuse, by field and limit, what the engine cannot run.
+
+    Raises PromptTooLongError for a prompt, or prompt and `max_tokens`, beyond the context; RequestError for the rest.
+    """
+    if not prompt:
+        raise RequestError("prompt must have at least one token", param="prompt")
+    if len(prompt) + 1 > limits.max_model_len:
+        raise PromptTooLongError(
+            f"prompt has {len(prompt)} tokens; the limit is {limits.max_model_len} with at least one to generate",
+            param="prompt",
+        )
+    if params.max_tokens is not None and len(prompt) + params.max_tokens > limits.max_model_len:
+        raise PromptTooLongError(
+            f"prompt ({len(prompt)} tokens) and max_tokens ({params.max_tokens}) exceed the limit of "
+            f"{limits.max_model_len} tokens together",
+            param="max_tokens",
+        )
+    if len(prompt) + params.min_tokens > limits.max_model_len:
+        raise PromptTooLongError(
+            f"prompt ({len(prompt)} tokens) and min_tokens ({params.min_tokens}) exceed the limit of "
+            f"{limits.max_model_len} tokens together",
+            param="min_tokens",
+        )
+    for name, token_ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids)):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+            raise RequestError(f"{name} has a token id outside the vocabulary of {limits.vocab_size}", param=name)
+
+
+def check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: RequestLimits) -> None:
+    """Refuse a log that this model cannot have written for this request."""
+    if len(resume) > params.n:
+        raise RequestError(f"{len(resume)} choices to resume, but n is {params.n}", param="resume")
+    for choice in resume:
+        if any(not 0 <= token_id < limits.vocab_size for token_id in choice.token_ids):
+            raise RequestError("a logged token id is outside the vocabulary", param="resume")
+
+
+def open_choice(
+    request: LiveRequest, choice: int, resumed: ResumedChoice, limits: RequestLimits, detokenizer: Detokenizer
+) -> LiveChoice:
+    """A choice as far as an earlier node got with it: tokens, text and stop strings stand where they stood there.
+
+    Raises RequestError when the logged text is not what the logged tokens say.
+    """
+    params = request.params
+    end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
+    room = limits.max_model_len - len(request.prompt)
+    max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+    output = ChoiceOutput(params, detokenizer, end_ids=end_ids, max_tokens=max_tokens)
+    for token_id in resumed.token_ids:
+        if output.finish_reason is not None:
+            raise RequestError(f"choice {choice} has tokens logged behind its end", param="resume")
+        output.push(token_id)
+    text = output.take_text()
+    if not text.startswith(resumed.text):
+        raise RequestError(f"the text logged for choice {choice} is not that of its tokens", param="resume")
+    num_tokens = len(request.prompt) + len(resumed.token_ids)
+    token_ids = np.zeros(num_tokens + min(max_tokens, _EXPECTED_OUTPUT_TOKENS), dtype=np.int32)
+    token_ids[:num_tokens] = (*request.prompt, *resumed.token_ids)
+    seq = Sequence(
+        request_id=request.request_id,
+        choice=choice,
+        params=params,
+        seed=request.seed,
+        token_ids=token_ids,
+        num_prompt_tokens=len(request.prompt),
+        num_tokens=num_tokens,
+        max_num_tokens=len(request.prompt) + max_tokens,
+        end_ids=np.array(sorted(end_ids), dtype=np.int32),
+    )
+    return LiveChoice(seq, output, owed=text[len(resumed.text) :])
+
+
+def kv_tokens_needed(seq: Sequence, block_size: int) -> int:
+    """Tokens that a sequence is expected to take beyond its blocks: see EngineStats.kv_tokens_needed."""
+    expected = max(seq.num_prompt_tokens + _EXPECTED_OUTPUT_TOKENS, seq.num_tokens + block_size)
+    return max(0, min(expected, seq.max_num_tokens) - len(seq.blocks) * block_size)

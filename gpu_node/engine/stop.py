@@ -1,0 +1,41 @@
+"""Stop strings over a growing text."""
+
+from __future__ import annotations
+
+
+class StopStrings:
+    """Lets text through up to the first stop string, holding back what may still become one.
+
+    The stop string itself is never let through. With no stop strings everything passes at once.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Text that is now safe to show, and whether a stop string was found behind it."""
+        if not self._stops:
+            return text, False
+        held = self._held + text
+        found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self._held = ""
+            return held[: min(found)], True
+        keep = self._num_to_hold(held)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep], False
+
+    def flush(self) -> str:
+        """What was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_to_hold(self, text: str) -> int:
+        """Length of the longest tail of `text` that begins some stop string."""
+        longest = min(len(text), max(len(stop) for stop in self._stops) - 1)
+        for length in range(longest, 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

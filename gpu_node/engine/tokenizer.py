@@ -1,0 +1,118 @@
+"""The model's tokenizer: text and chats to tokens, and what each token's bytes are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.contract.errors import ConfigError, RequestError
+from penstock.gpu_node.engine.detokenizer import Detokenizer
+
+_METASPACE = "\u2581"
+
+
+class Tokenizer:
+    """Wraps the tokenizer that transformers loads from a model folder. Its methods may be called from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no usable tokenizer in {folder}: {error}") from error
+        if not self._hf.is_fast:
+            raise ConfigError(f"the tokenizer in {folder} has no tokenizer.json")
+        self._backend: Any = self._hf.backend_tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, with the special tokens that the model expects around it."""
+        return list(self._backend.encode(text, add_special_tokens=True).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Tokens of a chat up to where the assistant speaks. `developer` is read as `system`."""
+        if self._hf.chat_template is None:
+            raise RequestError("this model has no chat template; send a prompt instead", param="messages")
+        turns = [
+            {"role": "system" if turn["role"] == "developer" else turn["role"], "content": turn["content"]}
+            for turn in messages
+        ]
+        try:
+            text = self._hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            # Templates are the model's own code: they refuse what they cannot render by raising what they like.
+            raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from error
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special tokens left out."""
+        detokenizer = self.new_detokenizer()
+        return detokenizer.push(token_ids) + detokenizer.flush()
+
+    def new_detokenizer(self) -> Detokenizer:
+        """A detokenizer at the start of a text."""
+        return Detokenizer(self.token_bytes, strip_first_space=self._strips_first_space)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The end-of-sequence id that the tokenizer itself names, if any."""
+        eos = self._hf.eos_token_id
+        return frozenset() if eos is None else frozenset((eos,))
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """What each token stands for; empty for special tokens and for ids without a token."""
+        to_bytes = _byte_level if self._is_byte_level else _byte_fallback
+        vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        table = [b""] * (max(vocab.values(), default=-1) + 1)
+        for token, token_id in vocab.items():
+            table[token_id] = to_bytes(token)
+        for token_id, added in self._backend.get_added_tokens_decoder().items():
+            table[token_id] = b"" if added.special else added.content.encode()
+        return table
+
+    @cached_property
+    def _decoder_steps(self) -> list[dict[str, Any]]:
+        decoder = self._backend.decoder
+        spec = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+        steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+        kinds = {step["type"] for step in steps}
+        if "ByteLevel" not in kinds and not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+            raise ConfigError(f"tokenizer decoder {sorted(kinds)} is not supported: want ByteLevel or ByteFallback")
+        return list(steps)
+
+    @property
+    def _is_byte_level(self) -> bool:
+        return any(step["type"] == "ByteLevel" for step in self._decoder_steps)
+
+    @property
+    def _strips_first_space(self) -> bool:
+        return any(step["type"] == "Strip" and step["start"] > 0 for step in self._decoder_steps)
+
+
+def _byte_level(token: str) -> bytes:
+    """Bytes of a token in GPT-2's alphabet; a token outside it stands for itself."""
+    try:
+        return bytes(_BYTE_OF[char] for char in token)
+    except KeyError:
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    """Bytes of a SentencePiece token: `<0x0A>` is a byte, the metaspace is a space."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes((int(token[3:5], 16),))
+    return token.replace(_METASPACE, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's byte alphabet: printable Latin-1 stands for itself, the rest is shifted past U+00FF in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    shifted = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
+
+
+_BYTE_OF = _byte_alphabet()

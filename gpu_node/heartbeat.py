@@ -1,0 +1,140 @@
+"""The node's pulse: every beat carries its pressure record; every fifth one compares what it holds with Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from penstock.contract.broker.node import NodeBroker
+from penstock.contract.errors import UnavailableError
+from penstock.contract.wire import NodePressure
+from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.inbox import Inbox
+from penstock.gpu_node.ledger import Ledger
+from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.worker import EngineWorker
+
+log = logging.getLogger(__name__)
+
+MAX_INTERVAL_S = 2.0
+BEATS_PER_LEASE = 6
+BEATS_PER_CHECK = 5
+_RATE_HALF_LIFE_S = 10.0
+
+
+class Gauge:
+    """Rates from counters: an exponentially fading average per second."""
+
+    def __init__(self, now_s: float) -> None:
+        self._last_s = now_s
+        self._last = 0.0
+        self.per_s = 0.0
+
+    def update(self, total: float, now_s: float) -> float:
+        """Takes in a counter's new value; idle times do not pull the rate down, for it says how fast work drains."""
+        elapsed_s, gained = now_s - self._last_s, total - self._last
+        self._last_s, self._last = now_s, total
+        if elapsed_s > 0 and gained > 0:
+            fade = 0.5 ** (elapsed_s / _RATE_HALF_LIFE_S) if self.per_s else 0.0
+            self.per_s = fade * self.per_s + (1 - fade) * gained / elapsed_s
+        return self.per_s
+
+
+class Heartbeat:
+    """Beats for one node; also sweeps, so that any living node notices a dead one."""
+
+    def __init__(
+        self,
+        broker: NodeBroker,
+        ledger: Ledger,
+        worker: EngineWorker,
+        inbox: Inbox,
+        outbox: Outbox,
+        *,
+        base: NodePressure,
+        lease_ms: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._broker = broker
+        self._ledger = ledger
+        self._worker = worker
+        self._inbox = inbox
+        self._outbox = outbox
+        self._base = base
+        self._interval_s = min(MAX_INTERVAL_S, lease_ms / 1000 / BEATS_PER_LEASE)
+        self._clock = clock
+        self._drain, self._prefill, self._decode, self._steps = (Gauge(clock()) for _ in range(4))
+        self._num_beats = 0
+        self._last_stats: EngineStats | None = None
+        self.draining = False
+
+    async def run(self) -> None:
+        """Beats until cancelled. Raises SweptError when the pool believes this node dead."""
+        while True:
+            try:
+                await self.beat()
+                await self._broker.sweep()
+            except UnavailableError as error:
+                log.warning("redis is away", extra={"reason": error.message})
+            await asyncio.sleep(self._interval_s)
+
+    async def beat(self) -> None:
+        """One beat."""
+        pressure = await self._pressure()
+        check = self._num_beats % BEATS_PER_CHECK == 0
+        # In this order: a take that is answered in between belongs to a later call than the one named here.
+        answered_call, held = self._inbox.answered_call, self._ledger.job_ids if check else None
+        free = 0 if self.draining else pressure.kv_tokens_unclaimed
+        answer = await self._broker.beat(pressure, free=free, answered_call=answered_call, held=held)
+        self._num_beats += 1
+        for job_id in answer.fenced:
+            job = self._ledger.get(job_id)
+            if job is not None and job.outcome is None:
+                self._outbox.drop(job)
+        for job_id in answer.cancelled:
+            self._outbox.end_as(job_id, "CANCEL")
+        for job_id in answer.expired:
+            self._outbox.end_as(job_id, "EXPIRED")
+
+    async def _pressure(self) -> NodePressure:
+        stats = await self._stats()
+        now_s = self._clock()
+        base = self._base
+        steps_per_s = self._steps.update(stats.steps, now_s)
+        decode_per_s = self._decode.update(stats.decode_tokens, now_s)
+        return NodePressure(
+            node_id=base.node_id,
+            block_size=stats.block_size,
+            kv_blocks_total=stats.kv_blocks_total,
+            kv_blocks_free=stats.kv_blocks_free,
+            kv_blocks_cached=stats.kv_blocks_cached,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_jobs=len(self._ledger),
+            max_num_seqs=base.max_num_seqs,
+            kv_tokens_unclaimed=self._inbox.kv_tokens_unclaimed,
+            prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),
+            decode_tokens_per_s=decode_per_s,
+            drain_cost_per_s=self._drain.update(self._outbox.num_finished_cost, now_s),
+            step_ms_p50=stats.step_ms_p50,
+            step_ms_p99=stats.step_ms_p99,
+            num_preemptions=stats.num_preemptions,
+            num_steps=stats.steps,
+            mean_batch=decode_per_s / steps_per_s if steps_per_s else 0.0,
+            max_model_len=base.max_model_len,
+            revision=base.revision,
+            draining=self.draining,
+        )
+
+    async def _stats(self) -> EngineStats:
+        """The engine's figures; the last known ones while a long step keeps it busy, because beats must not wait."""
+        try:
+            async with asyncio.timeout(self._interval_s if self._last_stats else None):
+                self._last_stats = await asyncio.wrap_future(self._worker.stats())
+        except TimeoutError:
+            pass
+        if self._last_stats is None:
+            raise UnavailableError("the engine has not answered yet")
+        return self._last_stats

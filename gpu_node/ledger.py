@@ -1,0 +1,214 @@
+"""The jobs a node holds: what was taken, what was generated, what Redis has acknowledged. Pure data, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from penstock.contract import wire
+from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
+from penstock.contract.broker.node import Emission, Taken
+from penstock.contract.errors import InvariantError
+from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
+
+
+@dataclass(slots=True)
+class _ChoiceText:
+    """One choice so far, and the part of it that no chunk carries yet."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    fresh_ids: list[int] = field(default_factory=list)
+    fresh_texts: list[str] = field(default_factory=list)
+    is_fresh: bool = False
+
+    def extend(self, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason | None) -> None:
+        self.token_ids += token_ids
+        self.texts.append(text)
+        self.finish_reason = finish_reason
+
+
+class HeldJob:
+    """One job of this node. Its chunks are kept until it ends, because a Redis that lost writes asks for them again.
+
+    0 <= num_acknowledged <= len(chunks): chunks from there on are not known to be in the log.
+    """
+
+    def __init__(self, taken: Taken) -> None:
+        self.taken = taken
+        self.params = SamplingParams()
+        self.num_prompt_tokens = 0
+        self.num_acknowledged = 0
+        self.outcome: Outcome | None = None
+        """Set when this node has decided the job's end; finish is then owed to Redis."""
+        self.usage: Usage | None = None
+        self._chunks: list[bytes] = []
+        self._cuts: list[tuple[int, int, int]] = []
+        self._choices: list[_ChoiceText] = [_ChoiceText()]
+        self._has_fresh = False
+
+    @property
+    def job_id(self) -> str:
+        """The job's public id."""
+        return self.taken.job_id
+
+    @property
+    def claim(self) -> int:
+        """KV tokens this job uses or will still need: its prompt; per choice, what it has or is predicted to write."""
+        if not self.num_prompt_tokens:
+            return self.taken.cost
+        predicted = min(self.params.max_tokens or PREDICTED_OUTPUT_TOKENS, PREDICTED_OUTPUT_TOKENS)
+        return self.num_prompt_tokens + sum(max(predicted, len(c.token_ids)) for c in self._choices)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of encoded chunks that Redis has not acknowledged."""
+        return sum(map(len, self._chunks[self.num_acknowledged :]))
+
+    @property
+    def owes_something(self) -> bool:
+        """Whether Redis has still to hear of a chunk or of the end."""
+        return self._has_fresh or self.outcome is not None or self.num_acknowledged < len(self._chunks)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has ended."""
+        return all(c.finish_reason is not None for c in self._choices)
+
+    def prepare(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """Notes what the request turned out to be."""
+        self.params = params
+        self.num_prompt_tokens = num_prompt_tokens
+        missing = params.n - len(self._choices)
+        self._choices += [_ChoiceText() for _ in range(missing)]
+
+    def replay(self, logged: list[Chunk], n: int) -> None:
+        """Starts from what earlier nodes have logged."""
+        self._choices = [_ChoiceText() for _ in range(n)]
+        for chunk in logged:
+            self._choices[chunk.choice].extend(chunk.token_ids, chunk.text, chunk.finish_reason)
+            self._append(chunk)
+        self.num_acknowledged = len(self._chunks)
+
+    def choice_so_far(self, choice: int) -> tuple[tuple[int, ...], str, FinishReason | None]:
+        """(token ids, text, finish reason) of one choice."""
+        c = self._choices[choice]
+        return tuple(c.token_ids), "".join(c.texts), c.finish_reason
+
+    def add_tokens(
+        self, choice: int, position: int, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason | None
+    ) -> None:
+        """Takes in what a step generated; it becomes a chunk when it is sent."""
+        c = self._choices[choice]
+        if position != len(c.token_ids):
+            raise InvariantError(f"{self.job_id} choice {choice}: token {position} after {len(c.token_ids)} tokens")
+        c.extend(token_ids, text, finish_reason)
+        c.fresh_ids += token_ids
+        c.fresh_texts.append(text)
+        c.is_fresh = self._has_fresh = True
+
+    def emission(self) -> Emission:
+        """All that Redis has not acknowledged; steps that piled up become one chunk per choice."""
+        if self._has_fresh:
+            self._seal()
+        chunks = tuple(self._chunks[self.num_acknowledged :])
+        return Emission(self.job_id, self.taken.lease, self.num_acknowledged, chunks)
+
+    def acknowledge(self, emission: Emission) -> None:
+        """Redis has this emission."""
+        self.num_acknowledged = max(self.num_acknowledged, emission.index + len(emission.chunks))
+
+    def send_again_from(self, index: int) -> None:
+        """Redis has lost the log from `index` on."""
+        self.num_acknowledged = min(self.num_acknowledged, index)
+
+    def result(self) -> bytes:
+        """The packed result, as far as the job got."""
+        choices = tuple(
+            Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason) for i, c in enumerate(self._choices)
+        )
+        return wire.encode_result(choices, self._usage(), self._cuts)
+
+    def _usage(self) -> Usage:
+        if self.usage is not None:
+            return self.usage
+        return Usage(self.num_prompt_tokens, sum(len(c.token_ids) for c in self._choices))
+
+    def _seal(self) -> None:
+        fresh = [(i, c) for i, c in enumerate(self._choices) if c.is_fresh]
+        for i, c in fresh:
+            is_last = self.is_complete and i == fresh[-1][0]
+            self._append(
+                Chunk(
+                    self.job_id,
+                    len(self._chunks),
+                    choice=i,
+                    position=len(c.token_ids) - len(c.fresh_ids),
+                    token_ids=tuple(c.fresh_ids),
+                    text="".join(c.fresh_texts),
+                    finish_reason=c.finish_reason,
+                    usage=self._usage() if is_last else None,
+                )
+            )
+            c.fresh_ids, c.fresh_texts, c.is_fresh = [], [], False
+        self._has_fresh = False
+
+    def _append(self, chunk: Chunk) -> None:
+        self._chunks.append(wire.encode_chunk(chunk))
+        self._cuts.append((chunk.choice, len(chunk.token_ids), len(chunk.text)))
+
+
+class Ledger:
+    """All jobs of a node. The engine knows a job by its lease, so that an older lease's tokens are never mixed in."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, HeldJob] = {}
+        self._by_lease: dict[str, HeldJob] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[HeldJob]:
+        return iter(list(self._jobs.values()))
+
+    @property
+    def job_ids(self) -> list[str]:
+        """Ids of all held jobs."""
+        return list(self._jobs)
+
+    def get(self, job_id: str) -> HeldJob | None:
+        """The job, or None when it is not (or no longer) held."""
+        return self._jobs.get(job_id)
+
+    def of_lease(self, lease: str) -> HeldJob | None:
+        """The job held under this very lease, or None."""
+        return self._by_lease.get(lease)
+
+    def add(self, job: HeldJob) -> None:
+        """Holds a job from now on; a job taken anew replaces what an older lease left behind."""
+        older = self._jobs.get(job.job_id)
+        if older is not None:
+            self.remove(older)
+        self._jobs[job.job_id] = job
+        self._by_lease[job.taken.lease] = job
+
+    def remove(self, job: HeldJob) -> None:
+        """Lets go of a job; nothing happens when it is not held under this lease."""
+        if self._by_lease.pop(job.taken.lease, None) is not None:
+            del self._jobs[job.job_id]
+
+    @property
+    def num_claimed_tokens(self) -> int:
+        """KV tokens that held jobs use or will still need."""
+        return sum(job.claim for job in self._jobs.values())
+
+    @property
+    def num_sequences(self) -> int:
+        """Choices of all held jobs."""
+        return sum(job.params.n for job in self._jobs.values())
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that wait for Redis."""
+        return sum(job.unsent_bytes for job in self._jobs.values())

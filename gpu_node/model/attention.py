@@ -1,0 +1,151 @@
+"""Paged attention in plain torch: sequences of like length are attended together, straight from their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.gpu_node.model.protocol import StepPlan
+
+_MAX_PADDING = 1.5
+_MIN_BLOCKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Sequences attended in one call. B sequences, Q queries each, S = padded context in tokens."""
+
+    tokens: Tensor
+    """[B * Q]: places of the queries in the packed step, ascending."""
+    pages: Tensor
+    """[num_kv_heads * B * S / block_size]: pages of every head, as rows of a cache viewed per head and block."""
+    mask: Tensor
+    """[B, Q, S], 0 or -inf, in the cache's dtype."""
+
+
+class KvCache:
+    """Keys and values of one layer, head-major: [num_kv_heads, num_blocks, block_size, head_dim] each."""
+
+    def __init__(self, num_kv_heads: int, num_blocks: int, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+        # Zeros and not garbage: what padding points to is masked, but 0 x NaN would still be NaN.
+        self.k = torch.zeros(num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype)
+        self.v = torch.zeros_like(self.k)
+
+    def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Write tokens. k, v: [num_tokens, num_kv_heads, head_dim]; slots: [num_kv_heads * num_tokens], head-major."""
+        head_dim = k.shape[-1]
+        self.k.view(-1, head_dim).index_copy_(0, slots, k.transpose(0, 1).reshape(-1, head_dim))
+        self.v.view(-1, head_dim).index_copy_(0, slots, v.transpose(0, 1).reshape(-1, head_dim))
+
+    def zero(self, blocks: list[int]) -> None:
+        """Clear blocks."""
+        self.k[:, blocks] = 0
+        self.v[:, blocks] = 0
+
+
+class PagedAttention:
+    """Attention of one step over all layers: what depends on the plan only is worked out once.
+
+    Buffers for gathered pages are kept from step to step; one thread at a time may use it.
+    """
+
+    def __init__(self, num_kv_heads: int, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        self._num_kv_heads = num_kv_heads
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._dtype = dtype
+        self._scratch = torch.empty(0, dtype=dtype)
+
+    def slots(self, plan: StepPlan) -> Tensor:
+        """Where each token's key and value go, for every head: [num_kv_heads * num_tokens]."""
+        seqs = np.repeat(np.arange(len(plan.context_lens)), np.diff(plan.query_starts))
+        blocks = plan.block_tables[seqs, plan.positions // self._block_size].astype(np.int64)
+        slots = blocks * self._block_size + plan.positions % self._block_size
+        return self._for_each_head(slots, self._num_blocks * self._block_size)
+
+    def groups(self, plan: StepPlan) -> list[AttentionGroup]:
+        """Split a step into groups whose members waste little on each other's padding."""
+        return [self._group(plan, seqs) for seqs in _split(plan, self._block_size)]
+
+    def attend(self, q: Tensor, cache: KvCache, groups: list[AttentionGroup]) -> Tensor:
+        """q: [num_tokens, num_heads, head_dim]; returns the same shape. The step's keys must be stored already."""
+        if len(groups) == 1:
+            return self._attend_group(q, cache, groups[0])
+        out = torch.empty_like(q)
+        for group in groups:
+            out.index_copy_(0, group.tokens, self._attend_group(q.index_select(0, group.tokens), cache, group))
+        return out
+
+    def _attend_group(self, q: Tensor, cache: KvCache, group: AttentionGroup) -> Tensor:
+        num_seqs, num_queries, context = group.mask.shape
+        heads, head_dim = self._num_kv_heads, q.shape[-1]
+        k, v = self._gather(cache, group.pages).view(2, heads, num_seqs, context, head_dim).unbind(0)
+        # The query heads that share a key head become more queries of that head.
+        q = q.view(num_seqs, num_queries, heads, -1, head_dim).permute(2, 0, 1, 3, 4)
+        shape = q.shape
+        q = q.reshape(heads, num_seqs, -1, head_dim)
+        out = _decode(q, k, v, group.mask) if num_queries == 1 else _prefill(q, k, v, group.mask)
+        return out.view(shape).permute(1, 2, 0, 3, 4).reshape(num_seqs * num_queries, -1, head_dim)
+
+    def _gather(self, cache: KvCache, pages: Tensor) -> Tensor:
+        page_size = self._block_size * cache.k.shape[-1]
+        needed = 2 * len(pages) * page_size
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=self._dtype)
+        out = self._scratch[:needed].view(2, len(pages), page_size)
+        torch.index_select(cache.k.view(-1, page_size), 0, pages, out=out[0])
+        torch.index_select(cache.v.view(-1, page_size), 0, pages, out=out[1])
+        return out
+
+    def _group(self, plan: StepPlan, seqs: NDArray[np.int64]) -> AttentionGroup:
+        starts, contexts = plan.query_starts[seqs], plan.context_lens[seqs]
+        num_queries = int(plan.query_starts[seqs[0] + 1] - starts[0])
+        num_blocks = -(-int(contexts.max()) // self._block_size)
+        steps = np.arange(num_queries)
+        last_visible = (contexts - num_queries)[:, None] + steps
+        hidden = np.arange(num_blocks * self._block_size) > last_visible[..., None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        pages = plan.block_tables[seqs, :num_blocks].astype(np.int64).ravel()
+        return AttentionGroup(
+            tokens=torch.from_numpy((starts[:, None] + steps).ravel()),
+            pages=self._for_each_head(pages, self._num_blocks),
+            mask=mask,
+        )
+
+    def _for_each_head(self, index: NDArray[np.int64], stride: int) -> Tensor:
+        heads = np.arange(self._num_kv_heads, dtype=np.int64)[:, None] * stride
+        return torch.from_numpy((heads + index).ravel())
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q: [heads, B, group, head_dim]; k, v: [heads, B, S, head_dim]; mask: [B, 1, S]."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    return torch.softmax(scores.float() + mask, dim=-1).to(v.dtype) @ v
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q: [heads, B, Q * group, head_dim]; k, v: [heads, B, S, head_dim]; mask: [B, Q, S]."""
+    group = q.shape[2] // mask.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat_interleave(group, dim=1))
+
+
+def _split(plan: StepPlan, block_size: int) -> Iterator[NDArray[np.int64]]:
+    """Sequences to attend together: each prefill chunk alone, decode steps with others of about their length."""
+    counts = np.diff(plan.query_starts)
+    for seq in np.flatnonzero(counts > 1):
+        yield np.array([seq])
+    decoding = np.flatnonzero(counts == 1)
+    decoding = decoding[np.argsort(plan.context_lens[decoding], kind="stable")]
+    num_blocks = -(-plan.context_lens[decoding] // block_size)
+    start = 0
+    while start < len(decoding):
+        limit = max(_MIN_BLOCKS, int(num_blocks[start] * _MAX_PADDING))
+        end = int(np.searchsorted(num_blocks, limit, side="right"))
+        yield np.sort(decoding[start:end])
+        start = end

@@ -1,0 +1,107 @@
+"""What the engine and a model runner say to each other: one plan in, one token per sampling row out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+NULL_BLOCK = 0
+"""Padding of block tables; never written by a sequence, always finite."""
+
+FAILED_TOKEN = -1
+"""Stands for a row whose logits were not finite: that row failed, the others did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each sampling row of a step chooses its token; every array is [num_samples]."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    """0 means no limit."""
+    top_p: NDArray[np.float32]
+    repetition_penalty: NDArray[np.float32]
+    seed: NDArray[np.uint64]
+    choice: NDArray[np.int32]
+    position: NDArray[np.int32]
+    """Place of the token to sample in its choice, counted from 0."""
+    seen: tuple[NDArray[np.int32], ...]
+    """Per row the tokens that the repetition penalty counts; empty where the penalty is 1."""
+    banned: tuple[NDArray[np.int32], ...]
+    """Per row the tokens that must not be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of a mixed batch: prefill chunks and decode steps of `num_seqs` sequences, packed without padding.
+
+    A runner stores the keys and values of all tokens of a layer before any of them attends, because two sequences of
+    one step may share a block that only one of them fills.
+    """
+
+    token_ids: NDArray[np.int32]
+    """[num_tokens]"""
+    positions: NDArray[np.int32]
+    """[num_tokens]"""
+    query_starts: NDArray[np.int32]
+    """[num_seqs + 1]: sequence i owns the tokens from query_starts[i] to query_starts[i + 1]."""
+    context_lens: NDArray[np.int32]
+    """[num_seqs]: tokens in the cache once this step's are stored."""
+    block_tables: NDArray[np.int32]
+    """[num_seqs, max_blocks], padded with NULL_BLOCK."""
+    sample_seqs: NDArray[np.int32]
+    """[num_samples]: which sequences sample after their last token, ascending."""
+    sampling: SamplingRows
+
+
+class StepHandle(Protocol):
+    """A step that may still be running."""
+
+    def result(self) -> NDArray[np.int32]:
+        """Wait; the token of each sampling row, FAILED_TOKEN where that row's logits were not finite."""
+
+
+class ModelRunner(Protocol):
+    """Owns weights and KV tensors and runs one step at a time."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache, the null block included."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Start a step. Its plan's arrays must not change until the result is there."""
+
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        """Forget what blocks hold, so that a NaN in them cannot reach whoever gets them next."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """What a runner needs to know beyond the model itself. `num_blocks` wins over `kv_cache_gib`."""
+
+    dtype: str
+    block_size: int
+    num_blocks: int | None
+    kv_cache_gib: float
+    max_model_len: int | None
+    max_num_seqs: int
+    num_threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A runner and what the engine must know about the model it runs."""
+
+    runner: ModelRunner
+    folder: Path
+    """Holds the tokenizer's files."""
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    dtype: str
+    revision: str

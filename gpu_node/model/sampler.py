@@ -1,0 +1,89 @@
+"""Logits to tokens, every row by its own rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, SamplingRows
+from penstock.kernels.reference.philox import sampling_uniform
+
+_NUM_CANDIDATES = 1024
+"""Tokens looked at before a row's whole vocabulary is sorted for its top-p limit."""
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
+    """One token a row; FAILED_TOKEN where logits are not finite.
+
+    logits: [num_samples, vocab] in float32, overwritten. A row's token depends on nothing but that row.
+    """
+    failed = ~torch.isfinite(logits.amax(dim=-1)).numpy()
+    _penalise_repetition(logits, rows)
+    for i, banned in enumerate(rows.banned):
+        if len(banned):
+            logits[i, torch.from_numpy(banned).long()] = -torch.inf
+    tokens = logits.argmax(dim=-1).numpy().astype(np.int32)
+    drawn = np.flatnonzero((rows.temperature > 0) & ~failed)
+    if len(drawn):
+        tokens[drawn] = _draw(logits[torch.from_numpy(drawn)], rows, drawn)
+    tokens[failed] = FAILED_TOKEN
+    return tokens
+
+
+def _penalise_repetition(logits: Tensor, rows: SamplingRows) -> None:
+    """Divide positive and multiply negative logits of tokens seen before, as in the CTRL paper (arXiv:1909.05858)."""
+    for i, seen in enumerate(rows.seen):
+        if not len(seen):
+            continue
+        ids = torch.from_numpy(seen).long()
+        scores, penalty = logits[i, ids], float(rows.repetition_penalty[i])
+        logits[i, ids] = torch.where(scores < 0, scores * penalty, scores / penalty)
+
+
+def _draw(logits: Tensor, rows: SamplingRows, drawn: NDArray[np.intp]) -> NDArray[np.int32]:
+    """Invert each row's cumulative distribution, in the order of token ids, at the row's own random number."""
+    # The maximum is taken off first so that a tiny temperature overflows to -inf and never to NaN.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / torch.from_numpy(rows.temperature[drawn])[:, None]
+    limited = np.flatnonzero((rows.top_k[drawn] > 0) | (rows.top_p[drawn] < 1))
+    if len(limited):
+        index, chosen = torch.from_numpy(limited), drawn[limited]
+        logits[index] = _limit(logits[index], rows.top_k[chosen], rows.top_p[chosen])
+    cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    uniform = sampling_uniform(rows.seed[drawn], rows.choice[drawn], rows.position[drawn])
+    total = cumulative[:, -1:]
+    target = torch.from_numpy(uniform)[:, None] * total
+    # Rounding may put the target on the total itself; the last token with any weight is meant then.
+    token = torch.searchsorted(cumulative, target, right=True)
+    last = torch.searchsorted(cumulative, total, right=False)
+    return torch.minimum(token, last).squeeze(1).numpy().astype(np.int32)
+
+
+def _limit(logits: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32]) -> Tensor:
+    """Mask all but each row's `top_k` best tokens and, of these, the fewest that hold `top_p` of their weight."""
+    vocab = logits.shape[-1]
+    k = torch.from_numpy(np.where(top_k > 0, np.minimum(top_k, vocab), vocab).astype(np.int64))[:, None]
+    # A sum of shares may round past 1, so "all" must be more than any sum.
+    p = torch.from_numpy(np.where(top_p < 1, top_p, np.float32(np.inf)))[:, None]
+    num_candidates = min(vocab, max(_NUM_CANDIDATES, int(top_k.max(initial=0))))
+    threshold, found = _threshold(logits, k, p, num_candidates)
+    if not bool(found.all()):
+        open_rows = (~found).nonzero().squeeze(1)
+        threshold[open_rows], _ = _threshold(logits[open_rows], k[open_rows], p[open_rows], vocab)
+    return logits.masked_fill(logits < threshold, -torch.inf)
+
+
+def _threshold(logits: Tensor, k: Tensor, p: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """The lowest logit that each row keeps, [rows, 1], and whether the best `num_candidates` were enough to tell."""
+    best = logits.topk(num_candidates, dim=-1).values
+    whole = num_candidates == logits.shape[-1]
+    kth = best.gather(1, k.clamp(max=num_candidates) - 1)
+    in_k = torch.where(k <= num_candidates, logits >= kth, True)
+    weight = torch.where(in_k, logits, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    shares = (best - weight).exp().cumsum(dim=-1)
+    # A token is kept while the tokens better than it hold less than p.
+    kept = 1 + (shares[:, :-1] < p).sum(dim=-1, keepdim=True)
+    kept = torch.minimum(kept, k)
+    found = whole | (k <= num_candidates) | (shares[:, -1:] >= p)
+    return best.gather(1, kept.clamp(max=num_candidates) - 1), found.squeeze(1)

@@ -1,0 +1,241 @@
+"""A node: one engine, one place in a pool. Joins, takes, runs, emits, drains, leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from penstock.contract import keys
+from penstock.contract.broker.connection import connect
+from penstock.contract.broker.node import NodeBroker, SweptError
+from penstock.contract.broker.retry import patiently
+from penstock.contract.errors import UnavailableError
+from penstock.contract.wire import NodePressure, PoolRecord
+from penstock.gpu_node.bell import Bell, listen
+from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.engine import Engine
+from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.heartbeat import Heartbeat
+from penstock.gpu_node.inbox import Inbox
+from penstock.gpu_node.ledger import Ledger
+from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.worker import EngineLike, EngineWorker
+
+log = logging.getLogger(__name__)
+
+JOIN_PATIENCE_S = 60.0
+LEAVE_PATIENCE_S = 5.0
+
+
+class Node:
+    """The Redis side of one engine: asyncio here, the engine on its own thread. `stop` begins the drain."""
+
+    def __init__(self, settings: NodeSettings, engine: EngineLike) -> None:
+        self._settings = settings
+        self._engine = engine
+        self.node_id = f"{settings.name}-{secrets.token_hex(8)}"
+        self.ledger = Ledger()
+        self._redis = connect(settings.redis_url)
+        self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._bell = Bell()
+        self._worker = EngineWorker(engine, self._deliver)
+        self._outbox = Outbox(
+            self._broker, self.ledger, self._worker, self._bell, max_unsent_bytes=settings.max_unsent_bytes
+        )
+        self._inbox = Inbox(
+            self._broker,
+            self.ledger,
+            self._worker,
+            engine.tokenizer,
+            self._bell,
+            kv_tokens=engine.num_kv_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            refuse=self._outbox.end,
+        )
+        self._heartbeat = Heartbeat(
+            *(self._broker, self.ledger, self._worker, self._inbox, self._outbox),
+            base=self._base_pressure(),
+            lease_ms=settings.lease_ms,
+        )
+
+    def stop(self) -> None:
+        """Takes nothing more; what runs may end within the grace time, the rest is given back. Again: at once."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def run(self, ready: asyncio.Event | None = None) -> None:
+        """Serves until `stop`, then drains. Raises what killed the engine; its jobs are then left to other nodes."""
+        self._worker.start()
+        try:
+            await patiently(self._join, JOIN_PATIENCE_S)
+            if ready is not None:
+                ready.set()
+            log.info("node serves", extra={"node_id": self.node_id, "pool": self._settings.pool_name})
+            async with _background(self._heartbeat_forever(), self._outbox.run()):
+                async with _background(self._take_forever(), self._listen()):
+                    await self._until_stopped()
+                await self._drain()
+            with suppress(UnavailableError):
+                await patiently(self._broker.leave, LEAVE_PATIENCE_S)
+        finally:
+            self._worker.stop()
+            await self._redis.aclose()
+
+    async def _join(self) -> None:
+        settings, engine = self._settings, self._engine
+        record = PoolRecord(
+            pool=settings.pool_name,
+            model=settings.model,
+            aliases=settings.aliases,
+            max_model_len=engine.max_model_len,
+            created_s=int(time.time()),
+            revision=engine.revision,
+        )
+        await self._broker.join(settings.schema_fields, record)
+        await self._heartbeat.beat()
+        await self._broker.sweep()
+
+    async def _rejoin(self) -> None:
+        """The pool believed us dead: all we held belongs to others."""
+        log.error("this node was swept; it drops all its jobs", extra={"node_id": self.node_id})
+        for job in self.ledger:
+            self._outbox.drop(job)
+        await patiently(self._join, JOIN_PATIENCE_S)
+
+    async def _heartbeat_forever(self) -> None:
+        while True:
+            try:
+                await self._heartbeat.run()
+            except SweptError:
+                await self._rejoin()
+
+    async def _take_forever(self) -> None:
+        while True:
+            try:
+                await self._inbox.run()
+            except SweptError:
+                # The heartbeat finds out too, and rejoins.
+                await asyncio.sleep(0.1)
+
+    async def _listen(self) -> None:
+        channel = keys.doorbell(self._settings.pool_name, self.node_id)
+        await listen(self._redis, channel, self._bell, lambda job_id: self._outbox.end_as(job_id, "CANCEL"))
+
+    async def _until_stopped(self) -> None:
+        died = asyncio.wrap_future(self._worker.stopped)
+        await _first_of(self._stop.wait(), _finished(died))
+        if died.done():
+            died.result()
+
+    async def _drain(self) -> None:
+        """Lets jobs end for a while, then gives the rest back with all their tokens in the log."""
+        self._heartbeat.draining = True
+        log.info("draining", extra={"num_jobs": len(self.ledger)})
+        await _first_of(self._outbox.until_empty(), self._hurry.wait(), timeout_s=self._settings.drain_s)
+        self._worker.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_PATIENCE_S):
+                await asyncio.wrap_future(self._worker.stopped)
+        with suppress(UnavailableError):
+            await patiently(self._outbox.flush, LEAVE_PATIENCE_S)
+            jobs = [(job.job_id, job.taken.lease, job.claim) for job in self.ledger if job.outcome is None]
+            await patiently(lambda: self._broker.give_back(jobs), LEAVE_PATIENCE_S)
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        """On the engine's thread."""
+        with suppress(RuntimeError):  # the loop may be closed already
+            self._loop.call_soon_threadsafe(self._outbox.accept, outputs)
+
+    def _base_pressure(self) -> NodePressure:
+        return NodePressure(
+            node_id=self.node_id,
+            max_num_seqs=self._settings.max_num_seqs,
+            max_model_len=self._engine.max_model_len,
+            revision=self._engine.revision,
+        )
+
+
+async def _first_of(*waits: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _finished(future: asyncio.Future[None]) -> None:
+    await asyncio.wait((future,))
+
+
+@asynccontextmanager
+async def _background(*services: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs services beside the body; a service that fails ends the body, the end of the body ends them."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(service) for service in services]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def run_node(settings: NodeSettings) -> None:
+    """Loads the model, serves, and returns after SIGTERM's or SIGINT's drain; a second signal ends the grace time."""
+    config = EngineConfig(
+        model=settings.model,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        num_kv_blocks=settings.num_kv_blocks,
+        kv_cache_gib=settings.kv_cache_gib,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+    )
+    engine = await asyncio.to_thread(lambda: Engine(config, progress=_report_progress))
+    await serve_engine(settings, engine)
+
+
+async def serve_engine(settings: NodeSettings, engine: EngineLike) -> None:
+    """Serves a loaded engine until a signal."""
+    node = Node(settings, engine)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, node.stop)
+    ready = asyncio.Event()
+    announce = asyncio.create_task(_announce(ready, settings.pool_name))
+    try:
+        await node.run(ready)
+    finally:
+        announce.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _announce(ready: asyncio.Event, pool: str) -> None:
+    await ready.wait()
+    _report({"event": "ready", "pool": pool})
+
+
+def _report_progress(stage: str, fraction: float) -> None:
+    _report({"event": "progress", "stage": stage, "fraction": round(fraction, 3)})
+
+
+def _report(event: dict[str, object]) -> None:
+    """One JSON line for a supervisor, when there is one that asked for it."""
+    if os.environ.get("PENSTOCK_NODE_PROGRESS") == "json":
+        sys.stdout.write(json.dumps(event) + "\n")
+        sys.stdout.flush()

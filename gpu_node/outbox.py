@@ -1,0 +1,207 @@
+"""From the engine to Redis: one emit a step for the whole batch, and one finish per job that ended.
+
+While Redis is away or slow, steps pile up in the ledger, and what piled up leaves as one chunk per choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from penstock.contract.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
+from penstock.contract.broker.retry import pauses
+from penstock.contract.errors import InvariantError, UnavailableError
+from penstock.contract.job import Outcome
+from penstock.gpu_node.bell import Bell
+from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.worker import EngineWorker
+
+log = logging.getLogger(__name__)
+
+MAX_EMIT_BYTES = 4 << 20
+"""Of one emit call, so that a backlog after an outage does not block Redis."""
+MAX_FINISHES_AT_ONCE = 16
+_OUTCOMES = {
+    "CANCEL": Outcome("cancelled", "cancelled", "the job was cancelled"),
+    "UNHEARD": Outcome("cancelled", "unread", "nobody reads this job any more"),
+    "EXPIRED": Outcome("expired", "deadline_exceeded", "the deadline passed before the job was done"),
+}
+
+
+class Outbox:
+    """Sends what the ledger owes, and rings the bell when a job has left room for others."""
+
+    def __init__(
+        self, broker: NodeBroker, ledger: Ledger, worker: EngineWorker, bell: Bell, *, max_unsent_bytes: int
+    ) -> None:
+        self._broker = broker
+        self._ledger = ledger
+        self._worker = worker
+        self._max_unsent_bytes = max_unsent_bytes
+        self._bell = bell
+        self._owed = asyncio.Event()
+        self._dirty: dict[str, HeldJob] = {}
+        self._emptied = asyncio.Event()
+        self.num_finished_cost = 0
+        """KV tokens of all jobs that ended here."""
+        self.num_fenced = 0
+        """Jobs that turned out to belong to another node."""
+
+    def accept(self, outputs: Sequence[StepOutput]) -> None:
+        """Takes in one step of the engine."""
+        for output in outputs:
+            job = self._ledger.of_lease(output.request_id)
+            if job is None or job.outcome is not None:
+                continue
+            try:
+                self._accept(job, output)
+            except InvariantError as error:
+                log.exception("engine and ledger disagree", extra={"job_id": job.job_id})
+                self.end(job, Outcome("failed", error.code, error.message))
+            self._dirty[job.job_id] = job
+        self._owed.set()
+
+    def _accept(self, job: HeldJob, output: StepOutput) -> None:
+        job.add_tokens(output.choice, output.position, output.token_ids, output.text, output.finish_reason)
+        if output.usage is not None:
+            job.usage = output.usage
+        if job.is_complete:
+            job.outcome = _outcome_of(output)
+            self._bell.room_grew()
+
+    def end(self, job: HeldJob, outcome: Outcome) -> None:
+        """Ends a job before its time, with what it has."""
+        if job.outcome is None:
+            job.outcome = outcome
+            self._worker.abort(job.taken.lease)
+            self._bell.room_grew()
+        self._dirty[job.job_id] = job
+        self._owed.set()
+
+    def end_as(self, job_id: str, answer: str) -> None:
+        """Ends a job for what Redis says of it: CANCEL, EXPIRED or UNHEARD."""
+        job = self._ledger.get(job_id)
+        if job is not None:
+            self.end(job, _OUTCOMES[answer])
+
+    def drop(self, job: HeldJob) -> None:
+        """Forgets a job that is no longer ours."""
+        self._remove(job)
+        self._dirty.pop(job.job_id, None)
+        self._worker.abort(job.taken.lease)
+        self.num_fenced += 1
+        log.warning("job is no longer ours", extra={"job_id": job.job_id, "lease": job.taken.lease})
+
+    async def until_empty(self) -> None:
+        """Until no job is held any more."""
+        while len(self._ledger):
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    async def run(self) -> None:
+        """Sends until cancelled; waits out absences of Redis."""
+        patience = pauses()
+        while True:
+            await self._owed.wait()
+            self._owed.clear()
+            try:
+                await self.flush()
+                patience = pauses()
+            except UnavailableError as error:
+                self._owed.set()
+                self._pause_engine_if_full()
+                log.warning("redis is away", extra={"reason": error.message})
+                await asyncio.sleep(next(patience))
+            self._pause_engine_if_full()
+
+    async def flush(self) -> None:
+        """Sends all that is owed now. Raises UnavailableError; what was not acknowledged stays owed."""
+        batch, self._dirty = self._dirty, {}
+        try:
+            ending = [job for job in batch.values() if job.outcome is not None]
+            await self._emit([job for job in batch.values() if job.outcome is None])
+            for start in range(0, len(ending), MAX_FINISHES_AT_ONCE):
+                await _all(*(self._finish(job) for job in ending[start : start + MAX_FINISHES_AT_ONCE]))
+        except BaseException:
+            for job in batch.values():
+                if self._ledger.get(job.job_id) is job:
+                    self._dirty.setdefault(job.job_id, job)
+            raise
+        if self._dirty:
+            self._owed.set()
+
+    async def _emit(self, jobs: list[HeldJob]) -> None:
+        for part in _parts([(job, job.emission()) for job in jobs]):
+            answers = await self._broker.emit([emission for _, emission in part])
+            for (job, emission), answer in zip(part, answers, strict=True):
+                self._heed(job, emission, answer)
+
+    def _heed(self, job: HeldJob, emission: Emission, answer: str) -> None:
+        kind, _, rest = answer.partition(" ")
+        if kind in ("FENCED", "GONE"):
+            self.drop(job)
+        elif kind == "NEED":
+            job.send_again_from(int(rest))
+            self._dirty[job.job_id] = job
+        elif kind == "ERR":
+            log.error("emit failed", extra={"job_id": job.job_id, "reason": rest})
+            job.acknowledge(emission)
+            self.end(job, Outcome("failed", "internal_error", "the queue could not store this job's tokens"))
+        else:
+            job.acknowledge(emission)
+            if kind != "OK":
+                self.end(job, _OUTCOMES[kind])
+
+    async def _finish(self, job: HeldJob) -> None:
+        if job.outcome is None:
+            raise InvariantError(f"{job.job_id} is finished without an outcome")
+        emission = job.emission()
+        answer = await self._broker.finish(emission, job.outcome, job.result())
+        kind, _, rest = answer.partition(" ")
+        if kind == "NEED":
+            job.send_again_from(int(rest))
+            self._dirty[job.job_id] = job
+        elif kind == "OK":
+            self.num_finished_cost += job.claim
+            self._remove(job)
+        else:
+            self.drop(job)
+
+    def _remove(self, job: HeldJob) -> None:
+        self._ledger.remove(job)
+        self._bell.room_grew()
+        if not len(self._ledger):
+            self._emptied.set()
+
+    def _pause_engine_if_full(self) -> None:
+        self._worker.set_paused(self._ledger.unsent_bytes > self._max_unsent_bytes)
+
+
+def _outcome_of(last: StepOutput) -> Outcome:
+    if last.finish_reason == "error":
+        return Outcome("failed", "model_error", "the model's output was not finite")
+    return Outcome("done")
+
+
+def _parts(pairs: list[tuple[HeldJob, Emission]]) -> list[list[tuple[HeldJob, Emission]]]:
+    """Splits by number of jobs and by bytes."""
+    parts: list[list[tuple[HeldJob, Emission]]] = []
+    num_bytes = 0
+    for pair in pairs:
+        size = sum(map(len, pair[1].chunks))
+        if not parts or len(parts[-1]) >= MAX_EMIT_JOBS or num_bytes + size > MAX_EMIT_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(pair)
+        num_bytes += size
+    return parts
+
+
+async def _all(*calls: Coroutine[Any, Any, None]) -> None:
+    """Awaits all, then raises the first error: one job's failed call must not cancel another's."""
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -1,0 +1,139 @@
+"""The engine's thread: commands in, one batch of outputs a step out. Nothing here knows Redis."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
+from penstock.gpu_node.engine.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class EngineLike(Protocol):
+    """What the node needs of an engine."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Turns prompts into token ids; safe to call from another thread."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output that a sequence may have."""
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache can hold."""
+
+    @property
+    def revision(self) -> str:
+        """What must be equal for another node to continue a job token-exact."""
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        resume: Sequence[ResumedChoice] = (),
+    ) -> None:
+        """Queues a request; raises RequestError for one that can never run."""
+
+    def abort(self, request_id: str) -> None:
+        """Forgets a request."""
+
+    def step(self) -> list[StepOutput]:
+        """Runs one step."""
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    def stats(self) -> EngineStats:
+        """Figures for the pressure record."""
+
+
+class EngineWorker:
+    """Runs an engine on a thread of its own. `deliver` is called there, once per step that produced something."""
+
+    def __init__(self, engine: EngineLike, deliver: Callable[[list[StepOutput]], None]) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._may_step = threading.Event()
+        self._may_step.set()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
+        self.stopped: Future[None] = Future()
+        """Done when the thread ends; carries what killed it."""
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Asks the thread to end after the step it is in."""
+        self._stopping = True
+        self._may_step.set()
+        self._wake.set()
+
+    def set_paused(self, paused: bool) -> None:
+        """Holds the engine between two steps, or lets it go on."""
+        if paused:
+            self._may_step.clear()
+        else:
+            self._may_step.set()
+            self._wake.set()
+
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Runs `command` on the engine's thread between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._commands.append(run)
+        self._wake.set()
+        return future
+
+    def add(
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, seed: int, resume: list[ResumedChoice]
+    ) -> Future[None]:
+        """Queues a request; the future carries the engine's refusal."""
+        return self.call(lambda: self._engine.add(request_id, token_ids, params, seed=seed, resume=resume))
+
+    def abort(self, request_id: str) -> None:
+        """Forgets a request between two steps."""
+        self.call(lambda: self._engine.abort(request_id))
+
+    def stats(self) -> Future[EngineStats]:
+        """The engine's figures, read between two steps."""
+        return self.call(self._engine.stats)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._run_commands()
+                if self._may_step.is_set() and self._engine.has_work():
+                    outputs = self._engine.step()
+                    if outputs:
+                        self._deliver(outputs)
+                else:
+                    self._wake.wait()
+                self._wake.clear()
+            self.stopped.set_result(None)
+        except BaseException as error:
+            self.stopped.set_exception(error)
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()

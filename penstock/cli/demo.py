@@ -1,0 +1,113 @@
+"""`penstock demo`: the whole system on this machine, one question, its answer token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from penstock.cli.demo_model import demo_model
+from penstock.cli.processes import Supervisor
+from penstock.cli.serve import end_on_sigterm, start_all
+from penstock.contract.embedded import resolve_redis
+from penstock.contract.errors import PenstockError
+
+PROMPT = "What is gravity?"
+_MAX_EVENT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What the demo measured."""
+
+    ttft_s: float
+    total_s: float
+    num_tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed after the first token."""
+        after_first_s = self.total_s - self.ttft_s
+        return (self.num_tokens - 1) / after_first_s if after_first_s > 0 and self.num_tokens > 1 else 0.0
+
+
+def demo(
+    model: Annotated[
+        str | None, typer.Option(help="Hub id[@revision], folder or .gguf file; default: the demo model.")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="The question.")] = PROMPT,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    redis_url: Annotated[
+        str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
+    ] = None,
+) -> None:
+    """Start Redis, a node and a gateway, ask one question over HTTP, show the answer as it comes, and end all."""
+    options: dict[str, object] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    with resolve_redis(redis_url) as url:
+        asyncio.run(_demo(url, model or str(demo_model()), prompt, options))
+
+
+async def _demo(redis_url: str, model: str, question: str, options: dict[str, object]) -> None:
+    end_on_sigterm()
+    async with Supervisor(lambda _name, _line: None) as supervisor:
+        node, gateway = await start_all(supervisor, redis_url, model, (), "127.0.0.1", 0)
+        messages = [{"role": "user", "content": question}]
+        print(f"> {question}\n")
+        events = ask(f"{gateway['url']}/v1/chat/completions", {"model": node["pool"], "messages": messages, **options})
+        speed = await supervisor.unless_one_dies(_show(events))
+    print(
+        f"\n\n{speed.num_tokens} tokens: the first after {speed.ttft_s * 1000:.0f} ms, "
+        f"the rest at {speed.tokens_per_s:.1f} tokens/s"
+    )
+
+
+async def _show(events: AsyncIterator[dict[str, Any]]) -> Speed:
+    started = time.perf_counter()
+    ttft_s, num_tokens = 0.0, 0
+    async for event in events:
+        for choice in event["choices"]:
+            text = choice["delta"].get("content") or ""
+            if text and not ttft_s:
+                ttft_s = time.perf_counter() - started
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        if usage := event.get("usage"):
+            num_tokens = usage["completion_tokens"]
+    return Speed(ttft_s, time.perf_counter() - started, num_tokens)
+
+
+async def ask(url: str, body: dict[str, object]) -> AsyncIterator[dict[str, Any]]:
+    """Posts a streaming request; the JSON of each event of the answer."""
+    address, payload = urlsplit(url), json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=_MAX_EVENT_BYTES)
+    # HTTP/1.0 asks for an answer without chunked framing, up to the connection's end.
+    head = (
+        f"POST {address.path} HTTP/1.0\r\nHost: {address.netloc}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    )
+    try:
+        writer.write(head.encode() + payload)
+        status = (await reader.readline()).split()
+        if b"200" not in status[1:2]:
+            raise PenstockError(f"the gateway refused: {(await reader.read()).decode(errors='replace')}")
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise PenstockError(event["error"]["message"])
+                yield event
+    finally:
+        writer.close()

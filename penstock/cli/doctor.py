@@ -1,0 +1,180 @@
+"""`penstock doctor`: whether this machine and its Redis can do the work, and what to do where they cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import platform
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from penstock.cli.demo_model import demo_model
+from penstock.cli.host import cpu_flags, gpus, usable_cores
+from penstock.contract.errors import ConfigError, PenstockError
+
+MIN_REDIS = (6, 2)
+EXTRAS = ("gateway", "node", "embedded", "batch")
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report; `advice` says what to do."""
+
+    level: Literal["ok", "warn", "fail"]
+    subject: str
+    finding: str
+    advice: str = ""
+
+
+def doctor(
+    redis_url: Annotated[str | None, typer.Option(help="Redis to look at; default: $PENSTOCK_REDIS_URL.")] = None,
+) -> None:
+    """Check Redis, processor, graphics card, model files and extras; exit code 1 when something must be mended."""
+    from rich.console import Console
+
+    from penstock.contract.settings import RedisSettings
+
+    console = Console(soft_wrap=True, highlight=False)
+    checks = [*asyncio.run(check_redis(RedisSettings.load(redis_url=redis_url).redis_url)), *check_machine()]
+    checks += [check_demo_model(), *check_extras()]
+    for check in checks:
+        style = _STYLES[check.level]
+        console.print(f"[{style}]{check.level:4}[/{style}]  {check.subject:10} ", end="")
+        console.print(check.finding, markup=False)
+        if check.advice:
+            console.print(f"{'':18}{check.advice}", markup=False, style="dim")
+    if any(check.level == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+async def check_redis(url: str | None) -> list[Check]:
+    """The Redis at `url`, or the one that would be started without an URL."""
+    if not url:
+        return [_check_embedded()]
+    from penstock.contract.broker.connection import connect, translated
+
+    try:
+        async with connect(url) as redis:
+            with translated():
+                info = await redis.info("everything")
+    except PenstockError as error:
+        return [Check("fail", "Redis", error.message, "start it, or correct PENSTOCK_REDIS_URL")]
+    return list(judge_redis(info))
+
+
+def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
+    """Version, memory and persistence, from INFO's fields."""
+    yield _judge_version(str(info.get("redis_version", "0")))
+    max_bytes, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "unknown"))
+    if policy != "noeviction":
+        advice = "CONFIG SET maxmemory-policy noeviction: an evicted key is a lost job"
+        yield Check("fail" if max_bytes else "warn", "Redis", f"eviction policy is {policy}", advice)
+    else:
+        yield Check("ok", "Redis", "eviction policy is noeviction")
+    if max_bytes:
+        yield Check("ok", "Redis", f"maxmemory is {max_bytes / 2**20:.0f} MiB")
+    else:
+        yield Check(
+            "warn", "Redis", "no maxmemory", "set one: a full machine kills Redis, a full Redis refuses submits"
+        )
+    if int(info.get("aof_enabled", 0)):
+        yield Check("ok", "Redis", "append-only file is on")
+    else:
+        advice = "set appendonly yes, unless jobs may be lost when Redis restarts"
+        yield Check("warn", "Redis", "append-only file is off", advice)
+
+
+def check_machine() -> Iterator[Check]:
+    """Processor, cores and graphics cards."""
+    try:
+        flags = cpu_flags(Path("/proc/cpuinfo").read_text())
+    except OSError:
+        flags = frozenset()
+    yield judge_cpu(platform.machine(), flags)
+    cores = usable_cores()
+    advice = "a node wants two: one for the model, one for the queue" if cores < 2 else ""
+    yield Check("warn" if advice else "ok", "cores", f"{cores:g} usable", advice)
+    yield judge_gpus(gpus(), _version_of("torch"))
+
+
+def judge_cpu(machine: str, flags: frozenset[str]) -> Check:
+    """How fast this processor multiplies matrices of small numbers."""
+    if machine not in ("x86_64", "AMD64"):
+        return Check("ok", "processor", machine)
+    useful = [flag for flag in ("avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "avx2") if flag in flags]
+    if not useful:
+        return Check("warn", "processor", "no AVX2", "a model will run, but very slowly: use another machine")
+    if useful == ["avx2"]:
+        return Check("ok", "processor", "avx2 (float32 is the fast dtype here)")
+    return Check("ok", "processor", ", ".join(useful))
+
+
+def judge_gpus(names: list[str], torch_version: str | None) -> Check:
+    """Whether the cards can be used by the installed torch."""
+    if not names:
+        return Check("ok", "GPU", "none: models run on the processor")
+    if torch_version is not None and "+cpu" in torch_version:
+        return Check(
+            "warn", "GPU", "; ".join(names), f"torch {torch_version} cannot use it: install a CUDA build of torch"
+        )
+    return Check("ok", "GPU", "; ".join(names))
+
+
+def check_demo_model() -> Check:
+    """The small model that demo and serve run by default."""
+    try:
+        return Check("ok", "model", f"demo model at {demo_model()}")
+    except ConfigError as error:
+        return Check("warn", "model", "no demo model", error.message)
+
+
+def check_extras() -> Iterator[Check]:
+    """Which of the package's extras are installed."""
+    for extra in EXTRAS:
+        missing = [name for name in _packages_of(extra) if _version_of(name) is None]
+        if missing:
+            finding = f"[{extra}] lacks {', '.join(missing)}"
+            yield Check("warn", "extra", finding, f"if this machine needs it: pip install 'penstock[{extra}]'")
+        else:
+            yield Check("ok", "extra", f"[{extra}] is installed")
+
+
+def _check_embedded() -> Check:
+    from penstock.contract.embedded import find_redis_server
+
+    try:
+        binary = find_redis_server()
+    except ConfigError as error:
+        return Check("fail", "Redis", "none", error.message)
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    match = re.search(r"v=([0-9.]+)", said)
+    check = _judge_version(match[1] if match else "0")
+    finding = f"{check.finding}, started on demand: {binary} (PENSTOCK_REDIS_URL is not set)"
+    return Check(check.level, "Redis", finding, check.advice)
+
+
+def _judge_version(version: str) -> Check:
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < MIN_REDIS:
+        return Check("fail", "Redis", f"version {version}", "install Redis 6.2 or later, or Valkey")
+    return Check("ok", "Redis", f"version {version}")
+
+
+def _packages_of(extra: str) -> list[str]:
+    required = importlib.metadata.requires("penstock") or []
+    marker = re.compile(rf"extra\s*==\s*['\"]{extra}['\"]")
+    return [re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for line in required if marker.search(line)]
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

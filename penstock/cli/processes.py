@@ -1,0 +1,196 @@
+"""Child processes of one command: started, watched until ready, and ended in reverse order, whatever ends us.
+
+A child runs under a guard (`contract/guard.py`) in a session of its own: Ctrl-C does not reach it, the order of the
+shutdown is ours, and it ends even when we are killed. It says `{"event": "progress" | "ready", …}` in JSON lines on its
+stdout; all other lines are its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+
+from penstock.contract.errors import ConfigError, PenstockError
+from penstock.contract.guard import guarded
+
+NODE_GRACE_S = 30.0
+GATEWAY_GRACE_S = 35.0
+_GUARD_MARGIN_S = 5.0
+_MAX_LINE_BYTES = 1 << 20
+_TAIL_LINES = 20
+_PENSTOCK = (sys.executable, "-m", "penstock")
+
+T = TypeVar("T")
+Event = dict[str, Any]
+LogSink = Callable[[str, str], None]
+"""Takes a child's name and one line of its log."""
+
+
+class ProcessDiedError(PenstockError):
+    """A child ended that should have gone on."""
+
+    code = "process_died"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run, in our environment plus `env`; after `grace_s` a stop becomes a kill."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    grace_s: float
+    on_progress: Callable[[Event], None] | None = None
+
+
+class Child:
+    """One running child."""
+
+    def __init__(self, command: Command, process: asyncio.subprocess.Process, sink: LogSink) -> None:
+        self.name = command.name
+        self._command = command
+        self._process = process
+        self._sink = sink
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._ready: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+        self.task = asyncio.create_task(self._watch(), name=f"child {command.name}")
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child's guard."""
+        return self._process.pid
+
+    async def ready(self, *, timeout_s: float | None = None) -> Event:
+        """The child's ready event; raises ProcessDiedError when it ends before."""
+        done, _ = await asyncio.wait((self._ready, self.task), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._ready.done():
+            return self._ready.result()
+        if not done:
+            raise ProcessDiedError(f"{self.name} was not ready within {timeout_s:g} s{self._last_words()}")
+        raise self.death()
+
+    def death(self) -> ProcessDiedError:
+        """The error that says how the child ended."""
+        return ProcessDiedError(f"{self.name} ended with status {self._process.returncode}{self._last_words()}")
+
+    async def stop(self) -> None:
+        """Asks the child to end, and makes it end after its grace time."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await asyncio.wait((self.task,), timeout=self._command.grace_s + _GUARD_MARGIN_S)
+        if not self.task.done():
+            self._process.kill()
+        await self.task
+
+    async def _watch(self) -> None:
+        async with asyncio.TaskGroup() as relays:
+            for stream in (self._process.stdout, self._process.stderr):
+                if stream is not None:
+                    relays.create_task(self._relay(stream))
+        await self._process.wait()
+
+    async def _relay(self, stream: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:
+                # A line above the limit is dropped, not the child.
+                continue
+            if not line:
+                return
+            self._take_line(line.decode(errors="replace").rstrip())
+
+    def _take_line(self, line: str) -> None:
+        event = _event_in(line)
+        if event is None:
+            self._tail.append(line)
+            self._sink(self.name, line)
+        elif event["event"] == "ready" and not self._ready.done():
+            self._ready.set_result(event)
+        elif self._command.on_progress is not None:
+            self._command.on_progress(event)
+
+    def _last_words(self) -> str:
+        return "".join(f"\n  {line}" for line in self._tail)
+
+
+class Supervisor:
+    """The children of one command; leaving its context ends them, the last started first."""
+
+    def __init__(self, sink: LogSink) -> None:
+        self._sink = sink
+        self._children: list[Child] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        while self._children:
+            await self._children.pop().stop()
+
+    async def start(self, command: Command) -> Child:
+        """Starts a child; it is not ready yet."""
+        process = await asyncio.create_subprocess_exec(
+            *guarded([*command.argv], grace_s=command.grace_s),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **command.env},
+            limit=_MAX_LINE_BYTES,
+            start_new_session=True,
+        )
+        child = Child(command, process, self._sink)
+        self._children.append(child)
+        return child
+
+    async def until_one_dies(self) -> NoReturn:
+        """Waits as long as all children live; raises ProcessDiedError for the first that ended."""
+        if not self._children:
+            raise ConfigError("no process was started")
+        await asyncio.wait([child.task for child in self._children], return_when=asyncio.FIRST_COMPLETED)
+        raise next(child for child in self._children if child.task.done()).death()
+
+    async def unless_one_dies(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns; raises ProcessDiedError, and cancels the work, when a child ends before."""
+        task, watch = asyncio.create_task(work), asyncio.create_task(self.until_one_dies())
+        try:
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            return await (task if task.done() else watch)
+        finally:
+            task.cancel()
+            watch.cancel()
+            await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def node_command(
+    model: str, redis_url: str, *, arguments: Sequence[str] = (), on_progress: Callable[[Event], None] | None = None
+) -> Command:
+    """A node that runs `model`."""
+    env = {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json"}
+    return Command("node", (*_PENSTOCK, "node", model, *arguments), env, NODE_GRACE_S, on_progress)
+
+
+def gateway_command(redis_url: str, *, host: str, port: int) -> Command:
+    """A gateway; its ready event carries the `url`."""
+    env = {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_GATEWAY_PROGRESS": "json"}
+    argv = (*_PENSTOCK, "gateway", "--host", host, "--port", str(port))
+    return Command("gateway", argv, env, GATEWAY_GRACE_S)
+
+
+def _event_in(line: str) -> Event | None:
+    if not line.startswith("{"):
+        return None
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None

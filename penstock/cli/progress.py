@@ -1,0 +1,44 @@
+"""The bar that shows a model being loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from penstock.cli.processes import Event
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+
+class LoadingBar:
+    """One bar on stderr, moved by a node's progress events."""
+
+    def __init__(self, model: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[stage]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        description = f"Loading {Path(model).name}"
+        self._task: TaskID = self._progress.add_task(description, total=1.0, stage="starting")
+
+    def update(self, event: Event) -> None:
+        """Takes one progress event: `stage`, and `fraction` of the whole."""
+        fraction, stage = event.get("fraction"), event.get("stage")
+        if isinstance(fraction, int | float) and isinstance(stage, str):
+            self._progress.update(self._task, completed=min(1.0, float(fraction)), stage=stage)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()

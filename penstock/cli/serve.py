@@ -1,0 +1,81 @@
+"""`penstock serve`: Redis, a node and a gateway on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.demo_model import demo_model
+from penstock.cli.processes import Event, Supervisor, gateway_command, node_command
+from penstock.cli.progress import LoadingBar
+from penstock.contract.embedded import DEFAULT_MAXMEMORY_MIB, resolve_redis
+
+GATEWAY_START_TIMEOUT_S = 60.0
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id[@revision], folder or .gguf file; default: the demo model.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    kv_cache_gib: Annotated[float, typer.Option(help="Memory for the KV cache.")] = 1.0,
+    redis_url: Annotated[
+        str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder where the started Redis keeps jobs across restarts.")
+    ] = None,
+    maxmemory_mib: Annotated[
+        int, typer.Option(min=16, help="Memory limit of the started Redis.")
+    ] = DEFAULT_MAXMEMORY_MIB,
+) -> None:
+    """Serve a model on this machine, all in one."""
+    arguments = ("--dtype", dtype, "--kv-cache-gib", f"{kv_cache_gib:g}")
+    with resolve_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as url:
+        asyncio.run(_serve(url, model or str(demo_model()), arguments, host, port))
+
+
+async def _serve(redis_url: str, model: str, arguments: tuple[str, ...], host: str, port: int) -> None:
+    end_on_sigterm()
+    async with Supervisor(_log_to_stderr) as supervisor:
+        node, gateway = await start_all(supervisor, redis_url, model, arguments, host, port)
+        _say_ready(node, gateway, redis_url)
+        await supervisor.until_one_dies()
+
+
+async def start_all(
+    supervisor: Supervisor, redis_url: str, model: str, arguments: tuple[str, ...], host: str, port: int
+) -> tuple[Event, Event]:
+    """Starts a node and a gateway, with a progress bar; their ready events."""
+    with LoadingBar(model) as bar:
+        node = await supervisor.start(node_command(model, redis_url, arguments=arguments, on_progress=bar.update))
+        # Started last, so that it is stopped first: no request comes in while the node gives its jobs back.
+        gateway = await supervisor.start(gateway_command(redis_url, host=host, port=port))
+        return await asyncio.gather(node.ready(), gateway.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
+
+
+def end_on_sigterm() -> None:
+    """Makes SIGTERM end the running task as Ctrl-C does."""
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+def _log_to_stderr(name: str, line: str) -> None:
+    print(f"{name:8}| {line}", file=sys.stderr, flush=True)
+
+
+def _say_ready(node: Event, gateway: Event, redis_url: str) -> None:
+    body = {"model": node["pool"], "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
+    data = shlex.quote(json.dumps(body))
+    print(f"\nServing {node['pool']} at {gateway['url']}/v1   (Redis: {redis_url})\n")
+    print(f"  curl -N {gateway['url']}/v1/chat/completions -H 'Content-Type: application/json' -d {data}\n", flush=True)

@@ -1,0 +1,67 @@
+"""Admission: from the pool's pressure and backlog to accept, come back later, or no.
+
+Pure functions, used by client and gateway alike; caps that must hold across processes stand behind them in submit.lua.
+"""
+
+from __future__ import annotations
+
+import math
+
+from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
+from penstock.contract.job import Job
+from penstock.contract.wire import PoolPressure, PoolRecord
+
+PREDICTED_OUTPUT_TOKENS = 256
+"""Output assumed of a job that names no max_tokens, until its node knows better."""
+MAX_WAIT_MS = 60_000
+"""A job that would wait longer than this for its turn is told to come back."""
+MIN_RETRY_AFTER_MS = 1_000
+
+
+def prompt_bytes(job: Job) -> int:
+    """UTF-8 bytes of a job's prompt in text form; 0 for one of token ids."""
+    if job.prompt is not None:
+        return len(job.prompt.encode())
+    return sum(len(m.content.encode()) + len(m.role) for m in job.messages or ())
+
+
+def estimate_cost(job: Job, record: PoolRecord) -> int:
+    """KV tokens that a job will probably hold at its end; the node corrects it after tokenizing.
+
+    Raises PromptTooLongError when the prompt cannot fit the model whatever its tokens are.
+    """
+    if job.prompt_token_ids is not None:
+        prompt = len(job.prompt_token_ids)
+        if record.max_model_len and prompt >= record.max_model_len:
+            raise PromptTooLongError(
+                f"prompt has {prompt} tokens; the model's limit is {record.max_model_len} with at least one of output",
+                param="prompt",
+            )
+    else:
+        prompt = math.ceil(prompt_bytes(job) / record.bytes_per_token)
+    params = job.params
+    output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
+    cost = prompt + params.n * min(output, PREDICTED_OUTPUT_TOKENS)
+    return max(1, min(cost, record.max_model_len * params.n) if record.max_model_len else cost)
+
+
+def decide(pressure: PoolPressure, *, cost: int, priority: int, admitted_since: int = 0) -> None:
+    """Accept by returning; else raise BusyError with an honest wait, or UnavailableError when no node is alive.
+
+    The wait is what stands before the job, less what the nodes can hold at once, over the rate at which they drain.
+    `admitted_since` is the cost this process has admitted since the pressure was read.
+    """
+    nodes = [n for n in pressure.nodes if not n.draining]
+    if not nodes:
+        raise UnavailableError("no node serves this pool at the moment", code="no_node")
+    room = sum(n.kv_tokens_unclaimed for n in nodes)
+    ahead = sum(pressure.backlog_cost[: priority + 1]) + admitted_since + cost - room
+    rate = sum(n.drain_cost_per_s for n in nodes)
+    if ahead <= 0 or rate <= 0:
+        return
+    wait_ms = math.ceil(1000 * ahead / rate)
+    if wait_ms > MAX_WAIT_MS:
+        raise BusyError(
+            f"about {wait_ms // 1000} s of work stand before this job, more than {MAX_WAIT_MS // 1000} s",
+            retry_after_ms=max(MIN_RETRY_AFTER_MS, wait_ms - MAX_WAIT_MS),
+        )

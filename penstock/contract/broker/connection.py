@@ -1,0 +1,65 @@
+"""Connections to Redis, and the translation of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
+
+CONNECT_TIMEOUT_S = 3.0
+REPLY_TIMEOUT_S = 10.0
+HEALTH_CHECK_S = 15
+_AWAY = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.BusyLoadingError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    OSError,
+)
+
+
+def connect(url: str) -> Redis:
+    """A client for `redis://`, `rediss://` or `unix://`; bytes replies; no blind retries, as the scripts are retried
+    by those who know what they ask. Raises ConfigError for an URL that is none.
+    """
+    try:
+        return Redis.from_url(
+            url,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=REPLY_TIMEOUT_S,
+            health_check_interval=HEALTH_CHECK_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except ValueError as error:
+        raise ConfigError(f"redis_url {url!r}: {error}", param="redis_url") from error
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Turns redis-py's errors into ours: away is UnavailableError, full is BusyError, the rest is a bug."""
+    try:
+        yield
+    except exceptions.AuthenticationError as error:
+        raise ConfigError(f"Redis refuses our credentials: {error}", param="redis_url") from error
+    except exceptions.NoPermissionError as error:
+        raise ConfigError(f"Redis refuses this user: {error}", param="redis_url") from error
+    except _AWAY as error:
+        raise UnavailableError(f"Redis is away: {error}", code="redis_away") from error
+    except exceptions.OutOfMemoryError as error:
+        raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
+    except exceptions.ResponseError as error:
+        text = str(error)
+        if "OOM" in text:
+            raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
+        if text.startswith(("MASTERDOWN", "LOADING", "READONLY", "MISCONF")) or "-READONLY" in text:
+            raise UnavailableError(f"Redis is away: {text}", code="redis_away") from error
+        raise InvariantError(f"Redis: {text}") from error

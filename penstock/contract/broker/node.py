@@ -1,0 +1,167 @@
+"""What a node asks of the queue: one method per script, and the reads that follow a take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from penstock.contract import keys, wire
+from penstock.contract.broker import scripts
+from penstock.contract.broker.connection import translated
+from penstock.contract.errors import ConfigError, InvariantError
+from penstock.contract.job import Chunk, Outcome
+from penstock.contract.wire import NodePressure, PoolRecord
+
+MAX_EMIT_JOBS = 512
+MAX_GIVE_BACK_JOBS = 128
+MAX_MESSAGE_CHARS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a node can take, per class: KV tokens and sequences; and its whole size."""
+
+    kv_tokens: tuple[int, int, int]
+    slots: tuple[int, int, int]
+    kv_total: int
+    slots_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One job given to this node; `lease` goes into every write, `num_chunks` is what an earlier node logged."""
+
+    job_id: str
+    lease: str
+    losses: int
+    num_chunks: int
+    cost: int
+    deadline_in_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeAnswer:
+    """Jobs taken, jobs still queued per class, and when to ask again (0: no need)."""
+
+    jobs: tuple[Taken, ...]
+    depth: tuple[int, int, int]
+    again_in_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Chunks of one job, encoded; `index` is the first one's place in the log."""
+
+    job_id: str
+    lease: str
+    index: int
+    chunks: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BeatAnswer:
+    """What the held-ids check found: jobs to end as cancelled or expired, and jobs that are no longer ours."""
+
+    cancelled: tuple[str, ...] = ()
+    expired: tuple[str, ...] = ()
+    fenced: tuple[str, ...] = ()
+
+
+class SweptError(Exception):
+    """The pool believes this node dead: all it holds belongs to others now."""
+
+
+class NodeBroker:
+    """The node's side of one pool's queue. Raises UnavailableError when Redis is away."""
+
+    def __init__(self, redis: Redis, pool: str, node_id: str, revision: str) -> None:
+        self._redis = redis
+        self._pool = pool
+        self._node_id = node_id
+        self._revision = revision
+
+    async def join(self, schema: dict[str, int], record: PoolRecord) -> None:
+        """Enters the pool and announces it; raises ConfigError when live nodes run with another schema."""
+        pairs = [item for name, value in schema.items() for item in (name, value)]
+        answer = await self._call("join", self._revision, *pairs)
+        if answer[0] != b"OK":
+            field, theirs = answer[1].decode(), answer[2].decode()
+            message = f"pool {self._pool} runs with {field}={theirs}, this node with {schema[field]}"
+            raise ConfigError(message, param=field)
+        with translated():
+            await cast(Any, self._redis.hset(keys.POOLS, self._pool, wire.encode_record(record)))
+
+    async def beat(
+        self, pressure: NodePressure, *, free: int, answered_call: int, held: Sequence[str] | None
+    ) -> BeatAnswer:
+        """Says that this node lives; with `held`, compares what it holds. Raises SweptError."""
+        record, check = wire.encode_record(pressure), int(held is not None)
+        answer = await self._call("beat", self._revision, free, record, answered_call, check, *(held or ()))
+        if answer[0] == b"SWEPT":
+            raise SweptError
+        return BeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:]))
+
+    async def leave(self) -> int:
+        """Goes; answers how many jobs are left to sweep."""
+        return cast(int, await self._call("leave"))
+
+    async def take(self, call: int, nonce: str, room: Room) -> TakeAnswer:
+        """Takes what fits; the same `call` again gets the same answer. Raises SweptError."""
+        sizes = (*room.kv_tokens, *room.slots, room.kv_total, room.slots_total)
+        answer = await self._call("take", call, nonce, *sizes, self._revision)
+        if answer[0] == b"UNKNOWN_NODE":
+            raise SweptError
+        if answer[0] != b"OK":
+            raise InvariantError(f"take {call} answered {answer[0]!r}")
+        jobs = tuple(Taken(row[0].decode(), row[1].decode(), *map(int, row[2:])) for row in answer[1])
+        depth = answer[2]
+        return TakeAnswer(jobs, (depth[0], depth[1], depth[2]), int(answer[3]))
+
+    async def requests(self, job_ids: Sequence[str]) -> list[bytes | None]:
+        """The packed requests of taken jobs, None where one has ended meanwhile."""
+        if not job_ids:
+            return []
+        with translated():
+            return cast(list[bytes | None], await self._redis.mget([keys.request(i) for i in job_ids]))
+
+    async def log(self, job_id: str, count: int, page: int = 500) -> list[Chunk]:
+        """The first `count` chunks of a taken job, read in pages so that no call blocks Redis for long."""
+        chunks: list[Chunk] = []
+        for start in range(0, count, page):
+            with translated():
+                entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, min(start + page, count) - 1))
+            chunks += [chunk for entry in entries for chunk in wire.decode_chunks(entry)]
+        return chunks
+
+    async def emit(self, emissions: Sequence[Emission]) -> list[str]:
+        """Appends and publishes; one answer per job: OK, FENCED, CANCEL, EXPIRED, UNHEARD, `NEED n`, GONE, `ERR …`."""
+        arguments: list[scripts.Argument] = []
+        for emission in emissions:
+            arguments += (emission.job_id, emission.lease, emission.index, len(emission.chunks))
+            arguments += emission.chunks
+        return [a.decode() for a in await self._call("emit", *arguments)]
+
+    async def finish(self, last: Emission, outcome: Outcome, result: bytes) -> str:
+        """Ends a job with its last chunks; answers OK, FENCED, `NEED n` or GONE; repeating it is harmless."""
+        end = (outcome.state, outcome.code, outcome.message[:MAX_MESSAGE_CHARS], outcome.param)
+        place = (last.job_id, last.lease, last.index)
+        answer = await self._call("finish", *place, *end, result, len(last.chunks), *last.chunks)
+        return cast(bytes, answer).decode()
+
+    async def give_back(self, jobs: Sequence[tuple[str, str, int]]) -> list[str]:
+        """Queues (id, lease, cost) again, with their age; one answer per job: OK, FENCED or GONE."""
+        answers: list[str] = []
+        for start in range(0, len(jobs), MAX_GIVE_BACK_JOBS):
+            arguments = [item for job in jobs[start : start + MAX_GIVE_BACK_JOBS] for item in job]
+            answers += [a.decode() for a in await self._call("give_back", *arguments)]
+        return answers
+
+    async def sweep(self) -> None:
+        """Finds dead nodes and due jobs; the script itself limits how often."""
+        await scripts.call(self._redis, "sweep", self._pool)
+
+    async def _call(self, name: str, *arguments: scripts.Argument) -> Any:
+        return await scripts.call(self._redis, name, self._pool, self._node_id, *arguments)

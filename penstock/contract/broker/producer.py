@@ -1,0 +1,203 @@
+"""What a client or gateway asks of the queue: one method per script, and plain reads."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from penstock.contract import keys, wire
+from penstock.contract.broker import scripts
+from penstock.contract.broker.connection import translated
+from penstock.contract.errors import BusyError, ConflictError, InvariantError, NotFoundError, RequestError
+from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
+from penstock.contract.wire import PoolPressure, PoolRecord
+
+_STATUS_FIELDS = (
+    *("state", "tenant", "p", "submitted", "taken", "first", "finished"),
+    *("chunks", "preemptions", "losses", "code", "message", "param"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """Answer of submit. `existed`: the id or idempotency key was known; `pushed`: chunks will come to the inbox."""
+
+    job_id: str
+    state: str
+    num_chunks: int
+    existed: bool
+    pushed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Answer of attach. Not `pushed`: the job has all the readers it may have, follow its log instead."""
+
+    state: str
+    num_chunks: int
+    pushed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """Where a job stands. Times are Redis ms, 0 while not reached."""
+
+    job_id: str
+    state: str
+    priority: Priority
+    num_chunks: int
+    outcome: Outcome | None
+    submitted_ms: int
+    taken_ms: int
+    first_ms: int
+    finished_ms: int
+    preemptions: int
+    losses: int
+    num_waiting_ahead: int
+
+
+class ProducerBroker:
+    """The producer's side of the queue, over one Redis connection pool. Raises UnavailableError when Redis is away."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def submit(self, job: Job, *, cost: int, inbox: str = "", channel: bool = False) -> Submitted:
+        """Enqueues a job; repeating it with the same id and body is harmless.
+
+        Raises NotFoundError (no such pool), ConflictError (id or idempotency key of another body or tenant),
+        BusyError (caps, Redis full), RequestError (id too old or from the future).
+        """
+        request = wire.encode_request(job)
+        body = hashlib.blake2b(request, digest_size=16).hexdigest()
+        idem = job.idempotency_key or ""
+        answer = await scripts.call(
+            self._redis,
+            "submit",
+            job.pool,
+            *(job.id, job.tenant, int(job.priority), job.params.n, cost, body, request, job.deadline_ms or 0),
+            *(inbox, int(channel), int(job.background)),
+            hashlib.blake2b(idem.encode(), digest_size=16).hexdigest() if idem else "",
+        )
+        kind = answer[0].decode()
+        if kind in ("OK", "EXISTS"):
+            known_id, state, num_chunks, pushed = answer[1:]
+            return Submitted(known_id.decode(), state.decode(), num_chunks, kind == "EXISTS", bool(pushed))
+        raise _submit_error(kind, answer, job)
+
+    async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:
+        """Adds a reader; raises NotFoundError for an unknown id, which another tenant's is too."""
+        answer = await scripts.call(self._redis, "attach", pool_of(job_id), job_id, tenant, inbox, int(channel))
+        if answer[0] != b"OK":
+            raise _no_job(job_id)
+        return Attached(answer[1].decode(), int(answer[2]), bool(answer[3]))
+
+    async def detach(self, job_id: str, inbox: str) -> None:
+        """Takes a reader away; a non-background job that nobody reads is cancelled after a grace time."""
+        await scripts.call(self._redis, "detach", pool_of(job_id), job_id, inbox)
+
+    async def cancel(self, job_id: str, tenant: str) -> str:
+        """Cancels; answers the state: `cancelled`, `running` (ends within a step), or the terminal one it had."""
+        state = cast(bytes, await scripts.call(self._redis, "cancel", pool_of(job_id), job_id, tenant)).decode()
+        if state == "NOT_FOUND":
+            raise _no_job(job_id)
+        return state
+
+    async def status(self, job_id: str, tenant: str) -> JobStatus:
+        """Where a job stands; raises NotFoundError."""
+        fields = await self._record(job_id, tenant)
+        state, priority = fields["state"], int(fields["p"])
+        with translated():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.llen(keys.log(job_id))
+                pipe.zrank(keys.waiting(pool_of(job_id), priority), job_id)
+                length, rank = await pipe.execute()
+        times = _times_ms(fields)
+        return JobStatus(
+            *(job_id, state, Priority(priority), int(fields["chunks"] or length), _outcome(fields), *times),
+            *(int(fields["preemptions"] or 0), int(fields["losses"] or 0), rank or 0),
+        )
+
+    async def log(self, job_id: str, start: int, count: int = 1000) -> list[Chunk]:
+        """Chunks `start …` of a job's log; empty where there are none, also once the log's life is over."""
+        with translated():
+            entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, start + count - 1))
+        return [chunk for entry in entries for chunk in wire.decode_chunks(entry)]
+
+    async def result(self, job_id: str, tenant: str) -> Result | None:
+        """A job's terminal record, None while it has none; raises NotFoundError."""
+        fields = await self._record(job_id, tenant)
+        outcome = _outcome(fields)
+        if outcome is None:
+            return None
+        with translated():
+            data = await self._redis.get(keys.result(job_id))
+        times = _times_ms(fields)
+        if data is None:
+            return Result(job_id, outcome, (), None, *times)
+        return wire.decode_result(cast(bytes, data), job_id, outcome, times)
+
+    async def read_beat(self, pool: str, inbox: str) -> None:
+        """Says that this reading process lives, and sweeps: jobs move on as long as anybody is alive."""
+        await scripts.call(self._redis, "read_beat", pool, inbox)
+        await scripts.call(self._redis, "sweep", pool)
+
+    async def pressure(self, pool: str) -> PoolPressure:
+        """Admission's input: the records of all live nodes and the queued cost per class."""
+        with translated():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.hvals(keys.pressure(pool))
+                pipe.hmget(keys.backlog(pool), [str(p) for p in range(keys.NUM_PRIORITIES)])
+                records, backlog = await pipe.execute()
+        costs = [max(0, int(value or 0)) for value in backlog]
+        return PoolPressure(tuple(map(wire.decode_pressure, records)), (costs[0], costs[1], costs[2]))
+
+    async def pools(self) -> dict[str, PoolRecord]:
+        """Every pool that a node has ever announced, by name."""
+        with translated():
+            records = await cast(Any, self._redis.hgetall(keys.POOLS))
+        return {name.decode(): wire.decode_pool(data) for name, data in records.items()}
+
+    async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
+        with translated():
+            values = await cast(Any, self._redis.hmget(keys.job(job_id), list(_STATUS_FIELDS)))
+        fields = {name: (value or b"").decode() for name, value in zip(_STATUS_FIELDS, values, strict=True)}
+        if not fields["state"] or fields["tenant"] != tenant:
+            raise _no_job(job_id)
+        return fields
+
+
+def _no_job(job_id: str) -> NotFoundError:
+    return NotFoundError(f"no job {job_id}", code="job_not_found")
+
+
+def _outcome(fields: dict[str, str]) -> Outcome | None:
+    state = fields["state"]
+    if state not in TERMINAL_STATES:
+        return None
+    return Outcome(cast(Any, state), fields["code"], fields["message"], fields["param"])
+
+
+def _times_ms(fields: dict[str, str]) -> tuple[int, int, int, int]:
+    submitted, taken, first, finished = (int(fields[f] or 0) for f in ("submitted", "taken", "first", "finished"))
+    return submitted, taken, first, finished
+
+
+def _submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
+    match kind:
+        case "UNKNOWN_POOL":
+            return NotFoundError(f"no pool {job.pool}", code="model_not_found", param="model")
+        case "ID_CONFLICT":
+            return ConflictError(f"job id {job.id} belongs to another request", param="id")
+        case "IDEMPOTENCY_CONFLICT":
+            message = "this idempotency key was used with another request"
+            return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
+        case "BAD_ID_AGE":
+            return RequestError(f"job id {job.id} is older than 24 h or from the future", code="bad_id", param="id")
+        case "BUSY":
+            what, limit = answer[1].decode(), answer[2]
+            return BusyError(f"the pool's limit of {limit} {what} is reached", retry_after_ms=1000)
+    return InvariantError(f"submit answered {kind}")

@@ -1,0 +1,38 @@
+"""The Lua scripts: read once, called by their SHA, loaded again when Redis has forgotten them."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError
+
+from penstock.contract import keys
+from penstock.contract.broker.connection import translated
+
+Argument = bytes | str | int | float
+
+
+@cache
+def source(name: str) -> str:
+    """The text of a script behind the shared prelude."""
+    folder = resources.files("penstock.contract") / "scripts"
+    return "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))
+
+
+@cache
+def _digest(name: str) -> str:
+    return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
+
+
+async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
+    """Runs one script of a pool; raises the errors of `connection.translated`."""
+    schema = keys.schema(pool)
+    with translated():
+        try:
+            return await redis.evalsha(_digest(name), 1, schema, *arguments)
+        except NoScriptError:
+            return await redis.eval(source(name), 1, schema, *arguments)

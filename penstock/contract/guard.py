@@ -1,0 +1,95 @@
+"""Runs one command and ends it with its owner: a small process that holds a pipe from whoever started it.
+
+    python -I -S guard.py GRACE_S FOLDER COMMAND...
+
+It sends SIGTERM to the command when the pipe closes, when the owner is gone or when it gets SIGTERM itself, waits
+GRACE_S, sends SIGKILL to the whole group, removes FOLDER (unless empty) and exits with the command's status. Standard
+library only, because it must start fast and outlive whatever is wrong with the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+_OWNER_CHECK_S = 1.0
+_REAP_POLL_S = 0.02
+
+
+def guarded(command: list[str], *, grace_s: float, folder: str = "") -> list[str]:
+    """The command line that runs `command` under a guard; give it a pipe as stdin and a session of its own."""
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(grace_s), folder, *command]
+
+
+def _die_with_guard() -> Callable[[], None] | None:
+    """For the command, between fork and exec: the kernel kills it when the guard is killed.
+
+    The kernel ties this to the thread that forked: the guard has only one.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl, guard = ctypes.CDLL(None).prctl, os.getpid()
+
+    def set_signal() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != guard:
+            os._exit(1)
+
+    return set_signal
+
+
+def _wait_for_end(child: subprocess.Popen[bytes], wake: int) -> None:
+    """Returns when the child has ended, the owner is gone, or somebody wants the child to end."""
+    owner = os.getppid()
+    while child.poll() is None and os.getppid() == owner:
+        # A fork of the owner may keep the pipe open after the owner's death: hence the time-out.
+        readable, _, _ = select.select([0, wake], [], [], _OWNER_CHECK_S)
+        if 0 in readable and not os.read(0, 4096):
+            return
+        if wake in readable and signal.SIGTERM in os.read(wake, 4096):
+            return
+
+
+def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
+    if child.poll() is None:
+        child.terminate()
+    deadline = time.monotonic() + grace_s
+    while child.poll() is None and time.monotonic() < deadline:
+        time.sleep(_REAP_POLL_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    return child.wait()
+
+
+def _main(grace_s: float, folder: str, command: list[str]) -> int:
+    wake, wake_in = os.pipe()
+    os.set_blocking(wake_in, False)
+    signal.set_wakeup_fd(wake_in)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_guard(),  # noqa: PLW1509  the guard has one thread
+            process_group=0,
+        )
+        _wait_for_end(child, wake)
+        status = _end(child, grace_s)
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(_main(float(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,198 @@
+"""Records that travel between processes: what is asked for, what comes back.
+
+`SamplingParams` and `Job` are checked by pydantic where they enter (client, HTTP, batch file); `Chunk`, `Usage`,
+`Choice` and `Result` are plain frozen dataclasses because the hot path makes thousands of them a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_MESSAGES = 4096
+MAX_TOKENS_LIMIT = 1 << 20
+NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
+"""A pool's or tenant's name; shards of a pool are written `<pool>~<n>` and carry no other character."""
+_UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+JOB_ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,64}}(~[0-9]{{1,4}})?\.{_UUID7_PATTERN}$"
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+TerminalState = Literal["done", "failed", "cancelled", "expired"]
+TERMINAL_STATES = frozenset(("done", "failed", "cancelled", "expired"))
+
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+
+
+class Priority(IntEnum):
+    """Class of a job; a lower number is more urgent."""
+
+    INTERACTIVE = 0
+    STANDARD = 1
+    BATCH = 2
+
+
+class _Door(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class SamplingParams(_Door):
+    """How tokens are chosen and when a choice ends. Names and meanings follow vLLM's.
+
+    `temperature == 0` is greedy. `top_k` of 0 or -1 means no limit. `max_tokens` of None runs to the model's limit.
+    With no `seed` the job's id gives it, so that a job submitted twice is the same job.
+    """
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    temperature: float = Field(1.0, ge=0.0, le=10.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_LIMIT)
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS_LIMIT)
+    ignore_eos: bool = False
+    stop: tuple[StopString, ...] = Field((), max_length=MAX_STOP_STRINGS)
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=MAX_STOP_TOKEN_IDS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stop_string(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("stop"), str):
+            return {**data, "stop": (data["stop"],)}
+        return data
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        return self
+
+
+class Message(_Door):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
+class Job(_Door):
+    """One request as it is submitted: a prompt in exactly one of three forms, and what the queue must know.
+
+    `id` is `<pool>.<uuidv7>`, minted by the caller, so that a retry is the same job. `deadline_ms` and
+    `abandon_after_ms` are durations from the moment of submission.
+    """
+
+    id: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
+    prompt: str | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = Field(None, min_length=1)
+    messages: tuple[Message, ...] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    params: SamplingParams = SamplingParams()
+    tenant: Name = "default"
+    priority: Priority = Priority.STANDARD
+    deadline_ms: int | None = Field(None, ge=1, le=7 * 24 * 3600 * 1000)
+    background: bool = True
+    idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of prompt, prompt_token_ids, messages must be given, not {given or 'none'}")
+        return self
+
+    @property
+    def pool(self) -> str:
+        """The pool (served model) that the id names."""
+        return pool_of(self.id)
+
+
+def pool_of(job_id: str) -> str:
+    """The pool part of a public job id."""
+    return job_id.partition(".")[0]
+
+
+def is_job_id(text: str) -> bool:
+    """Whether `text` has the form of a public job id."""
+    return re.match(JOB_ID_PATTERN, text) is not None
+
+
+def seed_of(job_id: str, params: SamplingParams) -> int:
+    """The 64-bit seed of a job: the caller's, or one derived from the id."""
+    if params.seed is not None:
+        return params.seed & 0xFFFF_FFFF_FFFF_FFFF
+    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens that a job used; `cached_tokens` of the prompt came from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended. `code` is an error code of `errors.py`, empty when done; `param` names the field at fault."""
+
+    state: TerminalState
+    code: str = ""
+    message: str = ""
+    param: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One entry of a job's token log, the same from engine to browser.
+
+    `index` counts chunks of the job, `position` is the place of `token_ids[0]` in its choice. `text` is what became
+    complete and may lag behind the tokens. `outcome` is set in the job's last chunk only, which carries no tokens.
+    """
+
+    job_id: str
+    index: int
+    choice: int = 0
+    position: int = 0
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished completion of a job."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A job's terminal record. Times are Redis milliseconds since the epoch; 0 where the job never got that far."""
+
+    job_id: str
+    outcome: Outcome
+    choices: tuple[Choice, ...] = ()
+    usage: Usage | None = None
+    submitted_ms: int = 0
+    taken_ms: int = 0
+    first_ms: int = 0
+    finished_ms: int = 0
+    cuts: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    """(choice, tokens, characters of text) of each chunk, so that a reader at any index gets exactly the rest."""

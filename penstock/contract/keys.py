@@ -1,0 +1,106 @@
+"""Every Redis key and channel, its type, its life and its only writers.
+
+All keys of a pool share the hash tag `{pool}`, so that a script stays in one cluster slot. P is `penstock:{pool}`.
+Times are Redis milliseconds. `end` is the one function of the scripts that closes a job.
+
+    key                    type    writers                              holds; life
+    P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
+    P:back:<p>:<tenant>    zset    give_back, sweep; take, end          ids given back, by submitted ms
+    P:wait:<p>             zset    submit, give_back, sweep; take, end  all queued ids by submitted ms
+    P:due                  zset    submit, give_back, sweep; take, end  queued ids by deadline
+    P:job:<id>             hash    scripts                              the job's record; result_ttl_ms after its end
+    P:in:<id>              string  submit; end                          the request (wire.py); gone at the end
+    P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
+    P:out:<id>             string  finish                               the result (wire.py); result_ttl_ms
+    P:run:<node>           set     take; end, give_back, sweep          ids a node holds
+    P:took:<node>          string  take                                 last call number and its answer; 1 min
+    P:open                 set     submit; end                          ids not yet terminal
+    P:tenant:<t>:open      set     submit; end                          the same, of one tenant
+    P:idem:<t>:<hash>      string  submit                               id and body hash; idem_ttl_ms
+    P:nodes                zset    join, beat, emit; sweep, leave         node → last beat
+    P:revs                 zset    join, beat; sweep                    revision → last beat
+    P:free                 zset    beat, submit, take; sweep            node → free KV tokens: who is rung
+    P:pressure             hash    beat; sweep                          node → pressure record (wire.py)
+    P:backlog              hash    submit, take, give_back, sweep, end  queued cost in tokens per class
+    P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
+    P:sweep                string  sweep                                when it last ran
+    P:schema               hash    join                                 protocol version and the pool's times and limits
+    penstock:pools         hash    node                                 pool → pool record (wire.py)
+
+    channel
+    penstock:inbox:<process>   one per reading process: this step's chunks for that reader, back to back
+    P:ch:<id>                  a job's own channel, one chunk a message, when asked for at submit or attach
+    P:ctl:<node>               doorbell of a node; carries nothing
+"""
+
+from __future__ import annotations
+
+from penstock.contract.job import pool_of
+
+POOLS = "penstock:pools"
+NUM_PRIORITIES = 3
+
+
+def prefix(pool: str) -> str:
+    """P, the prefix of all of a pool's keys."""
+    return f"penstock:{{{pool}}}"
+
+
+def schema(pool: str) -> str:
+    """Hash: the pool's protocol version, times and limits."""
+    return f"{prefix(pool)}:schema"
+
+
+def job(job_id: str) -> str:
+    """Hash: a job's record."""
+    return f"{prefix(pool_of(job_id))}:job:{job_id}"
+
+
+def request(job_id: str) -> str:
+    """String: a job's request."""
+    return f"{prefix(pool_of(job_id))}:in:{job_id}"
+
+
+def log(job_id: str) -> str:
+    """List: a job's chunks."""
+    return f"{prefix(pool_of(job_id))}:log:{job_id}"
+
+
+def result(job_id: str) -> str:
+    """String: a job's result."""
+    return f"{prefix(pool_of(job_id))}:out:{job_id}"
+
+
+def waiting(pool: str, priority: int) -> str:
+    """Zset: queued job ids of one class."""
+    return f"{prefix(pool)}:wait:{priority}"
+
+
+def nodes(pool: str) -> str:
+    """Zset: node ids by last beat."""
+    return f"{prefix(pool)}:nodes"
+
+
+def pressure(pool: str) -> str:
+    """Hash: node id to packed pressure record."""
+    return f"{prefix(pool)}:pressure"
+
+
+def backlog(pool: str) -> str:
+    """Hash: queued cost per class."""
+    return f"{prefix(pool)}:backlog"
+
+
+def inbox_channel(process: str) -> str:
+    """Channel of one reading process."""
+    return f"penstock:inbox:{process}"
+
+
+def own_channel(job_id: str) -> str:
+    """A job's own channel, for any Redis client in any language."""
+    return f"{prefix(pool_of(job_id))}:ch:{job_id}"
+
+
+def doorbell(pool: str, node_id: str) -> str:
+    """Channel that wakes one node."""
+    return f"{prefix(pool)}:ctl:{node_id}"

@@ -1,0 +1,12 @@
+-- attach: adds a reader to a job.
+-- ARGV: id tenant inbox channel
+-- Answer: {OK, state, chunks, pushed} | {NOT_FOUND}
+local id, tenant, inbox, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local job = read_job(id)
+if not job or job.tenant ~= tenant then return {'NOT_FOUND'} end
+redis.call('ZREM', P .. ':free', '')
+local pushed = 1
+if not is_terminal(job.state) then pushed = add_reader(job, inbox, channel, clock()) end
+local chunks = redis.call('LLEN', log_key(id))
+if is_terminal(job.state) then chunks = tonumber(redis.call('HGET', job_key(id), 'chunks')) end
+return {'OK', job.state, chunks, pushed}

@@ -1,0 +1,39 @@
+-- beat: a node is alive, and this is its pressure. With `check`, its list of held jobs is compared with ours: jobs of
+-- an answered take that it does not list go back without a loss; listed ones that it lost are named fenced.
+-- ARGV: node revision free record answered_call check, then held ids
+-- Answer: {OK, {cancelled…}, {expired…}, {fenced…}} | {SWEPT}
+local node, revision, free, record = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local answered, check, FIRST = tonumber(ARGV[5]), ARGV[6] == '1', 7
+local schema, now = read_schema(), clock()
+if not schema or not redis.call('ZSCORE', P .. ':nodes', node) then return {'SWEPT'} end
+
+local missing, cancelled, expired, fenced = {}, {}, {}, {}
+if check then
+  local held = {}
+  for at = FIRST, #ARGV do held[ARGV[at]] = true end
+  local running = {}
+  for _, id in ipairs(redis.call('SMEMBERS', P .. ':run:' .. node)) do
+    local job = read_job(id)
+    running[id] = true
+    if held[id] then
+      if job.cancel == '1' then cancelled[#cancelled + 1] = id
+      elseif is_expired(job, now) then expired[#expired + 1] = id end
+    elseif tonumber(string.match(job.lease, '^(%d+):')) <= answered then
+      missing[#missing + 1] = job
+    end
+  end
+  for at = FIRST, #ARGV do
+    if not running[ARGV[at]] then fenced[#fenced + 1] = ARGV[at] end
+  end
+end
+
+redis.call('ZREM', P .. ':free', '')
+redis.call('ZADD', P .. ':nodes', now, node)
+redis.call('ZADD', P .. ':revs', now, revision)
+redis.call('ZADD', P .. ':free', free, node)
+redis.call('HSET', P .. ':pressure', node, record)
+for _, job in ipairs(missing) do
+  if not end_if_over(job, schema, now) then requeue(job, job.cost, 0) end
+end
+flush()
+return {'OK', cancelled, expired, fenced}

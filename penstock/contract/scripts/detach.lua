@@ -1,0 +1,13 @@
+-- detach: takes a reader away; with the last one gone the job is unread, and a non-background one will be cancelled.
+-- ARGV: id inbox
+local id, inbox = ARGV[1], ARGV[2]
+local job = read_job(id)
+redis.call('ZREM', P .. ':free', '')
+if not job or is_terminal(job.state) then return 'OK' end
+local left = {}
+for name in string.gmatch(job.inboxes, '%S+') do
+  if name ~= inbox then left[#left + 1] = name end
+end
+local unread = (#left == 0 and job.channel ~= '1') and tostring(clock()) or ''
+redis.call('HSET', job_key(id), 'inboxes', table.concat(left, ' '), 'unread', unread)
+return 'OK'

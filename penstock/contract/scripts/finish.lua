@@ -1,0 +1,32 @@
+-- finish: appends a job's last chunks, stores its result, ends it. Repeating it is harmless.
+-- ARGV: node id lease index state code message param result k chunk1 … chunkk
+-- Answer: OK | FENCED | NEED n | GONE
+local node, id, lease, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local state, code, message, param, result = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
+local count, FIRST, PUSH = tonumber(ARGV[10]), 11, 1000
+
+if not is_terminal(state) then return redis.error_reply('BAD_STATE ' .. state) end
+local schema = read_schema()
+if not schema then return redis.error_reply('UNKNOWN_POOL') end
+local job = read_job(id)
+if not job then return 'GONE' end
+if is_terminal(job.state) and job.node == node and job.lease == lease then return 'OK' end
+if not holds(job, node, lease) then return 'FENCED' end
+local log = log_key(id)
+local length = redis.call('LLEN', log)
+if index > length then return 'NEED ' .. length end
+local now = clock()
+
+redis.call('DEL', P .. ':out:' .. id)
+if job.first == '' and count > 0 then redis.call('HSET', job_key(id), 'first', now) end
+local from = FIRST + length - index
+while from < FIRST + count do
+  local to = math.min(from + PUSH, FIRST + count) - 1
+  redis.call('RPUSH', log, unpack(ARGV, from, to))
+  from = to + 1
+end
+for i = FIRST, FIRST + count - 1 do publish(job, ARGV[i]) end
+redis.call('SET', P .. ':out:' .. id, result, 'PX', schema.result_ttl_ms)
+end_job(job, schema, now, state, code, message, param)
+flush()
+return 'OK'

@@ -1,0 +1,202 @@
+-- Shared by every script; the broker puts it in front of each.
+--
+-- KEYS[1] is P:schema; every other key of the pool shares its hash tag and is built from its prefix.
+-- Order inside a script: validate all input, read all keys, then write. Lua does not roll back, so nothing may fail
+-- after the first write. Every script but submit starts with a free write (DEL, ZREM, even of nothing): a full Redis
+-- checks memory only before the first write, so it refuses submits and nothing else.
+-- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
+--   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
+
+local P = string.sub(KEYS[1], 1, -8)
+local CLASSES = 3
+local MAX_INBOXES = 16
+local MAX_MESSAGE_BYTES = 262144
+local JOB_FIELDS = {'state', 'tenant', 'p', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background', 'inboxes',
+  'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'mark', 'preemptions',
+  'cancel', 'revision', 'first', 'taken', 'body'}
+
+local function clock()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+end
+
+local function job_key(id) return P .. ':job:' .. id end
+local function log_key(id) return P .. ':log:' .. id end
+local function queue_key(job) return P .. ':q:' .. job.p .. ':' .. job.tenant end
+local function back_key(job) return P .. ':back:' .. job.p .. ':' .. job.tenant end
+
+-- The job's record as a table of strings ('' where a field is absent), or nil. `fields` starts with 'state'.
+local function read_job(id, fields)
+  fields = fields or JOB_FIELDS
+  local values = redis.call('HMGET', job_key(id), unpack(fields))
+  if not values[1] then return nil end
+  local job = {id = id}
+  for i = 1, #fields do job[fields[i]] = values[i] or '' end
+  return job
+end
+
+local function read_schema()
+  local names = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms', 'log_ttl_ms', 'result_ttl_ms',
+    'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms'}
+  local values = redis.call('HMGET', KEYS[1], unpack(names))
+  if not values[1] then return nil end
+  local schema = {}
+  for i, name in ipairs(names) do schema[name] = tonumber(values[i]) end
+  return schema
+end
+
+local function is_terminal(state)
+  return state == 'done' or state == 'failed' or state == 'cancelled' or state == 'expired'
+end
+
+local function holds(job, node, lease)
+  return job.state == 'running' and job.node == node and job.lease == lease
+end
+
+local function is_expired(job, now)
+  return job.deadline ~= '' and tonumber(job.deadline) <= now
+end
+
+-- Messages ---------------------------------------------------------------------------------------
+-- Chunks for one reader are gathered over the whole script and leave as few messages as the size limit allows.
+
+local outgoing, outgoing_order = {}, {}
+
+local function publish(job, chunk)
+  for inbox in string.gmatch(job.inboxes, '%S+') do
+    local box = outgoing[inbox]
+    if not box then
+      box = {size = 0, parts = {}}
+      outgoing[inbox] = box
+      outgoing_order[#outgoing_order + 1] = inbox
+    end
+    if box.size + #chunk > MAX_MESSAGE_BYTES and box.size > 0 then
+      redis.call('PUBLISH', 'penstock:inbox:' .. inbox, table.concat(box.parts))
+      box.size, box.parts = 0, {}
+    end
+    box.size = box.size + #chunk
+    box.parts[#box.parts + 1] = chunk
+  end
+  if job.channel == '1' then redis.call('PUBLISH', P .. ':ch:' .. job.id, chunk) end
+end
+
+local function flush()
+  for _, inbox in ipairs(outgoing_order) do
+    redis.call('PUBLISH', 'penstock:inbox:' .. inbox, table.concat(outgoing[inbox].parts))
+  end
+end
+
+-- The queue --------------------------------------------------------------------------------------
+
+local function leave_queue(job)
+  if job.entry ~= '' then
+    local key = queue_key(job)
+    redis.call('XDEL', key, job.entry)
+    if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
+  else
+    redis.call('ZREM', back_key(job), job.id)
+  end
+  redis.call('ZREM', P .. ':wait:' .. job.p, job.id)
+  redis.call('ZREM', P .. ':due', job.id)
+  redis.call('HINCRBY', P .. ':backlog', job.p, -tonumber(job.cost))
+end
+
+local function note_queued(job)
+  redis.call('ZADD', P .. ':wait:' .. job.p, job.submitted, job.id)
+  if job.deadline ~= '' then redis.call('ZADD', P .. ':due', job.deadline, job.id) end
+  redis.call('HINCRBY', P .. ':backlog', job.p, job.cost)
+end
+
+-- Rings the node with most room, and lowers what it is believed to have, so that the next bell rings another.
+local function ring(cost)
+  local top = redis.call('ZREVRANGE', P .. ':free', 0, 0)
+  if top[1] then
+    redis.call('ZINCRBY', P .. ':free', -cost, top[1])
+    redis.call('PUBLISH', P .. ':ctl:' .. top[1], '')
+  end
+end
+
+-- running -> queued, behind nobody who was submitted later; `avoid` keeps it from this node for a while.
+local function requeue(job, cost, avoid_until)
+  redis.call('SREM', P .. ':run:' .. job.node, job.id)
+  job.cost = tostring(cost)
+  redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
+    'avoid', job.node, 'avoid_until', avoid_until)
+  redis.call('ZADD', back_key(job), job.submitted, job.id)
+  note_queued(job)
+  ring(cost)
+end
+
+-- msgpack by hand: cmsgpack orders maps as it likes -----------------------------------------------
+
+local function pack_string(s)
+  local n = #s
+  if n < 32 then return string.char(0xa0 + n) .. s end
+  if n < 256 then return string.char(0xd9, n) .. s end
+  return struct.pack('>BH', 0xda, n) .. s
+end
+
+local function pack_uint(n)
+  if n < 128 then return string.char(n) end
+  if n < 65536 then return struct.pack('>BH', 0xcd, n) end
+  return struct.pack('>BI4', 0xce, n)
+end
+
+local function terminal_chunk(id, index, state, code, message, param)
+  return string.char(0x84) .. pack_string('v') .. pack_uint(1) .. pack_string('j') .. pack_string(id) ..
+    pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
+    pack_string('state') .. pack_string(state) .. pack_string('code') .. pack_string(code) ..
+    pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
+end
+
+-- The only way to a terminal state. Keeps node and lease, so that a retried finish is recognised.
+local function end_job(job, schema, now, state, code, message, param)
+  if job.state == 'queued' then
+    leave_queue(job)
+  else
+    redis.call('SREM', P .. ':run:' .. job.node, job.id)
+  end
+  redis.call('SREM', P .. ':open', job.id)
+  redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
+  redis.call('DEL', P .. ':in:' .. job.id)
+  local log = log_key(job.id)
+  local index = redis.call('LLEN', log)
+  local chunk = terminal_chunk(job.id, index, state, code, message, param)
+  redis.call('RPUSH', log, chunk)
+  redis.call('PEXPIRE', log, schema.log_ttl_ms)
+  redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
+    'message', message, 'param', param)
+  redis.call('PEXPIRE', job_key(job.id), schema.result_ttl_ms)
+  publish(job, chunk)
+end
+
+-- Ends a job that may not run any more; returns whether it did. `unread_since` rules are emit's UNHEARD at rest.
+local function end_if_over(job, schema, now)
+  if job.cancel == '1' then
+    end_job(job, schema, now, 'cancelled', 'cancelled', 'the job was cancelled', '')
+  elseif is_expired(job, now) then
+    end_job(job, schema, now, 'expired', 'deadline_exceeded', 'the deadline passed before the job was done', '')
+  elseif job.background == '0' and job.unread ~= '' and now - tonumber(job.unread) > schema.reattach_grace_ms then
+    end_job(job, schema, now, 'cancelled', 'unread', 'nobody reads this job any more', '')
+  else
+    return false
+  end
+  return true
+end
+
+-- Adds a reader to a job; returns 1 when it will be pushed to, 0 when the job has all the readers it may have.
+local function add_reader(job, inbox, channel, now)
+  local pushed = 1
+  if inbox ~= '' and not string.find(' ' .. job.inboxes .. ' ', ' ' .. inbox .. ' ', 1, true) then
+    local _, count = string.gsub(job.inboxes, '%S+', '')
+    if count >= MAX_INBOXES then
+      pushed = 0
+    else
+      job.inboxes = job.inboxes == '' and inbox or (job.inboxes .. ' ' .. inbox)
+    end
+  end
+  if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
+  if channel == '1' then job.channel = '1' end
+  redis.call('HSET', job_key(job.id), 'inboxes', job.inboxes, 'channel', job.channel, 'unread', '')
+  return pushed
+end

@@ -1,0 +1,77 @@
+-- sweep: finds silent nodes, gives their jobs to others, ends what is due. Called by everybody; runs rarely.
+-- If the last run is missing, too old or in the future, Redis was away or a clock stepped: then nobody could beat, so
+-- every node and reader starts a new lease and nobody is judged.
+-- Answer: {SKIPPED} | {RESET} | {OK, nodes lost, jobs requeued, jobs ended}
+local MAX_JOBS = 128
+local MAX_READER_SILENCE_MS = 600000
+local schema, now = read_schema(), clock()
+if not schema then return {'SKIPPED'} end
+local last = tonumber(redis.call('GET', P .. ':sweep') or '-1')
+if last >= 0 and last <= now and now - last < schema.lease_ms / 15 then return {'SKIPPED'} end
+
+if last < 0 or last > now or now - last > schema.lease_ms / 2 then
+  redis.call('DEL', P .. ':sweep')
+  for _, set in ipairs({':nodes', ':readers'}) do
+    for _, member in ipairs(redis.call('ZRANGE', P .. set, 0, -1)) do redis.call('ZADD', P .. set, now, member) end
+  end
+  redis.call('SET', P .. ':sweep', now)
+  return {'RESET'}
+end
+
+local lost, budget = {}, MAX_JOBS
+for _, node in ipairs(redis.call('ZRANGEBYSCORE', P .. ':nodes', '-inf', now - schema.lease_ms)) do
+  local ids = redis.call('SRANDMEMBER', P .. ':run:' .. node, budget)
+  local jobs = {}
+  for _, id in ipairs(ids) do jobs[#jobs + 1] = read_job(id) end
+  budget = budget - #ids
+  lost[#lost + 1] = {node = node, jobs = jobs, empty = #ids == redis.call('SCARD', P .. ':run:' .. node)}
+  if budget <= 0 then break end
+end
+local due = {}
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':due', '-inf', now, 'LIMIT', 0, MAX_JOBS)) do
+  due[#due + 1] = read_job(id)
+end
+
+redis.call('DEL', P .. ':sweep')
+redis.call('SET', P .. ':sweep', now)
+local requeued, ended = 0, 0
+
+-- A loss counts against the job only if it made no progress since the last one and another node died of it this time.
+local function lose(job)
+  local length = redis.call('LLEN', log_key(job.id))
+  local losses = tonumber(job.losses)
+  local seen = string.find(' ' .. job.loss_nodes .. ' ', ' ' .. job.node .. ' ', 1, true)
+  if length - (tonumber(job.mark) or 0) >= schema.progress_chunks then
+    losses = 0
+  elseif not seen then
+    losses = losses + 1
+  end
+  redis.call('HSET', job_key(job.id), 'losses', losses, 'mark', length, 'loss_nodes', job.loss_nodes .. ' ' .. job.node)
+  if losses >= schema.max_losses then
+    end_job(job, schema, now, 'failed', 'node_lost', 'its nodes died ' .. losses .. ' times without progress', '')
+    ended = ended + 1
+  elseif end_if_over(job, schema, now) then
+    ended = ended + 1
+  else
+    requeue(job, job.cost, 0)
+    requeued = requeued + 1
+  end
+end
+
+local nodes_lost = 0
+for _, dead in ipairs(lost) do
+  redis.call('ZREM', P .. ':free', dead.node)
+  redis.call('HDEL', P .. ':pressure', dead.node)
+  for _, job in ipairs(dead.jobs) do lose(job) end
+  if dead.empty then
+    redis.call('ZREM', P .. ':nodes', dead.node)
+    nodes_lost = nodes_lost + 1
+  end
+end
+for _, job in ipairs(due) do
+  if end_if_over(job, schema, now) then ended = ended + 1 end
+end
+redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - MAX_READER_SILENCE_MS)
+redis.call('ZREMRANGEBYSCORE', P .. ':revs', '-inf', now - MAX_READER_SILENCE_MS)
+flush()
+return {'OK', nodes_lost, requeued, ended}

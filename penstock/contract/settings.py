@@ -1,0 +1,58 @@
+"""Bases of all settings: frozen, read once in an entry point from flags and the environment, strict about names."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar, Self
+
+from pydantic import ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from penstock.contract.errors import ConfigError
+
+_SHARED_PREFIX = "PENSTOCK_"
+
+
+class Settings(BaseSettings):
+    """Base of a room's settings; the room sets its own `env_prefix`, such as `PENSTOCK_NODE_`."""
+
+    model_config = SettingsConfigDict(env_prefix=_SHARED_PREFIX, extra="forbid", frozen=True)
+
+    unchecked_env: ClassVar[frozenset[str]] = frozenset({"PROGRESS"})
+    """Variables under the prefix that are no fields: a supervisor asks its children for progress lines."""
+
+    @model_validator(mode="after")
+    def _no_unknown_variables(self) -> Self:
+        prefix = str(self.model_config.get("env_prefix", ""))
+        if prefix == _SHARED_PREFIX:
+            return self
+        known = {name.upper() for name in type(self).model_fields} | self.unchecked_env
+        for variable in os.environ:
+            if variable.startswith(prefix) and variable.removeprefix(prefix) not in known:
+                raise ValueError(f"unknown environment variable {variable}")
+        return self
+
+    @classmethod
+    def load(cls, **given: Any) -> Self:
+        """Settings from what was given (None: not given), then the environment, then the defaults."""
+        try:
+            return cls(**{name: value for name, value in given.items() if value is not None})
+        except ValidationError as error:
+            first = error.errors()[0]
+            param = ".".join(str(part) for part in first["loc"])
+            message = first["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{param}: {message}" if param else message, param=param or None) from error
+
+
+class RedisSettings(Settings):
+    """Where Redis is: redis://, rediss:// or unix://; None where it was not said."""
+
+    redis_url: str | None = None
+
+
+def redis_url_of(given: str | None) -> str:
+    """The given URL, else PENSTOCK_REDIS_URL; raises ConfigError that says what to set."""
+    url = RedisSettings.load(redis_url=given).redis_url
+    if not url:
+        raise ConfigError("which Redis? Give --redis-url or set PENSTOCK_REDIS_URL", param="redis_url")
+    return url

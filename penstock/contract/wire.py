@@ -1,0 +1,287 @@
+"""msgpack in and out, with limits on size, depth and type.
+
+Maps have one-letter keys because a token chunk is written millions of times; the order of keys is fixed, and a golden
+test pins the bytes. Decoders refuse extension types, oversized or deep values, and ignore unknown keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from penstock.contract.errors import InvariantError, PenstockError
+from penstock.contract.job import Choice, Chunk, Job, Message, Outcome, Result, SamplingParams, Usage
+
+VERSION = 1
+MAX_BYTES = 16 << 20
+MAX_DEPTH = 8
+
+
+class WireError(PenstockError):
+    """Bytes that are not what they claim to be."""
+
+    code = "bad_wire_data"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a node needs to run a job: P:in:<id>."""
+
+    params: SamplingParams
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: tuple[Message, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRecord:
+    """A served model as clients see it: penstock:pools."""
+
+    pool: str
+    model: str
+    aliases: tuple[str, ...] = ()
+    max_model_len: int = 0
+    bytes_per_token: float = 3.0
+    created_s: int = 0
+    revision: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePressure:
+    """One node's record: KV blocks, sequences and pace. Admission, dashboards and metrics all read this one."""
+
+    node_id: str
+    block_size: int = 16
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_cached: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_jobs: int = 0
+    max_num_seqs: int = 0
+    kv_tokens_unclaimed: int = 0
+    """KV tokens neither used nor still needed by jobs already taken."""
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    drain_cost_per_s: float = 0.0
+    """Cost (KV tokens) of jobs that ended per second, a moving average."""
+    step_ms_p50: float = 0.0
+    step_ms_p99: float = 0.0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    mean_batch: float = 0.0
+    """Sequences per step, over the steps since the last record."""
+    max_model_len: int = 0
+    revision: str = ""
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPressure:
+    """Admission's input: every live node's record and the queued cost per class."""
+
+    nodes: tuple[NodePressure, ...] = ()
+    backlog_cost: tuple[int, int, int] = field(default=(0, 0, 0))
+
+
+def _pack(value: Any) -> bytes:
+    return cast(bytes, msgpack.packb(value, use_bin_type=True))
+
+
+def _refuse_ext(code: int, data: bytes) -> Any:
+    raise WireError(f"msgpack extension type {code} is not allowed")
+
+
+def _check_depth(value: Any, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise WireError(f"msgpack value is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, dict):
+        for item in value.values():
+            _check_depth(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            if isinstance(item, (dict, list)):
+                _check_depth(item, depth + 1)
+
+
+def _unpacker(data: bytes) -> msgpack.Unpacker:
+    if len(data) > MAX_BYTES:
+        raise WireError(f"message of {len(data)} bytes exceeds {MAX_BYTES}")
+    size = len(data)
+    unpacker = msgpack.Unpacker(
+        raw=False,
+        strict_map_key=True,
+        ext_hook=_refuse_ext,
+        max_buffer_size=max(size, 1),
+        max_str_len=size,
+        max_bin_len=size,
+        max_array_len=size,
+        max_map_len=size,
+        max_ext_len=0,
+    )
+    unpacker.feed(data)
+    return unpacker
+
+
+def unpack_maps(data: bytes) -> list[dict[str, Any]]:
+    """All msgpack maps that lie back to back in `data`; raises WireError for anything else."""
+    unpacker = _unpacker(data)
+    try:
+        maps = list(unpacker)
+        if unpacker.tell() != len(data):
+            raise WireError("message ends inside a msgpack value")
+    except WireError:
+        raise
+    except Exception as error:  # msgpack raises many classes, ValueError and its own among them
+        raise WireError(f"not msgpack: {type(error).__name__}: {error}") from error
+    for item in maps:
+        if not isinstance(item, dict):
+            raise WireError(f"expected a msgpack map, found {type(item).__name__}")
+        _check_depth(item)
+    return maps
+
+
+def _unpack_map(data: bytes) -> dict[str, Any]:
+    maps = unpack_maps(data)
+    if len(maps) != 1:
+        raise WireError(f"expected one msgpack map, found {len(maps)}")
+    if maps[0].get("v") != VERSION:
+        raise WireError(f"protocol version {maps[0].get('v')!r} is not {VERSION}")
+    return maps[0]
+
+
+# Chunks -----------------------------------------------------------------------------------------
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    """The bytes of a chunk in the log and on the channels; terminal chunks are built by the scripts."""
+    if chunk.outcome is not None:
+        raise InvariantError("terminal chunks are written by the scripts only")
+    fields: dict[str, Any] = {"v": VERSION, "j": chunk.job_id, "i": chunk.index, "c": chunk.choice}
+    fields |= {"p": chunk.position, "t": chunk.token_ids, "s": chunk.text}
+    if chunk.finish_reason is not None:
+        fields["f"] = chunk.finish_reason
+    if chunk.usage is not None:
+        usage = chunk.usage
+        fields["u"] = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+    return _pack(fields)
+
+
+def _outcome_of(fields: dict[str, Any]) -> Outcome:
+    return Outcome(fields["state"], fields.get("code", ""), fields.get("message", ""), fields.get("param", ""))
+
+
+def _chunk_of(m: dict[str, Any]) -> Chunk:
+    usage, end = m.get("u"), m.get("e")
+    return Chunk(
+        m["j"],
+        m["i"],
+        m.get("c", 0),
+        m.get("p", 0),
+        tuple(m.get("t", ())),
+        m.get("s", ""),
+        m.get("f"),
+        Usage(*usage) if usage else None,
+        _outcome_of(end) if end else None,
+    )
+
+
+def decode_chunks(data: bytes) -> list[Chunk]:
+    """The chunks of one channel message or log entry."""
+    try:
+        return [_chunk_of(m) for m in unpack_maps(data)]
+    except (KeyError, TypeError) as error:
+        raise WireError(f"not a chunk: {error!r}") from error
+
+
+# Requests ---------------------------------------------------------------------------------------
+
+_params_adapter = TypeAdapter(SamplingParams)
+_messages_adapter = TypeAdapter(tuple[Message, ...])
+
+
+def encode_request(job: Job) -> bytes:
+    """What a node needs of a job; the same job gives the same bytes, whose hash identifies the body."""
+    fields: dict[str, Any] = {"v": VERSION, "kind": "generate"}
+    if job.prompt is not None:
+        fields["prompt"] = job.prompt
+    elif job.prompt_token_ids is not None:
+        fields["tokens"] = job.prompt_token_ids
+    elif job.messages is not None:
+        fields["messages"] = [{"role": m.role, "content": m.content} for m in job.messages]
+    fields["params"] = job.params.model_dump(exclude_defaults=True)
+    return _pack(fields)
+
+
+def decode_request(data: bytes) -> Request:
+    """The request of a job; raises WireError when it is not one."""
+    m = _unpack_map(data)
+    try:
+        tokens, messages = m.get("tokens"), m.get("messages")
+        return Request(
+            _params_adapter.validate_python(m["params"]),
+            m.get("prompt"),
+            tuple(tokens) if tokens is not None else None,
+            _messages_adapter.validate_python(messages) if messages is not None else None,
+        )
+    except (KeyError, TypeError, ValidationError) as error:
+        raise WireError(f"not a request: {error}") from error
+
+
+# Results ----------------------------------------------------------------------------------------
+
+
+def encode_result(choices: tuple[Choice, ...], usage: Usage, cuts: list[tuple[int, int, int]]) -> bytes:
+    """The part of a result that the node knows; the rest stands in the job's hash."""
+    return _pack(
+        {
+            "v": VERSION,
+            "choices": [{"c": c.index, "s": c.text, "t": c.token_ids, "f": c.finish_reason} for c in choices],
+            "u": [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens],
+            "cuts": cuts,
+        }
+    )
+
+
+def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[int, int, int, int]) -> Result:
+    """A result from the node's bytes and the job's record; `times_ms`: submitted, taken, first, finished."""
+    m = _unpack_map(data)
+    try:
+        choices = tuple(Choice(c["c"], c["s"], tuple(c["t"]), c["f"]) for c in m["choices"])
+        cuts = tuple((int(c), int(t), int(s)) for c, t, s in m["cuts"])
+        return Result(job_id, outcome, choices, Usage(*m["u"]), *times_ms, cuts=cuts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"not a result: {error!r}") from error
+
+
+# Records of pools and nodes ---------------------------------------------------------------------
+
+
+def encode_record(record: PoolRecord | NodePressure) -> bytes:
+    """A pool's or node's record."""
+    return _pack({"v": VERSION, **asdict(record)})
+
+
+_pool_adapter = TypeAdapter(PoolRecord)
+_pressure_adapter = TypeAdapter(NodePressure)
+
+
+def decode_pool(data: bytes) -> PoolRecord:
+    """A pool's record; raises WireError."""
+    return cast(PoolRecord, _decode_record(_pool_adapter, data))
+
+
+def decode_pressure(data: bytes) -> NodePressure:
+    """A node's record; raises WireError."""
+    return cast(NodePressure, _decode_record(_pressure_adapter, data))
+
+
+def _decode_record(adapter: TypeAdapter[Any], data: bytes) -> Any:
+    fields = _unpack_map(data)
+    try:
+        return adapter.validate_python({k: v for k, v in fields.items() if k != "v"})
+    except ValidationError as error:
+        raise WireError(f"not a record: {error}") from error

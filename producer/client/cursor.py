@@ -1,0 +1,155 @@
+"""Where a reader stands in a job's token log, and what of an arriving chunk is new to it. Pure: no I/O, no clock.
+
+The index finds gaps, the token positions find what is already had. When the log turns out not to be the one that was
+read (Redis lost writes it had acknowledged), the cursor walks it again from its start: what was delivered must stand
+there, and is not delivered twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from penstock.contract.errors import StreamDivergedError
+from penstock.contract.job import Chunk, Outcome, Result
+
+
+class Verdict(Enum):
+    """Why a chunk is not delivered now."""
+
+    DROP = "already had"
+    GAP = "something before it is missing"
+
+
+@dataclass(slots=True)
+class _Had:
+    """What of one choice was delivered, and how far this walk through the log has come in it.
+
+    0 <= walked_tokens <= len(tokens); 0 <= walked_chars <= num_chars; both equal on the first walk.
+    """
+
+    base: int
+    tokens: list[int] = field(default_factory=list)
+    num_chars: int = 0
+    finished: bool = False
+    walked_tokens: int = 0
+    walked_chars: int = 0
+
+
+class StreamCursor:
+    """One reader's place in one job's log, from chunk `start` on."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
+        self.next_index = start
+        self.outcome: Outcome | None = None
+        self._choices: dict[int, _Had] = {}
+        self._usage_had = False
+        self._end_of_known = start
+        """Chunks below this index were walked before: next_index is below it on a second walk only."""
+
+    def offer(self, chunk: Chunk) -> Chunk | Verdict:
+        """What of `chunk` is to be delivered now, if any; raises StreamDivergedError when it contradicts what was."""
+        if self.outcome is not None:
+            return Verdict.DROP
+        if chunk.index > self.next_index:
+            return Verdict.GAP
+        if chunk.index < self.next_index:
+            return self._judge_old(chunk)
+        fresh = self._fresh_part(chunk)
+        self.next_index += 1
+        self._end_of_known = max(self._end_of_known, self.next_index)
+        self.outcome = chunk.outcome
+        return fresh
+
+    def rewind(self) -> None:
+        """Walk the log again from the start."""
+        self.next_index = self.start
+        for had in self._choices.values():
+            had.walked_tokens = had.walked_chars = 0
+
+    def _judge_old(self, chunk: Chunk) -> Verdict:
+        """A chunk from behind is a repetition; with tokens never seen it tells of another log than the one read."""
+        if chunk.index < self.start or not chunk.token_ids:
+            return Verdict.DROP
+        had = self._choices.get(chunk.choice)
+        if had is not None and _num_confirmed(had, chunk) == len(chunk.token_ids):
+            return Verdict.DROP
+        self.rewind()
+        return Verdict.GAP
+
+    def _fresh_part(self, chunk: Chunk) -> Chunk | Verdict:
+        had = self._choices.get(chunk.choice)
+        if had is None or (not had.tokens and chunk.token_ids):
+            num_chars = had.num_chars if had else 0
+            had = self._choices[chunk.choice] = _Had(chunk.position, num_chars=num_chars, walked_chars=num_chars)
+        tokens, text = _new_part(had, chunk)
+        finish = None if had.finished else chunk.finish_reason
+        usage = None if self._usage_had else chunk.usage
+        had.finished = had.finished or finish is not None
+        self._usage_had = self._usage_had or usage is not None
+        is_whole = len(tokens) == len(chunk.token_ids) and len(text) == len(chunk.text)
+        if is_whole and chunk.index >= self._end_of_known:
+            return chunk
+        if not (tokens or text or finish or usage or chunk.outcome):
+            return Verdict.DROP
+        position = chunk.position + len(chunk.token_ids) - len(tokens)
+        return replace(chunk, position=position, token_ids=tokens, text=text, finish_reason=finish, usage=usage)
+
+
+def _num_confirmed(had: _Had, chunk: Chunk) -> int:
+    """How many of the chunk's first tokens were delivered before; raises when other tokens were."""
+    at = chunk.position - had.base
+    if at < 0:
+        raise StreamDivergedError(f"job {chunk.job_id}: choice {chunk.choice} went back to token {chunk.position}")
+    known = had.tokens[at : at + len(chunk.token_ids)]
+    if known and tuple(known) != chunk.token_ids[: len(known)]:
+        raise StreamDivergedError(
+            f"job {chunk.job_id}: choice {chunk.choice}, tokens from {chunk.position} on are no longer those delivered"
+        )
+    return len(known)
+
+
+def _new_part(had: _Had, chunk: Chunk) -> tuple[tuple[int, ...], str]:
+    """The tokens and text of the next chunk that were not delivered yet, noted as delivered."""
+    tokens = chunk.token_ids
+    if tokens:
+        at = chunk.position - had.base
+        if at > had.walked_tokens:
+            raise StreamDivergedError(f"job {chunk.job_id}: choice {chunk.choice} skips to token {chunk.position}")
+        num_confirmed = _num_confirmed(had, chunk)
+        if at + len(tokens) <= had.walked_tokens:
+            return (), ""
+        had.walked_tokens = at + len(tokens)
+        tokens = tokens[num_confirmed:]
+        had.tokens.extend(tokens)
+    had.walked_chars += len(chunk.text)
+    num_new_chars = max(0, had.walked_chars - had.num_chars)
+    had.num_chars += num_new_chars
+    return tokens, chunk.text[len(chunk.text) - num_new_chars :]
+
+
+def rest_of(result: Result, start: int) -> Iterator[Chunk]:
+    """The chunks from index `start` on of a job whose log's life is over; the terminal one is always among them."""
+    choices = {choice.index: choice for choice in result.choices}
+    last_cut = {cut[0]: index for index, cut in enumerate(result.cuts)}
+    usage_at = max((index for index, cut in enumerate(result.cuts) if cut[1]), default=len(result.cuts) - 1)
+    done: dict[int, tuple[int, int]] = {}
+    for index, (number, num_tokens, num_chars) in enumerate(result.cuts):
+        token, char = done.get(number, (0, 0))
+        done[number] = (token + num_tokens, char + num_chars)
+        if index < start or number not in choices:
+            continue
+        choice = choices[number]
+        yield Chunk(
+            result.job_id,
+            index,
+            number,
+            token,
+            choice.token_ids[token : token + num_tokens],
+            choice.text[char : char + num_chars],
+            choice.finish_reason if index == last_cut[number] else None,
+            result.usage if index == usage_at else None,
+        )
+    yield Chunk(result.job_id, max(start, len(result.cuts)), outcome=result.outcome)

@@ -1,0 +1,260 @@
+"""The one subscription of a reading process: chunks of all its jobs arrive here and go to their readers' mailboxes.
+
+    dispatch   a message's chunks → the mailboxes of their jobs; chunks that nobody reads → detach
+    echo       a message to ourselves now and then proves the subscription; silence → subscribe again, and every reader
+               compares its state with the broker's, as messages may be lost
+    watch      a reader that waits too long compares its state too
+    beat       pools with open streams hear that we live
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from weakref import WeakValueDictionary
+
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+
+from penstock.contract import keys
+from penstock.contract.broker.connection import translated
+from penstock.contract.broker.producer import ProducerBroker
+from penstock.contract.errors import PenstockError, UnavailableError
+from penstock.contract.job import pool_of
+from penstock.contract.wire import WireError, decode_chunks
+from penstock.producer.client.mailbox import Feed, Mailbox
+from penstock.producer.client.retry import pauses
+from penstock.producer.client.settings import ClientSettings
+from penstock.producer.client.stats import ClientStats
+
+_LOG = logging.getLogger(__name__)
+_ECHO = b"\xc0"
+"""msgpack's nil: no chunk looks like it."""
+_ECHOES_MISSED = 2.5
+_SUBSCRIBE_TIMEOUT_S = 5.0
+_DETACH_AT_CLOSE_S = 2.0
+_WATCHES_PER_SILENCE = 5
+
+
+class Inbox:
+    """A process's subscription, for the life of its client."""
+
+    def __init__(self, redis: Redis, broker: ProducerBroker, settings: ClientSettings, stats: ClientStats) -> None:
+        self._redis = redis
+        self._broker = broker
+        self._settings = settings
+        self.stats = stats
+        self.name = f"{settings.name}-{secrets.token_hex(8)}"
+        self._channel = keys.inbox_channel(self.name)
+        self._feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
+        self._unread: set[str] = set()
+        self._unread_bell = asyncio.Event()
+        self._detaching: dict[str, asyncio.Event] = {}
+        self._beaten_s: dict[str, float] = {}
+        self._tasks: asyncio.Task[None] | None = None
+
+    # For readers ------------------------------------------------------------------------------------
+
+    def feed(self, job_id: str) -> Feed:
+        """The feed of a job, to be held by whoever wants it to live."""
+        feed = self._feeds.get(job_id)
+        if feed is None:
+            feed = self._feeds[job_id] = Feed(job_id)
+        return feed
+
+    def open_box(self, feed: Feed, max_chunks: int | None = None) -> Mailbox:
+        """A mailbox for one reader of the job."""
+        self._require_open()
+        box = Mailbox(max_chunks or self._settings.max_queued_chunks)
+        feed.boxes.append(box)
+        return box
+
+    def close_box(self, feed: Feed, box: Mailbox) -> None:
+        """The reader is gone; with the last one, the job hears that it is not read here any more."""
+        feed.boxes.remove(box)
+        if not feed.boxes and not feed.ended and self._tasks is not None:
+            self._detach_soon(feed.job_id)
+
+    async def settled(self, job_id: str) -> None:
+        """Returns when no detach of the job is under way, which must not overtake an attach. Raises when closed."""
+        self._require_open()
+        while (under_way := self._detaching.get(job_id)) is not None:
+            await under_way.wait()
+
+    async def detach(self, job_id: str) -> None:
+        """Tells the job that nobody reads it here any more."""
+        await self.settled(job_id)
+        done = self._detaching[job_id] = asyncio.Event()
+        try:
+            await self._broker.detach(job_id, self.name)
+        finally:
+            del self._detaching[job_id]
+            done.set()
+
+    async def greet(self, pool: str) -> None:
+        """Tells a pool that we live, unless it has just heard."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._beaten_s.get(pool, -1e9) >= self._settings.read_beat_interval_s:
+            await self._broker.read_beat(pool, self.name)
+            self._beaten_s[pool] = now_s
+
+    # Life -------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Subscribes; raises UnavailableError when Redis is away."""
+        pubsub = await self._subscribe()
+        self._tasks = asyncio.create_task(self._run(pubsub), name=f"penstock inbox {self.name}")
+
+    async def close(self) -> None:
+        """Detaches from what is still read, unsubscribes, and ends every task; readers get UnavailableError."""
+        tasks = self._tasks
+        if tasks is None:
+            return
+        self._unread.update(feed.job_id for feed in self._feeds.values() if feed.boxes and not feed.ended)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DETACH_AT_CLOSE_S):
+                await self._detach_unread(closing=True)
+        tasks.cancel()
+        with suppress(asyncio.CancelledError):
+            await tasks
+
+    async def _run(self, pubsub: PubSub) -> None:
+        settings = self._settings
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._listen(pubsub))
+                group.create_task(self._detach_forever())
+                group.create_task(self._every(settings.echo_interval_s, self._echo))
+                group.create_task(self._every(settings.read_beat_interval_s, self._beat))
+                group.create_task(self._every(settings.silent_after_s / _WATCHES_PER_SILENCE, self._watch))
+        except Exception:
+            _LOG.exception("inbox ended", extra={"inbox": self.name})
+        finally:
+            self._tasks = None
+            self._nudge_all()
+
+    def _require_open(self) -> None:
+        if self._tasks is None:
+            raise UnavailableError("the client is closed", code="client_closed")
+
+    async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            with suppress(PenstockError):  # Redis away: the listener notices
+                await action()
+
+    # Listening --------------------------------------------------------------------------------------
+
+    async def _subscribe(self) -> PubSub:
+        pubsub = self._redis.pubsub()
+        try:
+            with translated():
+                await pubsub.subscribe(self._channel)
+                if await pubsub.get_message(timeout=_SUBSCRIBE_TIMEOUT_S) is None:
+                    raise UnavailableError("Redis does not confirm the subscription", code="redis_away")
+        except BaseException:
+            await pubsub.aclose()
+            raise
+        return pubsub
+
+    async def _listen(self, pubsub: PubSub) -> None:
+        while True:
+            try:
+                with suppress(UnavailableError), translated():
+                    await self._read_until_lost(pubsub)
+            finally:
+                await pubsub.aclose()
+            pubsub = await self._subscribe_again()
+            self.stats.resubscribes += 1
+            self._nudge_all()
+
+    async def _read_until_lost(self, pubsub: PubSub) -> None:
+        clock = asyncio.get_running_loop().time
+        patience_s = _ECHOES_MISSED * self._settings.echo_interval_s
+        heard_s = clock()
+        while clock() - heard_s < patience_s:
+            message = await pubsub.get_message(timeout=patience_s)
+            if message is None:
+                continue
+            heard_s = clock()
+            if message["type"] == "message":
+                self.dispatch(message["data"])
+                # Messages that lie in the buffer are read without a pause: readers get their turn here.
+                await asyncio.sleep(0)
+
+    async def _subscribe_again(self) -> PubSub:
+        for pause_s in pauses():
+            await asyncio.sleep(pause_s)
+            with suppress(PenstockError):
+                return await self._subscribe()
+        raise AssertionError("pauses never end")
+
+    def dispatch(self, message: bytes) -> None:
+        """Leaves the chunks of one message in their readers' mailboxes."""
+        if message == _ECHO:
+            return
+        try:
+            chunks = decode_chunks(message)
+        except WireError as error:
+            self.stats.bad_messages += 1
+            _LOG.warning("bad inbox message", extra={"inbox": self.name, "error": error.message})
+            return
+        self.stats.messages += 1
+        self.stats.chunks += len(chunks)
+        feeds = self._feeds
+        for chunk in chunks:
+            feed = feeds.get(chunk.job_id)
+            if feed is not None and feed.boxes:
+                feed.put(chunk)
+            elif chunk.outcome is None:
+                self._detach_soon(chunk.job_id)
+
+    # Clocks -----------------------------------------------------------------------------------------
+
+    async def _echo(self) -> None:
+        with translated():
+            await self._redis.publish(self._channel, _ECHO)
+
+    async def _beat(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        open_pools = {pool_of(feed.job_id) for feed in self._feeds.values() if feed.boxes and not feed.ended}
+        for pool in open_pools:
+            await self._broker.read_beat(pool, self.name)
+            self._beaten_s[pool] = now_s
+
+    async def _watch(self) -> None:
+        silent_since_s = asyncio.get_running_loop().time() - self._settings.silent_after_s
+        for feed in list(self._feeds.values()):
+            for box in feed.boxes:
+                if box.waiting_since_s is not None and box.waiting_since_s <= silent_since_s:
+                    box.nudge()
+
+    def _nudge_all(self) -> None:
+        for feed in list(self._feeds.values()):
+            for box in feed.boxes:
+                box.nudge()
+
+    # Detaching --------------------------------------------------------------------------------------
+
+    def _detach_soon(self, job_id: str) -> None:
+        self._unread.add(job_id)
+        self._unread_bell.set()
+
+    async def _detach_forever(self) -> None:
+        while True:
+            await self._unread_bell.wait()
+            self._unread_bell.clear()
+            await self._detach_unread()
+
+    async def _detach_unread(self, *, closing: bool = False) -> None:
+        while self._unread:
+            job_id = self._unread.pop()
+            feed = self._feeds.get(job_id)
+            if feed is not None and feed.boxes and not closing:
+                continue
+            # A failed one is made up for: the next chunk that nobody reads brings the job back here.
+            with suppress(PenstockError):
+                await self.detach(job_id)

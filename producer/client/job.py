@@ -1,0 +1,109 @@
+"""A submitted or attached job: its stream, its result, its end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from penstock.contract.broker.producer import JobStatus
+from penstock.contract.errors import error_of
+from penstock.contract.job import TERMINAL_STATES, Chunk, Outcome, Result, pool_of
+from penstock.producer.client.cursor import StreamCursor
+from penstock.producer.client.inbox import Inbox
+from penstock.producer.client.mailbox import Mailbox
+from penstock.producer.client.source import JobSource
+from penstock.producer.client.stream import StreamReader
+
+
+class AsyncJob:
+    """A handle; any number of readers may stream from it, each gets everything from where the handle starts.
+
+    A submitted job's first mailbox is open since before the submission, so that its first reader needs no log.
+    """
+
+    def __init__(self, source: JobSource, inbox: Inbox, *, after: int = -1, first_box: Mailbox | None = None) -> None:
+        self._source = source
+        self._inbox = inbox
+        self._start = after + 1
+        self._first_box = first_box
+        self.id = source.job_id
+        self.pool = pool_of(source.job_id)
+
+    async def stream(self) -> AsyncGenerator[Chunk, None]:
+        """The job's chunks in order; behind the last one, raises the job's error when it did not end `done`."""
+        outcome: Outcome | None = None
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                outcome = chunk.outcome
+                yield chunk
+        if outcome is not None and outcome.state != "done":
+            raise error_of(outcome)
+
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """The job's chunks in order; the last one carries the outcome, whatever it is."""
+        async with aclosing(self.batches()) as batches:
+            async for batch in batches:
+                for chunk in batch:
+                    yield chunk
+
+    async def batches(self) -> AsyncGenerator[list[Chunk], None]:
+        """The job's chunks in order, as many at once as have arrived."""
+        box = self._take_first_box() or self._open_box(behind=True)
+        reader = StreamReader(self._source, box, StreamCursor(self._start), self._inbox.stats)
+        try:
+            async with aclosing(reader.batches()) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            self._inbox.close_box(self._source.feed, box)
+
+    async def result(self, *, check: bool = True) -> Result:
+        """The job's result once it has ended; raises the job's error when it did not end `done`, unless told not to."""
+        feed = self._source.feed
+        box = self._open_box(behind=not feed.boxes, max_chunks=1)
+        try:
+            while True:
+                await self._wait_for_end(box)
+                if (result := await self._source.result()) is not None:
+                    break
+                # Redis lost the end that it had told of.
+                feed.ended = False
+                box.nudge()
+        finally:
+            self._inbox.close_box(feed, box)
+        if check and result.outcome.state != "done":
+            raise error_of(result.outcome)
+        return result
+
+    async def status(self) -> JobStatus:
+        """Where the job stands."""
+        return await self._source.status()
+
+    async def cancel(self) -> str:
+        """Cancels the job; answers its state: `cancelled`, `running` (it ends within a step) or the terminal one."""
+        return await self._source.cancel()
+
+    async def detach(self) -> None:
+        """Says that nobody reads here any more, unless somebody does; a non-background job is then cancelled."""
+        if box := self._take_first_box():
+            self._inbox.close_box(self._source.feed, box)
+        if not self._source.feed.boxes:
+            await self._inbox.detach(self.id)
+
+    def _take_first_box(self) -> Mailbox | None:
+        box, self._first_box = self._first_box, None
+        return box
+
+    def _open_box(self, *, behind: bool, max_chunks: int | None = None) -> Mailbox:
+        """A fresh mailbox; a reader that may have missed something first asks where the job stands."""
+        box = self._inbox.open_box(self._source.feed, max_chunks)
+        if behind:
+            box.nudge()
+        return box
+
+    async def _wait_for_end(self, box: Mailbox) -> None:
+        while not self._source.feed.ended:
+            await box.wait(self._source.poll_s)
+            box.take_all()
+            if box.take_nudge() and (await self._source.attach()).state in TERMINAL_STATES:
+                return

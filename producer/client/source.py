@@ -1,0 +1,77 @@
+"""One job as its readers reach it, through thick and thin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.contract.broker.producer import Attached, JobStatus, Submitted
+from penstock.contract.errors import NotFoundError
+from penstock.contract.job import Chunk, Job, Result
+from penstock.producer.client.courier import Courier
+from penstock.producer.client.inbox import Inbox
+
+POLL_S = 0.2
+"""How often a reader looks when the job pushes to as many readers as it may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What was submitted, kept so that it can be submitted again."""
+
+    job: Job
+    cost: int
+    channel: bool
+
+
+async def submit(courier: Courier, inbox: str, submission: Submission) -> Submitted:
+    """Submits a job, repeatedly while Redis is away; raises what the broker raises."""
+    job, cost, channel = submission.job, submission.cost, submission.channel
+    return await courier.ask(lambda broker: broker.submit(job, cost=cost, inbox=inbox, channel=channel))
+
+
+class JobSource:
+    """A job's standing, log and result. A job of ours that Redis lost is submitted again: same id, same bytes."""
+
+    def __init__(
+        self, courier: Courier, inbox: Inbox, job_id: str, tenant: str, submission: Submission | None = None
+    ) -> None:
+        self._courier = courier
+        self._inbox = inbox
+        self.job_id = job_id
+        self.tenant = tenant
+        self._submission = submission
+        self.feed = inbox.feed(job_id)
+        self.poll_s: float | None = None
+        """How often to look unasked, where the job does not push to this process."""
+
+    async def attach(self) -> Attached:
+        """Registers this process as a reader (again) and tells where the job stands."""
+        await self._inbox.settled(self.job_id)
+        inbox = self._inbox.name
+        try:
+            standing = await self._courier.ask(lambda broker: broker.attach(self.job_id, self.tenant, inbox=inbox))
+        except NotFoundError:
+            if self._submission is None or self.feed.ended:
+                raise
+            self._inbox.stats.resubmits += 1
+            again = await submit(self._courier, inbox, self._submission)
+            standing = Attached(again.state, again.num_chunks, again.pushed)
+        self.poll_s = None if standing.pushed else POLL_S
+        return standing
+
+    async def log(self, start: int, count: int) -> list[Chunk]:
+        """A page of the job's log."""
+        self._inbox.stats.log_reads += 1
+        return await self._courier.ask(lambda broker: broker.log(self.job_id, start, count))
+
+    async def result(self) -> Result | None:
+        """The job's terminal record, None while it has none."""
+        return await self._courier.ask(lambda broker: broker.result(self.job_id, self.tenant))
+
+    async def status(self) -> JobStatus:
+        """Where the job stands, for people."""
+        return await self._courier.ask(lambda broker: broker.status(self.job_id, self.tenant))
+
+    async def cancel(self) -> str:
+        """Cancels the job; answers its state."""
+        return await self._courier.ask(lambda broker: broker.cancel(self.job_id, self.tenant))

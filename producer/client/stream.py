@@ -1,0 +1,107 @@
+"""A job's chunks in order, nothing lost or doubled, whatever happens to the messages.
+
+Chunks come from the mailbox; a gap is filled from the log; when the log's life is over, the rest comes from the result.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable
+from typing import Protocol
+
+from penstock.contract.broker.producer import Attached
+from penstock.contract.job import TERMINAL_STATES, Chunk, Result
+from penstock.producer.client.cursor import StreamCursor, Verdict, rest_of
+from penstock.producer.client.mailbox import Mailbox
+from penstock.producer.client.stats import ClientStats
+
+LOG_PAGE_CHUNKS = 1000
+
+
+class Source(Protocol):
+    """What a reader asks about its job."""
+
+    @property
+    def poll_s(self) -> float | None:
+        """How often to look unasked, where the job does not push to this process."""
+
+    async def attach(self) -> Attached:
+        """Registers this process as a reader (again) and tells where the job stands."""
+
+    async def log(self, start: int, count: int) -> list[Chunk]:
+        """A page of the job's log."""
+
+    async def result(self) -> Result | None:
+        """The job's terminal record."""
+
+
+class StreamReader:
+    """One reader of one job."""
+
+    def __init__(self, source: Source, box: Mailbox, cursor: StreamCursor, stats: ClientStats) -> None:
+        self._source = source
+        self._box = box
+        self._cursor = cursor
+        self._stats = stats
+        self._arrived: deque[Chunk] = deque()
+
+    async def batches(self) -> AsyncGenerator[list[Chunk], None]:
+        """Chunks as they become available, none of the lists empty; the terminal chunk ends the last."""
+        while self._cursor.outcome is None:
+            await self._box.wait(self._source.poll_s)
+            self._arrived.extend(self._box.take_all())
+            if self._box.take_nudge():
+                async for batch in self._catch_up():
+                    yield batch
+            while self._arrived:
+                if ready := self._take_arrived():
+                    yield ready
+                if self._arrived:
+                    async for batch in self._fill_gap():
+                        yield batch
+
+    def _take_arrived(self) -> list[Chunk]:
+        """What can be delivered of what has arrived, up to the first gap."""
+        ready: list[Chunk] = []
+        while self._arrived:
+            fresh = self._cursor.offer(self._arrived[0])
+            if fresh is Verdict.GAP:
+                break
+            self._arrived.popleft()
+            if isinstance(fresh, Chunk):
+                ready.append(fresh)
+        return ready
+
+    async def _fill_gap(self) -> AsyncGenerator[list[Chunk], None]:
+        """What is missing before the first arrived chunk."""
+        self._stats.gaps += 1
+        async for batch in self._read_log():
+            yield batch
+        if self._cursor.next_index < self._arrived[0].index:
+            self._arrived.popleft()
+            async for batch in self._catch_up():
+                yield batch
+
+    async def _catch_up(self) -> AsyncGenerator[list[Chunk], None]:
+        """Everything that the job has and the reader has not, as far as the broker can tell."""
+        standing = await self._source.attach()
+        if standing.num_chunks < self._cursor.next_index:
+            self._cursor.rewind()
+        if standing.num_chunks > self._cursor.next_index:
+            async for batch in self._read_log():
+                yield batch
+        if standing.state in TERMINAL_STATES and self._cursor.outcome is None:
+            result = await self._source.result()
+            if result is not None and (batch := self._fresh(rest_of(result, self._cursor.next_index))):
+                yield batch
+
+    async def _read_log(self) -> AsyncGenerator[list[Chunk], None]:
+        page_is_full = True
+        while page_is_full:
+            page = await self._source.log(self._cursor.next_index, LOG_PAGE_CHUNKS)
+            page_is_full = len(page) == LOG_PAGE_CHUNKS
+            if batch := self._fresh(page):
+                yield batch
+
+    def _fresh(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        return [fresh for chunk in chunks if isinstance(fresh := self._cursor.offer(chunk), Chunk)]

@@ -1,0 +1,29 @@
+"""`python reference_node.py`: a real node process around the reference engine; settings from PENSTOCK_NODE_* variables."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from reference_engine import ReferenceEngine
+
+from penstock.contract.settings import RedisSettings
+from penstock.gpu_node.node import serve_engine
+from penstock.gpu_node.settings import NodeSettings
+
+
+async def main() -> None:
+    """Serves until a signal. `REFERENCE_STEP_S` paces the engine."""
+    settings = NodeSettings.load(redis_url=RedisSettings.load().redis_url, model="reference")
+    step_s = float(os.environ.get("REFERENCE_STEP_S", "0"))
+    await serve_engine(settings, ReferenceEngine(step_s=step_s, max_num_seqs=settings.max_num_seqs))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    asyncio.run(main())
