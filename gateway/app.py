@@ -63,9 +63,8 @@ class _Server(uvicorn.Server):
             print(json.dumps({"event": "ready", "url": f"http://{shown}:{port}"}), flush=True)  # noqa: T201
 
 
-def run(settings: GatewaySettings) -> None:
-    """Serves until SIGTERM or SIGINT, then lets open answers go on for `drain_s`."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+def make_server(settings: GatewaySettings) -> uvicorn.Server:
+    """The server of one gateway, not yet started."""
     config = uvicorn.Config(
         create_app(settings),
         host=settings.host,
@@ -75,5 +74,11 @@ def run(settings: GatewaySettings) -> None:
         server_header=False,
         timeout_graceful_shutdown=settings.drain_s,
     )
+    return _Server(config)
+
+
+def run(settings: GatewaySettings) -> None:
+    """Serves until SIGTERM or SIGINT, then lets open answers go on for `drain_s`."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     with contextlib.suppress(KeyboardInterrupt):
-        _Server(config).run()
+        make_server(settings).run()

@@ -18,6 +18,7 @@ from penstock.contract import keys
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.node import NodeBroker, SweptError
 from penstock.contract.broker.retry import patiently
+from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import UnavailableError
 from penstock.contract.wire import NodePressure, PoolRecord
 from penstock.gpu_node.bell import Bell, listen
@@ -189,8 +190,7 @@ async def _background(*services: Coroutine[Any, Any, None]) -> AsyncIterator[Non
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
+            await cancel_until_done(tasks)
 
 
 async def run_node(settings: NodeSettings) -> None:

@@ -112,7 +112,8 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless ring, counts and hashes agree; O(blocks), for tests and idle times."""
-        ring, block = [], self._next[NULL_BLOCK]
+        ring: list[int] = []
+        block = self._next[NULL_BLOCK]
         while block != NULL_BLOCK and len(ring) <= self.num_total:
             ring.append(block)
             if self._prev[self._next[block]] != block:

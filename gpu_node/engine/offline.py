@@ -14,9 +14,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 Batch: TypeAlias = list[tuple[list[int], SamplingParams]]
 
 
-def spread(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams], tokenizer: Tokenizer
-) -> Batch:
+def spread(prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams], tokenizer: Tokenizer) -> Batch:
     """Each prompt's tokens with its parameters. Raises RequestError when the two lists differ in length."""
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(wanted) != len(prompts):

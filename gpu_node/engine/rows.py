@@ -60,7 +60,9 @@ class RowTable:
         shift = np.repeat(starts - query_starts[:-1], ends - starts)
         samples = [i for i, seq in enumerate(seqs) if counts[i] == seq.num_uncomputed]
         return StepPlan(
-            token_ids=np.concatenate([seq.token_ids[start:end] for seq, start, end in zip(seqs, starts, ends, strict=True)]),
+            token_ids=np.concatenate(
+                [seq.token_ids[start:end] for seq, start, end in zip(seqs, starts, ends, strict=True)]
+            ),
             positions=np.arange(query_starts[-1], dtype=np.int32) + shift,
             query_starts=query_starts,
             context_lens=ends,

@@ -44,7 +44,9 @@ class Tokenizer:
             text = self._hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:
             # Templates are the model's own code: they refuse what they cannot render by raising what they like.
-            raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from error
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -77,12 +79,12 @@ class Tokenizer:
     @cached_property
     def _decoder_steps(self) -> list[dict[str, Any]]:
         decoder = self._backend.decoder
-        spec = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
-        steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+        spec: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+        steps: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
         kinds = {step["type"] for step in steps}
         if "ByteLevel" not in kinds and not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
             raise ConfigError(f"tokenizer decoder {sorted(kinds)} is not supported: want ByteLevel or ByteFallback")
-        return list(steps)
+        return steps
 
     @property
     def _is_byte_level(self) -> bool:

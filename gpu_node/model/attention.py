@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.gpu_node.model.protocol import StepPlan
 
@@ -132,7 +132,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """q: [heads, B, Q * group, head_dim]; k, v: [heads, B, S, head_dim]; mask: [B, Q, S]."""
     group = q.shape[2] // mask.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat_interleave(group, dim=1))
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat_interleave(group, dim=1))
 
 
 def _split(plan: StepPlan, block_size: int) -> Iterator[NDArray[np.int64]]:

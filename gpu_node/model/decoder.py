@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.protocol import StepPlan
@@ -26,27 +26,27 @@ class Decoder:
         groups, slots = attention.groups(plan), attention.slots(plan)
         positions = torch.from_numpy(plan.positions)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        x = F.embedding(torch.from_numpy(plan.token_ids), self._weights.embedding)
+        x = functional.embedding(torch.from_numpy(plan.token_ids), self._weights.embedding)
         for layer, cache in zip(self._weights.layers, caches, strict=True):
             q, k, v = self._qkv(x, layer, cos, sin)
             cache.store(k, v, slots)
             attended = attention.attend(q, cache, groups)
-            x = x + F.linear(attended.flatten(1), layer.o)
+            x = x + functional.linear(attended.flatten(1), layer.o)
             x = x + self._mlp(x, layer)
         last = torch.from_numpy(plan.query_starts[plan.sample_seqs + 1] - 1)
-        return F.linear(self._norm(x[last], self._weights.final_norm), self._weights.head).float()
+        return functional.linear(self._norm(x[last], self._weights.final_norm), self._weights.head).float()
 
     def _qkv(self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim]."""
         spec = self._spec
-        fused = F.linear(self._norm(x, layer.attention_norm), layer.qkv).unflatten(-1, (-1, spec.head_dim))
+        fused = functional.linear(self._norm(x, layer.attention_norm), layer.qkv).view(len(x), -1, spec.head_dim)
         num_rotated = spec.num_heads + spec.num_kv_heads
         rotated = apply_rope(fused[:, :num_rotated], cos, sin)
         return rotated[:, : spec.num_heads].contiguous(), rotated[:, spec.num_heads :], fused[:, num_rotated:]
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, layer.down)
+        gate, up = functional.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate) * up, layer.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._spec.norm_eps)
+        return functional.rms_norm(x, weight.shape, weight, self._spec.norm_eps)

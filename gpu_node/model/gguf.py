@@ -21,10 +21,7 @@ def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None
         tokenizer = auto_tokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         progress("convert", 0.3)
         model = auto_model.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
     except (OSError, ValueError, KeyError, NotImplementedError, ImportError) as error:
         raise ConfigError(f"cannot read {gguf}: {error}") from error

@@ -11,7 +11,7 @@ from penstock.gpu_node.model.spec import ModelSpec, RopeScaling
 
 
 def rope_table(spec: ModelSpec, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, each [num_positions, head_dim]; the halves of a head turn by the same angles."""
+    """Cosine and sine by position, each [num_positions, head_dim]; both halves of a head turn by the same angles."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
     frequencies = 1.0 / spec.rope_theta**exponents
     if spec.rope_scaling is not None:

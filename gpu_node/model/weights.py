@@ -87,9 +87,7 @@ def _load_layer(reader: _Reader, spec: ModelSpec, names: NameMap, layer: int) ->
 
     return LayerWeights(
         attention_norm=read(names.attention_norm, hidden),
-        qkv=torch.cat(
-            (read(names.q, q_size, hidden), read(names.k, kv_size, hidden), read(names.v, kv_size, hidden))
-        ),
+        qkv=torch.cat((read(names.q, q_size, hidden), read(names.k, kv_size, hidden), read(names.v, kv_size, hidden))),
         o=read(names.o, hidden, q_size),
         mlp_norm=read(names.mlp_norm, hidden),
         gate_up=torch.cat((read(names.gate, inter, hidden), read(names.up, inter, hidden))),

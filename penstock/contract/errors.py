@@ -159,4 +159,6 @@ def error_of(outcome: Outcome) -> PenstockError:
     if outcome.state == "expired":
         return JobExpiredError(message)
     kind = _BY_CODE.get(outcome.code, JobFailedError)
-    return kind(message, code=outcome.code or None, param=outcome.param or None)
+    error = kind(message, code=outcome.code or None)
+    error.param = outcome.param or None
+    return error

@@ -1,7 +1,8 @@
 """Every Redis key and channel, its type, its life and its only writers.
 
 All keys of a pool share the hash tag `{pool}`, so that a script stays in one cluster slot. P is `penstock:{pool}`.
-Times are Redis milliseconds. `end` is the one function of the scripts that closes a job.
+Times are Redis milliseconds. `end` is the one function of the scripts that closes a
+job, `ring` the one that wakes a node.
 
     key                    type    writers                              holds; life
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
@@ -12,15 +13,15 @@ Times are Redis milliseconds. `end` is the one function of the scripts that clos
     P:in:<id>              string  submit; end                          the request (wire.py); gone at the end
     P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
     P:out:<id>             string  finish                               the result (wire.py); result_ttl_ms
-    P:run:<node>           set     take; end, give_back, sweep          ids a node holds
-    P:took:<node>          string  take                                 last call number and its answer; 1 min
+    P:run:<node>           set     take; end, give_back, beat, sweep    ids a node holds
+    P:took:<node>          string  take; leave                          last call number and its answer; 1 min
     P:open                 set     submit; end                          ids not yet terminal
     P:tenant:<t>:open      set     submit; end                          the same, of one tenant
-    P:idem:<t>:<hash>      string  submit                               id and body hash; idem_ttl_ms
-    P:nodes                zset    join, beat, emit; sweep, leave         node → last beat
+    P:idem:<t>:<hash>      string  submit                               the job's id; idem_ttl_ms
+    P:nodes                zset    join, beat, emit; sweep, leave       node → last beat
     P:revs                 zset    join, beat; sweep                    revision → last beat
-    P:free                 zset    beat, submit, take; sweep            node → free KV tokens: who is rung
-    P:pressure             hash    beat; sweep                          node → pressure record (wire.py)
+    P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
+    P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
     P:backlog              hash    submit, take, give_back, sweep, end  queued cost in tokens per class
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
     P:sweep                string  sweep                                when it last ran

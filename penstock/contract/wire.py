@@ -13,7 +13,18 @@ import msgpack
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.errors import InvariantError, PenstockError
-from penstock.contract.job import Choice, Chunk, Job, Message, Outcome, Result, SamplingParams, Usage
+from penstock.contract.job import (
+    TERMINAL_STATES,
+    Choice,
+    Chunk,
+    Job,
+    Message,
+    Outcome,
+    Result,
+    SamplingParams,
+    TokenId,
+    Usage,
+)
 
 VERSION = 1
 MAX_BYTES = 16 << 20
@@ -32,7 +43,7 @@ class Request:
 
     params: SamplingParams
     prompt: str | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
     messages: tuple[Message, ...] | None = None
 
 
@@ -95,33 +106,19 @@ def _refuse_ext(code: int, data: bytes) -> Any:
     raise WireError(f"msgpack extension type {code} is not allowed")
 
 
-def _check_depth(value: Any, depth: int = 0) -> None:
+def _check_depth(value: dict[str, Any] | list[Any], depth: int = 1) -> None:
     if depth > MAX_DEPTH:
         raise WireError(f"msgpack value is nested deeper than {MAX_DEPTH}")
-    if isinstance(value, dict):
-        for item in value.values():
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (dict, list)):
             _check_depth(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            if isinstance(item, (dict, list)):
-                _check_depth(item, depth + 1)
 
 
 def _unpacker(data: bytes) -> msgpack.Unpacker:
     if len(data) > MAX_BYTES:
         raise WireError(f"message of {len(data)} bytes exceeds {MAX_BYTES}")
-    size = len(data)
-    unpacker = msgpack.Unpacker(
-        raw=False,
-        strict_map_key=True,
-        ext_hook=_refuse_ext,
-        max_buffer_size=max(size, 1),
-        max_str_len=size,
-        max_bin_len=size,
-        max_array_len=size,
-        max_map_len=size,
-        max_ext_len=0,
-    )
+    # The buffer's size also limits every length that the data declares.
+    unpacker = msgpack.Unpacker(ext_hook=_refuse_ext, max_buffer_size=max(len(data), 1), max_ext_len=0)
     unpacker.feed(data)
     return unpacker
 
@@ -129,10 +126,11 @@ def _unpacker(data: bytes) -> msgpack.Unpacker:
 def unpack_maps(data: bytes) -> list[dict[str, Any]]:
     """All msgpack maps that lie back to back in `data`; raises WireError for anything else."""
     unpacker = _unpacker(data)
+    maps: list[Any] = []
     try:
-        maps = list(unpacker)
-        if unpacker.tell() != len(data):
-            raise WireError("message ends inside a msgpack value")
+        # Not list(unpacker): it takes a value that the data ends in for the end of the data.
+        while unpacker.tell() < len(data):
+            maps.append(unpacker.unpack())
     except WireError:
         raise
     except Exception as error:  # msgpack raises many classes, ValueError and its own among them
@@ -170,11 +168,21 @@ def encode_chunk(chunk: Chunk) -> bytes:
     return _pack(fields)
 
 
+_CHUNK_TYPES = {"j": str, "i": int, "c": int, "p": int, "t": list, "s": str, "f": str, "u": list, "e": dict}
+
+
 def _outcome_of(fields: dict[str, Any]) -> Outcome:
+    if fields["state"] not in TERMINAL_STATES:
+        raise WireError(f"{fields['state']!r} is not a terminal state")
     return Outcome(fields["state"], fields.get("code", ""), fields.get("message", ""), fields.get("param", ""))
 
 
 def _chunk_of(m: dict[str, Any]) -> Chunk:
+    if m.get("v") != VERSION:
+        raise WireError(f"protocol version {m.get('v')!r} is not {VERSION}")
+    for key, value in m.items():
+        if type(value) is not _CHUNK_TYPES.get(key, type(value)):
+            raise WireError(f"chunk field {key!r} is a {type(value).__name__}")
     usage, end = m.get("u"), m.get("e")
     return Chunk(
         m["j"],
@@ -199,13 +207,13 @@ def decode_chunks(data: bytes) -> list[Chunk]:
 
 # Requests ---------------------------------------------------------------------------------------
 
-_params_adapter = TypeAdapter(SamplingParams)
-_messages_adapter = TypeAdapter(tuple[Message, ...])
+KIND = "generate"
+_request_adapter = TypeAdapter(Request)
 
 
 def encode_request(job: Job) -> bytes:
     """What a node needs of a job; the same job gives the same bytes, whose hash identifies the body."""
-    fields: dict[str, Any] = {"v": VERSION, "kind": "generate"}
+    fields: dict[str, Any] = {"v": VERSION, "kind": KIND}
     if job.prompt is not None:
         fields["prompt"] = job.prompt
     elif job.prompt_token_ids is not None:
@@ -219,16 +227,15 @@ def encode_request(job: Job) -> bytes:
 def decode_request(data: bytes) -> Request:
     """The request of a job; raises WireError when it is not one."""
     m = _unpack_map(data)
+    if m.get("kind") != KIND:
+        raise WireError(f"jobs of kind {m.get('kind')!r} are not known here")
+    prompts = {"prompt": m.get("prompt"), "prompt_token_ids": m.get("tokens"), "messages": m.get("messages")}
+    if sum(prompt is not None for prompt in prompts.values()) != 1:
+        raise WireError("a request has exactly one prompt")
     try:
-        tokens, messages = m.get("tokens"), m.get("messages")
-        return Request(
-            _params_adapter.validate_python(m["params"]),
-            m.get("prompt"),
-            tuple(tokens) if tokens is not None else None,
-            _messages_adapter.validate_python(messages) if messages is not None else None,
-        )
-    except (KeyError, TypeError, ValidationError) as error:
-        raise WireError(f"not a request: {error}") from error
+        return _request_adapter.validate_python({"params": m.get("params"), **prompts})
+    except ValidationError as error:
+        raise WireError(f"not a request: {_first_problem(error)}") from error
 
 
 # Results ----------------------------------------------------------------------------------------
@@ -253,7 +260,7 @@ def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[in
         choices = tuple(Choice(c["c"], c["s"], tuple(c["t"]), c["f"]) for c in m["choices"])
         cuts = tuple((int(c), int(t), int(s)) for c, t, s in m["cuts"])
         return Result(job_id, outcome, choices, Usage(*m["u"]), *times_ms, cuts=cuts)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise WireError(f"not a result: {error!r}") from error
 
 
@@ -284,4 +291,10 @@ def _decode_record(adapter: TypeAdapter[Any], data: bytes) -> Any:
     try:
         return adapter.validate_python({k: v for k, v in fields.items() if k != "v"})
     except ValidationError as error:
-        raise WireError(f"not a record: {error}") from error
+        raise WireError(f"not a record: {_first_problem(error)}") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    # Without the input, which may be somebody's prompt and may end in a log.
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, Unpack
 
 from penstock.contract.admission import estimate_cost
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
-from penstock.contract.errors import ConfigError, RequestError, UnavailableError
-from penstock.contract.job import Chunk, Job, Priority, Result, SamplingParams, is_job_id, pool_of
+from penstock.contract.errors import ConfigError, NotFoundError, RequestError
+from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.settings import RedisSettings
 from penstock.contract.wire import PoolRecord
 from penstock.producer.client.copies import Copy, Door
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.inbox import Inbox
 from penstock.producer.client.job import AsyncJob
-from penstock.producer.client.request import (
-    Prompt,
-    build_job,
-    choose_pool,
-    mint_job_id,
-    prompt_fields,
-    sampling_params,
-)
+from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.source import JobSource, Submission, submit
 from penstock.producer.client.stats import ClientStats
@@ -40,7 +34,7 @@ class AsyncClient:
             async for chunk in client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="")
 
-    `redis_url` defaults to $PENSTOCK_REDIS_URL.
+    `redis_url` defaults to $PENSTOCK_REDIS_URL. One client serves a whole process; it belongs to one event loop.
     """
 
     def __init__(
@@ -62,10 +56,12 @@ class AsyncClient:
     async def connect(self) -> Self:
         """Subscribes; raises UnavailableError when Redis is away. `async with` does it too."""
         await self._inbox.open()
+        self._courier.is_open = True
         return self
 
     async def close(self) -> None:
         """Ends every stream, task and connection of this client; jobs go on unless they were not `background`."""
+        self._courier.is_open = False
         await self._inbox.close()
         await self._redis.aclose()
 
@@ -81,19 +77,78 @@ class AsyncClient:
         """The served models by pool, as of at most a second ago."""
         return await self._pools.get()
 
-    async def submit(
-        self,
-        prompt: Prompt,
-        *,
-        model: str | None = None,
-        params: SamplingParams | None = None,
-        priority: Priority = Priority.STANDARD,
-        deadline_s: float | None = None,
-        channel: bool = False,
-        background: bool = True,
-        idempotency_key: str | None = None,
-        job_id: str | None = None,
-        tenant: str | None = None,
-        **sampling: Any,
-    ) -> AsyncJob:
-        ...
+    async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
+        """Checks, admits and enqueues a job; see `SubmitOptions`.
+
+        Raises RequestError (`param` names the argument at fault), BusyError (come back after `retry_after_ms`),
+        ConflictError (id or idempotency key of another request), UnavailableError (no node, or Redis stays away).
+        """
+        self._courier.require_open()
+        record = choose_pool((await self.pools()).values(), options.get("model"), options.get("job_id"))
+        job = build_job(prompt, options, record.pool, self._tenant)
+        cost = estimate_cost(job, record)
+        await self._door(job.pool).admit(cost, job.priority)
+        await self._courier.ask(lambda _: self._inbox.greet(job.pool))
+        return await self._enqueue(Submission(job, cost, options.get("channel", False)))
+
+    async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
+        """Submits a job and yields its chunks; see `submit` and `AsyncJob.stream`."""
+        job = await self.submit(prompt, **options)
+        async with aclosing(job.stream()) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> AsyncJob:
+        """A job submitted anywhere, to be read from the chunk behind index `after`; raises NotFoundError."""
+        if after < -1:
+            raise RequestError("after must be -1 (all of the job) or the index of a chunk", param="after")
+        source = self._source(job_id, tenant)
+        box = self._inbox.open_box(source.feed)
+        try:
+            standing = await source.attach()
+        except BaseException:
+            self._inbox.close_box(source.feed, box)
+            raise
+        if standing.num_chunks != after + 1 or standing.state in TERMINAL_STATES:
+            box.nudge()
+        return AsyncJob(source, self._inbox, after=after, first_box=box)
+
+    async def result(self, job_id: str, *, check: bool = True, tenant: str | None = None) -> Result:
+        """Waits for a job's end; see `AsyncJob.result`."""
+        return await AsyncJob(self._source(job_id, tenant), self._inbox).result(check=check)
+
+    async def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
+        """Where a job stands."""
+        return await self._source(job_id, tenant).status()
+
+    async def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
+        """Cancels a job; answers its state; see `AsyncJob.cancel`."""
+        return await self._source(job_id, tenant).cancel()
+
+    def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
+        if not is_job_id(job_id):
+            raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
+        return JobSource(self._courier, self._inbox, job_id, tenant or self._tenant, submission)
+
+    def _door(self, pool: str) -> Door:
+        door = self._doors.get(pool)
+        if door is None:
+            door = self._doors[pool] = Door(lambda: self._courier.ask(lambda b: b.pressure(pool)))
+        return door
+
+    async def _enqueue(self, submission: Submission) -> AsyncJob:
+        job = submission.job
+        source = self._source(job.id, job.tenant, submission)
+        box = self._inbox.open_box(source.feed)
+        try:
+            submitted = await submit(self._courier, self._inbox.name, submission)
+        except BaseException:
+            self._inbox.close_box(source.feed, box)
+            raise
+        if submitted.job_id != job.id:
+            self._inbox.close_box(source.feed, box)
+            known = replace(submission, job=job.model_copy(update={"id": submitted.job_id}))
+            return AsyncJob(self._source(submitted.job_id, job.tenant, known), self._inbox)
+        if submitted.existed or not submitted.pushed:
+            box.nudge()
+        return AsyncJob(source, self._inbox, first_box=box)

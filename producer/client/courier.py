@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from penstock.contract.broker.producer import ProducerBroker
-from penstock.producer.client.retry import patiently
+from penstock.contract.broker.retry import pauses
+from penstock.contract.errors import InvariantError, UnavailableError
 
 MAX_CALLS = 64
 """Calls under way at once, each on a connection of its own; after an outage all streams call at once."""
@@ -22,12 +23,24 @@ class Courier:
         self._broker = broker
         self._outage_s = outage_s
         self._slots = asyncio.Semaphore(MAX_CALLS)
+        self.is_open = False
 
     async def ask(self, call: Callable[[ProducerBroker], Awaitable[T]]) -> T:
-        """The answer of an idempotent call; raises UnavailableError when Redis stays away."""
+        """The answer of an idempotent call; raises UnavailableError when Redis stays away or the client is closed."""
+        clock = asyncio.get_running_loop().time
+        give_up_s = clock() + self._outage_s
+        for pause_s in pauses():
+            self.require_open()
+            try:
+                async with self._slots:
+                    return await call(self._broker)
+            except UnavailableError:
+                if clock() + pause_s > give_up_s:
+                    raise
+            await asyncio.sleep(pause_s)
+        raise InvariantError("pauses ended")
 
-        async def attempt() -> T:
-            async with self._slots:
-                return await call(self._broker)
-
-        return await patiently(attempt, self._outage_s)
+    def require_open(self) -> None:
+        """Raises UnavailableError where the client is not connected, or no longer."""
+        if not self.is_open:
+            raise UnavailableError("the client is not connected: use `with` or connect()", code="client_closed")

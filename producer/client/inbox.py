@@ -1,10 +1,8 @@
 """The one subscription of a reading process: chunks of all its jobs arrive here and go to their readers' mailboxes.
 
-    dispatch   a message's chunks → the mailboxes of their jobs; chunks that nobody reads → detach
-    echo       a message to ourselves now and then proves the subscription; silence → subscribe again, and every reader
-               compares its state with the broker's, as messages may be lost
-    watch      a reader that waits too long compares its state too
-    beat       pools with open streams hear that we live
+A message to ourselves now and then proves that the subscription lives. When it stays away we subscribe again, and every
+reader compares its state with the broker's, as messages may be lost; so does a reader that has waited too long. Pools
+with open streams hear that we live, and jobs that nobody here reads any more are told so.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
@@ -22,11 +21,11 @@ from redis.asyncio.client import PubSub
 from penstock.contract import keys
 from penstock.contract.broker.connection import translated
 from penstock.contract.broker.producer import ProducerBroker
-from penstock.contract.errors import PenstockError, UnavailableError
+from penstock.contract.broker.retry import pauses
+from penstock.contract.errors import InvariantError, PenstockError, UnavailableError
 from penstock.contract.job import pool_of
 from penstock.contract.wire import WireError, decode_chunks
 from penstock.producer.client.mailbox import Feed, Mailbox
-from penstock.producer.client.retry import pauses
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.stats import ClientStats
 
@@ -138,7 +137,7 @@ class Inbox:
 
     def _require_open(self) -> None:
         if self._tasks is None:
-            raise UnavailableError("the client is closed", code="client_closed")
+            raise UnavailableError("the client's inbox is closed", code="client_closed")
 
     async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -156,17 +155,17 @@ class Inbox:
                 if await pubsub.get_message(timeout=_SUBSCRIBE_TIMEOUT_S) is None:
                     raise UnavailableError("Redis does not confirm the subscription", code="redis_away")
         except BaseException:
-            await pubsub.aclose()
+            await _drop(pubsub)
             raise
         return pubsub
 
     async def _listen(self, pubsub: PubSub) -> None:
         while True:
             try:
-                with suppress(UnavailableError), translated():
+                with suppress(PenstockError), translated():
                     await self._read_until_lost(pubsub)
             finally:
-                await pubsub.aclose()
+                await _drop(pubsub)
             pubsub = await self._subscribe_again()
             self.stats.resubscribes += 1
             self._nudge_all()
@@ -190,7 +189,7 @@ class Inbox:
             await asyncio.sleep(pause_s)
             with suppress(PenstockError):
                 return await self._subscribe()
-        raise AssertionError("pauses never end")
+        raise InvariantError("pauses ended")
 
     def dispatch(self, message: bytes) -> None:
         """Leaves the chunks of one message in their readers' mailboxes."""
@@ -258,3 +257,7 @@ class Inbox:
             # A failed one is made up for: the next chunk that nobody reads brings the job back here.
             with suppress(PenstockError):
                 await self.detach(job_id)
+
+
+async def _drop(pubsub: Any) -> None:
+    await pubsub.aclose()

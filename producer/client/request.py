@@ -2,46 +2,114 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import uuid_utils
 from pydantic import ValidationError
 
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
-from penstock.contract.job import Job, Message, SamplingParams
+from penstock.contract.job import Job, Message, Priority, SamplingParams, pool_of
 from penstock.contract.wire import PoolRecord
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message]
+MAX_DEADLINE_S = 7 * 24 * 3600
 
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message]
+"""Text, token ids, or the messages of a chat."""
+
+
+class SubmitOptions(TypedDict, total=False):
+    """What may be said about a job beside its prompt: how it is queued, and how it is sampled."""
+
+    model: str | None
+    """A served model, pool or alias; not needed where only one model is served."""
+    params: SamplingParams | None
+    """All of the sampling at once, in place of the single arguments below."""
+    priority: Priority
+    deadline_s: float | None
+    """The job expires when it is not done by then."""
+    channel: bool
+    """Publish each chunk on the job's own channel too, for any Redis client."""
+    background: bool
+    """Go on when nobody reads; otherwise the job is cancelled soon after its last reader has gone."""
+    idempotency_key: str | None
+    """A later submission with the same key and request is the same job."""
+    job_id: str | None
+    tenant: str | None
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+
+
+_QUEUEING = frozenset({"priority", "background", "idempotency_key"})
+_ELSEWHERE = frozenset({"model", "params", "deadline_s", "channel", "job_id", "tenant"})
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
 """Fields of a job that callers know by another name."""
 
 
-def choose_pool(records: Iterable[PoolRecord], model: str | None) -> PoolRecord:
-    """The pool that serves `model` (one of its shards by lot); without a model, the only one there is."""
+def choose_pool(records: Iterable[PoolRecord], model: str | None, job_id: str | None = None) -> PoolRecord:
+    """The pool that serves `model` (one of its shards by lot, or the one a job id names); without a model, the only
+    one there is.
+    """
     served = list(records)
     if not served:
         raise UnavailableError("no model is served at the moment", code="no_node")
     names = ", ".join(sorted({record.model for record in served}))
-    if model is None:
-        if len({record.model for record in served}) > 1:
-            raise RequestError(f"model must be named: {names} are served", param="model")
-        return random.choice(served)
-    matching = [r for r in served if model in (r.pool, r.model, *r.aliases)]
-    if not matching:
+    if job_id is not None:
+        served = [r for r in served if r.pool == pool_of(job_id)]
+        if not served:
+            raise NotFoundError(f"job_id {job_id!r} names no served pool", code="model_not_found", param="job_id")
+    if model is not None:
+        served = [r for r in served if model in (r.pool, r.model, *r.aliases)]
+    elif len({record.model for record in served}) > 1:
+        raise RequestError(f"model must be named; served: {names}", param="model")
+    if not served:
         raise NotFoundError(f"model {model!r} is not served; served: {names}", code="model_not_found", param="model")
-    return random.choice(matching)
+    return random.choice(served)
 
 
-def mint_job_id(pool: str) -> str:
-    """A fresh public id of a job in `pool`."""
-    return f"{pool}.{uuid_utils.uuid7()}"
+def build_job(prompt: Prompt, options: SubmitOptions, pool: str, tenant: str) -> Job:
+    """A checked job; raises RequestError naming the argument at fault."""
+    queueing = {name: value for name, value in options.items() if name in _QUEUEING}
+    sampling = {name: value for name, value in options.items() if name not in _QUEUEING | _ELSEWHERE}
+    try:
+        return Job(
+            id=options.get("job_id") or f"{pool}.{uuid_utils.uuid7()}",
+            tenant=options.get("tenant") or tenant,
+            params=_sampling_params(options.get("params"), sampling),
+            deadline_ms=_deadline_ms(options.get("deadline_s")),
+            **_prompt_field(prompt),
+            **queueing,
+        )
+    except ValidationError as error:
+        raise request_error(error) from error
 
 
-def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """The field of a job that a prompt belongs in: text, token ids or messages."""
+def request_error(error: ValidationError) -> RequestError:
+    """The first thing that pydantic found wrong, under the name that callers use."""
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"]]
+    if path:
+        path[0] = _ARGUMENT_OF.get(path[0], path[0])
+    param = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"unknown parameter: {param}", code="unknown_parameter", param=param)
+    message = first["msg"].removeprefix("Value error, ")
+    return RequestError(f"{param}: {message}" if param else message, param=param or None)
+
+
+def _prompt_field(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
@@ -53,35 +121,18 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
     return {"prompt_token_ids": tuple(prompt)}
 
 
-def sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
-    """The given params, or those that the keyword arguments describe."""
+def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
     if params is None:
-        try:
-            return SamplingParams(**sampling)
-        except ValidationError as error:
-            raise request_error(error) from error
+        return SamplingParams(**sampling)
     if sampling:
         name = next(iter(sampling))
-        raise RequestError(f"{name}: give sampling as params or as keyword arguments, not both", param=name)
+        raise RequestError(f"{name}: give sampling as params or as single arguments, not both", param=name)
     return params
 
 
-def build_job(**fields: Any) -> Job:
-    """A checked job; raises RequestError naming the argument at fault."""
-    try:
-        return Job(**fields)
-    except ValidationError as error:
-        raise request_error(error) from error
-
-
-def request_error(error: ValidationError) -> RequestError:
-    """The first thing that pydantic found wrong, under the name the caller gave it."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    if path:
-        path[0] = _ARGUMENT_OF.get(path[0], path[0])
-    param = ".".join(path) or None
-    if first["type"] == "extra_forbidden":
-        return RequestError(f"unknown parameter: {param}", code="unknown_parameter", param=param)
-    message = first["msg"].removeprefix("Value error, ")
-    return RequestError(f"{param}: {message}" if param else message, param=param)
+def _deadline_ms(deadline_s: float | None) -> int | None:
+    if deadline_s is None:
+        return None
+    if not isinstance(deadline_s, (int, float)) or not 0 < deadline_s <= MAX_DEADLINE_S:
+        raise RequestError(f"deadline_s must be above 0 and at most {MAX_DEADLINE_S} seconds", param="deadline_s")
+    return math.ceil(1000 * deadline_s)

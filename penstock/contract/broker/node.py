@@ -18,6 +18,8 @@ from penstock.contract.wire import NodePressure, PoolRecord
 MAX_EMIT_JOBS = 512
 MAX_GIVE_BACK_JOBS = 128
 MAX_MESSAGE_CHARS = 1000
+_ANNOUNCE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
+"""A plain HSET would be refused by a full Redis, which needs nodes most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class NodeBroker:
             message = f"pool {self._pool} runs with {field}={theirs}, this node with {schema[field]}"
             raise ConfigError(message, param=field)
         with translated():
-            await cast(Any, self._redis.hset(keys.POOLS, self._pool, wire.encode_record(record)))
+            await cast(Any, self._redis.eval(_ANNOUNCE, 1, keys.POOLS, self._pool, wire.encode_record(record)))
 
     async def beat(
         self, pressure: NodePressure, *, free: int, answered_call: int, held: Sequence[str] | None
@@ -138,11 +140,14 @@ class NodeBroker:
 
     async def emit(self, emissions: Sequence[Emission]) -> list[str]:
         """Appends and publishes; one answer per job: OK, FENCED, CANCEL, EXPIRED, UNHEARD, `NEED n`, GONE, `ERR …`."""
-        arguments: list[scripts.Argument] = []
-        for emission in emissions:
-            arguments += (emission.job_id, emission.lease, emission.index, len(emission.chunks))
-            arguments += emission.chunks
-        return [a.decode() for a in await self._call("emit", *arguments)]
+        answers: list[str] = []
+        for start in range(0, len(emissions), MAX_EMIT_JOBS):
+            arguments: list[scripts.Argument] = []
+            for emission in emissions[start : start + MAX_EMIT_JOBS]:
+                arguments += (emission.job_id, emission.lease, emission.index, len(emission.chunks))
+                arguments += emission.chunks
+            answers += [a.decode() for a in await self._call("emit", *arguments)]
+        return answers
 
     async def finish(self, last: Emission, outcome: Outcome, result: bytes) -> str:
         """Ends a job with its last chunks; answers OK, FENCED, `NEED n` or GONE; repeating it is harmless."""

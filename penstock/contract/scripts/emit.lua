@@ -4,11 +4,10 @@
 -- Answer per job: OK | FENCED | CANCEL | EXPIRED | UNHEARD | NEED n | GONE | ERR text
 local node = ARGV[1]
 local schema = read_schema()
-if not schema then return redis.error_reply('UNKNOWN_POOL') end
 local now = clock()
 local swept = tonumber(redis.call('GET', P .. ':sweep') or '0')
 -- After an outage of Redis itself no reader could beat: judge nobody until a sweep has reset the readers' clocks.
-local may_judge = now - swept < schema.lease_ms
+local may_judge = schema and now - swept < schema.lease_ms
 local PUSH = 1000
 -- Only these: half of this script's time goes into reading records.
 local FIELDS = {'state', 'node', 'lease', 'first', 'cancel', 'deadline', 'background', 'unread', 'inboxes', 'channel'}
@@ -24,7 +23,7 @@ end
 
 local function is_unheard(job)
   if job.background ~= '0' or not may_judge then return false end
-  if job.unread ~= '' then return now - tonumber(job.unread) > schema.reattach_grace_ms end
+  if job.unread ~= '' then return is_unread(job, schema, now) end
   if job.channel == '1' then return false end
   for inbox in string.gmatch(job.inboxes, '%S+') do
     if not is_silent(inbox) then return false end
@@ -33,7 +32,7 @@ local function is_unheard(job)
 end
 
 local function emit_job(id, lease, index, first, count)
-  local job = read_job(id, FIELDS)
+  local job = schema and read_job(id, FIELDS)
   if not job then return 'GONE' end
   if not holds(job, node, lease) then return 'FENCED' end
   local log = log_key(id)

@@ -7,8 +7,7 @@ local count, FIRST, PUSH = tonumber(ARGV[10]), 11, 1000
 
 if not is_terminal(state) then return redis.error_reply('BAD_STATE ' .. state) end
 local schema = read_schema()
-if not schema then return redis.error_reply('UNKNOWN_POOL') end
-local job = read_job(id)
+local job = schema and read_job(id)
 if not job then return 'GONE' end
 if is_terminal(job.state) and job.node == node and job.lease == lease then return 'OK' end
 if not holds(job, node, lease) then return 'FENCED' end

@@ -4,14 +4,13 @@
 local MAX_JOBS = 128
 local node, now = ARGV[1], clock()
 local schema = read_schema()
-if not schema then return redis.error_reply('UNKNOWN_POOL') end
 if #ARGV > 1 + 3 * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 
 redis.call('ZREM', P .. ':free', '')
 local answers = {}
 for at = 2, #ARGV, 3 do
   local id, lease, cost = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
-  local job = read_job(id)
+  local job = schema and read_job(id)
   local answer = 'OK'
   if not job then
     answer = 'GONE'

@@ -170,18 +170,22 @@ local function end_job(job, schema, now, state, code, message, param)
   publish(job, chunk)
 end
 
--- Ends a job that may not run any more; returns whether it did. `unread_since` rules are emit's UNHEARD at rest.
+local function is_unread(job, schema, now)
+  return job.background == '0' and job.unread ~= '' and now - tonumber(job.unread) > schema.reattach_grace_ms
+end
+
+-- State, code and message of a job that may not run any more; nil of one that may.
+local function why_over(job, schema, now)
+  if job.cancel == '1' then return 'cancelled', 'cancelled', 'the job was cancelled' end
+  if is_expired(job, now) then return 'expired', 'deadline_exceeded', 'the deadline passed before the job was done' end
+  if is_unread(job, schema, now) then return 'cancelled', 'unread', 'nobody reads this job any more' end
+end
+
+-- Ends a job that may not run any more; returns whether it did.
 local function end_if_over(job, schema, now)
-  if job.cancel == '1' then
-    end_job(job, schema, now, 'cancelled', 'cancelled', 'the job was cancelled', '')
-  elseif is_expired(job, now) then
-    end_job(job, schema, now, 'expired', 'deadline_exceeded', 'the deadline passed before the job was done', '')
-  elseif job.background == '0' and job.unread ~= '' and now - tonumber(job.unread) > schema.reattach_grace_ms then
-    end_job(job, schema, now, 'cancelled', 'unread', 'nobody reads this job any more', '')
-  else
-    return false
-  end
-  return true
+  local state, code, message = why_over(job, schema, now)
+  if state then end_job(job, schema, now, state, code, message, '') end
+  return state ~= nil
 end
 
 -- Adds a reader to a job; returns 1 when it will be pushed to, 0 when the job has all the readers it may have.
@@ -197,6 +201,7 @@ local function add_reader(job, inbox, channel, now)
   end
   if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
   if channel == '1' then job.channel = '1' end
-  redis.call('HSET', job_key(job.id), 'inboxes', job.inboxes, 'channel', job.channel, 'unread', '')
+  if inbox ~= '' or channel == '1' then job.unread = '' end
+  redis.call('HSET', job_key(job.id), 'inboxes', job.inboxes, 'channel', job.channel, 'unread', job.unread)
   return pushed
 end

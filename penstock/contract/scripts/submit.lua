@@ -15,6 +15,8 @@ local idem_key = P .. ':idem:' .. tenant .. ':' .. idem
 
 local function same_or(job, conflict)
   if job.body ~= body or job.tenant ~= tenant then return {conflict} end
+  -- The free write: a repeated submit is answered by a full Redis too.
+  redis.call('ZREM', P .. ':free', '')
   local pushed = add_reader(job, inbox, channel, now)
   return {'EXISTS', job.id, job.state, redis.call('LLEN', log_key(job.id)), pushed}
 end
@@ -40,12 +42,14 @@ if queued > 0 and queued + cost > schema.max_queued_cost then
 end
 
 local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
+-- One that nobody reads from the start has the grace time to find a reader.
+local unread = (inbox == '' and channel ~= '1') and now or ''
 local job = {id = id, tenant = tenant, p = p, cost = tostring(cost), submitted = tostring(now), deadline = deadline}
 redis.call('SET', P .. ':in:' .. id, request)
 local entry = redis.call('XADD', queue_key(job), '*', 'id', id)
 -- A small hash is searched from its front: what emit reads at every step comes first.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
-  'deadline', deadline, 'background', background, 'unread', '', 'inboxes', inbox, 'channel', channel,
+  'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
   'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'body', body, 'entry', entry, 'submitted', now,
   'losses', 0, 'preemptions', 0)
 note_queued(job)

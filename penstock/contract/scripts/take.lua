@@ -55,7 +55,7 @@ local taken, over, gone, again_in, looked = {}, {}, {}, 0, 0
 
 -- Looks at one job; false when it does not fit, which ends the walk.
 local function consider(job, p)
-  if job.cancel == '1' or is_expired(job, now) then
+  if why_over(job, schema, now) then
     over[#over + 1] = job
   elseif is_foreign(job) then
     if not has_live_revision(job) then gone[#gone + 1] = job end

@@ -1,0 +1,69 @@
+"""An event loop on a thread of its own, for callers that have none."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from penstock.contract.errors import UnavailableError
+
+_STOP_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for any number of threads; a daemon, so that it holds nobody up who forgets to stop it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-client", daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs it to its end; an interrupted wait cancels it. Raises UnavailableError when the loop was stopped."""
+        future = self.post(coroutine)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise UnavailableError("the client was closed", code="client_closed") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def post(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Starts it and does not wait."""
+        with self._lock:
+            if self._stopped:
+                coroutine.close()
+                raise UnavailableError("the client is closed", code="client_closed")
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def stop(self, last: Coroutine[Any, Any, None]) -> None:
+        """Runs `last`, cancels what else runs, and ends the thread; only the first call does anything."""
+        with self._lock:
+            if self._stopped:
+                last.close()
+                return
+            self._stopped = True
+            self._last = last
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        # A garbage collector may call from the loop's own thread.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._started.set()
+        await self._stopping.wait()
+        await self._last

@@ -1,0 +1,36 @@
+"""Fixtures that every room's tests share: a real Redis on a private socket, emptied for each test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis as sync_redis
+from redis.asyncio import Redis
+
+from penstock.contract.broker.connection import connect
+from penstock.contract.embedded import EmbeddedRedis
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[str]:
+    """URL of a redis-server of this test session."""
+    with EmbeddedRedis() as server:
+        yield server.url
+
+
+@pytest.fixture
+def redis_url(redis_server: str) -> str:
+    """URL of that server, empty and with its default configuration."""
+    with sync_redis.Redis.from_url(redis_server) as client:
+        client.flushall()
+        client.config_set("maxmemory", "512mb")
+    return redis_server
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    """An asyncio client of that server."""
+    client = connect(redis_url)
+    yield client
+    await client.aclose()

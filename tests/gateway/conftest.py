@@ -1,0 +1,233 @@
+"""A gateway over real Redis and a real node, whose engine says the prompt back: the test decides what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from penstock.contract.embedded import EmbeddedRedis
+from penstock.contract.errors import PromptTooLongError
+from penstock.contract.job import SamplingParams, Usage
+from penstock.gateway.app import make_server
+from penstock.gateway.settings import GatewaySettings
+from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
+from penstock.gpu_node.node import Node
+from penstock.gpu_node.settings import NodeSettings
+from penstock.producer.client import AsyncClient
+
+T = TypeVar("T")
+MODEL = "acme/echo"
+MAX_MODEL_LEN = 256
+START_TIMEOUT_S = 20.0
+
+
+class ByteTokenizer:
+    """A token is a byte; a chat says its last turn."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        return self.encode(messages[-1]["content"])
+
+
+@dataclass
+class _Live:
+    request_id: str
+    choice: int
+    prompt: Sequence[int]
+    params: SamplingParams
+    num_said: int = 0
+    text: str = ""
+    decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
+
+
+class EchoEngine:
+    """Says each prompt back, a byte a step; `step_s` paces it."""
+
+    def __init__(self) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.max_model_len = MAX_MODEL_LEN
+        self.num_kv_tokens = 1 << 16
+        self.revision = "echo"
+        self.step_s = 0.0
+        self._live: list[_Live] = []
+        self._num_steps = 0
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        resume: Sequence[ResumedChoice] = (),
+    ) -> None:
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise PromptTooLongError(f"prompt has {len(prompt_token_ids)} tokens, too many", param="prompt")
+        self._live += [_Live(request_id, choice, prompt_token_ids, params) for choice in range(params.n)]
+
+    def abort(self, request_id: str) -> None:
+        self._live = [live for live in self._live if live.request_id != request_id]
+
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def step(self) -> list[StepOutput]:
+        time.sleep(self.step_s)
+        self._num_steps += 1
+        return [self._advance(live) for live in list(self._live)]
+
+    def _advance(self, live: _Live) -> StepOutput:
+        at = live.num_said
+        token = live.prompt[at]
+        live.num_said += 1
+        text = live.decoder.decode(bytes([token]))
+        stopped = bool(text) and text in live.params.stop
+        reason = None
+        if stopped or live.num_said == len(live.prompt):
+            reason = "stop"
+        elif live.num_said == live.params.max_tokens:
+            reason = "length"
+        usage = None
+        if reason:
+            self._live.remove(live)
+            if not any(other.request_id == live.request_id for other in self._live):
+                usage = Usage(len(live.prompt), live.params.n * live.num_said)
+        return StepOutput(live.request_id, live.choice, at, (token,), "" if stopped else text, reason, usage)
+
+    def stats(self) -> EngineStats:
+        total = self.num_kv_tokens // 16
+        return EngineStats(total, total, 0, 16, len(self._live), 0, 0, self._num_steps, 0, 0, 1.0, 1.0, 0, 0)
+
+
+class Stack:
+    """Redis, and an event loop in a thread of its own for nodes and gateways."""
+
+    def __init__(self, redis_url: str) -> None:
+        self.redis_url = redis_url
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self._stops: list[Callable[[], Coroutine[Any, Any, None]]] = []
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` on the stack's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(START_TIMEOUT_S)
+
+    def start_node(self, engine: EchoEngine, **settings: Any) -> Node:
+        """A node that serves `engine`."""
+        return self.call(self._start_node(engine, settings))
+
+    async def _start_node(self, engine: EchoEngine, settings: dict[str, Any]) -> Node:
+        node = Node(NodeSettings.load(redis_url=self.redis_url, **settings), engine)
+        ready = asyncio.Event()
+        task = asyncio.create_task(node.run(ready))
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+
+        async def stop() -> None:
+            node.stop()
+            node.stop()
+            await task
+
+        self._stops.append(stop)
+        return node
+
+    def start_gateway(self, **settings: Any) -> str:
+        """A gateway on a free port; answers its URL."""
+        return self.call(self._start_gateway(settings))
+
+    async def _start_gateway(self, settings: dict[str, Any]) -> str:
+        server = make_server(GatewaySettings.load(redis_url=self.redis_url, port=0, drain_s=1, **settings))
+        task = asyncio.create_task(server.serve())
+        while not server.started:
+            if task.done():
+                task.result()
+            await asyncio.sleep(0.01)
+
+        async def stop() -> None:
+            server.should_exit = True
+            await task
+
+        self._stops.append(stop)
+        return f"http://127.0.0.1:{port_of(server)}"
+
+    def client(self) -> AsyncClient:
+        """A client beside the gateway, to look at jobs; to be used on the stack's loop."""
+        return AsyncClient(self.redis_url)
+
+    def close(self) -> None:
+        """Ends everything, the last started first."""
+        for stop in reversed(self._stops):
+            self.call(stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+def port_of(server: uvicorn.Server) -> int:
+    """The port that a started server listens on."""
+    return int(server.servers[0].sockets[0].getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    server = EmbeddedRedis()
+    server.start()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def stack(redis_url: str) -> Iterator[Stack]:
+    stack = Stack(redis_url)
+    yield stack
+    stack.close()
+
+
+@pytest.fixture(scope="module")
+def shared_engine(stack: Stack) -> EchoEngine:
+    engine = EchoEngine()
+    stack.start_node(engine, model=MODEL, pool="echo", aliases=("echo-alias",))
+    return engine
+
+
+@pytest.fixture
+def engine(shared_engine: EchoEngine) -> Iterator[EchoEngine]:
+    """The one node's engine, at full pace unless the test slows it."""
+    shared_engine.step_s = 0.0
+    yield shared_engine
+    shared_engine.step_s = 0.0
+
+
+@pytest.fixture(scope="module")
+def url(stack: Stack, shared_engine: EchoEngine) -> str:
+    """A gateway with default settings in front of the node."""
+    return stack.start_gateway()
+
+
+@pytest.fixture
+def api(url: str, engine: EchoEngine) -> Iterator[openai.OpenAI]:
+    """OpenAI's client as anybody would use it."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(url: str, engine: EchoEngine) -> Iterator[httpx.Client]:
+    """Plain HTTP, for what OpenAI's client would not send."""
+    with httpx.Client(base_url=url, timeout=30) as client:
+        yield client

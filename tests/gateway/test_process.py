@@ -1,0 +1,100 @@
+"""The gateway as a process, and what orchestrators ask of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+MODEL = "acme/echo"
+
+
+@contextmanager
+def gateway_process(redis_url: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    settings = {"PENSTOCK_GATEWAY_PORT": "0", "PENSTOCK_GATEWAY_PROGRESS": "json", "PENSTOCK_REDIS_URL": redis_url}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.gateway"],
+        env={**os.environ, **settings, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = json.loads(process.stdout.readline())
+        assert line["event"] == "ready"
+        yield process, line["url"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_says_where_it_listens_and_logs_no_prompts(redis_url, engine):
+    with gateway_process(redis_url) as (process, url):
+        body = {"model": MODEL, "prompt": "s3cret"}
+        assert httpx.post(f"{url}/v1/completions?q=s3cret", json=body).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json={**body, "prompt": {"s3cret": 1}}).status_code == 400
+        process.send_signal(signal.SIGTERM)
+        out, log = process.communicate(timeout=20)
+    requests = [json.loads(line) for line in log.splitlines() if '"request"' in line]
+    assert [(r["method"], r["path"], r["status"]) for r in requests] == [
+        ("POST", "/v1/completions", 200),
+        ("POST", "/v1/completions", 400),
+    ]
+    assert "s3cret" not in log
+    assert out == ""
+
+
+def test_sigterm_lets_an_open_answer_end(redis_url, engine):
+    engine.step_s = 0.02
+    with gateway_process(redis_url) as (process, url):
+        body = {"model": MODEL, "prompt": "a" * 50, "max_tokens": 50, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert list(lines)[-2] == "data: [DONE]"
+        process.wait(timeout=20)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+
+def test_wrong_settings_are_named():
+    variables = {"PENSTOCK_GATEWAY_PORTT": "1"}
+    process = subprocess.run(
+        [sys.executable, "-m", "penstock.gateway"], env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert process.returncode == 1
+    assert "PENSTOCK_GATEWAY_PORTT" in process.stderr
+
+
+def test_health_and_ready(stack, http):
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/ready").json() == {"status": "ready"}
+
+
+def test_not_ready_without_a_node(stack):
+    from penstock.contract.embedded import EmbeddedRedis
+
+    with EmbeddedRedis() as empty, gateway_process(empty.url) as (_, url):
+        response = httpx.get(f"{url}/ready")
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert httpx.get(f"{url}/health").status_code == 200
+        body = {"model": MODEL, "prompt": "a"}
+        refused = httpx.post(f"{url}/v1/completions", json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+
+
+def test_foreign_pages_may_ask_only_where_they_are_named(stack, shared_engine, http):
+    preflight = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in http.options("/v1/models", headers=preflight).headers
+    url = stack.start_gateway(cors_origins=("https://page.example",))
+    allowed = httpx.options(f"{url}/v1/models", headers=preflight)
+    assert allowed.headers["access-control-allow-origin"] == "https://page.example"

@@ -1,0 +1,196 @@
+"""Wrong requests: refused with a real status, in OpenAI's shape, naming the field; the gateway goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+MODEL = "acme/echo"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": MODEL, "prompt": "hi"}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(autouse=True)
+def goes_on(http) -> Iterator[None]:
+    yield
+    assert http.post("/v1/completions", json=TEXT).json()["choices"][0]["text"] == "hi"
+
+
+def error_of(response) -> dict[str, object]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["content-type"] == "application/json"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"bogus": 1}, "bogus"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"n": 17}, "n"),
+        ({"top_p": 0}, "top_p"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"bogus": 1}}, "stream_options.bogus"),
+        ({"priority": "urgent"}, "priority"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "bogus": 1}]}, "messages[0].bogus"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"model": None}, "model"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_chat_field_is_named(http, change, param, stream):
+    body = {**CHAT, **({"stream": True} if stream and "stream_options" not in change else {}), **change}
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"messages": []}, "messages"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+    ],
+)
+def test_a_wrong_completion_field_is_named(http, change, param):
+    response = http.post("/v1/completions", json={**TEXT, **change})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+
+
+def test_options_that_contradict_each_other_are_named_in_the_message(http):
+    response = http.post("/v1/completions", json={**TEXT, "min_tokens": 9, "max_tokens": 3})
+    assert response.status_code == 400
+    assert error_of(response)["message"] == "min_tokens (9) must not exceed max_tokens (3)"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "top_p": None, "stop": None, "n": None},
+        {"logprobs": False, "top_logprobs": None, "response_format": {"type": "text"}, "tools": [], "store": False},
+        {"user": "u", "metadata": {"k": "v"}, "tool_choice": "auto", "parallel_tool_calls": True},
+    ],
+)
+def test_values_that_ask_for_nothing_are_accepted(http, change):
+    assert http.post("/v1/chat/completions", json={**CHAT, **change}).status_code == 200
+
+
+def test_completion_values_that_ask_for_nothing_are_accepted(http):
+    neutral = {"best_of": 1, "echo": False, "suffix": None, "logprobs": None, "stream_options": None}
+    assert http.post("/v1/completions", json={**TEXT, **neutral}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe\x00",
+        b'{"model": "\xff"}',
+        b'{"model": "m", "prompt": "\\ud800"}',
+        "{}".encode("utf-16"),
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"model": "m", "prompt": "a", "temperature": NaN}',
+        b'{"model": "m", "prompt": [1' + b"0" * 5000 + b"]}",
+    ],
+)
+def test_what_is_no_json_object_is_a_400(http, raw):
+    response = http.post("/v1/completions", content=raw, headers=JSON)
+    assert response.status_code == 400
+    error_of(response)
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_only_json_is_read(http, kind):
+    headers = {"content-type": kind} if kind else {}
+    response = http.post("/v1/completions", content=json.dumps(TEXT).encode(), headers=headers)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "unsupported_media_type"
+
+
+def chunks_of(num_bytes: int) -> Iterator[bytes]:
+    for _ in range(num_bytes >> 16):
+        yield b"x" * (1 << 16)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_50_mb_are_refused_unread(http, declared):
+    content = b"x" * (50 << 20) if declared else chunks_of(50 << 20)
+    response = http.post("/v1/chat/completions", content=content, headers=JSON)
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "body_too_large"
+
+
+def test_who_asks_before_sending_too_much_need_not_send_it(url, http):
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=5) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 52428800\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(stack, shared_engine, http):
+    address = urlsplit(stack.start_gateway(body_timeout_s=0.2))
+    with socket.create_connection((address.hostname, address.port), timeout=5) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"body_timeout" in answer
+
+
+def test_unknown_paths_and_methods_have_openais_shape_too(http):
+    missing = http.get("/v1/nothing")
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
+    wrong = http.get("/v1/chat/completions")
+    assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_a_bad_idempotency_key_is_named(http):
+    response = http.post("/v1/completions", json=TEXT, headers={"Idempotency-Key": "k" * 201})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "idempotency-key"
+
+
+def test_refusals_do_not_repeat_what_was_sent(http):
+    secret = "s3cret" * 100
+    response = http.post("/v1/completions", json={**TEXT, "prompt": {"secret": secret}, "max_tokens": secret})
+    assert "s3cret" not in response.text

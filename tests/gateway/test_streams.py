@@ -1,0 +1,257 @@
+"""Streams on the wire: framing, waiting in the queue, late refusals, hang-ups."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import openai
+import pytest
+
+MODEL = "acme/echo"
+JOB = "x-penstock-job"
+
+
+def text_body(prompt: str, **options: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 250, **options}
+
+
+def events_of(raw: bytes) -> list[tuple[str | None, str]]:
+    """(id, data) of each event; fails on anything that is neither an event nor a comment."""
+    assert raw.endswith(b"\n\n")
+    events = []
+    for block in raw.decode("ascii").removesuffix("\n\n").split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        assert set(fields) <= {"id", "data"}
+        events.append((fields.get("id"), fields["data"]))
+    return events
+
+
+def state_of(stack, job_id: str) -> str:
+    async def look() -> str:
+        async with stack.client() as client:
+            return (await client.status(job_id)).state
+
+    return stack.call(look())
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "timed out"
+        time.sleep(0.02)
+
+
+def test_events_carry_the_jobs_id_and_the_chunks_number(http):
+    response = http.post("/v1/completions", json=text_body("a\nb", stream=True))
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    *pieces, last = events_of(response.content)
+    assert [event_id for event_id, _ in pieces] == [f"{response.headers[JOB]}:{i}" for i in range(3)]
+    assert [json.loads(data)["choices"][0]["text"] for _, data in pieces] == ["a", "\n", "b"]
+    assert last == (None, "[DONE]")
+
+
+def test_one_job_for_each_prompt_is_named(http):
+    response = http.post("/v1/completions", json=text_body(["a", "b"], stream=True))
+    assert len(set(response.headers[JOB].split(", "))) == 2
+
+
+def test_a_refusal_by_the_node_is_a_real_400_although_a_stream_was_asked_for(http):
+    response = http.post("/v1/completions", json=text_body("a" * 300, stream=True))
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_prompts_of_one_list_stream_side_by_side(http, engine):
+    engine.step_s = 0.005
+    response = http.post("/v1/completions", json=text_body(["a" * 20, "b" * 20], stream=True))
+    indices = [json.loads(data)["choices"][0]["index"] for _, data in events_of(response.content)[:-1]]
+    assert indices.index(1) < 5
+
+
+# One sequence at a time: whoever comes second waits in the queue. ------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow(stack, shared_engine):
+    """An engine of its own kind, behind a node with one slot."""
+    engine = type(shared_engine)()
+    stack.start_node(engine, model="acme/narrow", pool="narrow", max_num_seqs=1)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def hasty_url(stack, narrow):
+    """A gateway that soon answers 200 to a stream that waits."""
+    return stack.start_gateway(first_chunk_wait_s=0.3, keep_alive_s=0.1)
+
+
+@pytest.fixture
+def hold(stack, narrow):
+    """Holds the one slot until it is called."""
+    narrow.step_s = 0.02
+
+    async def take_slot():
+        client = await stack.client().connect()
+        job = await client.submit("x" * 250, model="acme/narrow")
+        await anext(job.stream())
+
+        async def free() -> None:
+            await job.cancel()
+            await client.close()
+
+        return free
+
+    free, freed = stack.call(take_slot()), threading.Event()
+
+    def free_once() -> None:
+        if not freed.is_set():
+            freed.set()
+            stack.call(free())
+
+    yield free_once
+    free_once()
+
+
+def narrow_body(prompt: str) -> dict[str, object]:
+    return {**text_body(prompt, stream=True), "model": "acme/narrow"}
+
+
+def test_a_stream_that_waits_answers_200_and_keeps_the_line_open(hasty_url, hold):
+    with httpx.stream("POST", f"{hasty_url}/v1/completions", json=narrow_body("hello"), timeout=30) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        assert [next(lines) for _ in range(3)] == [": waiting"] * 3
+        hold()
+        said = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
+    assert "".join(said) == "hello"
+
+
+def test_openais_client_reads_over_the_waiting(hasty_url, hold):
+    with openai.OpenAI(base_url=f"{hasty_url}/v1", api_key="none", max_retries=0) as api:
+        stream = api.completions.create(model="acme/narrow", prompt="hello", stream=True)
+        threading.Timer(0.5, hold).start()
+        assert "".join(chunk.choices[0].text for chunk in stream) == "hello"
+
+
+def test_openais_client_reads_over_a_pause_between_tokens(hasty_url, narrow):
+    narrow.step_s = 0.4
+    with openai.OpenAI(base_url=f"{hasty_url}/v1", api_key="none", max_retries=0) as api:
+        stream = api.completions.create(model="acme/narrow", prompt="abc", stream=True)
+        assert [chunk.choices[0].text for chunk in stream] == ["a", "b", "c"]
+
+
+def test_a_refusal_after_the_200_is_an_error_event(hasty_url, hold):
+    with httpx.stream("POST", f"{hasty_url}/v1/completions", json=narrow_body("a" * 300), timeout=30) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        assert next(lines) == ": waiting"
+        hold()
+        (data,) = [line for line in lines if line.startswith("data: ")]
+    error = json.loads(data[6:])["error"]
+    assert (error["type"], error["code"], error["param"]) == (
+        "invalid_request_error",
+        "context_length_exceeded",
+        "prompt",
+    )
+
+
+def test_openais_client_raises_the_late_refusal(hasty_url, hold):
+    with openai.OpenAI(base_url=f"{hasty_url}/v1", api_key="none", max_retries=0) as api:
+        stream = api.completions.create(model="acme/narrow", prompt="a" * 300, stream=True)
+        threading.Timer(0.1, hold).start()
+        with pytest.raises(openai.APIError) as caught:
+            list(stream)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_refusal_before_the_wait_is_over_is_a_status(stack, narrow, hold):
+    url = stack.start_gateway(first_chunk_wait_s=10)
+    threading.Timer(0.4, hold).start()
+    response = httpx.post(f"{url}/v1/completions", json=narrow_body("a" * 300), timeout=30)
+    assert response.status_code == 400
+
+
+def test_a_job_cancelled_elsewhere_ends_its_stream_with_an_error_event(stack, http, engine):
+    engine.step_s = 0.02
+
+    async def cancel(job_id: str) -> None:
+        async with stack.client() as client:
+            await client.cancel(job_id)
+
+    with http.stream("POST", "/v1/completions", json=text_body("a" * 250, stream=True)) as response:
+        lines = response.iter_lines()
+        next(lines)
+        stack.call(cancel(response.headers[JOB]))
+        data = [line for line in lines if line.startswith("data: ")]
+    assert json.loads(data[-1][6:])["error"]["code"] == "cancelled"
+
+
+# Hang-ups. -------------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_is_hung_up_on_cancels_its_jobs(stack, http, engine):
+    engine.step_s = 0.05
+    with http.stream("POST", "/v1/completions", json=text_body(["a" * 250, "b" * 250], stream=True)) as response:
+        next(response.iter_lines())
+        job_ids = response.headers[JOB].split(", ")
+    for job_id in job_ids:
+        wait_until(lambda job_id=job_id: state_of(stack, job_id) == "cancelled")
+
+
+def open_jobs(stack) -> set[str]:
+    async def look() -> set[str]:
+        async with stack.client() as client:
+            return {m.decode() for m in await client._redis.smembers("penstock:{narrow}:open")}
+
+    return stack.call(look())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_caller_that_hangs_up_while_it_waits_cancels_its_job(stack, hasty_url, hold, stream):
+    before = open_jobs(stack)
+    body = {**narrow_body("hello"), "stream": stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{hasty_url}/v1/completions", json=body, timeout=httpx.Timeout(0.2))
+    wait_until(lambda: open_jobs(stack) == before)
+
+
+def test_a_repeated_idempotency_key_is_the_same_job(http):
+    answers = [
+        http.post("/v1/completions", json=text_body(["ab", "cd"]), headers={"Idempotency-Key": "again"})
+        for _ in range(2)
+    ]
+    assert answers[0].headers[JOB] == answers[1].headers[JOB]
+    assert [c["text"] for c in answers[1].json()["choices"]] == ["ab", "cd"]
+    other = http.post("/v1/completions", json=text_body(["xy", "cd"]), headers={"Idempotency-Key": "again"})
+    assert other.status_code == 409
+    assert other.json()["error"]["code"] == "idempotency_conflict"
+
+
+def test_a_broken_stream_with_an_idempotency_key_can_be_asked_for_again(http, engine):
+    engine.step_s = 0.02
+    call = {"json": text_body("a" * 50, stream=True), "headers": {"Idempotency-Key": "broken"}}
+    with http.stream("POST", "/v1/completions", **call) as response:
+        next(response.iter_lines())
+        job_id = response.headers[JOB]
+    again = http.post("/v1/completions", **call)
+    assert again.headers[JOB] == job_id
+    pieces = [json.loads(data) for _, data in events_of(again.content)[:-1]]
+    assert "".join(p["choices"][0]["text"] for p in pieces) == "a" * 50
+
+
+async def test_many_streams_at_once_stay_apart(url, engine):
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+        async def said(prompt: str) -> str:
+            response = await http.post("/v1/completions", json=text_body(prompt, stream=True))
+            pieces = [json.loads(data) for _, data in events_of(response.content)[:-1]]
+            return "".join(p["choices"][0]["text"] for p in pieces)
+
+        prompts = [f"prompt {i} " * 5 for i in range(100)]
+        assert await asyncio.gather(*map(said, prompts)) == prompts

@@ -1,0 +1,116 @@
+"""What a node remembers of a job: chunks in order, kept until acknowledged, coalesced when Redis lags."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.contract import wire
+from penstock.contract.broker.node import Taken
+from penstock.contract.errors import InvariantError
+from penstock.contract.job import Chunk, Outcome, SamplingParams, Usage
+from penstock.gpu_node.ledger import HeldJob, Ledger
+
+JOB_ID = "ref.01a1f828-c1b5-77c1-a5ef-a4b69d8f094c"
+
+
+def held(*, n: int = 1, lease: str = "1:x:1", job_id: str = JOB_ID, cost: int = 99) -> HeldJob:
+    job = HeldJob(Taken(job_id, lease, losses=0, num_chunks=0, cost=cost, deadline_in_ms=0))
+    job.prepare(SamplingParams(n=n, max_tokens=10), num_prompt_tokens=5)
+    return job
+
+
+def decoded(chunks: tuple[bytes, ...]) -> list[Chunk]:
+    return [chunk for data in chunks for chunk in wire.decode_chunks(data)]
+
+
+def test_steps_that_piled_up_leave_as_one_chunk_per_choice() -> None:
+    job = held(n=2)
+    for position in range(3):
+        job.add_tokens(0, position, (10 + position,), f"a{position}", None)
+    job.add_tokens(1, 0, (20,), "b", None)
+    emission = job.emission()
+    assert [(c.choice, c.position, c.token_ids, c.text) for c in decoded(emission.chunks)] == [
+        (0, 0, (10, 11, 12), "a0a1a2"),
+        (1, 0, (20,), "b"),
+    ]
+    assert job.emission() == emission, "what was tried once keeps its bytes"
+
+
+def test_usage_comes_with_the_last_token_of_the_job_only() -> None:
+    job = held(n=2)
+    job.add_tokens(0, 0, (1,), "a", "stop")
+    job.acknowledge(job.emission())
+    job.add_tokens(1, 0, (2,), "b", "length")
+    job.usage = Usage(5, 2, 1)
+    first, last = decoded(job.emission().chunks[:1]), decoded(job.emission().chunks)
+    assert not first or first[0].choice == 1
+    assert [c.usage for c in last] == [Usage(5, 2, 1)]
+    assert job.is_complete
+
+
+def test_a_step_that_does_not_follow_the_last_one_is_an_invariant_error() -> None:
+    job = held()
+    with pytest.raises(InvariantError, match="token 3 after 0 tokens"):
+        job.add_tokens(0, 3, (1,), "a", None)
+
+
+def test_a_claim_is_the_estimate_until_the_prompt_is_known_then_grows_past_the_prediction() -> None:
+    job = HeldJob(Taken(JOB_ID, "1:x:1", losses=0, num_chunks=0, cost=777, deadline_in_ms=0))
+    assert job.claim == 777
+    job.prepare(SamplingParams(n=2, max_tokens=3), num_prompt_tokens=5)
+    assert job.claim == 5 + 2 * 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 3), st.sampled_from(["send", "wait", "lose"]))))
+def test_the_log_that_redis_ends_up_with_is_what_was_generated(steps: list[tuple[int, int, str]]) -> None:
+    job = held(n=2)
+    log: list[bytes] = []
+    generated: list[list[int]] = [[], []]
+    for choice, count, event in steps:
+        tokens = tuple(range(len(generated[choice]), len(generated[choice]) + count))
+        job.add_tokens(choice, tokens[0], tokens, "x" * count, None)
+        generated[choice] += tokens
+        if event == "wait":
+            continue
+        if event == "lose" and log:
+            del log[len(log) // 2 :]
+            job.send_again_from(len(log))
+        emission = job.emission()
+        assert emission.index == len(log)
+        log += emission.chunks
+        job.acknowledge(emission)
+    log += job.emission().chunks
+    chunks = decoded(tuple(log))
+    assert [c.index for c in chunks] == list(range(len(chunks)))
+    for choice in (0, 1):
+        assert [t for c in chunks if c.choice == choice for t in c.token_ids] == generated[choice]
+
+
+def test_a_replayed_job_goes_on_at_the_next_index_and_position() -> None:
+    first = held()
+    first.add_tokens(0, 0, (1, 2), "ab", None)
+    logged = decoded(first.emission().chunks)
+    second = held(lease="2:y:1")
+    second.replay(logged, 1)
+    second.prepare(SamplingParams(max_tokens=10), 5)
+    assert second.choice_so_far(0) == ((1, 2), "ab", None)
+    assert second.emission().chunks == ()
+    second.add_tokens(0, 2, (3,), "c", "stop")
+    (chunk,) = decoded(second.emission().chunks)
+    assert (chunk.index, chunk.position, chunk.token_ids) == (1, 2, (3,))
+    result = wire.decode_result(second.result(), JOB_ID, Outcome("done"), (0, 0, 0, 0))
+    assert result.choices[0].text == "abc"
+    assert result.cuts == ((0, 2, 2), (0, 1, 1))
+
+
+def test_a_job_taken_anew_replaces_the_old_lease_and_letting_go_of_the_old_one_does_nothing() -> None:
+    ledger, old, new = Ledger(), held(lease="1:x:1"), held(lease="2:y:1")
+    ledger.add(old)
+    ledger.add(new)
+    assert ledger.of_lease("1:x:1") is None
+    ledger.remove(old)
+    assert ledger.get(JOB_ID) is new
+    ledger.remove(new)
+    assert len(ledger) == 0

@@ -1,0 +1,246 @@
+"""A node beside a real Redis, around the reference engine: what goes in comes out token-exact, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fakes.reference_engine import ReferenceEngine, reference_tokens
+from redis.asyncio import Redis
+from uuid_utils import uuid7
+
+from penstock.contract import keys
+from penstock.contract.broker.producer import JobStatus, ProducerBroker
+from penstock.contract.errors import ConfigError
+from penstock.contract.job import Job, Result, SamplingParams
+from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.node import Node
+from penstock.gpu_node.settings import NodeSettings
+
+POOL = "ref"
+PATIENCE_S = 20.0
+
+
+def settings(url: str, **changes: Any) -> NodeSettings:
+    return NodeSettings(model="reference", pool=POOL, redis_url=url, **{"lease_ms": 3000, **changes})
+
+
+@asynccontextmanager
+async def running(url: str, engine: ReferenceEngine, **changes: Any) -> AsyncIterator[Node]:
+    node, ready = Node(settings(url, **changes), engine), asyncio.Event()
+    task = asyncio.create_task(node.run(ready))
+    waiting = asyncio.create_task(ready.wait())
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+    waiting.cancel()
+    try:
+        if task.done():
+            task.result()
+        yield node
+    finally:
+        node.stop()
+        async with asyncio.timeout(PATIENCE_S):
+            await task
+
+
+def new_job(prompt: str = "hello", **params: Any) -> Job:
+    return Job(id=f"{POOL}.{uuid7()}", prompt=prompt, params=SamplingParams(**{"max_tokens": 20, **params}))
+
+
+def expected(job: Job, choice: int = 0) -> list[int]:
+    return reference_tokens(job.id, job.params, list((job.prompt or "").encode()), choice)
+
+
+async def until(broker: ProducerBroker, job: Job, reached: Callable[[JobStatus], object]) -> JobStatus:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            status = await broker.status(job.id, "default")
+            if reached(status):
+                return status
+            await asyncio.sleep(0.005)
+
+
+async def ended(broker: ProducerBroker, job: Job) -> Result:
+    await until(broker, job, lambda status: status.outcome is not None)
+    result = await broker.result(job.id, "default")
+    assert result is not None
+    return result
+
+
+@pytest.fixture
+def broker(redis: Redis) -> ProducerBroker:
+    return ProducerBroker(redis)
+
+
+async def test_jobs_come_back_token_exact_and_leave_nothing_behind(
+    redis_url: str, redis: Redis, broker: ProducerBroker
+) -> None:
+    async with running(redis_url, ReferenceEngine(step_s=0.001)) as node:
+        jobs = [new_job(f"prompt {i}", n=1 + i % 3) for i in range(40)]
+        for job in jobs:
+            await broker.submit(job, cost=50)
+        for job in jobs:
+            result = await ended(broker, job)
+            assert result.outcome.state == "done"
+            for choice in result.choices:
+                assert list(choice.token_ids) == expected(job, choice.index)
+            log = await broker.log(job.id, 0)
+            assert [c.index for c in log] == list(range(len(log)))
+            assert [c for c in log if c.outcome] == log[-1:]
+        assert len(node.ledger) == 0
+    left = [key async for key in redis.scan_iter(match="*") if any(p in key for p in (b":q:", b":run:", b":wait:"))]
+    assert left == []
+
+
+async def test_a_node_takes_only_what_its_kv_cache_can_hold(redis_url: str, broker: ProducerBroker) -> None:
+    engine = ReferenceEngine(step_s=0.001, kv_tokens=160)
+    async with running(redis_url, engine) as node:
+        jobs = [new_job("0123456789", max_tokens=30) for _ in range(20)]
+        for job in jobs:
+            await broker.submit(job, cost=40)
+        largest = 0
+        for job in jobs:
+            while (await broker.status(job.id, "default")).outcome is None:
+                largest = max(largest, node.ledger.num_claimed_tokens)
+                await asyncio.sleep(0.001)
+        assert 80 <= largest <= 160
+        assert max(engine.batches) <= 4
+
+
+async def test_a_running_job_is_cancelled_within_a_step_and_keeps_what_it_has(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    async with running(redis_url, ReferenceEngine(step_s=0.005)):
+        job = new_job(max_tokens=2000)
+        await broker.submit(job, cost=50)
+        await until(broker, job, lambda status: status.num_chunks > 5)
+        assert await broker.cancel(job.id, "default") == "running"
+        result = await ended(broker, job)
+    assert result.outcome.state == "cancelled"
+    tokens = list(result.choices[0].token_ids)
+    assert 5 < len(tokens) < 2000
+    assert tokens == expected(job)[: len(tokens)]
+
+
+async def test_a_job_whose_deadline_passes_while_it_runs_expires(redis_url: str, broker: ProducerBroker) -> None:
+    async with running(redis_url, ReferenceEngine(step_s=0.005)):
+        job = new_job(max_tokens=4000).model_copy(update={"deadline_ms": 200})
+        await broker.submit(job, cost=50)
+        assert (await ended(broker, job)).outcome.state == "expired"
+
+
+async def test_a_prompt_too_long_fails_by_name_and_the_node_goes_on(redis_url: str, broker: ProducerBroker) -> None:
+    async with running(redis_url, ReferenceEngine()):
+        bad, good = new_job("x" * 5000), new_job()
+        await broker.submit(bad, cost=50)
+        await broker.submit(good, cost=50)
+        outcome = (await ended(broker, bad)).outcome
+        assert (outcome.state, outcome.code, outcome.param) == ("failed", "context_length_exceeded", "prompt")
+        assert (await ended(broker, good)).outcome.state == "done"
+
+
+async def test_a_request_that_is_not_one_fails_alone(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
+    bad, good = new_job(), new_job()
+    async with running(redis_url, ReferenceEngine()):
+        pass  # the pool exists from now on
+    for job in (bad, good):
+        await broker.submit(job, cost=50)
+    await redis.set(keys.request(bad.id), b"\xc1 nonsense")
+    async with running(redis_url, ReferenceEngine()):
+        outcome = (await ended(broker, bad)).outcome
+        assert (outcome.state, outcome.code) == ("failed", "bad_wire_data")
+        assert (await ended(broker, good)).outcome.state == "done"
+
+
+async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    job = new_job(max_tokens=300, n=2)
+    async with running(redis_url, ReferenceEngine(step_s=0.005), drain_s=0.05):
+        await broker.submit(job, cost=50)
+        await until(broker, job, lambda status: status.num_chunks > 10)
+    status = await broker.status(job.id, "default")
+    assert (status.state, status.losses, status.preemptions) == ("queued", 0, 1)
+    assert 10 < status.num_chunks < 600
+    async with running(redis_url, ReferenceEngine()):
+        result = await ended(broker, job)
+    assert [list(c.token_ids) for c in result.choices] == [expected(job, 0), expected(job, 1)]
+
+
+async def test_a_second_stop_ends_the_grace_time(redis_url: str, broker: ProducerBroker) -> None:
+    job = new_job(max_tokens=4000)
+    async with running(redis_url, ReferenceEngine(step_s=0.01), drain_s=600) as node:
+        await broker.submit(job, cost=50)
+        await until(broker, job, lambda status: status.num_chunks > 2)
+        node.stop()
+    assert (await broker.status(job.id, "default")).state == "queued"
+
+
+async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(redis_url: str, broker: ProducerBroker) -> None:
+    class DyingEngine(ReferenceEngine):
+        def step(self) -> list[StepOutput]:
+            if len(self.batches) >= 10:
+                raise RuntimeError("the device is gone")
+            return super().step()
+
+    job = new_job(max_tokens=100)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(redis_url, DyingEngine(step_s=0.005), lease_ms=1000):
+            await broker.submit(job, cost=50)
+            await asyncio.sleep(1)
+    assert caught.group_contains(RuntimeError, match="the device is gone")
+    async with running(redis_url, ReferenceEngine(), lease_ms=1000):
+        result = await ended(broker, job)
+    assert list(result.choices[0].token_ids) == expected(job)
+    assert (await broker.status(job.id, "default")).losses == 1
+
+
+async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(
+    redis_url: str, redis: Redis, broker: ProducerBroker
+) -> None:
+    job = new_job(max_tokens=300)
+    async with running(redis_url, ReferenceEngine(step_s=0.002)):
+        await broker.submit(job, cost=50)
+        await until(broker, job, lambda status: status.num_chunks > 5)
+        await redis.execute_command("CLIENT", "PAUSE", "300", "ALL")
+        result = await ended(broker, job)
+    assert list(result.choices[0].token_ids) == expected(job)
+    assert max(tokens for _, tokens, _ in result.cuts) > 20
+    assert len(result.cuts) < 300
+
+
+async def test_a_node_believed_dead_drops_its_jobs_and_comes_back(
+    redis_url: str, redis: Redis, broker: ProducerBroker
+) -> None:
+    job = new_job(max_tokens=400)
+    async with running(redis_url, ReferenceEngine(step_s=0.005), lease_ms=1000) as node:
+        await broker.submit(job, cost=50)
+        await until(broker, job, lambda status: status.num_chunks > 5)
+        # As sweep does it: the job is queued again, the node's score is gone.
+        await redis.zadd(keys.nodes(POOL), {node.node_id: 1})
+        await broker.read_beat(POOL, "somebody")
+        result = await ended(broker, job)
+    assert list(result.choices[0].token_ids) == expected(job)
+
+
+async def test_a_node_of_another_configuration_is_refused_while_the_pool_lives(redis_url: str) -> None:
+    async with running(redis_url, ReferenceEngine()):
+        with pytest.raises(ConfigError, match="lease_ms=3000, this node with 4000"):
+            async with running(redis_url, ReferenceEngine(), lease_ms=4000):
+                pass
+
+
+async def test_one_message_a_step_carries_the_whole_batch(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
+    async with running(redis_url, ReferenceEngine(step_s=0.01)), redis.pubsub() as inbox:
+        await inbox.subscribe(keys.inbox_channel("me"))
+        jobs = [new_job(max_tokens=40) for _ in range(16)]
+        for job in jobs:
+            await broker.submit(job, cost=50, inbox="me")
+        await ended(broker, jobs[-1])
+        messages = 0
+        while (message := await inbox.get_message(ignore_subscribe_messages=True, timeout=0.2)) is not None:
+            messages += message["type"] == "message"
+    # 16 jobs of 40 tokens and an end each, in about 40 steps; each job's finish is a message of its own.
+    assert messages < 2 * 40 + 3 * 16

@@ -1,0 +1,43 @@
+"""The repository's own source files, as the tests of form read them."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = {
+    "penstock": ROOT / "penstock",
+    "penstock.producer": ROOT / "producer",
+    "penstock.gateway": ROOT / "gateway",
+    "penstock.gpu_node": ROOT / "gpu_node",
+    "penstock.kernels": ROOT / "kernels",
+}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the package: its absolute name, path and syntax tree."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """Every module of the package, read where it really lies (the links inside `penstock/` are skipped)."""
+    found = {}
+    for package, folder in ROOMS.items():
+        for path in sorted(folder.rglob("*.py")):
+            if any(parent.is_symlink() for parent in path.parents if parent.is_relative_to(ROOT)):
+                continue
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            name = ".".join(parts).removesuffix(".__init__")
+            found[name] = Module(name, path, ast.parse(path.read_text(), str(path)))
+    return found

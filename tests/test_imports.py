@@ -1,0 +1,165 @@
+"""Imports go one way: every file's syntax tree is held against the arrows that are drawn in CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.source_tree import Module, modules
+
+CONTRACT, PRODUCER, GATEWAY, CLI = "penstock.contract", "penstock.producer", "penstock.gateway", "penstock.cli"
+SERVICE, ENGINE, MODEL = "penstock.gpu_node", "penstock.gpu_node.engine", "penstock.gpu_node.model"
+KERNELS, TOP = "penstock.kernels", "penstock"
+PROTOCOL = "penstock.gpu_node.model.protocol"
+BROKER = "penstock.contract.broker"
+
+ARROWS = {
+    CONTRACT: {CONTRACT},
+    PRODUCER: {PRODUCER, CONTRACT},
+    GATEWAY: {GATEWAY, PRODUCER, CONTRACT},
+    KERNELS: {KERNELS},
+    MODEL: {MODEL, KERNELS, CONTRACT},
+    ENGINE: {ENGINE, MODEL, CONTRACT},
+    SERVICE: {SERVICE, ENGINE, CONTRACT},
+    CLI: {CLI, GATEWAY, PRODUCER, SERVICE, CONTRACT, TOP},
+    TOP: {CONTRACT, PRODUCER, ENGINE, CLI},
+}
+WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
+TORCH = {"torch", "transformers", "triton", "safetensors", "gguf"}
+QUEUES = {"redis", "hiredis", "celery"}
+BANNED = {
+    CONTRACT: WEB | TORCH | {"celery", "numpy"},
+    PRODUCER: WEB | TORCH | {"numpy"},
+    GATEWAY: TORCH | QUEUES | {"numpy", "tokenizers"},
+    KERNELS: WEB | QUEUES | {"transformers", "pydantic"},
+    MODEL: WEB | QUEUES,
+    ENGINE: WEB | QUEUES | TORCH,
+    SERVICE: WEB | TORCH | {"celery"},
+    CLI: WEB | TORCH | QUEUES | {"numpy"},
+    TOP: WEB | TORCH | QUEUES | {"numpy"},
+}
+LATE = {ENGINE: {"transformers"}}
+"""Third-party names that a room may import inside a function although it may not at its top."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, and whether it stands inside a function."""
+
+    target: str
+    late: bool
+    line: int
+
+
+def imports_of(module: Module) -> Iterator[Import]:
+    late = {
+        id(node)
+        for function in ast.walk(module.tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, id(node) in late, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.path}:{node.lineno}: relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield Import(inner if inner in modules() else str(node.module), id(node) in late, node.lineno)
+
+
+def room_of(name: str) -> str:
+    return max((room for room in ARROWS if name == room or name.startswith(f"{room}.")), key=len)
+
+
+def is_ours(name: str) -> bool:
+    return name.partition(".")[0] == "penstock"
+
+
+def all_imports() -> Iterator[tuple[Module, str, Import]]:
+    for module in modules().values():
+        for found in imports_of(module):
+            yield module, room_of(module.name), found
+
+
+def at(module: Module, found: Import) -> str:
+    return f"{module.path}:{found.line}: {module.name} → {found.target}"
+
+
+def test_imports_follow_the_arrows() -> None:
+    ours = [(module, room, found) for module, room, found in all_imports() if is_ours(found.target)]
+    assert ours
+    assert [at(module, found) for module, room, found in ours if room_of(found.target) not in ARROWS[room]] == []
+
+
+def test_rooms_stay_clear_of_foreign_packages() -> None:
+    def is_banned(room: str, found: Import) -> bool:
+        package = found.target.partition(".")[0]
+        return package in BANNED[room] and not (found.late and package in LATE.get(room, set()))
+
+    assert [at(module, found) for module, room, found in all_imports() if is_banned(room, found)] == []
+
+
+def test_engine_sees_only_the_runners_protocol() -> None:
+    early = [(module, found) for module, room, found in all_imports() if room == ENGINE and not found.late]
+    model = [(module, found) for module, found in early if found.target.startswith(MODEL)]
+    assert model
+    assert [at(module, found) for module, found in model if found.target != PROTOCOL] == []
+
+
+def test_engine_model_and_gateway_leave_the_broker_alone() -> None:
+    def is_banned(room: str, found: Import) -> bool:
+        may = room == GATEWAY and found.target == f"{BROKER}.producer"
+        return room in (ENGINE, MODEL, KERNELS, GATEWAY) and found.target.startswith(BROKER) and not may
+
+    assert [at(module, found) for module, room, found in all_imports() if is_banned(room, found)] == []
+
+
+def test_there_are_no_import_circles() -> None:
+    """Also none that only type checkers see, and none through imports inside functions."""
+    graph = {
+        module.name: {found.target for found in imports_of(module) if found.target in modules()} - {module.name}
+        for module in modules().values()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, "circle: " + " → ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for target in sorted(graph[name]):
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", ["Client", "AsyncClient", "Engine", "SamplingParams", "PenstockError"])
+def test_public_names_are_there(name: str) -> None:
+    penstock = importlib.import_module("penstock")
+    assert name in dir(penstock)
+    assert getattr(penstock, name).__name__ == name
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        importlib.import_module("penstock").nonsense  # noqa: B018
+
+
+def test_import_penstock_loads_nothing_else() -> None:
+    code = "import sys, penstock; print(*sorted(n for n in sys.modules if n.split('.')[0] in {'penstock', 'pydantic'}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["penstock"]
+
+
+def test_client_starts_without_torch_or_web_framework() -> None:
+    code = "import sys; from penstock import Client; print(*sorted({n.split('.')[0] for n in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & (TORCH | WEB | {"numpy", "celery"})

@@ -1,0 +1,99 @@
+"""The package is whole in every form, and never collides with others' names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import ROOT
+
+FAKE_KERNELS = """
+from unittest.mock import MagicMock
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return MagicMock(name=name)
+"""
+LOAD_TOKENIZER = """
+import sys
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations import hub_kernels
+import kernels
+assert hub_kernels.is_kernels_available()
+assert kernels.__file__.startswith(sys.argv[1]), kernels.__file__
+raw = Tokenizer(models.WordLevel({"hello": 0, "?": 1}, unk_token="?"))
+PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="?").save_pretrained(sys.argv[1])
+from transformers import AutoTokenizer
+print(AutoTokenizer.from_pretrained(sys.argv[1]).encode("hello"))
+"""
+
+
+def run(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in the repository's root, where its folders could be taken for packages."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**clean, **env}, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("room", ["producer", "gateway", "gpu_node"])
+def test_bare_room_name_is_refused_with_the_right_one(room: str) -> None:
+    done = run(f"import {room}")
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr
+    assert f"penstock.{room}" in done.stderr
+    assert "sys.path" in done.stderr
+
+
+def test_rooms_import_under_the_package() -> None:
+    names = ", ".join(f"penstock.{room}" for room in ("producer", "gateway", "gpu_node", "kernels", "contract", "cli"))
+    assert run(f"import {names}", PYTHONSAFEPATH="1").returncode == 0
+
+
+def test_transformers_finds_the_real_kernels_package(tmp_path: Path) -> None:
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text(FAKE_KERNELS)
+    info = tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+
+    done = run(LOAD_TOKENIZER, str(tmp_path), PYTHONSAFEPATH="1", PYTHONPATH=str(tmp_path))
+
+    assert done.stdout.strip() == "[0]", done.stderr
+
+
+def test_wheel_holds_all_rooms_and_scripts(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "tests", "__pycache__")
+    shutil.copytree(ROOT, clone, symlinks=True, ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*pip, str(tmp_path), str(clone)], check=True, capture_output=True, timeout=100)
+    names = set(zipfile.ZipFile(next(tmp_path.glob("penstock-*.whl"))).namelist())
+
+    for path in [*clone.glob("penstock/contract/scripts/*.lua"), clone / "penstock/py.typed"]:
+        assert str(path.relative_to(clone)) in names
+    for room in ("producer", "gateway", "gpu_node", "kernels"):
+        for path in (clone / room).rglob("*.py"):
+            assert f"penstock/{path.relative_to(clone)}" in names
+    assert not [name for name in names if not name.startswith("penstock")]
+
+
+def test_lock_satisfies_the_declared_bounds() -> None:
+    from packaging.requirements import Requirement
+
+    done = run("import importlib.metadata as m; print(*m.requires('penstock'), sep='\\n')", PYTHONSAFEPATH="1")
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    locked = dict(line.split("==") for line in lines if not line.startswith("#"))
+    locked = {name.lower().replace("_", "-"): version for name, version in locked.items()}
+    for requirement in map(Requirement, done.stdout.splitlines()):
+        if requirement.name != "penstock":
+            assert requirement.specifier.contains(locked[requirement.name.lower().replace("_", "-")]), requirement
