@@ -39,7 +39,7 @@ check-full: check
 	$(BIN)/python -m pytest
 
 bench: $(STAMP)
-	$(BIN)/python ops/bench/run.py
+	PYTHONPATH=ops $(BIN)/python -m bench
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request
 
 from penstock.contract.errors import UnavailableError
 from penstock.producer.client import AsyncClient
+
+READY_TIMEOUT_S = 2.0
+"""The client waits out short absences of Redis, a probe does not."""
 
 router = APIRouter()
 
@@ -19,8 +24,17 @@ async def health() -> dict[str, str]:
 @router.get("/ready")
 async def ready(request: Request) -> dict[str, str]:
     """Raises UnavailableError, which is a 503, while nobody could serve a request."""
-    client: AsyncClient = request.app.state.client
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            if await _has_live_node(request.app.state.client):
+                return {"status": "ready"}
+    except TimeoutError:
+        raise UnavailableError("Redis is away", code="redis_away") from None
+    raise UnavailableError("no pool has a live node", code="no_node")
+
+
+async def _has_live_node(client: AsyncClient) -> bool:
     for pool in await client.pools():
         if any(not node.draining for node in (await client.pressure(pool)).nodes):
-            return {"status": "ready"}
-    raise UnavailableError("no pool has a live node", code="no_node")
+            return True
+    return False

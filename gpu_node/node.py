@@ -204,6 +204,7 @@ async def run_node(settings: NodeSettings) -> None:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        num_threads=settings.num_threads,
     )
     engine = await asyncio.to_thread(lambda: Engine(config, progress=_report_progress))
     await serve_engine(settings, engine)

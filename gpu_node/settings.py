@@ -37,6 +37,8 @@ class NodeSettings(Settings):
     max_model_len: int | None = Field(None, ge=2)
     max_num_seqs: int = Field(64, ge=1, le=512)
     max_num_batched_tokens: int = Field(512, ge=1)
+    num_threads: int | None = Field(None, ge=1)
+    """CPU threads of the model; None: all cores that the process may use."""
 
     drain_s: float = Field(20.0, ge=0.0)
     """After SIGTERM: how long running jobs may go on before the rest is given back."""

@@ -9,28 +9,31 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import PenstockError
+from penstock.contract.errors import PenstockError, error_of
+from penstock.contract.job import Chunk, Usage
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.openai.render import Renderer, finish_reason_of
-from penstock.gateway.openai.tally import Tally
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.caller import CallerGoneError, while_connected
-from penstock.gateway.stream.flow import Flow, Item, flow_of, results_of
+from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.flow import batches_of, results_of
 from penstock.gateway.stream.order import Order, open_jobs
-from penstock.gateway.stream.sse import DONE, KEEP_ALIVE, EventWriter, event
+from penstock.gateway.stream.sse import DONE, EventWriter, event
 from penstock.producer.client import AsyncClient, AsyncJob
 
 JOB_HEADER = "X-Penstock-Job"
 
 
 class Answer(Response):
-    """What both ways share: the jobs live as long as the response, and end with a caller that hangs up."""
+    """What both ways share: the jobs live as long as the response, and end with a caller that hangs up.
+
+    Called as an ASGI app, it raises a PenstockError only while nothing has been sent.
+    """
 
     def __init__(self, request: Request, order: Order, dialect: type[Renderer], *, include_usage: bool = False) -> None:
         super().__init__()
@@ -39,14 +42,6 @@ class Answer(Response):
         self._order = order
         self._dialect = dialect
         self._include_usage = include_usage
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers; raises a PenstockError only while nothing has been sent."""
-        with contextlib.suppress(CallerGoneError):
-            await while_connected(receive, self._answer(scope, receive, send))
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
 
     def _renderer(self, jobs: Sequence[AsyncJob]) -> Renderer:
         return self._dialect(
@@ -58,69 +53,73 @@ class Answer(Response):
         )
 
 
-def _headers(jobs: Sequence[AsyncJob]) -> dict[str, str]:
-    return {JOB_HEADER: ", ".join(job.id for job in jobs)}
-
-
 class WholeAnswer(Answer):
     """One JSON object, once all is said."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers."""
+        with contextlib.suppress(CallerGoneError):
+            await while_there(self._answer(scope, receive, send), hang_up(receive))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with open_jobs(self._client, self._order) as jobs:
             results = await results_of(jobs)
         whole = self._renderer(jobs).whole(results)
-        await JSONResponse(whole, headers=_headers(jobs))(scope, receive, send)
+        await JSONResponse(whole, headers={JOB_HEADER: _names(jobs)})(scope, receive, send)
 
 
 class StreamAnswer(Answer):
     """Server-sent events as the tokens come."""
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = EventWriter(send, send_timeout_s=self._settings.send_timeout_s)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers."""
+        writer, settings = EventWriter(send), self._settings
+        watch = writer.watch(
+            first_wait_s=settings.first_chunk_wait_s,
+            interval_s=settings.keep_alive_s,
+            send_timeout_s=settings.send_timeout_s,
+        )
+        with contextlib.suppress(CallerGoneError):
+            await while_there(self._answer(writer), hang_up(receive), watch)
+
+    async def _answer(self, writer: EventWriter) -> None:
         try:
-            async with open_jobs(self._client, self._order) as jobs, flow_of(jobs) as flow:
-                writer.headers.update(_headers(jobs))
-                await self._relay(jobs, flow, writer)
+            async with open_jobs(self._client, self._order) as jobs:
+                writer.headers[JOB_HEADER] = _names(jobs)
+                await self._relay(jobs, writer)
         except PenstockError as error:
             if not writer.started:
                 raise
             await writer.write(event(error_body(error)))
         await writer.end()
 
-    async def _relay(self, jobs: Sequence[AsyncJob], flow: Flow, writer: EventWriter) -> None:
-        rendering = _Rendering(self._renderer(jobs), Tally(num_jobs=len(jobs)))
-        items = await flow.take(self._settings.first_chunk_wait_s)
-        while True:
-            events, error = rendering.events_of(items)
-            if error is not None and not writer.started:
-                raise error
-            if events or not items:
-                await writer.write(events or KEEP_ALIVE)
-            if error is not None:
-                raise error
-            if rendering.tally.done:
-                break
-            items = await flow.take(self._settings.keep_alive_s)
+    async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
+        renderer = self._renderer(jobs)
+        usages: list[Usage] = []
+        async with aclosing(batches_of(jobs)) as batches:
+            async for index, batch in batches:
+                outcome = batch[-1].outcome
+                failed = outcome is not None and outcome.state != "done"
+                if writer.started or not failed:
+                    await _write_pieces(renderer, index, batch, writer)
+                if outcome is not None and failed:
+                    raise error_of(outcome)
+                usages += [chunk.usage for chunk in batch if chunk.usage is not None]
         if self._include_usage:
-            await writer.write(event(rendering.renderer.last_piece(rendering.tally.usage)))
+            await writer.write(event(renderer.last_piece(usages)))
         await writer.write(DONE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rendering:
-    renderer: Renderer
-    tally: Tally
+def _names(jobs: Sequence[AsyncJob]) -> str:
+    return ", ".join(job.id for job in jobs)
 
-    def events_of(self, items: Sequence[Item]) -> tuple[bytes, Exception | None]:
-        """Events up to the first error, and that error."""
-        events = []
-        for index, item in items:
-            try:
-                chunk = self.tally.add(index, item)
-            except Exception as error:
-                return b"".join(events), error
-            finish_reason = finish_reason_of(chunk.finish_reason)
-            if chunk.text or finish_reason:
-                piece = self.renderer.piece(index, chunk.choice, chunk.text, finish_reason)
-                events.append(event(piece, f"{chunk.job_id}:{chunk.index}"))
-        return b"".join(events), None
+
+async def _write_pieces(renderer: Renderer, job_index: int, batch: Sequence[Chunk], writer: EventWriter) -> None:
+    events = []
+    for chunk in batch:
+        finish_reason = finish_reason_of(chunk.finish_reason)
+        if chunk.text or finish_reason:
+            piece = renderer.piece(job_index, chunk.choice, chunk.text, finish_reason)
+            events.append(event(piece, f"{chunk.job_id}:{chunk.index}"))
+    if events:
+        await writer.write(b"".join(events))

@@ -40,4 +40,4 @@ def order_of(body: ChatRequest | CompletionRequest, idempotency_key: str | None)
         params = body.params()
     except ValidationError as error:
         raise request_error(error) from None
-    return Order(body.model, body.prompts(), params, body.job_priority, idempotency_key)
+    return Order(body.model, body.prompts(), params, body.job_priority, idempotency_key, body.prompt_field)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from penstock.contract.job import FinishReason, Result, Usage
-from penstock.gateway.openai.tally import total_of
 
 _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}
 """The other reasons end in an error, and OpenAI has no word for them."""
@@ -17,13 +16,16 @@ def finish_reason_of(reason: FinishReason | None) -> str | None:
     return None if reason is None else _FINISH_REASONS.get(reason)
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage object."""
+def usage_of(usages: Iterable[Usage | None]) -> dict[str, Any]:
+    """OpenAI's usage object: the sum over the jobs of one request."""
+    used = [u for u in usages if u is not None]
+    prompt_tokens = sum(u.prompt_tokens for u in used)
+    completion_tokens = sum(u.completion_tokens for u in used)
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in used)},
     }
 
 
@@ -48,9 +50,9 @@ class Renderer:
         said = {**self._piece_of(text, is_first), "index": number, "logprobs": None, "finish_reason": finish_reason}
         return {**self._head, "object": self.piece_object, "choices": [said], **self._tail}
 
-    def last_piece(self, usage: Usage) -> dict[str, Any]:
+    def last_piece(self, usages: Iterable[Usage]) -> dict[str, Any]:
         """What follows all choices when the usage was asked for."""
-        return {**self._head, "object": self.piece_object, "choices": [], "usage": usage_of(usage)}
+        return {**self._head, "object": self.piece_object, "choices": [], "usage": usage_of(usages)}
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer at once."""
@@ -64,7 +66,7 @@ class Renderer:
             for job_index, result in enumerate(results)
             for choice in result.choices
         ]
-        usage = usage_of(total_of(result.usage for result in results))
+        usage = usage_of(result.usage for result in results)
         return {**self._head, "object": self.whole_object, "choices": said, "usage": usage}
 
     def _piece_of(self, text: str, is_first: bool) -> dict[str, Any]:

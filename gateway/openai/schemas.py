@@ -8,7 +8,7 @@ checked in one place, `SamplingParams`.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -170,6 +170,8 @@ class ChatMessage(_Wire):
 class ChatRequest(_Generation):
     """Body of `POST /v1/chat/completions`."""
 
+    prompt_field: ClassVar[str] = "messages"
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
 
@@ -235,6 +237,8 @@ def _wrong_prompt() -> PydanticCustomError:
 
 class CompletionRequest(_Generation):
     """Body of `POST /v1/completions`."""
+
+    prompt_field: ClassVar[str] = "prompt"
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts_of)]
 

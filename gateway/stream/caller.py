@@ -12,21 +12,22 @@ class CallerGoneError(Exception):
     """The other side hung up, or takes nothing any more."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Runs `work`, and cancels it when the caller hangs up. The request's body must have been read."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hang_up(receive))
+async def while_there(work: Coroutine[None, None, None], *watches: Coroutine[None, None, None]) -> None:
+    """Runs `work`; cancels it and raises CallerGoneError when a watch ends, which it does when the caller is gone."""
+    working = asyncio.ensure_future(work)
+    watching = [asyncio.ensure_future(watch) for watch in watches]
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        await asyncio.wait((working, *watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             raise CallerGoneError
-        task.result()
+        working.result()
     finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        for task in (working, *watching):
+            task.cancel()
+        await asyncio.gather(working, *watching, return_exceptions=True)
 
 
-async def _hang_up(receive: Receive) -> None:
+async def hang_up(receive: Receive) -> None:
+    """A watch on the connection. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -26,6 +26,8 @@ class Order:
     params: SamplingParams
     priority: Priority = Priority.STANDARD
     idempotency_key: str | None = None
+    prompt_field: str = "prompt"
+    """What the caller calls the prompt, for errors that are about it."""
 
     def key_of(self, index: int) -> str | None:
         """The idempotency key of one prompt's job."""
@@ -46,8 +48,9 @@ async def open_jobs(client: AsyncClient, order: Order) -> AsyncIterator[list[Asy
         for index, prompt in enumerate(order.prompts):
             jobs.append(await _submit(client, order, index, prompt))
         yield jobs
-    except PenstockError:
-        await _leave(jobs, may_return=False)
+    except PenstockError as error:
+        if error.param == "prompt":
+            error.param = order.prompt_field
         raise
     except BaseException:
         await _leave(jobs, may_return=order.idempotency_key is not None)

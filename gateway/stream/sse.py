@@ -1,4 +1,4 @@
-"""Server-sent events: framing, and a writer that does not wait for a stuck reader for ever."""
+"""Server-sent events: framing, and a writer that keeps its line open."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
-
-from penstock.gateway.stream.caller import CallerGoneError
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n"
@@ -32,14 +30,16 @@ def event(payload: Mapping[str, Any], event_id: str = "") -> bytes:
 class EventWriter:
     """The body of one 200 response; the status goes out with the first bytes."""
 
-    def __init__(self, send: Send, *, send_timeout_s: float) -> None:
+    def __init__(self, send: Send) -> None:
         self.started = False
         self.headers = MutableHeaders(headers=_HEADERS)
         self._send = send
-        self._send_timeout_s = send_timeout_s
+        self._silent = True
+        self._sending_since_s: float | None = None
 
     async def write(self, data: bytes) -> None:
-        """Sends one or more whole events."""
+        """Sends one or more whole events; waits while the reader takes nothing."""
+        self._silent = False
         if not self.started:
             self.started = True
             await self._put({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
@@ -47,11 +47,24 @@ class EventWriter:
 
     async def end(self) -> None:
         """Completes the response."""
+        self._silent = False
         await self._put({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def watch(self, *, first_wait_s: float, interval_s: float, send_timeout_s: float) -> None:
+        """Sends a comment into each silence, which also starts a response that waits; ends when the reader is stuck.
+
+        One clock for a whole stream, because a time-out around each event would cost as much as the event.
+        """
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(first_wait_s)
+        while self._sending_since_s is None or clock() - self._sending_since_s < send_timeout_s:
+            if self._silent:
+                async with asyncio.timeout(send_timeout_s):
+                    await self.write(KEEP_ALIVE)
+            self._silent = self._sending_since_s is None
+            await asyncio.sleep(interval_s)
+
     async def _put(self, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await self._send(message)
-        except (OSError, TimeoutError) as error:
-            raise CallerGoneError from error
+        self._sending_since_s = asyncio.get_running_loop().time()
+        await self._send(message)
+        self._sending_since_s = None

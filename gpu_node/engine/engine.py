@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -261,6 +262,9 @@ class Engine:
 
 
 def _load(config: EngineConfig, progress: Callable[[str, float], None]) -> LoadedModel:
+    # A thread that spins at an OpenMP barrier keeps the processor from the one it waits for: where other processes run
+    # too, steps were seen to take 20 times as long. The runtime reads this when torch is loaded for the first time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Only here does torch come in: whoever imports the engine for its records does not pay for it.
     from penstock.gpu_node.model.load import load_model
 

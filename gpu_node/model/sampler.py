@@ -52,7 +52,7 @@ def _draw(logits: Tensor, rows: SamplingRows, drawn: NDArray[np.intp]) -> NDArra
         logits[index] = _limit(logits[index], rows.top_k[chosen], rows.top_p[chosen])
     cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1, dtype=torch.float64)
     uniform = sampling_uniform(rows.seed[drawn], rows.choice[drawn], rows.position[drawn])
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     target = torch.from_numpy(uniform)[:, None] * total
     # Rounding may put the target on the total itself; the last token with any weight is meant then.
     token = torch.searchsorted(cumulative, target, right=True)

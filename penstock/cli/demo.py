@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 import typer
 
 from penstock.cli.demo_model import demo_model
-from penstock.cli.processes import Supervisor
-from penstock.cli.serve import end_on_sigterm, start_all
+from penstock.cli.processes import Supervisor, run_until_stopped
+from penstock.cli.serve import start_all
 from penstock.contract.embedded import resolve_redis
 from penstock.contract.errors import PenstockError
 
-PROMPT = "What is gravity?"
+PROMPT = "What does a water turbine do?"
 _MAX_EVENT_BYTES = 1 << 20
 
 
@@ -43,7 +43,7 @@ def demo(
         str | None, typer.Option(help="Hub id[@revision], folder or .gguf file; default: the demo model.")
     ] = None,
     prompt: Annotated[str, typer.Option(help="The question.")] = PROMPT,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
@@ -57,13 +57,14 @@ def demo(
         "stream_options": {"include_usage": True},
     }
     with resolve_redis(redis_url) as url:
-        asyncio.run(_demo(url, model or str(demo_model()), prompt, options))
+        run_until_stopped(_demo(url, model or str(demo_model()), prompt, options))
 
 
 async def _demo(redis_url: str, model: str, question: str, options: dict[str, object]) -> None:
-    end_on_sigterm()
     async with Supervisor(lambda _name, _line: None) as supervisor:
+        started = time.perf_counter()
         node, gateway = await start_all(supervisor, redis_url, model, (), "127.0.0.1", 0)
+        print(f"Redis, a node with {node['pool']} and a gateway: ready in {time.perf_counter() - started:.1f} s\n")
         messages = [{"role": "user", "content": question}]
         print(f"> {question}\n")
         events = ask(f"{gateway['url']}/v1/chat/completions", {"model": node["pool"], "messages": messages, **options})

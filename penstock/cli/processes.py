@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -169,6 +170,20 @@ class Supervisor:
             task.cancel()
             watch.cancel()
             await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work`; SIGTERM cancels it as Ctrl-C does, and becomes the usual exit status."""
+
+    async def stoppable() -> None:
+        task = asyncio.create_task(work)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await task
+
+    try:
+        asyncio.run(stoppable())
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
 
 
 def node_command(

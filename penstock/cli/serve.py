@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.demo_model import demo_model
-from penstock.cli.processes import Event, Supervisor, gateway_command, node_command
+from penstock.cli.processes import Event, Supervisor, gateway_command, node_command, run_until_stopped
 from penstock.cli.progress import LoadingBar
 from penstock.contract.embedded import DEFAULT_MAXMEMORY_MIB, resolve_redis
 
@@ -41,11 +40,10 @@ def serve(
     """Serve a model on this machine, all in one."""
     arguments = ("--dtype", dtype, "--kv-cache-gib", f"{kv_cache_gib:g}")
     with resolve_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as url:
-        asyncio.run(_serve(url, model or str(demo_model()), arguments, host, port))
+        run_until_stopped(_serve(url, model or str(demo_model()), arguments, host, port))
 
 
 async def _serve(redis_url: str, model: str, arguments: tuple[str, ...], host: str, port: int) -> None:
-    end_on_sigterm()
     async with Supervisor(_log_to_stderr) as supervisor:
         node, gateway = await start_all(supervisor, redis_url, model, arguments, host, port)
         _say_ready(node, gateway, redis_url)
@@ -61,13 +59,6 @@ async def start_all(
         # Started last, so that it is stopped first: no request comes in while the node gives its jobs back.
         gateway = await supervisor.start(gateway_command(redis_url, host=host, port=port))
         return await asyncio.gather(node.ready(), gateway.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
-
-
-def end_on_sigterm() -> None:
-    """Makes SIGTERM end the running task as Ctrl-C does."""
-    task = asyncio.current_task()
-    if task is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def _log_to_stderr(name: str, line: str) -> None:

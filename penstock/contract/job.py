@@ -89,8 +89,8 @@ class Message(_Door):
 class Job(_Door):
     """One request as it is submitted: a prompt in exactly one of three forms, and what the queue must know.
 
-    `id` is `<pool>.<uuidv7>`, minted by the caller, so that a retry is the same job. `deadline_ms` and
-    `abandon_after_ms` are durations from the moment of submission.
+    `id` is `<pool>.<uuidv7>`, minted by the caller, so that a retry is the same job. `deadline_ms` is a
+    duration from the moment of submission.
     """
 
     id: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
@@ -124,7 +124,7 @@ def pool_of(job_id: str) -> str:
 
 def is_job_id(text: str) -> bool:
     """Whether `text` has the form of a public job id."""
-    return re.match(JOB_ID_PATTERN, text) is not None
+    return re.fullmatch(JOB_ID_PATTERN, text) is not None
 
 
 def seed_of(job_id: str, params: SamplingParams) -> int:

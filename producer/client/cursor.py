@@ -48,6 +48,8 @@ class StreamCursor:
         self._usage_had = False
         self._end_of_known = start
         """Chunks below this index were walked before: next_index is below it on a second walk only."""
+        self._suspect_index = -1
+        """The last chunk that seemed out of place."""
 
     def offer(self, chunk: Chunk) -> Chunk | Verdict:
         """What of `chunk` is to be delivered now, if any; raises StreamDivergedError when it contradicts what was."""
@@ -57,6 +59,8 @@ class StreamCursor:
             return Verdict.GAP
         if chunk.index < self.next_index:
             return self._judge_old(chunk)
+        if self._is_out_of_place(chunk):
+            return Verdict.GAP
         fresh = self._fresh_part(chunk)
         self.next_index += 1
         self._end_of_known = max(self._end_of_known, self.next_index)
@@ -78,6 +82,26 @@ class StreamCursor:
             return Verdict.DROP
         self.rewind()
         return Verdict.GAP
+
+    def _is_out_of_place(self, chunk: Chunk) -> bool:
+        """Whether the next chunk's tokens do not follow those before it, as when the log was cut otherwise before.
+
+        Then the log is walked again. A chunk that comes up a second time is in place where it repeats, and refused
+        where it leaves tokens out.
+        """
+        had = self._choices.get(chunk.choice)
+        if had is None or not chunk.token_ids or not had.tokens:
+            return False
+        at = chunk.position - had.base
+        if at == had.walked_tokens:
+            return False
+        if chunk.index > self._suspect_index:
+            self._suspect_index = chunk.index
+            self.rewind()
+            return True
+        if at + len(chunk.token_ids) > had.walked_tokens:
+            raise StreamDivergedError(f"job {chunk.job_id}: choice {chunk.choice} does not go on at {chunk.position}")
+        return False
 
     def _fresh_part(self, chunk: Chunk) -> Chunk | Verdict:
         had = self._choices.get(chunk.choice)
@@ -115,13 +139,11 @@ def _new_part(had: _Had, chunk: Chunk) -> tuple[tuple[int, ...], str]:
     """The tokens and text of the next chunk that were not delivered yet, noted as delivered."""
     tokens = chunk.token_ids
     if tokens:
-        at = chunk.position - had.base
-        if at > had.walked_tokens:
-            raise StreamDivergedError(f"job {chunk.job_id}: choice {chunk.choice} skips to token {chunk.position}")
         num_confirmed = _num_confirmed(had, chunk)
-        if at + len(tokens) <= had.walked_tokens:
+        end = chunk.position - had.base + len(tokens)
+        if end <= had.walked_tokens:
             return (), ""
-        had.walked_tokens = at + len(tokens)
+        had.walked_tokens = end
         tokens = tokens[num_confirmed:]
         had.tokens.extend(tokens)
     had.walked_chars += len(chunk.text)

@@ -25,6 +25,7 @@ from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import InvariantError, PenstockError, UnavailableError
 from penstock.contract.job import pool_of
 from penstock.contract.wire import WireError, decode_chunks
+from penstock.producer.client.cancellation import heeding_cancel
 from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.stats import ClientStats
@@ -142,7 +143,7 @@ class Inbox:
     async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            with suppress(PenstockError):  # Redis away: the listener notices
+            with suppress(PenstockError), heeding_cancel():  # Redis away: the listener notices
                 await action()
 
     # Listening --------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Inbox:
     async def _subscribe(self) -> PubSub:
         pubsub = self._redis.pubsub()
         try:
-            with translated():
+            with heeding_cancel(), translated():
                 await pubsub.subscribe(self._channel)
                 if await pubsub.get_message(timeout=_SUBSCRIBE_TIMEOUT_S) is None:
                     raise UnavailableError("Redis does not confirm the subscription", code="redis_away")
@@ -255,7 +256,7 @@ class Inbox:
             if feed is not None and feed.boxes and not closing:
                 continue
             # A failed one is made up for: the next chunk that nobody reads brings the job back here.
-            with suppress(PenstockError):
+            with suppress(PenstockError), heeding_cancel():
                 await self.detach(job_id)
 
 

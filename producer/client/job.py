@@ -103,7 +103,7 @@ class AsyncJob:
 
     async def _wait_for_end(self, box: Mailbox) -> None:
         while not self._source.feed.ended:
-            await box.wait(self._source.poll_s)
+            await box.wait(self._source.feed.poll_s)
             box.take_all()
             if box.take_nudge() and (await self._source.attach()).state in TERMINAL_STATES:
                 return

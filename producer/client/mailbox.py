@@ -7,6 +7,9 @@ from collections import deque
 
 from penstock.contract.job import Chunk
 
+POLL_S = 0.2
+"""How often a reader looks when the job pushes to as many processes as it may."""
+
 
 class Mailbox:
     """What has arrived for one reader and was not read yet: bounded, the newest kept.
@@ -69,13 +72,22 @@ class Mailbox:
 class Feed:
     """The mailboxes of one job in this process; the inbox knows it only as long as somebody else holds it."""
 
-    __slots__ = ("__weakref__", "boxes", "ended", "job_id")
+    __slots__ = ("__weakref__", "boxes", "ended", "job_id", "poll_s")
 
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
         self.boxes: list[Mailbox] = []
         self.ended = False
         """Whether the job's terminal chunk passed by."""
+        self.poll_s: float | None = None
+        """How often readers look unasked, where the job does not push to this process."""
+
+    def set_pushed(self, pushed: bool) -> None:
+        """Notes whether the job pushes to this process; those who wait for it in vain learn of it."""
+        if not pushed and self.poll_s is None:
+            for box in self.boxes:
+                box.nudge()
+        self.poll_s = None if pushed else POLL_S
 
     def put(self, chunk: Chunk) -> None:
         """Leaves a chunk for every reader of the job."""

@@ -10,9 +10,6 @@ from penstock.contract.job import Chunk, Job, Result
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.inbox import Inbox
 
-POLL_S = 0.2
-"""How often a reader looks when the job pushes to as many readers as it may have."""
-
 
 @dataclass(frozen=True, slots=True)
 class Submission:
@@ -41,8 +38,6 @@ class JobSource:
         self.tenant = tenant
         self._submission = submission
         self.feed = inbox.feed(job_id)
-        self.poll_s: float | None = None
-        """How often to look unasked, where the job does not push to this process."""
 
     async def attach(self) -> Attached:
         """Registers this process as a reader (again) and tells where the job stands."""
@@ -56,7 +51,7 @@ class JobSource:
             self._inbox.stats.resubmits += 1
             again = await submit(self._courier, inbox, self._submission)
             standing = Attached(again.state, again.num_chunks, again.pushed)
-        self.poll_s = None if standing.pushed else POLL_S
+        self.feed.set_pushed(standing.pushed)
         return standing
 
     async def log(self, start: int, count: int) -> list[Chunk]:

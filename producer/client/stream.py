@@ -12,7 +12,7 @@ from typing import Protocol
 from penstock.contract.broker.producer import Attached
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result
 from penstock.producer.client.cursor import StreamCursor, Verdict, rest_of
-from penstock.producer.client.mailbox import Mailbox
+from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.stats import ClientStats
 
 LOG_PAGE_CHUNKS = 1000
@@ -21,9 +21,7 @@ LOG_PAGE_CHUNKS = 1000
 class Source(Protocol):
     """What a reader asks about its job."""
 
-    @property
-    def poll_s(self) -> float | None:
-        """How often to look unasked, where the job does not push to this process."""
+    feed: Feed
 
     async def attach(self) -> Attached:
         """Registers this process as a reader (again) and tells where the job stands."""
@@ -48,7 +46,7 @@ class StreamReader:
     async def batches(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks as they become available, none of the lists empty; the terminal chunk ends the last."""
         while self._cursor.outcome is None:
-            await self._box.wait(self._source.poll_s)
+            await self._box.wait(self._source.feed.poll_s)
             self._arrived.extend(self._box.take_all())
             if self._box.take_nudge():
                 async for batch in self._catch_up():

@@ -1,6 +1,6 @@
 """A node without an engine: takes jobs over the real broker and says tokens that are known beforehand.
 
-It steps by itself, or as the test tells it; each chunk may be published, only logged (its message is lost), or published
+It steps by itself, or as the test tells it; a chunk is published, or only logged (its message is lost), or published
 twice.
 """
 
@@ -128,11 +128,13 @@ class FakeJob:
 class FakeNode:
     """A node of pool `fake`. `auto`: takes and steps by itself, a step every `step_s`."""
 
-    def __init__(self, url: str, *, auto: bool = True, step_s: float = 0.0, pool: str = POOL, **schema: int) -> None:
+    def __init__(
+        self, url: str, *, auto: bool = True, step_s: float = 0.0, pool: str = POOL, model: str = MODEL, **schema: int
+    ) -> None:
         self.redis: Redis = connect(url)
         self.node_id = f"fake-{secrets.token_hex(8)}"
         self.broker = NodeBroker(self.redis, pool, self.node_id, "r1")
-        self.pool = pool
+        self.record = PoolRecord(pool, model, aliases=("faker",) if model == MODEL else (), max_model_len=4096)
         self.step_s = step_s
         self.how = Say.PUBLISHED
         self.pressure = NodePressure(self.node_id, kv_tokens_unclaimed=KV_TOKENS)
@@ -143,8 +145,7 @@ class FakeNode:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        record = PoolRecord(self.pool, MODEL, aliases=("faker",), max_model_len=4096)
-        await self.broker.join(self._schema, record)
+        await self.broker.join(self._schema, self.record)
         await self.beat()
         self._tasks = [asyncio.create_task(self._beat_forever())]
         if self._auto:
@@ -154,10 +155,11 @@ class FakeNode:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        # Until Python 3.12 a cancellation may be lost inside redis-py.
+        while running := [task for task in self._tasks if not task.done()]:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=0.1)
         await self.redis.aclose()
 
     async def beat(self) -> None:

@@ -1,4 +1,4 @@
-"""`python reference_node.py`: a real node process around the reference engine; settings from PENSTOCK_NODE_* variables."""
+"""`python reference_node.py`: a node process around the reference engine; settings from PENSTOCK_NODE_* variables."""
 
 from __future__ import annotations
 

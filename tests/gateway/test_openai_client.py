@@ -28,10 +28,10 @@ def test_chat_answers_with_text_usage_and_finish_reason(api):
 def test_chat_streams_pieces_that_make_up_the_text(api):
     with api.chat.completions.create(model=MODEL, messages=user("hello"), stream=True) as stream:
         chunks = list(stream)
-    assert [c.choices[0].delta.content for c in chunks] == list("hello")
+    assert "".join(c.choices[0].delta.content for c in chunks) == "hello"
     assert chunks[0].choices[0].delta.role == "assistant"
     assert all(c.choices[0].delta.role is None for c in chunks[1:])
-    assert [c.choices[0].finish_reason for c in chunks] == [None] * 4 + ["stop"]
+    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     assert len({c.id for c in chunks}) == 1
     assert all(c.usage is None for c in chunks)
 
@@ -48,7 +48,8 @@ def test_any_text_arrives_as_it_was_said(api, stream):
 
 def test_half_a_character_sends_no_empty_piece(api):
     chunks = list(api.chat.completions.create(model=MODEL, messages=user("🐢!"), stream=True))
-    assert [c.choices[0].delta.content for c in chunks] == ["🐢", "!"]
+    assert "".join(c.choices[0].delta.content for c in chunks) == "🐢!"
+    assert all(c.choices[0].delta.content for c in chunks)
 
 
 def test_usage_comes_in_a_last_chunk_without_choices_when_asked_for(api):
@@ -81,12 +82,7 @@ def test_both_names_of_the_chat_limit_count(api):
 
 @pytest.mark.parametrize(
     ("prompt", "texts"),
-    [
-        ("plain", ["plain"]),
-        ([104, 105], ["hi"]),
-        (["one", "two"], ["one", "two"]),
-        ([[104, 105], [106]], ["hi", "j"]),
-    ],
+    [("plain", ["plain"]), ([104, 105], ["hi"]), (["one", "two"], ["one", "two"]), ([[104, 105], [106]], ["hi", "j"])],
 )
 def test_prompts_may_be_text_or_token_ids_or_lists_of_them(api, prompt, texts):
     answer = api.completions.create(model=MODEL, prompt=prompt)

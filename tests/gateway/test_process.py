@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from penstock.contract.embedded import EmbeddedRedis
+
 MODEL = "acme/echo"
 
 
@@ -79,9 +81,14 @@ def test_health_and_ready(stack, http):
     assert http.get("/ready").json() == {"status": "ready"}
 
 
-def test_not_ready_without_a_node(stack):
-    from penstock.contract.embedded import EmbeddedRedis
+def test_redis_going_away_is_seen_by_ready_and_not_by_health():
+    with EmbeddedRedis() as server, gateway_process(server.url) as (_, url):
+        server.stop()
+        assert httpx.get(f"{url}/ready", timeout=10).status_code == 503
+        assert httpx.get(f"{url}/health").status_code == 200
 
+
+def test_not_ready_without_a_node():
     with EmbeddedRedis() as empty, gateway_process(empty.url) as (_, url):
         response = httpx.get(f"{url}/ready")
         assert response.status_code == 503

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import httpx
 import openai
 import pytest
+import redis
 
 MODEL = "acme/echo"
 JOB = "x-penstock-job"
@@ -39,6 +40,11 @@ def state_of(stack, job_id: str) -> str:
     return stack.call(look())
 
 
+def open_jobs(stack, pool: str) -> set[bytes]:
+    with redis.Redis.from_url(stack.redis_url) as client:
+        return client.smembers(f"penstock:{{{pool}}}:open")
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -46,7 +52,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
         time.sleep(0.02)
 
 
-def test_events_carry_the_jobs_id_and_the_chunks_number(http):
+def test_events_carry_the_jobs_id_and_the_chunks_number(http, engine):
+    engine.step_s = 0.05
     response = http.post("/v1/completions", json=text_body("a\nb", stream=True))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
@@ -59,6 +66,23 @@ def test_events_carry_the_jobs_id_and_the_chunks_number(http):
 def test_one_job_for_each_prompt_is_named(http):
     response = http.post("/v1/completions", json=text_body(["a", "b"], stream=True))
     assert len(set(response.headers[JOB].split(", "))) == 2
+
+
+def test_a_full_pool_is_a_429_with_retry_after_and_nothing_of_a_list_stays(stack, shared_engine, http):
+    engine = type(shared_engine)()
+    engine.step_s = 0.02
+    stack.start_node(engine, model="acme/tiny", pool="tiny", max_open_jobs=2)
+    wait_until(lambda: "acme/tiny" in http.get("/v1/models").text)
+    body = {**text_body(["a" * 250] * 3), "model": "acme/tiny"}
+    for stream in (False, True):
+        response = http.post("/v1/completions", json={**body, "stream": stream})
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        wait_until(lambda: not open_jobs(stack, "tiny"))
+    api = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
+    with api, pytest.raises(openai.RateLimitError):
+        api.completions.create(model="acme/tiny", prompt=["a"] * 3)
 
 
 def test_a_refusal_by_the_node_is_a_real_400_although_a_stream_was_asked_for(http):
@@ -204,21 +228,13 @@ def test_a_stream_that_is_hung_up_on_cancels_its_jobs(stack, http, engine):
         wait_until(lambda job_id=job_id: state_of(stack, job_id) == "cancelled")
 
 
-def open_jobs(stack) -> set[str]:
-    async def look() -> set[str]:
-        async with stack.client() as client:
-            return {m.decode() for m in await client._redis.smembers("penstock:{narrow}:open")}
-
-    return stack.call(look())
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_caller_that_hangs_up_while_it_waits_cancels_its_job(stack, hasty_url, hold, stream):
-    before = open_jobs(stack)
+    before = open_jobs(stack, "narrow")
     body = {**narrow_body("hello"), "stream": stream}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{hasty_url}/v1/completions", json=body, timeout=httpx.Timeout(0.2))
-    wait_until(lambda: open_jobs(stack) == before)
+    wait_until(lambda: open_jobs(stack, "narrow") == before)
 
 
 def test_a_repeated_idempotency_key_is_the_same_job(http):

@@ -138,6 +138,7 @@ end
 
 local function pack_uint(n)
   if n < 128 then return string.char(n) end
+  if n < 256 then return string.char(0xcc, n) end
   if n < 65536 then return struct.pack('>BH', 0xcd, n) end
   return struct.pack('>BI4', 0xce, n)
 end

@@ -1,0 +1,59 @@
+"""The Celery application: Redis as broker and for results, JSON and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery
+
+from penstock.contract.settings import redis_url_of
+from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.batch.tasks import add_tasks
+
+QUEUE = "penstock-batch"
+KEY_PREFIX = "penstock:celery:"
+"""Before all of Celery's keys; those of the queue of jobs have braces in this place."""
+_RESTORE_CHECK_S = 5
+
+
+def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
+    """An application with our tasks; `redis_url` is the queue's, $PENSTOCK_REDIS_URL by default."""
+    jobs_url = redis_url_of(redis_url)
+    url = celery_url(settings.broker_url or jobs_url)
+    app = Celery("penstock", broker=url, backend=url)
+    app.conf.update(_options(settings))
+    add_tasks(app, jobs_url, longest_pause_s=settings.visibility_timeout_s / 2)
+    return app
+
+
+def celery_url(redis_url: str) -> str:
+    """Celery's way to write the address of a unix socket."""
+    return redis_url.replace("unix://", "redis+socket://", 1)
+
+
+def _options(settings: CelerySettings) -> dict[str, Any]:
+    return {
+        "task_default_queue": QUEUE,
+        "task_serializer": "json",
+        "result_serializer": "json",
+        "event_serializer": "json",
+        "accept_content": ["json"],
+        "result_accept_content": ["json"],
+        # A task is gone from the queue when it is done, not when it is taken.
+        "task_acks_late": True,
+        "task_reject_on_worker_lost": True,
+        "worker_prefetch_multiplier": 1,
+        # Redis away for a moment: the task goes on, and the copy that is delivered meanwhile finds it locked.
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+        "worker_soft_shutdown_timeout": settings.soft_shutdown_s,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,
+        "broker_transport_options": {
+            "visibility_timeout": settings.visibility_timeout_s,
+            "global_keyprefix": KEY_PREFIX,
+            "unacked_restore_interval": _RESTORE_CHECK_S,
+            "unacked_restore_throttle": 1,
+        },
+        "result_backend_transport_options": {"global_keyprefix": KEY_PREFIX},
+        "result_expires": settings.result_ttl_s,
+    }

@@ -1,0 +1,133 @@
+"""A file of requests becomes jobs, a bounded number at once, and their results become a file of rows.
+
+Everything about a row follows from the batch and its custom_id, so a run that was killed is simply run again: rows that
+are written are skipped, jobs that were submitted are found by their idempotency key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from penstock.contract.errors import BusyError, JobFailedError, RequestError, UnavailableError, error_of
+from penstock.contract.job import Priority
+from penstock.producer.batch import places
+from penstock.producer.batch.answer import answer_row, body_of, error_row
+from penstock.producer.batch.lines import Line, lines_of, survey_of
+from penstock.producer.batch.records import Batch, Progress
+from penstock.producer.batch.request import Request, request_of_line
+from penstock.producer.batch.results import ResultsFile, open_results, row_id_of
+from penstock.producer.client import AsyncClient
+
+_JITTER = 0.2
+
+Row = dict[str, Any]
+OnProgress = Callable[[Progress], None]
+
+
+async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None) -> Progress:
+    """Runs a batch to its end, however long the queue keeps it waiting; cancelled, it can be run again.
+
+    Raises RequestError when input or output cannot be used, BusyError while another run writes the same output.
+    """
+    with places.local_copy(batch.input, param="input") as path:
+        with places.readable("input"):
+            survey = survey_of(path)
+        batch_id = batch.batch_id or _batch_id_of(batch, survey.digest)
+        with open_results(batch.output, batch_id, survey.num_lines) as results:
+            on_progress(results.progress)
+            if not results.is_whole:
+                missing = (line for line in lines_of(path) if line.custom_id not in results.custom_ids)
+                async with AsyncClient(redis_url) as client:
+                    await _Run(client, batch, batch_id, results, on_progress).answer_all(missing)
+    return results.progress
+
+
+async def answer(client: AsyncClient, request: Request, model: str | None, key: str) -> tuple[str, dict[str, Any]]:
+    """Submits one request and waits for its end: the job's id and the response body.
+
+    Raises JobFailedError or RequestError when there will be no answer, BusyError or UnavailableError when to try again.
+    """
+    wanted = request.model or model
+    job = await client.submit(
+        request.prompt, model=wanted, params=request.params, priority=Priority.BATCH, idempotency_key=key
+    )
+    result = await job.result(check=False)
+    if result.outcome.state != "done":
+        error = error_of(result.outcome)
+        if isinstance(error, BusyError | UnavailableError):
+            # The job has ended: asking again would only find it again.
+            raise JobFailedError(error.message, code=error.code)
+        raise error
+    served = wanted or (await client.pools())[job.pool].model
+    return job.id, body_of(request, served, result)
+
+
+def _batch_id_of(batch: Batch, digest: bytes) -> str:
+    what = "\0".join((digest.hex(), places.canonical(batch.output), batch.model or ""))
+    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+
+
+class _Run:
+    """Workers that take lines and make rows, and one writer that takes rows."""
+
+    def __init__(
+        self, client: AsyncClient, batch: Batch, batch_id: str, results: ResultsFile, on_progress: OnProgress
+    ) -> None:
+        self._client = client
+        self._batch = batch
+        self._batch_id = batch_id
+        self._results = results
+        self._on_progress = on_progress
+        self._rows: asyncio.Queue[Row | None] = asyncio.Queue(batch.max_in_flight)
+
+    async def answer_all(self, lines: Iterator[Line]) -> None:
+        """Returns when every line has its row on disk."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write_rows())
+                workers = [tasks.create_task(self._work(lines)) for _ in range(self._batch.max_in_flight)]
+                await asyncio.wait(workers)
+                await self._rows.put(None)
+        except ExceptionGroup as group:
+            # Whatever went wrong first has ended the others.
+            raise group.exceptions[0] from None
+
+    async def _work(self, lines: Iterator[Line]) -> None:
+        for line in lines:
+            await self._rows.put(await self._row_of(line))
+
+    async def _row_of(self, line: Line) -> Row:
+        row_id = row_id_of(self._batch_id, line.custom_id)
+        try:
+            request = request_of_line(line.fields)
+            job_id, body = await self._answer_patiently(request, row_id)
+        except (RequestError, JobFailedError) as error:
+            return error_row(row_id, line.custom_id, error)
+        return answer_row(row_id, line.custom_id, body, job_id)
+
+    async def _answer_patiently(self, request: Request, key: str) -> tuple[str, dict[str, Any]]:
+        while True:
+            try:
+                return await answer(self._client, request, self._batch.model, key)
+            except (BusyError, UnavailableError) as error:
+                self._tell(error.message)
+                await asyncio.sleep(error.retry_after_ms / 1000 * random.uniform(1, 1 + _JITTER))
+
+    async def _write_rows(self) -> None:
+        """As many rows in one write as have come meanwhile."""
+        done = False
+        while not done:
+            rows = [await self._rows.get()]
+            while not self._rows.empty():
+                rows.append(self._rows.get_nowait())
+            done = rows[-1] is None
+            await self._results.append(row for row in rows if row is not None)
+            self._tell("")
+
+    def _tell(self, waiting: str) -> None:
+        self._on_progress(replace(self._results.progress, waiting=waiting))

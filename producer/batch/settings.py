@@ -1,0 +1,23 @@
+"""What a Celery worker, and whoever sends it tasks, may be told: PENSTOCK_CELERY_* variables."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from penstock.contract.settings import Settings
+
+
+class CelerySettings(Settings):
+    """Celery's own broker and results; the queue of jobs is PENSTOCK_REDIS_URL's."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_CELERY_")
+
+    broker_url: str | None = None
+    """None: the Redis of the queue. It must be a plain one, not a cluster."""
+    visibility_timeout_s: int = Field(300, ge=1)
+    """When a task of a worker that was killed comes back. A task that takes longer is given to a second worker too,
+    which finds it locked and waits, so this may be short."""
+    soft_shutdown_s: float = Field(5.0, ge=0)
+    """How long short tasks may go on when a worker is stopped at once; longer ones go back to the queue."""
+    result_ttl_s: int = Field(86_400, ge=1)

@@ -1,0 +1,115 @@
+"""`penstock doctor` finds what is wrong and says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis
+
+from penstock.cli.doctor import check_demo_model, check_extras, judge_cpu, judge_gpus, judge_redis
+from penstock.cli.host import cpu_flags, usable_cores
+
+GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
+
+
+def levels(**info: object) -> list[str]:
+    return [check.level for check in judge_redis({**GOOD, **info})]
+
+
+def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
+    command = [sys.executable, "-m", "penstock", "doctor", *arguments]
+    return subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, timeout=60)
+
+
+def test_good_redis_is_ok() -> None:
+    assert levels() == ["ok", "ok", "ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [("6.0.16", "fail"), ("6.2.14", "ok"), ("8.0.0", "ok"), ("10.1.0", "ok")]
+)
+def test_old_redis_fails(version: str, level: str) -> None:
+    assert levels(redis_version=version)[0] == level
+
+
+def test_evicting_redis_fails() -> None:
+    assert levels(maxmemory_policy="allkeys-lru")[1] == "fail"
+
+
+def test_unbounded_or_forgetful_redis_is_warned_about() -> None:
+    assert levels(maxmemory=0)[2] == "warn"
+    assert levels(aof_enabled=0)[3] == "warn"
+
+
+def test_processor_is_judged_by_its_matrix_features() -> None:
+    assert judge_cpu("x86_64", frozenset()).level == "warn"
+    assert "avx512_bf16" in judge_cpu("x86_64", frozenset({"avx2", "avx512_bf16", "sse"})).finding
+    assert judge_cpu("aarch64", frozenset()).level == "ok"
+
+
+def test_card_without_a_matching_torch_is_warned_about() -> None:
+    assert judge_gpus(["H200"], "2.13.0+cpu").level == "warn"
+    assert judge_gpus(["H200"], "2.13.0").level == "ok"
+    assert judge_gpus([], "2.13.0+cpu").level == "ok"
+
+
+def test_flags_are_read_from_either_kind_of_cpuinfo() -> None:
+    assert cpu_flags("processor : 0\nflags\t\t: sse avx2\n") == {"sse", "avx2"}
+    assert cpu_flags("Features : fp asimd\n") == {"fp", "asimd"}
+    assert cpu_flags("nothing here") == frozenset()
+
+
+def test_quota_of_the_cgroup_counts(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert usable_cores(tmp_path) == 0.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_quota_of_an_old_cgroup_counts(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("25000")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000")
+    assert usable_cores(tmp_path) == 0.25
+
+
+def test_missing_model_and_extras_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.files", lambda _: None)
+    assert "pip install" in check_demo_model().advice
+    monkeypatch.setattr("penstock.cli.doctor._version_of", lambda _: None)
+    assert {check.level for check in check_extras()} == {"warn"}
+
+
+def test_command_reports_a_running_redis(redis_url: str) -> None:
+    done = doctor("--redis-url", redis_url)
+    assert done.returncode == 0, done.stdout
+    assert "eviction policy is noeviction" in done.stdout
+
+
+def test_command_fails_when_something_must_be_mended(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            done = doctor(PENSTOCK_REDIS_URL=redis_url)
+        finally:
+            client.config_set("maxmemory-policy", "noeviction")
+    assert done.returncode == 1
+    assert "noeviction: an evicted key is a lost job" in done.stdout
+
+
+def test_command_without_redis_names_the_one_it_would_start() -> None:
+    done = doctor()
+    assert done.returncode == 0, done.stdout
+    assert "started on demand" in done.stdout
+
+
+def test_command_says_when_redis_is_away(tmp_path: Path) -> None:
+    done = doctor("--redis-url", f"unix://{tmp_path}/none.sock")
+    assert done.returncode == 1
+    assert "Redis is away" in done.stdout
+    assert "Traceback" not in done.stderr

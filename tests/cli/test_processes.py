@@ -1,0 +1,201 @@
+"""Child processes are watched until ready, end in order, and never outlive their parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.processes import Child, Command, Event, ProcessDiedError, Supervisor
+
+READY = 'import json, time; print(json.dumps({"event": "ready", "pool": "p"}), flush=True)\n'
+SLEEP = "time.sleep(300)\n"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+
+PARENT = """
+import asyncio, sys
+from penstock.cli.processes import Command, Supervisor
+
+CHILD = '''
+import json, os, subprocess, sys, time
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print(json.dumps({"event": "ready", "pids": [os.getpid(), grandchild.pid]}), flush=True)
+time.sleep(300)
+'''
+
+async def main():
+    async with Supervisor(lambda name, line: None) as supervisor:
+        child = await supervisor.start(Command("child", (sys.executable, "-c", CHILD), {}, grace_s=1))
+        print(*(await child.ready())["pids"], flush=True)
+        await supervisor.until_one_dies()
+
+asyncio.run(main())
+"""
+
+
+def command(
+    code: str, name: str = "child", grace_s: float = 5, on_progress: Callable[[Event], None] | None = None
+) -> Command:
+    return Command(name, (sys.executable, "-c", code), {}, grace_s, on_progress)
+
+
+def quiet(_name: str, _line: str) -> None:
+    pass
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_dead(pids: list[int], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "still alive"
+        time.sleep(0.02)
+
+
+async def test_ready_event_is_returned_and_logs_go_to_the_sink() -> None:
+    lines = []
+    async with Supervisor(lambda name, line: lines.append((name, line))) as supervisor:
+        child = await supervisor.start(command("print('hello', flush=True)\n" + READY + SLEEP))
+        assert (await child.ready(timeout_s=20))["pool"] == "p"
+    assert ("child", "hello") in lines
+
+
+async def test_progress_is_handed_on() -> None:
+    seen: list[Event] = []
+    code = """print('{"event": "progress", "stage": "weights", "fraction": 0.5}', flush=True)\n"""
+    async with Supervisor(quiet) as supervisor:
+        child = await supervisor.start(command(code + READY + SLEEP, on_progress=seen.append))
+        await child.ready(timeout_s=20)
+    assert [(event["stage"], event["fraction"]) for event in seen] == [("weights", 0.5)]
+
+
+async def test_death_before_ready_says_what_the_child_said_last() -> None:
+    async with Supervisor(quiet) as supervisor:
+        child = await supervisor.start(command("import sys; print('no such model', file=sys.stderr); sys.exit(3)"))
+        with pytest.raises(ProcessDiedError, match=r"status 3\n  no such model"):
+            await child.ready()
+
+
+async def test_child_that_never_gets_ready_is_given_up() -> None:
+    async with Supervisor(quiet) as supervisor:
+        child = await supervisor.start(command("import time\n" + SLEEP))
+        with pytest.raises(ProcessDiedError, match=r"not ready within 0\.1 s"):
+            await child.ready(timeout_s=0.1)
+
+
+async def test_death_of_one_child_is_noticed() -> None:
+    async with Supervisor(quiet) as supervisor:
+        await supervisor.start(command(READY + SLEEP, name="lasting"))
+        await supervisor.start(command("import sys; sys.exit(7)", name="failing"))
+        with pytest.raises(ProcessDiedError, match="failing ended with status 7"):
+            await supervisor.until_one_dies()
+
+
+async def test_work_is_cancelled_when_a_child_dies() -> None:
+    cancelled = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async with Supervisor(quiet) as supervisor:
+        await supervisor.start(command("import sys; sys.exit(7)"))
+        with pytest.raises(ProcessDiedError):
+            await supervisor.unless_one_dies(work())
+    assert cancelled.is_set()
+
+
+async def test_work_that_finishes_gives_its_result() -> None:
+    async def work() -> str:
+        return "done"
+
+    async with Supervisor(quiet) as supervisor:
+        await supervisor.start(command(READY + SLEEP))
+        assert await supervisor.unless_one_dies(work()) == "done"
+
+
+async def test_children_end_in_reverse_order() -> None:
+    order = []
+    tell = "import signal, sys, time\nsignal.signal(15, lambda *_: (time.sleep(0.1), print('bye'), sys.exit()))\n"
+    async with Supervisor(lambda name, line: order.append((name, line))) as supervisor:
+        for name in ("first", "second", "third"):
+            child = await supervisor.start(command(tell + READY + SLEEP, name=name))
+            await child.ready(timeout_s=20)
+    assert order == [("third", "bye"), ("second", "bye"), ("first", "bye")]
+
+
+async def test_stubborn_child_is_killed_after_its_grace_time() -> None:
+    started = time.monotonic()
+    async with Supervisor(quiet) as supervisor:
+        child = await supervisor.start(command(STUBBORN + READY + SLEEP, grace_s=0.3))
+        await child.ready(timeout_s=20)
+        started = time.monotonic()
+    assert 0.3 <= time.monotonic() - started < 4
+
+
+async def test_overlong_line_harms_nobody() -> None:
+    async with Supervisor(quiet) as supervisor:
+        child = await supervisor.start(command("print('x' * 3_000_000)\n" + READY + SLEEP))
+        await child.ready(timeout_s=20)
+
+
+async def test_line_that_only_looks_like_an_event_is_log() -> None:
+    lines = []
+    async with Supervisor(lambda _, line: lines.append(line)) as supervisor:
+        child = await supervisor.start(command("""print('{"event": torn')\nprint('{"other": 1}')\n""" + READY + SLEEP))
+        await child.ready(timeout_s=20)
+    assert lines == ['{"event": torn', '{"other": 1}']
+
+
+async def test_cancelled_context_still_ends_the_children() -> None:
+    children: list[Child] = []
+
+    async def hold() -> None:
+        async with Supervisor(quiet) as supervisor:
+            children.append(await supervisor.start(command(READY + SLEEP)))
+            await children[0].ready()
+            await supervisor.until_one_dies()
+
+    task = asyncio.create_task(hold())
+    while not children:
+        await asyncio.sleep(0.01)
+    await children[0].ready(timeout_s=20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not is_alive(children[0].pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_parent(number: signal.Signals) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(map(is_alive, pids))
+
+    os.killpg(parent.pid, number)
+    parent.communicate()
+
+    wait_until_dead(pids)

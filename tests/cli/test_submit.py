@@ -1,0 +1,97 @@
+"""`penstock submit` streams a job's answer to stdout; the node is real, its engine is the reference one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.producer.client import AsyncClient, Client
+
+NODE = Path(__file__).parent.parent / "fakes" / "reference_node.py"
+
+
+@pytest.fixture
+def pool(redis_url: str) -> Iterator[str]:
+    """A running node's pool."""
+    env = {**os.environ, "PENSTOCK_REDIS_URL": redis_url, "REFERENCE_STEP_S": "0.01"}
+    node = subprocess.Popen([sys.executable, NODE], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        asyncio.run(_until_served(redis_url))
+        yield redis_url
+    finally:
+        node.kill()
+        node.wait()
+
+
+async def _until_served(redis_url: str) -> None:
+    async with AsyncClient(redis_url) as client:
+        deadline = time.monotonic() + 20
+        while not await client.pools():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+
+def command(redis_url: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "penstock", "submit", *arguments, "--redis-url", redis_url]
+
+
+def submit(redis_url: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(redis_url, *arguments), input=stdin, capture_output=True, text=True, timeout=60)
+
+
+def test_answer_comes_to_stdout(pool: str) -> None:
+    done = submit(pool, "hello", "--raw", "--seed", "7", "--max-tokens", "5")
+    assert done.returncode == 0, done.stderr
+    with Client(pool) as client:
+        assert done.stdout == client.submit("hello", seed=7, max_tokens=5).result().choices[0].text + "\n"
+
+
+def test_prompt_can_come_from_stdin(pool: str) -> None:
+    sampling = ("--raw", "--seed", "7", "--max-tokens", "5")
+    assert submit(pool, "-", *sampling, stdin="hello").stdout == submit(pool, "hello", *sampling).stdout
+
+
+def test_wrong_parameter_is_one_line_and_exit_code_2(pool: str) -> None:
+    done = submit(pool, "hello", "--temperature", "11")
+    assert done.returncode == 2
+    assert "temperature" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_unknown_model_is_one_line_and_exit_code_2(pool: str) -> None:
+    done = submit(pool, "hello", "--model", "nonesuch")
+    assert done.returncode == 2
+    assert "nonesuch" in done.stderr
+
+
+def test_ctrl_c_cancels_the_job(pool: str) -> None:
+    running = subprocess.Popen(
+        command(pool, "hello", "--raw", "--max-tokens", "20000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert running.stdout is not None
+    assert running.stdout.read(1)
+
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=30)
+
+    assert running.returncode == 130
+    assert b"Traceback" not in errors
+    asyncio.run(_until_idle(pool))
+
+
+async def _until_idle(redis_url: str) -> None:
+    from penstock.contract.broker.connection import connect
+
+    async with connect(redis_url) as redis:
+        deadline = time.monotonic() + 10
+        while await redis.scard("penstock:{reference}:open"):
+            assert time.monotonic() < deadline, "the job still runs"
+            await asyncio.sleep(0.05)

@@ -1,0 +1,13 @@
+"""Fixtures of the contract's tests."""
+
+from __future__ import annotations
+
+import pytest
+from contract.harness import Queue
+from redis.asyncio import Redis
+
+
+@pytest.fixture
+async def queue(redis: Redis) -> Queue:
+    """A pool on an empty Redis; no node has joined it yet."""
+    return Queue(redis)

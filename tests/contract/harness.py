@@ -1,0 +1,227 @@
+"""A pool's queue as tests drive it: real scripts on a real Redis; time moves by changing what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from uuid_utils import uuid7
+
+from penstock.contract import keys
+from penstock.contract.broker import scripts
+from penstock.contract.broker.node import Emission, NodeBroker, Room, TakeAnswer, Taken
+from penstock.contract.broker.producer import ProducerBroker
+from penstock.contract.job import Chunk, Job, Outcome, Priority
+from penstock.contract.wire import NodePressure, PoolRecord, encode_chunk
+
+POOL = "m"
+P = keys.prefix(POOL)
+TENANT = "default"
+LEASE_MS = 3000
+SCHEMA = {
+    "version": 1,
+    "lease_ms": LEASE_MS,
+    "abandon_after_ms": 30_000,
+    "reattach_grace_ms": 5_000,
+    "log_ttl_ms": 120_000,
+    "result_ttl_ms": 86_400_000,
+    "idem_ttl_ms": 43_200_000,
+    "max_open_jobs": 100_000,
+    "max_queued_cost": 10**9,
+    "max_losses": 3,
+    "progress_chunks": 64,
+    "avoid_ms": 2_000,
+}
+RECORD = PoolRecord(POOL, "acme/model", max_model_len=2048)
+
+
+def new_id(pool: str = POOL) -> str:
+    return f"{pool}.{uuid7()}"
+
+
+def id_minted_at(unix_s: float) -> str:
+    minted = f"{int(unix_s * 1000):012x}"
+    return f"{POOL}.{minted[:8]}-{minted[8:]}{str(uuid7())[13:]}"
+
+
+def new_job(job_id: str | None = None, **fields: Any) -> Job:
+    fields = fields if fields.keys() & {"prompt_token_ids", "messages"} else {"prompt": "hello", **fields}
+    return Job(id=job_id or new_id(), **fields)
+
+
+def chunks_of(job_id: str, start: int, count: int) -> tuple[bytes, ...]:
+    return tuple(encode_chunk(Chunk(job_id, i, 0, i, (100 + i,), f"t{i} ")) for i in range(start, start + count))
+
+
+class FakeNode:
+    """A node without an engine: counts its calls, says what it is told to say."""
+
+    def __init__(self, redis: Redis, name: str, revision: str) -> None:
+        self.name = name
+        self.revision = revision
+        self.broker = NodeBroker(redis, POOL, name, revision)
+        self.call = 0
+
+    async def join(self, **schema: int) -> None:
+        await self.broker.join({**SCHEMA, **schema}, RECORD)
+
+    async def take(
+        self,
+        tokens: int | tuple[int, int, int] = 10**6,
+        slots: int | tuple[int, int, int] = 256,
+        *,
+        kv_total: int = 10**6,
+        slots_total: int = 256,
+    ) -> TakeAnswer:
+        self.call += 1
+        return await self.take_again(tokens, slots, kv_total=kv_total, slots_total=slots_total)
+
+    async def take_again(
+        self,
+        tokens: int | tuple[int, int, int] = 10**6,
+        slots: int | tuple[int, int, int] = 256,
+        *,
+        kv_total: int = 10**6,
+        slots_total: int = 256,
+    ) -> TakeAnswer:
+        """The last call repeated, as after a lost reply."""
+        room = tokens if isinstance(tokens, tuple) else (tokens,) * 3
+        places = slots if isinstance(slots, tuple) else (slots,) * 3
+        return await self.broker.take(self.call, f"nonce-{self.name}", Room(room, places, kv_total, slots_total))
+
+    async def take_one(self) -> Taken:
+        answer = await self.take()
+        assert len(answer.jobs) == 1
+        return answer.jobs[0]
+
+    async def emit(self, taken: Taken, start: int, count: int = 1) -> str:
+        chunks = chunks_of(taken.job_id, start, count)
+        return (await self.broker.emit([Emission(taken.job_id, taken.lease, start, chunks)]))[0]
+
+    async def finish(self, taken: Taken, start: int, count: int = 0, *, outcome: Outcome | None = None) -> str:
+        last = Emission(taken.job_id, taken.lease, start, chunks_of(taken.job_id, start, count))
+        return await self.broker.finish(last, outcome or Outcome("done"), b"result")
+
+    async def give_back(self, taken: Taken, cost: int | None = None) -> str:
+        return (await self.broker.give_back([(taken.job_id, taken.lease, taken.cost if cost is None else cost)]))[0]
+
+    async def beat(self, held: Sequence[str] | None = None, *, answered: int | None = None, free: int = 1000) -> Any:
+        answered_call = self.call if answered is None else answered
+        return await self.broker.beat(NodePressure(self.name), free=free, answered_call=answered_call, held=held)
+
+
+@dataclass
+class Inbox:
+    """A subscription and what came in over it."""
+
+    redis: Redis
+    pubsub: PubSub
+    channel: str
+
+    async def messages(self) -> list[bytes]:
+        """All messages so far: a marker sent behind them says where they end, so nothing waits."""
+        await self.redis.publish(self.channel, b"marker")
+        found: list[bytes] = []
+        while True:
+            message = await self.pubsub.get_message(ignore_subscribe_messages=True, timeout=5)
+            assert message is not None
+            if message["data"] == b"marker":
+                return found
+            found.append(message["data"])
+
+
+class Queue:
+    """One pool: a producer, nodes by name, and its keys."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self.producer = ProducerBroker(redis)
+
+    async def node(self, name: str = "n1", revision: str = "r1", **schema: int) -> FakeNode:
+        """A node that has joined."""
+        node = FakeNode(self.redis, name, revision)
+        await node.join(**schema)
+        return node
+
+    async def submit(
+        self, job: Job | None = None, *, cost: int = 100, inbox: str = "", channel: bool = False, **fields: Any
+    ) -> str:
+        job = job or new_job(**fields)
+        return (await self.producer.submit(job, cost=cost, inbox=inbox, channel=channel)).job_id
+
+    async def submit_many(self, count: int, **fields: Any) -> list[str]:
+        """Jobs whose order of submission is plain, also when they fall into one millisecond."""
+        ids = []
+        for number in range(count):
+            job_id = await self.submit(**fields)
+            priority = int(fields.get("priority", Priority.STANDARD))
+            await self.redis.zadd(keys.waiting(POOL, priority), {job_id: 1000 + number})
+            ids.append(job_id)
+        return ids
+
+    async def running(self, node: FakeNode, **fields: Any) -> Taken:
+        """A job that `node` has taken."""
+        job_id = await self.submit(**fields)
+        taken = await node.take_one()
+        assert taken.job_id == job_id
+        return taken
+
+    async def state(self, job_id: str) -> str:
+        return (await self.record(job_id)).get("state", "")
+
+    async def record(self, job_id: str) -> dict[str, str]:
+        fields = await cast(Any, self.redis.hgetall(keys.job(job_id)))
+        return {name.decode(): value.decode() for name, value in fields.items()}
+
+    async def log(self, job_id: str) -> list[bytes]:
+        return cast(list[bytes], await cast(Any, self.redis.lrange(keys.log(job_id), 0, -1)))
+
+    async def change(self, job_id: str, **fields: str | int) -> None:
+        await cast(Any, self.redis.hset(keys.job(job_id), mapping=cast(Any, fields)))
+
+    async def keys(self, pattern: str = "*") -> set[str]:
+        """Names of the pool's keys that match, without their prefix."""
+        found: Any = await self.redis.keys(f"{P.replace('{', '[{]').replace('}', '[}]')}:{pattern}")
+        return {key.decode().removeprefix(f"{P}:") for key in found}
+
+    async def ids(self, name: str) -> set[str]:
+        """Members of a set or sorted set of the pool."""
+        key = f"{P}:{name}"
+        kind = await self.redis.type(key)
+        zset = kind == b"zset"
+        members = await cast(Any, self.redis.zrange(key, 0, -1) if zset else self.redis.smembers(key))
+        return {member.decode() for member in members}
+
+    async def now_ms(self) -> int:
+        seconds, micros = await self.redis.time()
+        return int(seconds * 1000 + micros // 1000)
+
+    async def age(self, name: str, member: str, by_ms: int) -> None:
+        """Moves a score of the pool into the past."""
+        await self.redis.zincrby(f"{P}:{name}", -by_ms, member)
+
+    async def sweep(self, *, since_last_ms: int | None = LEASE_MS // 4) -> list[Any]:
+        """The sweep script's answer, when it last ran `since_last_ms` ago (None: never)."""
+        if since_last_ms is None:
+            await self.redis.delete(f"{P}:sweep")
+        else:
+            await self.redis.set(f"{P}:sweep", await self.now_ms() - since_last_ms)
+        return await self.run_sweep()
+
+    async def run_sweep(self) -> list[Any]:
+        kind, *numbers = await scripts.call(self.redis, "sweep", POOL)
+        return [kind.decode(), *numbers]
+
+    async def kill(self, node: FakeNode) -> None:
+        """Makes a node's last beat older than a lease, and finds it out."""
+        await self.age("nodes", node.name, LEASE_MS + 1)
+        await self.sweep()
+
+    async def listen(self, channel: str) -> Inbox:
+        pubsub = self.redis.pubsub()
+        await pubsub.subscribe(channel)
+        assert await pubsub.get_message(timeout=5) is not None
+        return Inbox(self.redis, pubsub, channel)

@@ -1,0 +1,120 @@
+"""Every key of a pool against the model: sets, sums, records, logs, and nothing that should not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+from contract.harness import P
+from contract.queue_model import TERMINAL, ModelJob, QueueModel
+
+from penstock.contract.wire import decode_chunks
+
+OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took"}
+Dump = dict[str, Any]
+
+
+def dump(client: redis.Redis) -> Dump:
+    """All keys of the pool, without their prefix, and their values."""
+    names = [name for name in client.scan_iter(count=1000) if name.startswith(f"{P}:".encode())]
+    pipe = client.pipeline(transaction=False)
+    for name in names:
+        pipe.type(name)
+    kinds = pipe.execute()
+    for name, kind in zip(names, kinds, strict=True):
+        match kind:
+            case b"hash":
+                pipe.hgetall(name)
+            case b"zset":
+                pipe.zrange(name, 0, -1, withscores=True)
+            case b"set":
+                pipe.smembers(name)
+            case b"list":
+                pipe.lrange(name, 0, -1)
+            case b"stream":
+                pipe.xrange(name)
+            case _:
+                pipe.get(name)
+    return {name.decode().removeprefix(f"{P}:"): value for name, value in zip(names, pipe.execute(), strict=True)}
+
+
+def check_sets(found: Dump, model: QueueModel) -> None:
+    """Queues, sets and sums hold exactly what the jobs say of themselves; an empty one does not exist."""
+    expected: Dump = {}
+    for job in model.jobs.values():
+        if job.state in TERMINAL:
+            continue
+        expected.setdefault("open", set()).add(job.job_id)
+        expected.setdefault(f"tenant:{job.tenant}:open", set()).add(job.job_id)
+        if job.state == "running":
+            expected.setdefault(f"run:{job.node}", set()).add(job.job_id)
+            continue
+        kind = "back" if job.is_back else "q"
+        expected.setdefault(f"{kind}:{job.priority}:{job.tenant}", set()).add(job.job_id)
+        expected.setdefault(f"wait:{job.priority}", set()).add((job.job_id, float(job.submitted_ms)))
+        if job.has_deadline:
+            expected.setdefault("due", set()).add(job.job_id)
+    per_job = {"job", "log", "in", "out"}
+    names = {name for name in found if name.partition(":")[0] not in per_job | OF_THE_POOL}
+    assert {name: _members(name, found[name]) for name in names} == expected
+    backlog = {int(p): int(cost) for p, cost in found.get("backlog", {}).items() if int(cost)}
+    costs = {p: sum(job.cost for job in model.queued(p)) for p in range(3)}
+    assert backlog == {p: cost for p, cost in costs.items() if cost}
+    known = {node.name for node in model.nodes.values() if node.is_known}
+    assert _members("nodes", found.get("nodes", [])) == known
+
+
+def _members(name: str, value: Any) -> set[Any]:
+    if name.startswith("q:"):
+        return {fields[b"id"].decode() for _, fields in value}
+    if name.startswith("wait:"):
+        return {(member.decode(), score) for member, score in value}
+    return {(item[0] if isinstance(item, tuple) else item).decode() for item in value}
+
+
+def check_jobs(found: Dump, model: QueueModel) -> None:
+    """Each job's record and log are the model's, and an ended one's last chunk alone says how it ended."""
+    for job in model.jobs.values():
+        _check_record(found[f"job:{job.job_id}"], job)
+        log = found.get(f"log:{job.job_id}", [])
+        assert log[: len(job.log)] == job.log
+        ends = log[len(job.log) :]
+        assert len(ends) == (job.state in TERMINAL)
+        assert (f"in:{job.job_id}" in found) is (job.state not in TERMINAL)
+        assert (f"out:{job.job_id}" in found) is (job.state == "done")
+        chunks = decode_chunks(b"".join(log))
+        assert [chunk.index for chunk in chunks] == list(range(len(log)))
+        outcomes = [(chunk.outcome.state, chunk.outcome.code) for chunk in chunks if chunk.outcome]
+        assert outcomes == [(job.state, job.code)] * len(ends)
+    assert {name[4:] for name in found if name.startswith("job:")} == set(model.jobs)
+
+
+def _check_record(record: dict[bytes, bytes], job: ModelJob) -> None:
+    assert {
+        "state": record[b"state"].decode(),
+        "code": record.get(b"code", b"").decode(),
+        "cost": int(record[b"cost"]),
+        "node": record[b"node"].decode(),
+        "lease": record[b"lease"].decode(),
+        "losses": int(record[b"losses"]),
+        "preemptions": int(record[b"preemptions"]),
+    } == {
+        "state": job.state,
+        "code": job.code,
+        "cost": job.cost,
+        "node": job.node,
+        "lease": job.lease,
+        "losses": job.losses,
+        "preemptions": job.preemptions,
+    }
+
+
+def check_lives(client: redis.Redis, model: QueueModel) -> None:
+    """What belongs to an open job lives for ever, what belongs to an ended one does not."""
+    names = [f"{P}:{kind}:{job.job_id}" for job in model.jobs.values() for kind in ("job", "log", "in", "out")]
+    ended = [job.state in TERMINAL for job in model.jobs.values() for _ in range(4)]
+    pipe = client.pipeline(transaction=False)
+    for name in names:
+        pipe.pttl(name)
+    for life_ms, is_ended in zip(pipe.execute(), ended, strict=True):
+        assert life_ms == -2 or (life_ms > 0) is is_ended

@@ -1,0 +1,140 @@
+"""Admission: what a job will cost, and whether the pool can take it within a reasonable wait."""
+
+from __future__ import annotations
+
+import pytest
+from contract.harness import new_job
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.contract.admission import (
+    MAX_WAIT_MS,
+    MIN_RETRY_AFTER_MS,
+    PREDICTED_OUTPUT_TOKENS,
+    decide,
+    estimate_cost,
+    prompt_bytes,
+)
+from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
+from penstock.contract.job import Message, Priority, SamplingParams
+from penstock.contract.wire import NodePressure, PoolPressure, PoolRecord
+
+RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
+UNLIMITED = PoolRecord("m", "acme/model", bytes_per_token=4.0)
+
+
+def node(name: str = "n1", *, room: int = 0, rate: float = 0.0, draining: bool = False) -> NodePressure:
+    return NodePressure(name, kv_tokens_unclaimed=room, drain_cost_per_s=rate, draining=draining)
+
+
+def retry_after_ms(
+    pressure: PoolPressure, *, cost: int = 100, priority: int = 1, admitted_since: int = 0
+) -> int | None:
+    """None when admitted."""
+    try:
+        decide(pressure, cost=cost, priority=priority, admitted_since=admitted_since)
+    except BusyError as error:
+        return error.retry_after_ms
+    return None
+
+
+# Cost
+
+
+def test_prompt_is_measured_in_utf8_bytes() -> None:
+    assert prompt_bytes(new_job(prompt="héllo")) == 6
+    assert (
+        prompt_bytes(new_job(messages=(Message(role="user", content="hé"), Message(role="system", content="")))) == 13
+    )
+    assert prompt_bytes(new_job(prompt_token_ids=(1, 2))) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "cost"),
+    [
+        ({"prompt": "x" * 400}, {"max_tokens": 10}, 110),
+        ({"prompt": "x" * 401}, {"max_tokens": 10}, 111),
+        ({"prompt_token_ids": (1,) * 50}, {"max_tokens": 10}, 60),
+        ({"prompt": "x" * 400}, {"max_tokens": 10, "n": 3}, 130),
+        ({"prompt": "x" * 400}, {}, 100 + PREDICTED_OUTPUT_TOKENS),
+        ({"prompt": "x" * 400}, {"max_tokens": 900}, 100 + PREDICTED_OUTPUT_TOKENS),
+        ({"prompt": "x" * 40_000}, {"max_tokens": 10}, 1000),
+        ({"prompt": "x" * 40_000}, {"max_tokens": 10, "n": 2}, 2000),
+    ],
+)
+def test_cost_is_prompt_and_probable_output_within_the_models_length(
+    prompt: dict[str, object], params: dict[str, int], cost: int
+) -> None:
+    assert estimate_cost(new_job(**prompt, params=SamplingParams(**params)), RECORD) == cost
+
+
+def test_model_of_unknown_length_limits_nothing() -> None:
+    job = new_job(prompt="x" * 40_000, params=SamplingParams(max_tokens=1))
+    assert estimate_cost(job, UNLIMITED) == 10_001
+    assert estimate_cost(new_job(prompt_token_ids=(1,) * 5000), UNLIMITED) == 5256
+
+
+def test_token_ids_that_cannot_fit_are_refused_at_once() -> None:
+    assert estimate_cost(new_job(prompt_token_ids=(1,) * 999), RECORD) == 1000
+    with pytest.raises(PromptTooLongError, match="prompt has 1000 tokens; the model's limit is 1000") as caught:
+        estimate_cost(new_job(prompt_token_ids=(1,) * 1000), RECORD)
+    assert caught.value.param == "prompt"
+
+
+@given(st.text(max_size=200), st.integers(1, 16), st.none() | st.integers(1, 2000))
+def test_cost_is_positive_and_grows_with_choices(prompt: str, n: int, max_tokens: int | None) -> None:
+    one, many = (
+        estimate_cost(new_job(prompt=prompt, params=SamplingParams(n=k, max_tokens=max_tokens)), RECORD) for k in (1, n)
+    )
+    assert 1 <= one <= many <= n * one
+
+
+# Decision
+
+
+def test_no_node_is_unavailable() -> None:
+    for nodes in ((), (node(room=1000, draining=True),)):
+        with pytest.raises(UnavailableError) as caught:
+            decide(PoolPressure(nodes), cost=1, priority=0)
+        assert caught.value.code == "no_node"
+        assert caught.value.retry_after_ms > 0
+
+
+def test_what_fits_now_is_admitted_whatever_the_pace() -> None:
+    assert retry_after_ms(PoolPressure((node(room=60), node("n2", room=40)))) is None
+
+
+def test_pace_that_is_not_known_yet_refuses_nobody() -> None:
+    assert retry_after_ms(PoolPressure((node(),), (0, 10**9, 0))) is None
+
+
+def test_wait_is_backlog_over_pace() -> None:
+    limit = MAX_WAIT_MS // 1000
+    nodes = (node(rate=60.0), node("n2", rate=40.0), node("n3", rate=900.0, draining=True))
+    assert retry_after_ms(PoolPressure(nodes, (0, 100 * limit - 100, 0))) is None
+    # 10 s more than may be waited.
+    assert retry_after_ms(PoolPressure(nodes, (0, 100 * limit + 900, 0))) == 10_000
+    assert retry_after_ms(PoolPressure(nodes, (0, 100 * limit - 100, 0)), admitted_since=1000) == 10_000
+    assert retry_after_ms(PoolPressure(nodes, (0, 100 * limit - 99, 0))) == MIN_RETRY_AFTER_MS
+
+
+def test_room_shortens_the_wait() -> None:
+    full, roomy = (PoolPressure((node(rate=1.0, room=room),), (0, 100, 0)) for room in (0, 140))
+    assert retry_after_ms(full) == 140_000
+    assert retry_after_ms(roomy) is None
+
+
+def test_only_what_stands_before_the_class_counts() -> None:
+    pressure = PoolPressure((node(rate=1.0),), (0, 0, 10**6))
+    assert retry_after_ms(pressure, cost=50, priority=Priority.INTERACTIVE) is None
+    assert retry_after_ms(pressure, cost=50, priority=Priority.STANDARD) is None
+    assert retry_after_ms(pressure, cost=50, priority=Priority.BATCH) is not None
+
+
+@given(st.lists(st.integers(0, 10**7), min_size=3, max_size=3), st.integers(1, 10**5), st.floats(0.1, 1e5))
+def test_more_urgent_jobs_and_smaller_ones_never_wait_longer(backlog: list[int], cost: int, rate: float) -> None:
+    pressure = PoolPressure((node(rate=rate),), (backlog[0], backlog[1], backlog[2]))
+    waits = [retry_after_ms(pressure, cost=cost, priority=p) or 0 for p in Priority]
+    assert waits == sorted(waits)
+    assert all(wait == 0 or wait >= MIN_RETRY_AFTER_MS for wait in waits)
+    assert (retry_after_ms(pressure, cost=max(1, cost // 2)) or 0) <= waits[1]

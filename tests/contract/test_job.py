@@ -1,0 +1,184 @@
+"""Jobs and sampling parameters at the door: what is wrong is refused with the field's name and its limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from contract.harness import new_id, new_job
+from pydantic import ValidationError
+
+from penstock.contract.job import (
+    MAX_CHOICES,
+    MAX_STOP_STRINGS,
+    MAX_TOKENS_LIMIT,
+    Job,
+    Message,
+    Priority,
+    SamplingParams,
+    is_job_id,
+    pool_of,
+    seed_of,
+)
+
+UUID = "01890a5d-ac96-774b-bcce-b302099a8057"
+
+
+def problem_of(model: type[Any], fields: dict[str, Any]) -> tuple[str, str]:
+    """Field and message of the first problem with these values."""
+    with pytest.raises(ValidationError) as caught:
+        model(**fields)
+    problem = caught.value.errors()[0]
+    return ".".join(map(str, problem["loc"])), problem["msg"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("n", 0, "1"),
+        ("n", MAX_CHOICES + 1, str(MAX_CHOICES)),
+        ("temperature", -0.1, "0"),
+        ("temperature", 10.1, "10"),
+        ("temperature", float("nan"), "finite"),
+        ("top_p", 0.0, "0"),
+        ("top_p", 1.1, "1"),
+        ("top_k", -2, "-1"),
+        ("top_k", 1 << 31, str(1 << 31)),
+        ("repetition_penalty", 0.0, "0"),
+        ("repetition_penalty", float("inf"), "finite"),
+        ("seed", 1 << 63, str(1 << 63)),
+        ("max_tokens", 0, "1"),
+        ("max_tokens", MAX_TOKENS_LIMIT + 1, str(MAX_TOKENS_LIMIT)),
+        ("min_tokens", -1, "0"),
+        ("stop", ["x"] * (MAX_STOP_STRINGS + 1), str(MAX_STOP_STRINGS)),
+        ("stop_token_ids", [1] * 65, "64"),
+        ("max_tokens", "many", "integer"),
+        ("ignore_eos", "perhaps", "boolean"),
+    ],
+)
+def test_wrong_sampling_parameter_is_named_with_its_limit(field: str, value: object, limit: str) -> None:
+    where, message = problem_of(SamplingParams, {field: value})
+    assert where == field
+    assert limit in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "where"),
+    [
+        ("stop", [""], "stop.0"),
+        ("stop", ["ok", "x" * 257], "stop.1"),
+        ("stop_token_ids", [-1], "stop_token_ids.0"),
+        ("stop_token_ids", [1 << 31], "stop_token_ids.0"),
+    ],
+)
+def test_wrong_item_is_named_by_its_place(field: str, value: object, where: str) -> None:
+    assert problem_of(SamplingParams, {field: value})[0] == where
+
+
+@pytest.mark.parametrize("field", ["min_p", "best_of", "presence_penalty", "Temperature"])
+def test_parameter_that_is_not_honoured_is_refused_by_name(field: str) -> None:
+    assert problem_of(SamplingParams, {field: 1})[0] == field
+
+
+def test_minimum_above_maximum_is_refused() -> None:
+    _, message = problem_of(SamplingParams, {"min_tokens": 5, "max_tokens": 4})
+    assert "min_tokens (5) must not exceed max_tokens (4)" in message
+    assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
+    assert SamplingParams(min_tokens=5).max_tokens is None
+
+
+def test_limits_themselves_are_accepted() -> None:
+    params = SamplingParams(
+        n=MAX_CHOICES,
+        temperature=10,
+        top_p=1,
+        top_k=-1,
+        repetition_penalty=10,
+        seed=-(1 << 63),
+        max_tokens=MAX_TOKENS_LIMIT,
+        stop=("x" * 256,) * MAX_STOP_STRINGS,
+        stop_token_ids=((1 << 31) - 1,) * 64,
+    )
+    assert params.n == MAX_CHOICES
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "named"),
+    [
+        ({}, "none"),
+        ({"prompt": "x", "prompt_token_ids": (1,)}, "'prompt', 'prompt_token_ids'"),
+        ({"prompt": "x", "messages": (Message(role="user", content="x"),)}, "'prompt', 'messages'"),
+    ],
+)
+def test_job_has_exactly_one_prompt(prompts: dict[str, Any], named: str) -> None:
+    _, message = problem_of(Job, {"id": new_id(), **prompts})
+    assert "exactly one of prompt, prompt_token_ids, messages" in message
+    assert named in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "where"),
+    [
+        ("id", "m", "id"),
+        ("id", UUID, "id"),
+        ("id", f"m.{UUID.replace('-7', '-4', 1)}", "id"),
+        ("id", f"a b.{UUID}", "id"),
+        ("id", f"m{{x}}.{UUID}", "id"),
+        ("id", f"m.{UUID.upper()}", "id"),
+        ("id", f"m~x.{UUID}", "id"),
+        ("id", f"m.{UUID}\n", "id"),
+        ("tenant", "", "tenant"),
+        ("tenant", "a:b", "tenant"),
+        ("tenant", "x" * 65, "tenant"),
+        ("tenant", "acme\n", "tenant"),
+        ("priority", 3, "priority"),
+        ("deadline_ms", 0, "deadline_ms"),
+        ("deadline_ms", 8 * 24 * 3600 * 1000, "deadline_ms"),
+        ("idempotency_key", "", "idempotency_key"),
+        ("idempotency_key", "x" * 257, "idempotency_key"),
+        ("model", "x", "model"),
+    ],
+)
+def test_wrong_job_field_is_named(field: str, value: object, where: str) -> None:
+    assert problem_of(Job, {"id": f"m.{UUID}", "prompt": "x", field: value})[0] == where
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "messages"])
+def test_empty_prompt_lists_are_refused_but_an_empty_text_is_a_prompt(field: str) -> None:
+    assert problem_of(Job, {"id": new_id(), field: ()})[0] == field
+    assert new_job(prompt="").prompt == ""
+
+
+def test_message_needs_a_known_role() -> None:
+    assert problem_of(Job, {"id": new_id(), "messages": [{"role": "tool", "content": "x"}]})[0] == "messages.0.role"
+
+
+def test_jobs_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        new_job().tenant = "other"
+
+
+@pytest.mark.parametrize(("text", "right"), [(f"m.{UUID}", True), (f"m~12.{UUID}", True), (UUID, False), ("", False)])
+def test_id_says_its_pool(text: str, right: bool) -> None:
+    assert is_job_id(text) is right
+    if right:
+        assert Job(id=text, prompt="x").pool == pool_of(text) == text.split(".")[0]
+
+
+def test_id_with_a_line_behind_it_is_none() -> None:
+    assert not is_job_id(f"m.{UUID}\n")
+
+
+def test_seed_is_the_callers_or_a_function_of_the_id() -> None:
+    assert seed_of("m.a", SamplingParams(seed=5)) == seed_of("m.b", SamplingParams(seed=5)) == 5
+    assert seed_of("m.a", SamplingParams(seed=-1)) == 2**64 - 1
+    assert seed_of("m.a", SamplingParams()) == seed_of("m.a", SamplingParams()) != seed_of("m.b", SamplingParams())
+    assert 0 <= seed_of("m.a", SamplingParams()) < 2**64
+
+
+def test_priorities_are_ordered_by_urgency() -> None:
+    assert Priority.INTERACTIVE < Priority.STANDARD < Priority.BATCH

@@ -1,0 +1,127 @@
+"""A Redis that is full, has forgotten its scripts, or is away."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from contract.harness import LEASE_MS, POOL, P, Queue, new_job
+from redis import exceptions
+from redis.asyncio import Redis
+
+from penstock.contract.broker.connection import connect, translated
+from penstock.contract.broker.producer import ProducerBroker
+from penstock.contract.embedded import EmbeddedRedis
+from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
+from penstock.contract.job import Outcome
+
+
+@pytest.fixture
+async def full(redis: Redis) -> AsyncIterator[None]:
+    """Calling `fill` is the test's; afterwards the server has room again."""
+    yield
+    await redis.config_set("maxmemory", "512mb")
+
+
+async def fill(redis: Redis) -> None:
+    await redis.config_set("maxmemory", "1mb")
+    with pytest.raises(exceptions.OutOfMemoryError):
+        await redis.set("more", "x")
+
+
+@pytest.mark.usefixtures("full")
+async def test_full_redis_refuses_submits_and_nothing_else(queue: Queue) -> None:
+    node, dying = await queue.node("n1"), await queue.node("dying")
+    swept = await queue.running(dying)
+    running, given, flagged = [await queue.running(node, inbox="me") for _ in range(3)]
+    known = new_job()
+    waiting, cancelled = await queue.submit(known), await queue.submit()
+    await queue.age("nodes", "dying", LEASE_MS + 1)
+    await queue.redis.set(f"{P}:sweep", await queue.now_ms() - LEASE_MS // 4)
+    await fill(queue.redis)
+
+    with pytest.raises(BusyError) as caught:
+        await queue.submit()
+    assert caught.value.code == "redis_full"
+    assert (await queue.producer.submit(known, cost=100, inbox="me")).existed
+
+    assert await queue.run_sweep() == ["OK", 1, 1, 0]
+    assert await node.emit(running, 0, 3) == "OK"
+    assert await node.finish(running, 3, 2) == "OK"
+    assert await node.give_back(given) == "OK"
+    assert await queue.producer.cancel(cancelled, "default") == "cancelled"
+    assert await queue.producer.cancel(flagged.job_id, "default") == "running"
+    assert (await queue.producer.attach(waiting, "default", inbox="me")).state == "queued"
+    await queue.producer.detach(waiting, "me")
+    await queue.producer.read_beat(POOL, "me")
+    assert (await node.beat([flagged.job_id])).cancelled == (flagged.job_id,)
+    late = await queue.node("late")
+    assert {job.job_id for job in (await late.take()).jobs} == {waiting, given.job_id, swept.job_id}
+    assert await late.broker.leave() == 3
+    assert len(await queue.log(running.job_id)) == 6
+
+
+async def test_forgotten_scripts_are_loaded_again(queue: Queue) -> None:
+    node = await queue.node()
+    job_id = await queue.submit(inbox="me")
+    for step in range(2):
+        await queue.redis.script_flush()
+        taken = await node.take_one()
+        await queue.redis.script_flush()
+        assert await node.emit(taken, step, 1) == "OK"
+        await queue.redis.script_flush()
+        assert await node.give_back(taken) == "OK"
+        await queue.change(job_id, avoid_until=0)
+    await queue.redis.script_flush()
+    assert await queue.producer.cancel(job_id, "default") == "cancelled"
+
+
+async def test_absent_redis_is_unavailable() -> None:
+    with EmbeddedRedis() as server:
+        client = connect(server.url)
+        broker = ProducerBroker(client)
+        assert await broker.pools() == {}
+    for call in (broker.pools(), broker.read_beat(POOL, "me"), broker.submit(new_job(), cost=1), broker.pressure(POOL)):
+        with pytest.raises(UnavailableError) as caught:
+            await call
+        assert caught.value.code == "redis_away"
+        assert caught.value.retry_after_ms > 0
+    await client.aclose()
+
+
+def test_wrong_url_is_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match="ftp://host") as caught:
+        connect("ftp://host")
+    assert caught.value.param == "redis_url"
+
+
+@pytest.mark.parametrize(
+    ("foreign", "ours"),
+    [
+        (exceptions.ConnectionError("refused"), UnavailableError),
+        (exceptions.TimeoutError("slow"), UnavailableError),
+        (exceptions.BusyLoadingError("loading"), UnavailableError),
+        (exceptions.ReadOnlyError("replica"), UnavailableError),
+        (exceptions.ResponseError("MASTERDOWN Link with MASTER is down"), UnavailableError),
+        (exceptions.ResponseError("MISCONF Errors writing to the AOF file"), UnavailableError),
+        (exceptions.ResponseError("script: -READONLY You can't write against a replica"), UnavailableError),
+        (ConnectionResetError("reset"), UnavailableError),
+        (exceptions.OutOfMemoryError("command not allowed"), BusyError),
+        (exceptions.ResponseError("@user_script: -OOM command not allowed"), BusyError),
+        (exceptions.AuthenticationError("wrong password"), ConfigError),
+        (exceptions.NoPermissionError("no ACL"), ConfigError),
+        (exceptions.ResponseError("WRONGTYPE"), InvariantError),
+    ],
+)
+def test_errors_of_redis_are_translated(foreign: Exception, ours: type[Exception]) -> None:
+    with pytest.raises(ours) as caught, translated():
+        raise foreign
+    assert caught.value.__cause__ is foreign
+
+
+async def test_bug_in_the_data_is_a_bug_not_an_outage(queue: Queue) -> None:
+    node = await queue.node()
+    taken = await queue.running(node)
+    await queue.redis.set(f"{P}:log:{taken.job_id}", "no list")
+    with pytest.raises(InvariantError, match="WRONGTYPE"):
+        await node.finish(taken, 0, outcome=Outcome("done"))

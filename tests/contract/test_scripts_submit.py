@@ -1,0 +1,202 @@
+"""submit: one job per id and per idempotency key, refusals that leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from contract.harness import POOL, RECORD, SCHEMA, TENANT, P, Queue, id_minted_at, new_id, new_job
+
+from penstock.contract import keys
+from penstock.contract.broker.node import NodeBroker
+from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
+from penstock.contract.job import Job, Priority, SamplingParams
+
+
+async def test_accepted_job_is_queued_counted_and_readable(queue: Queue) -> None:
+    await queue.node()
+    job = new_job(tenant="acme", priority=Priority.INTERACTIVE, deadline_ms=60_000)
+
+    answer = await queue.producer.submit(job, cost=70, inbox="me")
+
+    assert (answer.job_id, answer.state, answer.num_chunks, answer.existed) == (job.id, "queued", 0, False)
+    status = await queue.producer.status(job.id, "acme")
+    assert (status.state, status.priority, status.outcome) == ("queued", Priority.INTERACTIVE, None)
+    assert status.submitted_ms == pytest.approx(await queue.now_ms(), abs=5000)
+    assert await queue.ids("wait:0") == await queue.ids("open") == await queue.ids("tenant:acme:open") == {job.id}
+    assert await queue.ids("due") == {job.id}
+    assert (await queue.producer.pressure(POOL)).backlog_cost == (70, 0, 0)
+
+
+async def test_same_id_and_body_is_the_same_job(queue: Queue) -> None:
+    node, job = await queue.node(), new_job()
+    await queue.submit(job)
+    taken = await node.take_one()
+    await node.emit(taken, 0, 3)
+
+    again = await queue.producer.submit(job, cost=100)
+
+    assert (again.job_id, again.state, again.num_chunks, again.existed) == (job.id, "running", 3, True)
+    assert await queue.ids("open") == {job.id}
+
+
+@pytest.mark.parametrize("change", [{"prompt": "other"}, {"params": SamplingParams(seed=1)}, {"tenant": "other"}])
+async def test_same_id_with_another_body_or_tenant_conflicts(queue: Queue, change: dict[str, object]) -> None:
+    await queue.node()
+    job_id = await queue.submit(new_job(prompt="one"))
+    with pytest.raises(ConflictError) as caught:
+        await queue.submit(Job(**{"id": job_id, "prompt": "one", **change}))
+    assert (caught.value.code, caught.value.param) == ("id_conflict", "id")
+
+
+async def test_hundred_submits_of_one_idempotency_key_make_one_job(queue: Queue) -> None:
+    await queue.node()
+    jobs = [new_job(idempotency_key="order-7") for _ in range(100)]
+
+    answers = await asyncio.gather(*(queue.producer.submit(job, cost=10) for job in jobs))
+
+    assert len({answer.job_id for answer in answers}) == 1
+    assert sum(not answer.existed for answer in answers) == 1
+    assert len(await queue.ids("open")) == 1
+    assert (await queue.producer.pressure(POOL)).backlog_cost == (0, 10, 0)
+
+
+async def test_idempotency_key_of_another_body_conflicts(queue: Queue) -> None:
+    await queue.node()
+    await queue.submit(new_job(prompt="one", idempotency_key="k"))
+    with pytest.raises(ConflictError) as caught:
+        await queue.submit(new_job(prompt="two", idempotency_key="k"))
+    assert caught.value.code == "idempotency_conflict"
+
+
+async def test_tenants_do_not_share_idempotency_keys(queue: Queue) -> None:
+    await queue.node()
+    one = await queue.submit(new_job(tenant="one", idempotency_key="k"))
+    two = await queue.submit(new_job(tenant="two", idempotency_key="k"))
+    assert one != two
+
+
+async def test_idempotency_key_outlives_the_job_and_then_ends(queue: Queue) -> None:
+    node = await queue.node()
+    job_id = await queue.submit(new_job(idempotency_key="k"))
+    await node.finish(await node.take_one(), 0)
+
+    assert await queue.submit(new_job(idempotency_key="k")) == job_id
+
+    (name,) = await queue.keys(f"idem:{TENANT}:*")
+    assert 0 < await queue.redis.pttl(f"{P}:{name}") <= SCHEMA["idem_ttl_ms"]
+
+
+async def test_idempotency_key_of_a_forgotten_job_is_free_again(queue: Queue) -> None:
+    node = await queue.node()
+    first = await queue.submit(new_job(idempotency_key="k"))
+    await node.finish(await node.take_one(), 0)
+    await queue.redis.delete(keys.job(first))
+    second = await queue.submit(new_job(idempotency_key="k"))
+    assert second != first
+    assert await queue.submit(new_job(idempotency_key="k")) == second
+
+
+@pytest.mark.parametrize("shift_s", [-25 * 3600, 6 * 60])
+async def test_id_from_another_time_is_refused(queue: Queue, shift_s: int) -> None:
+    await queue.node()
+    with pytest.raises(RequestError, match="24 h") as caught:
+        await queue.submit(new_job(id_minted_at(time.time() + shift_s)))
+    assert (caught.value.code, caught.value.param) == ("bad_id", "id")
+    assert await queue.ids("open") == set()
+
+
+@pytest.mark.parametrize("shift_s", [-23 * 3600, 4 * 60])
+async def test_id_from_a_clock_a_little_off_is_accepted(queue: Queue, shift_s: int) -> None:
+    await queue.node()
+    job_id = id_minted_at(time.time() + shift_s)
+    assert await queue.submit(new_job(job_id)) == job_id
+
+
+async def test_known_job_is_answered_however_old_its_id(queue: Queue) -> None:
+    await queue.node()
+    job = new_job(id_minted_at(time.time()))
+    await queue.submit(job)
+    await queue.redis.rename(keys.job(job.id), keys.job(old := id_minted_at(1_700_000_000)))
+    assert (await queue.producer.submit(job.model_copy(update={"id": old}), cost=1)).existed
+
+
+async def test_unknown_pool_is_not_found_and_leaves_no_key(queue: Queue) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        await queue.submit()
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    assert await queue.redis.dbsize() == 0
+
+
+async def test_open_jobs_are_capped_but_known_ones_still_answered(queue: Queue) -> None:
+    node = await queue.node(max_open_jobs=2)
+    jobs = [new_job(), new_job()]
+    for job in jobs:
+        await queue.submit(job)
+    with pytest.raises(BusyError, match="2 open jobs") as caught:
+        await queue.submit()
+    assert caught.value.retry_after_ms > 0
+    assert await queue.ids("open") == {job.id for job in jobs}
+    assert (await queue.producer.submit(jobs[0], cost=100)).existed
+
+    taken = await node.take(slots=1)
+    await node.finish(taken.jobs[0], 0)
+
+    await queue.submit()
+
+
+async def test_queued_cost_is_capped_and_freed_by_take(queue: Queue) -> None:
+    node = await queue.node(max_queued_cost=250)
+    await queue.submit(cost=100)
+    await queue.submit(cost=150, priority=Priority.BATCH)
+    with pytest.raises(BusyError, match="250 queued KV tokens"):
+        await queue.submit(cost=1, priority=Priority.INTERACTIVE)
+
+    await node.take(tokens=100)
+
+    await queue.submit(cost=100)
+
+
+async def test_job_above_the_cap_is_accepted_by_an_empty_queue(queue: Queue) -> None:
+    await queue.node(max_queued_cost=250)
+    assert await queue.submit(cost=1000)
+
+
+async def test_bell_rings_the_node_with_most_room_then_the_next(queue: Queue) -> None:
+    bells = {}
+    for name, free in (("big", 1000), ("small", 950)):
+        node = await queue.node(name)
+        await node.beat(free=free)
+        bells[name] = await queue.listen(keys.doorbell(POOL, name))
+
+    await queue.submit(cost=100)
+    await queue.submit(cost=100)
+    await queue.submit(cost=10)
+
+    assert len(await bells["big"].messages()) == 2
+    assert len(await bells["small"].messages()) == 1
+
+
+async def test_each_tenant_and_class_has_a_stream_gone_when_empty(queue: Queue) -> None:
+    node = await queue.node()
+    await queue.submit(tenant="a", priority=Priority.INTERACTIVE)
+    await queue.submit(tenant="a", priority=Priority.BATCH)
+    await queue.submit(tenant="b", priority=Priority.BATCH)
+    assert await queue.keys("q:*") == {"q:0:a", "q:2:a", "q:2:b"}
+
+    await node.take(slots=2)
+    assert await queue.keys("q:*") == {"q:2:b"}
+
+    await node.take()
+    assert await queue.keys("q:*") == await queue.keys("wait:*") == set()
+
+
+async def test_pools_share_nothing(queue: Queue) -> None:
+    await queue.node()
+    other = NodeBroker(queue.redis, "m~1", "n1", "r1")
+    await other.join(SCHEMA, RECORD)
+    await queue.submit()
+    await queue.submit(new_job(new_id("m~1")))
+    assert len(await queue.ids("open")) == 1
+    assert await queue.redis.scard("penstock:{m~1}:open") == 1

@@ -1,0 +1,313 @@
+"""Any order of calls, lost replies and deaths: the scripts do what the model does, and no key is ever wrong.
+
+HYPOTHESIS_PROFILE=full runs many more and longer examples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+import redis as sync_redis
+from contract.harness import FakeNode, P, Queue, new_job
+from contract.queue_check import check_jobs, check_lives, check_sets, dump
+from contract.queue_model import (
+    KV_TOTAL,
+    MAX_LOSSES,
+    PROGRESS_CHUNKS,
+    SLOTS_TOTAL,
+    TERMINAL,
+    ModelJob,
+    ModelNode,
+    QueueModel,
+)
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from penstock.contract.broker.connection import connect
+from penstock.contract.broker.node import Emission, SweptError, Taken
+from penstock.contract.errors import ConflictError, InvariantError
+from penstock.contract.job import Chunk, Job, Outcome, Priority, SamplingParams
+from penstock.contract.wire import encode_chunk
+
+T = TypeVar("T")
+FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
+LEASE_MS = 1_000_000
+"""Longer than an example runs: nodes die when they are told to."""
+FOREVER_MS = 1_000_000_000
+SCHEMA = {
+    "lease_ms": LEASE_MS,
+    "avoid_ms": FOREVER_MS,
+    "max_losses": MAX_LOSSES,
+    "progress_chunks": PROGRESS_CHUNKS,
+    "reattach_grace_ms": FOREVER_MS,
+}
+NODES = {"n0": "r1", "n1": "r1", "n2": "r1", "n3": "r2"}
+node_names = st.sampled_from(sorted(NODES))
+picks = st.integers(0, 1000)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Drives scripts and model side by side."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.sync = sync_redis.Redis.from_url(url)
+        self.sync.flushall()
+        self.client = connect(url)
+        self.queue = Queue(self.client)
+        self.model = QueueModel()
+        self.nodes: dict[str, FakeNode] = {}
+        self.requests: list[Job] = []
+        self.handles: list[tuple[str, Taken]] = []
+        """Every lease ever given, with its node's name."""
+        self.records: dict[str, dict[bytes, bytes]] = {}
+        """Terminal records as they were first seen."""
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(call)
+
+    def teardown(self) -> None:
+        self.run(self.client.aclose())
+        self.runner.close()
+        self.sync.close()
+
+    def job(self, pick: int) -> ModelJob:
+        return list(self.model.jobs.values())[pick % len(self.model.jobs)]
+
+    def handle(self, pick: int) -> tuple[ModelJob, FakeNode, Taken]:
+        name, taken = self.handles[-1 - pick % len(self.handles)]
+        return self.model.jobs[taken.job_id], self.nodes[name], taken
+
+    def node(self, pick: int) -> tuple[FakeNode, ModelNode]:
+        node = list(self.nodes.values())[pick % len(self.nodes)]
+        return node, self.model.nodes[node.name]
+
+    @staticmethod
+    def chunks(taken: Taken, index: int, count: int) -> list[bytes]:
+        """Chunks that say which lease made them."""
+        return [encode_chunk(Chunk(taken.job_id, i, text=f"{taken.lease} {i}")) for i in range(index, index + count)]
+
+    # Producers
+
+    @rule(
+        tenant=st.sampled_from("ab"),
+        priority=st.sampled_from(Priority),
+        n=st.sampled_from((1, 1, 2, 16)),
+        cost=st.sampled_from((10, 50, 120, 900)),
+        background=st.booleans(),
+        deadline=st.booleans(),
+    )
+    def submit(self, tenant: str, priority: Priority, n: int, cost: int, background: bool, deadline: bool) -> None:
+        job = new_job(
+            tenant=tenant,
+            priority=priority,
+            params=SamplingParams(n=n),
+            background=background,
+            deadline_ms=60_000 if deadline else None,
+        )
+        if self.nodes:
+            assert not self.run(self.queue.producer.submit(job, cost=cost, inbox="me")).existed
+            known = ModelJob(job.id, tenant, priority, n, cost, background, deadline)
+            known.submitted_ms = self.run(self.queue.producer.status(job.id, tenant)).submitted_ms
+            self.model.jobs[job.id] = known
+            self.requests.append(job)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=picks, same=st.booleans())
+    def submit_again(self, pick: int, same: bool) -> None:
+        job = self.requests[pick % len(self.requests)]
+        if same:
+            answer = self.run(self.queue.producer.submit(job, cost=1))
+            assert (answer.existed, answer.state) == (True, self.model.jobs[job.id].state)
+        else:
+            with pytest.raises(ConflictError):
+                self.run(self.queue.producer.submit(job.model_copy(update={"prompt": "other"}), cost=1))
+
+    @precondition(lambda self: self.model.jobs)
+    @rule(pick=picks)
+    def cancel(self, pick: int) -> None:
+        job = self.job(pick)
+        assert self.run(self.queue.producer.cancel(job.job_id, job.tenant)) == self.model.cancel(job)
+
+    @precondition(lambda self: self.model.jobs)
+    @rule(pick=picks)
+    def deadline_passes(self, pick: int) -> None:
+        job = self.job(pick)
+        if job.has_deadline and job.state not in TERMINAL:
+            job.is_past_deadline = True
+            self.sync.hset(f"{P}:job:{job.job_id}", "deadline", 1)
+            self.sync.zadd(f"{P}:due", {job.job_id: 1}, xx=True)
+
+    @precondition(lambda self: self.model.jobs)
+    @rule(pick=picks)
+    def last_reader_leaves_for_long(self, pick: int) -> None:
+        job = self.job(pick)
+        self.run(self.queue.producer.detach(job.job_id, "me"))
+        if job.state not in TERMINAL:
+            self.sync.hset(f"{P}:job:{job.job_id}", "unread", 1)
+            job.is_unread = True
+
+    @precondition(lambda self: self.model.jobs)
+    @rule(pick=picks)
+    def reader_returns(self, pick: int) -> None:
+        job = self.job(pick)
+        answer = self.run(self.queue.producer.attach(job.job_id, job.tenant, inbox="me"))
+        assert (answer.state, answer.num_chunks) == (job.state, len(job.log) + (job.state in TERMINAL))
+        job.is_unread = job.is_unread and job.state in TERMINAL
+
+    # Nodes
+
+    @rule(name=node_names)
+    def join(self, name: str) -> None:
+        node = self.nodes.setdefault(name, FakeNode(self.client, name, NODES[name]))
+        self.run(node.join(**SCHEMA))
+        self.sync.set(f"{P}:sweep", self.run(self.queue.now_ms()))
+        known = self.model.nodes.setdefault(name, ModelNode(name, NODES[name]))
+        known.is_known, known.is_silent = True, False
+
+    @precondition(lambda self: self.nodes)
+    @rule(pick=picks, tokens=st.sampled_from((60, 150, 300, 1000)), slots=st.integers(0, 20))
+    def take(self, pick: int, tokens: int, slots: int) -> None:
+        node, known = self.node(pick)
+        if not known.is_known:
+            with pytest.raises(SweptError):
+                self.run(node.take())
+            node.call -= 1
+            return
+        room, places = [tokens, tokens // 2, tokens // 2], [slots, slots, slots]
+        answer = self.run(node.take((room[0], room[1], room[2]), slots, kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL))
+        expected = self.model.take(known, room, places)
+        assert [(t.job_id, t.cost, t.losses, t.num_chunks) for t in answer.jobs] == [
+            (job.job_id, job.cost, job.losses, len(job.log)) for job in expected
+        ]
+        assert answer.depth == tuple(len(self.model.queued(p)) for p in range(3))
+        for job, taken in zip(expected, answer.jobs, strict=True):
+            assert taken.lease not in {t.lease for _, t in self.handles}
+            job.lease = taken.lease
+            self.handles.append((node.name, taken))
+        known.answer = [(job, job.lease) for job in expected]
+
+    @precondition(lambda self: any(node.call for node in self.nodes.values()))
+    @rule(pick=picks)
+    def reply_of_take_was_lost(self, pick: int) -> None:
+        node, known = self.node(pick)
+        if not known.is_known or not node.call:
+            return
+        answer = self.run(node.take_again(tokens=10**6))
+        current = [job.job_id for job, lease in known.answer if job.is_held(node.name, lease)]
+        assert [taken.job_id for taken in answer.jobs] == current
+        if node.call > 1:
+            node.call -= 1
+            with pytest.raises(InvariantError, match="STALE"):
+                self.run(node.take_again())
+            node.call += 1
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks, back=st.integers(-2, 3), count=st.integers(0, 3), times=st.integers(1, 2))
+    def emit(self, pick: int, back: int, count: int, times: int) -> None:
+        """A node, alive or a zombie, emits from where it believes the log to end; its reply may be lost."""
+        job, node, taken = self.handle(pick)
+        index = max(0, len(job.log) - back)
+        chunks = job.log[index : index + count] if job.lease == taken.lease else []
+        chunks += self.chunks(taken, index + len(chunks), count - len(chunks))
+        emission = Emission(job.job_id, taken.lease, index, tuple(chunks))
+        for _ in range(times):
+            (answer,) = self.run(node.broker.emit([emission]))
+            assert answer == self.model.emit(job, self.model.nodes[node.name], taken.lease, index, chunks)
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks, ahead=st.sampled_from((0, 0, 0, 1)), count=st.integers(0, 2), times=st.integers(1, 2))
+    def finish(self, pick: int, ahead: int, count: int, times: int) -> None:
+        job, node, taken = self.handle(pick)
+        index = len(job.log) + ahead
+        chunks = self.chunks(taken, index, count)
+        last = Emission(job.job_id, taken.lease, index, tuple(chunks))
+        for _ in range(times):
+            answer = self.run(node.broker.finish(last, Outcome("done"), b"result"))
+            assert answer == self.model.finish(job, self.model.nodes[node.name], taken.lease, index, chunks)
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks, cost=st.sampled_from((5, 70, 400)))
+    def give_back(self, pick: int, cost: int) -> None:
+        job, node, taken = self.handle(pick)
+        answer = self.run(node.give_back(taken, cost))
+        assert answer == self.model.give_back(job, self.model.nodes[node.name], taken.lease, cost)
+
+    @precondition(lambda self: self.model.jobs)
+    @rule(pick=picks)
+    def avoidance_ends(self, pick: int) -> None:
+        job = self.job(pick)
+        if job.avoids:
+            self.sync.hset(f"{P}:job:{job.job_id}", "avoid_until", 0)
+            job.avoids = ""
+
+    @precondition(lambda self: self.nodes)
+    @rule(pick=picks, forgets=st.sets(picks, max_size=2), claims=st.booleans())
+    def beat(self, pick: int, forgets: set[int], claims: bool) -> None:
+        """A beat with the held-ids check; the node may have lost jobs, or claim one that is not its own."""
+        node, known = self.node(pick)
+        held = [job.job_id for place, job in enumerate(self.model.running(node.name)) if place not in forgets]
+        held += ["m.claimed"] if claims else []
+        if not known.is_known:
+            with pytest.raises(SweptError):
+                self.run(node.beat(held))
+            return
+        answer = self.run(node.beat(held))
+        assert (set(answer.cancelled), set(answer.expired), set(answer.fenced)) == self.model.beat(known, held)
+
+    @precondition(lambda self: self.nodes)
+    @rule(pick=picks)
+    def node_falls_silent(self, pick: int) -> None:
+        node, known = self.node(pick)
+        if known.is_known:
+            self.sync.zadd(f"{P}:nodes", {node.name: 1}, xx=True)
+            known.is_silent = True
+
+    @precondition(lambda self: self.nodes)
+    @rule()
+    def sweep(self) -> None:
+        self.run(self.queue.sweep(since_last_ms=LEASE_MS // 4))
+        self.model.sweep()
+
+    @precondition(lambda self: self.nodes)
+    @rule()
+    def everything_ends(self) -> None:
+        for job in self.model.jobs.values():
+            self.cancel(list(self.model.jobs).index(job.job_id))
+        for pick in range(len(self.nodes)):
+            self.node_falls_silent(pick)
+        self.sweep()
+        assert all(job.state in TERMINAL for job in self.model.jobs.values())
+
+    # Invariants
+
+    @invariant()
+    def keys_are_right(self) -> None:
+        found = dump(self.sync)
+        check_sets(found, self.model)
+        check_jobs(found, self.model)
+        check_lives(self.sync, self.model)
+        for job_id, job in self.model.jobs.items():
+            if job.state in TERMINAL:
+                record = found[f"job:{job_id}"]
+                assert self.records.setdefault(job_id, record) == record
+
+
+def test_scripts_do_what_the_model_does(redis_url: str) -> None:
+    examples, steps = (2000, 80) if FULL else (60, 30)
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        lambda: QueueMachine(redis_url),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        ),
+    )

@@ -1,0 +1,150 @@
+"""The bytes on the wire: pinned, and the same value again when read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from contract.harness import new_job
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.contract import wire
+from penstock.contract.errors import InvariantError
+from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, SamplingParams, Usage
+from penstock.contract.wire import NodePressure, PoolRecord, Request
+
+JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
+HEAD = b"\x87\xa1v\x01\xa1j\xd9&" + JOB_ID.encode()
+CUTS = [(0, 1, 2), (1, 0, 300)]
+
+# Golden bytes
+
+
+def test_chunk_bytes() -> None:
+    chunk = Chunk(JOB_ID, 7, 1, 300, (5, 70_000), "hé")
+    assert wire.encode_chunk(chunk) == (
+        HEAD
+        + b"\xa1i\x07"
+        + b"\xa1c\x01"
+        + b"\xa1p\xcd\x01\x2c"
+        + b"\xa1t\x92\x05\xce\x00\x01\x11\x70"
+        + b"\xa1s\xa3h\xc3\xa9"
+    )
+
+
+def test_chunk_bytes_with_every_optional_field() -> None:
+    chunk = Chunk(JOB_ID, 0, finish_reason="stop", usage=Usage(3, 2, 1))
+    assert wire.encode_chunk(chunk) == (
+        b"\x89"
+        + HEAD[1:]
+        + b"\xa1i\x00\xa1c\x00\xa1p\x00\xa1t\x90\xa1s\xa0"
+        + b"\xa1f\xa4stop"
+        + b"\xa1u\x93\x03\x02\x01"
+    )
+
+
+def test_terminal_chunk_is_never_encoded_here() -> None:
+    # test_scripts_end pins the bytes that the scripts make.
+    with pytest.raises(InvariantError, match="by the scripts"):
+        wire.encode_chunk(Chunk(JOB_ID, 0, outcome=Outcome("done")))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "golden"),
+    [
+        ({"prompt": "hi"}, b"\xa6prompt\xa2hi"),
+        ({"prompt_token_ids": (1, 2)}, b"\xa6tokens\x92\x01\x02"),
+        ({"messages": (Message(role="user", content="hi"),)}, b"\xa8messages\x91\x82\xa4role\xa4user\xa7content\xa2hi"),
+    ],
+)
+def test_request_bytes(prompt: dict[str, Any], golden: bytes) -> None:
+    job = new_job(**prompt, params=SamplingParams(n=2, stop=("x",)), tenant="acme", deadline_ms=5)
+    params = b"\xa6params\x82\xa1n\x02\xa4stop\x91\xa1x"
+    assert wire.encode_request(job) == b"\x84\xa1v\x01\xa4kind\xa8generate" + golden + params
+
+
+def test_result_bytes() -> None:
+    data = wire.encode_result((Choice(0, "hi", (5, 6), "stop"),), Usage(1, 2), [(0, 2, 2)])
+    assert data == (
+        b"\x84\xa1v\x01\xa7choices\x91\x84\xa1c\x00\xa1s\xa2hi\xa1t\x92\x05\x06\xa1f\xa4stop"
+        b"\xa1u\x93\x01\x02\x00\xa4cuts\x91\x93\x00\x02\x02"
+    )
+
+
+def test_pool_record_bytes() -> None:
+    data = wire.encode_record(PoolRecord("m", "acme/model", ("alias",), 2048, 2.5, 7, "r1"))
+    assert data == (
+        b"\x88\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
+        b"\xafbytes_per_token\xcb\x40\x04\x00\x00\x00\x00\x00\x00\xa9created_s\x07\xa8revision\xa2r1"
+    )
+
+
+def test_pressure_record_names_its_fields() -> None:
+    record = msgpack.unpackb(wire.encode_record(NodePressure("n1", kv_blocks_free=3)))
+    assert list(record)[:5] == ["v", "node_id", "block_size", "kv_blocks_total", "kv_blocks_free"]
+    assert (record["node_id"], record["kv_blocks_free"], record["draining"]) == ("n1", 3, False)
+
+
+# Round trips
+
+small_ints = st.integers(0, 2**31 - 1)
+texts = st.text(max_size=40)
+reasons = st.none() | st.sampled_from(["stop", "length", "cancelled", "error"])
+token_lists = st.lists(small_ints, max_size=20).map(tuple)
+usages = st.builds(Usage, small_ints, small_ints, small_ints)
+chunks = st.builds(
+    Chunk, texts, small_ints, small_ints, small_ints, token_lists, texts, reasons, st.none() | usages, st.none()
+)
+sampling = st.builds(
+    SamplingParams,
+    n=st.integers(1, 16),
+    temperature=st.floats(0, 10),
+    top_k=st.integers(-1, 1000),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
+    stop_token_ids=st.lists(small_ints, max_size=3).map(tuple),
+)
+messages = st.lists(
+    st.builds(Message, role=st.sampled_from(["system", "user", "assistant"]), content=texts), min_size=1
+)
+prompts = st.one_of(
+    st.fixed_dictionaries({"prompt": texts}),
+    st.fixed_dictionaries({"prompt_token_ids": st.lists(small_ints, min_size=1).map(tuple)}),
+    st.fixed_dictionaries({"messages": messages.map(tuple)}),
+)
+
+
+@given(st.lists(chunks, max_size=5))
+def test_chunks_round_trip_back_to_back(sent: list[Chunk]) -> None:
+    assert wire.decode_chunks(b"".join(map(wire.encode_chunk, sent))) == sent
+
+
+@given(prompts, sampling)
+def test_request_round_trips_and_its_bytes_are_a_function_of_it(prompt: dict[str, Any], params: SamplingParams) -> None:
+    data = wire.encode_request(new_job(**prompt, params=params))
+    assert wire.decode_request(data) == Request(params, **prompt)
+    assert wire.encode_request(new_job(**prompt, params=params, tenant="other", background=False)) == data
+
+
+@given(st.lists(st.builds(Choice, small_ints, texts, token_lists, reasons), max_size=3).map(tuple), usages)
+def test_result_round_trips(choices: tuple[Choice, ...], usage: Usage) -> None:
+    data = wire.encode_result(choices, usage, CUTS)
+    result = wire.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4))
+    assert result == Result(JOB_ID, Outcome("done"), choices, usage, 1, 2, 3, 4, cuts=tuple(CUTS))
+
+
+@given(st.builds(NodePressure), st.builds(PoolRecord))
+def test_records_round_trip(pressure: NodePressure, record: PoolRecord) -> None:
+    assert wire.decode_pressure(wire.encode_record(pressure)) == pressure
+    assert wire.decode_pool(wire.encode_record(record)) == record
+
+
+def test_keys_of_a_later_version_are_ignored() -> None:
+    chunk = {"v": 1, "j": JOB_ID, "i": 0, "x": {"new": [1]}, "lp": [0.5], "zz": None}
+    assert wire.decode_chunks(msgpack.packb(chunk)) == [Chunk(JOB_ID, 0)]
+    request = msgpack.unpackb(wire.encode_request(new_job())) | {"new": 1}
+    assert wire.decode_request(msgpack.packb(request)).prompt == "hello"
+    record = msgpack.unpackb(wire.encode_record(PoolRecord("m", "x"))) | {"new": 1}
+    assert wire.decode_pool(msgpack.packb(record)) == PoolRecord("m", "x")

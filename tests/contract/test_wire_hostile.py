@@ -1,0 +1,165 @@
+"""What is no wire data of ours is refused by one name, and costs neither the process nor its memory."""
+
+from __future__ import annotations
+
+import resource
+import struct
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import pytest
+from contract.harness import POOL, new_job
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.contract import wire
+from penstock.contract.job import Choice, Chunk, Outcome, SamplingParams, Usage
+from penstock.contract.wire import NodePressure, PoolRecord, WireError
+
+JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
+DECODERS = {
+    "chunks": wire.decode_chunks,
+    "request": wire.decode_request,
+    "result": lambda data: wire.decode_result(data, JOB_ID, Outcome("done"), (0, 0, 0, 0)),
+    "pool": wire.decode_pool,
+    "pressure": wire.decode_pressure,
+}
+WHOLE = {
+    "chunks": wire.encode_chunk(Chunk(JOB_ID, 3, 0, 3, (9,), "word", "stop", Usage(1, 2))),
+    "request": wire.encode_request(new_job(prompt="a prompt", params=SamplingParams(temperature=0.5, stop=("x",)))),
+    "result": wire.encode_result((Choice(0, "x", (1,), "stop"),), Usage(1, 2), [(0, 1, 1)]),
+    "pool": wire.encode_record(PoolRecord(POOL, "acme/model", ("alias",))),
+    "pressure": wire.encode_record(NodePressure("n1")),
+}
+texts = st.text(max_size=40)
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | texts | st.binary(max_size=9)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4))
+
+
+def decode_or_refuse(kind: str, data: bytes) -> None:
+    with suppress(WireError):
+        DECODERS[kind](data)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@given(data=st.binary(max_size=200))
+def test_random_bytes_are_refused_by_name_or_read(kind: str, data: bytes) -> None:
+    decode_or_refuse(kind, data)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@given(key=st.integers(0, 8), value=values)
+def test_any_value_in_any_field_is_refused_by_name_or_read(kind: str, key: int, value: Any) -> None:
+    fields = msgpack.unpackb(WHOLE[kind])
+    fields[list(fields)[key % len(fields)]] = value
+    decode_or_refuse(kind, msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_truncated_data_is_refused_at_every_byte(kind: str) -> None:
+    whole = WHOLE[kind]
+    for cut in range(1, len(whole)):
+        with pytest.raises(WireError):
+            DECODERS[kind](whole[:cut])
+    with pytest.raises(WireError):
+        DECODERS[kind](whole + whole[:-1])
+
+
+def test_nothing_is_no_chunk_but_no_record_either() -> None:
+    assert wire.decode_chunks(b"") == []
+    with pytest.raises(WireError, match="one msgpack map, found 0"):
+        wire.decode_request(b"")
+
+
+@pytest.mark.parametrize("version", [0, 2, None, "1"])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_another_version_is_refused(kind: str, version: object) -> None:
+    fields = msgpack.unpackb(WHOLE[kind]) | {"v": version}
+    with pytest.raises(WireError, match="version"):
+        DECODERS[kind](msgpack.packb(fields))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "embed"}, "kind 'embed'"),
+        ({"tokens": [1]}, "exactly one prompt"),
+        ({"prompt": None}, "exactly one prompt"),
+        ({"prompt": 5}, "prompt: "),
+        ({"prompt": None, "tokens": [-1]}, "prompt_token_ids.0: "),
+        ({"prompt": None, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
+        ({"params": None}, "params: "),
+        ({"params": {"temperature": 99}}, "params.temperature: "),
+        ({"params": {"min_p": 0.1}}, "params.min_p: "),
+    ],
+)
+def test_request_that_cannot_be_honoured_is_refused(change: dict[str, Any], message: str) -> None:
+    fields = msgpack.unpackb(WHOLE["request"]) | change
+    with pytest.raises(WireError, match=message):
+        wire.decode_request(msgpack.packb(fields))
+
+
+def test_refusal_does_not_repeat_the_prompt() -> None:
+    fields = msgpack.unpackb(WHOLE["request"]) | {"prompt": ["my secret"]}
+    with pytest.raises(WireError) as caught:
+        wire.decode_request(msgpack.packb(fields))
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", [{"state": "running"}, {"code": "x"}, {"state": None}, {}])
+def test_end_without_a_terminal_state_is_refused_or_no_end(end: dict[str, Any]) -> None:
+    data = msgpack.packb({"v": 1, "j": JOB_ID, "i": 0, "e": end})
+    if not end:
+        assert wire.decode_chunks(data)[0].outcome is None
+        return
+    with pytest.raises(WireError):
+        wire.decode_chunks(data)
+
+
+@pytest.mark.parametrize("ext", [msgpack.ExtType(5, b"x"), msgpack.ExtType(5, b""), msgpack.Timestamp(1, 2)])
+def test_extension_types_are_refused(ext: object) -> None:
+    with pytest.raises(WireError):
+        wire.decode_chunks(msgpack.packb({"v": 1, "j": JOB_ID, "i": 0, "x": ext}))
+
+
+@pytest.mark.parametrize(("levels", "fine"), [(7, True), (8, False), (400, False), (5000, False)])
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x"])
+def test_depth_is_bounded(opening: bytes, levels: int, fine: bool) -> None:
+    data = b"\x84\xa1v\x01\xa1j\xa1j\xa1i\x00\xa1x" + opening * levels + b"\x00"
+    if fine:
+        assert wire.decode_chunks(data) == [Chunk("j", 0)]
+        return
+    with pytest.raises(WireError, match=r"nested deeper than 8|StackError"):
+        wire.decode_chunks(data)
+
+
+def test_oversized_message_is_refused_unread() -> None:
+    with pytest.raises(WireError, match="exceeds"):
+        wire.decode_chunks(b"\xc1" * (wire.MAX_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x05",
+        (b"\xdd" + struct.pack(">I", 60_000)) * 500,
+    ],
+)
+def test_declared_lengths_reserve_no_memory(bomb: bytes) -> None:
+    data = (b"\x84\xa1v\x01\xa1j\xa1j\xa1i\x00\xa1x" + bomb).ljust(64 * 1024, b"\x00")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(WireError):
+        wire.decode_chunks(data)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+
+
+def test_map_keys_are_strings() -> None:
+    with pytest.raises(WireError):
+        wire.decode_chunks(msgpack.packb({"v": 1, "j": "j", "i": 0, 5: 6}))
+    with pytest.raises(WireError, match="expected a msgpack map"):
+        wire.decode_chunks(b"\x01")

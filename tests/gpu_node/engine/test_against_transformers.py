@@ -1,0 +1,110 @@
+"""Greedy tokens against transformers in float32, with everything on that could change them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine, EngineConfig, EngineStats, Generation
+
+MAX_TIE_GAP = 1e-3
+TEXT = (
+    "A penstock is the gated pipe that feeds a turbine. Requests stand in a reservoir, the gate opens by pressure, "
+    "and the turbine never starves and never floods. Explain in a few words why that is so, and what happens when "
+    "the water is low. "
+)
+
+
+def _mixed_prompts(engine: Engine, count: int) -> list[list[int]]:
+    """Prompts of 4 to 110 tokens, a third of which begin alike."""
+    rng = random.Random(1)
+    words = TEXT.split()
+    prompts = []
+    for i in range(count):
+        text = " ".join(rng.choices(words, k=rng.randrange(4, 50)))
+        prompts.append(engine.tokenizer.encode((TEXT if i % 3 == 0 else "") + text))
+    return prompts
+
+
+def _num_differing(model: Any, generations: list[Generation]) -> int:
+    """How many choices leave the model's own greedy path; each only where its two best logits are as good as equal.
+
+    One pass over prompt and output says what `generate` would choose behind each prefix.
+    """
+    differing = 0
+    for generation in generations:
+        prompt, output = generation.prompt_token_ids, generation.choices[0].token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        wrong = (logits.argmax(-1) != torch.tensor(output)).nonzero()
+        if len(wrong):
+            differing += 1
+            best, second = logits[wrong[0, 0]].topk(2).values.tolist()
+            assert best - second < MAX_TIE_GAP
+    return differing
+
+
+def _all_was_on(stats: EngineStats) -> bool:
+    return stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
+
+
+def test_the_tiny_model_says_what_transformers_generate_says(
+    make_engine: Callable[..., Engine], tiny_model: Path
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model)
+    engine = make_engine(num_kv_blocks=40, max_num_batched_tokens=48, max_num_seqs=16)
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    prompts = _mixed_prompts(engine, 60)
+    generations = engine.generate(prompts, params)
+    assert _all_was_on(engine.stats())
+    different = 0
+    for prompt, generation in zip(prompts, generations, strict=True):
+        ids = torch.tensor([prompt])
+        want = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0
+        )
+        different += tuple(want[0, len(prompt) :].tolist()) != generation.choices[0].token_ids
+    assert different == _num_differing(model, generations) <= 1
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_repetition_penalty_is_transformers(
+    make_engine: Callable[..., Engine], tiny_model: Path, penalty: float
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model)
+    engine = make_engine()
+    prompt = engine.tokenizer.encode("the gate opens by pressure")
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, repetition_penalty=penalty)
+    ids = torch.tensor([prompt])
+    want = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=40,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        repetition_penalty=penalty,
+    )
+    (generation,) = engine.generate([prompt], params)
+    assert list(generation.choices[0].token_ids) == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.model
+def test_the_demo_model_says_what_transformers_says(demo_model: Path) -> None:
+    engine = Engine(
+        EngineConfig(
+            model=str(demo_model), dtype="float32", kv_cache_tokens=640, max_num_batched_tokens=96, max_num_seqs=32
+        )
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    generations = engine.generate(_mixed_prompts(engine, 50), params)
+    assert _all_was_on(engine.stats())
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    assert _num_differing(model, generations) <= 1

@@ -1,0 +1,107 @@
+"""A choice that another node began goes on exactly where its log ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.contract.errors import RequestError
+from penstock.contract.job import SamplingParams, Usage
+from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
+
+PROMPT = "水門 the gate opens by pressure and stays"
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine: Callable[..., Engine]) -> Engine:
+    return make_engine()
+
+
+def _run(engine: Engine, params: SamplingParams, resume: list[ResumedChoice] | None = None) -> list[StepOutput]:
+    engine.add("x", engine.tokenizer.encode(PROMPT), params, seed=7, resume=resume or [])
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs
+
+
+def _log(outputs: list[StepOutput], choice: int = 0) -> ResumedChoice:
+    mine = [output for output in outputs if output.choice == choice]
+    return ResumedChoice(
+        token_ids=tuple(token_id for output in mine for token_id in output.token_ids),
+        text="".join(output.text for output in mine),
+        finish_reason=mine[-1].finish_reason if mine else None,
+    )
+
+
+def _stop_in(text: str) -> str:
+    """A stop string of several characters, first found far into the text."""
+    return next(text[at : at + 4] for at in range(len(text) // 2, len(text)) if text.index(text[at : at + 4]) == at)
+
+
+@pytest.mark.parametrize("with_stop", [False, True])
+@pytest.mark.parametrize("params", [SAMPLED, SAMPLED.model_copy(update={"temperature": 0.0, "min_tokens": 10})])
+def test_any_cut_gives_the_same_tokens_and_text(engine: Engine, params: SamplingParams, with_stop: bool) -> None:
+    whole = _run(engine, params)
+    if with_stop:
+        params = params.model_copy(update={"stop": (_stop_in(_log(whole).text), "never said")})
+        whole = _run(engine, params)
+        assert whole[-1].finish_reason == "stop"
+    for cut in range(len(whole)):
+        rest = _run(engine, params, [_log(whole[:cut])])
+        assert _log(whole[:cut] + rest) == _log(whole)
+        assert rest[0].position == cut
+        assert rest[-1].usage == Usage(whole[-1].usage.prompt_tokens, len(whole), rest[-1].usage.cached_tokens)
+
+
+def test_text_generated_but_not_logged_comes_with_the_next_output(engine: Engine) -> None:
+    whole = _run(engine, SAMPLED)
+    log = _log(whole[:20])
+    behind = ResumedChoice(log.token_ids, log.text[:-3], None)
+    assert _log([*whole[:20], *_run(engine, SAMPLED, [behind])]).text[: len(log.text)] == log.text
+    rest = _run(engine, SAMPLED, [behind])
+    assert rest[0].text.startswith(log.text[-3:])
+
+
+def test_closed_choices_stay_closed_and_open_ones_go_on(engine: Engine) -> None:
+    params = SAMPLED.model_copy(update={"n": 3})
+    whole = _run(engine, params)
+    logs = [_log(whole, 0), _log([output for output in whole if output.position < 11], 1)]
+    rest = _run(engine, params, logs)
+    assert {output.choice for output in rest} == {1, 2}
+    for choice in (1, 2):
+        resumed = [output for output in rest if output.choice == choice]
+        logged = [output for output in whole if output.choice == choice and output.position < resumed[0].position]
+        assert _log(logged + resumed, choice) == _log(whole, choice)
+    assert rest[-1].usage is not None and rest[-1].usage.completion_tokens == 90
+
+
+def test_a_request_whose_choices_are_all_closed_has_nothing_to_do(engine: Engine) -> None:
+    whole = _run(engine, SAMPLED)
+    assert _run(engine, SAMPLED, [_log(whole)]) == []
+    assert engine.usage("x").completion_tokens == 30
+
+
+def test_a_log_that_lacks_only_the_end_is_ended_without_a_token(engine: Engine) -> None:
+    whole = _run(engine, SAMPLED)
+    log = _log(whole)
+    (end,) = _run(engine, SAMPLED, [ResumedChoice(log.token_ids, log.text[:-1], None)])
+    assert (end.position, end.token_ids, end.text, end.finish_reason) == (30, (), log.text[-1:], "length")
+    assert end.usage is not None and end.usage.completion_tokens == 30
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        [ResumedChoice((10, 11), "not this", None)],
+        [ResumedChoice((100_000,), "", None)],
+        [ResumedChoice((), "", None)] * 2,
+        [ResumedChoice((10,) * 31, "", None)],
+    ],
+)
+def test_a_log_of_another_model_or_request_is_refused(engine: Engine, log: list[ResumedChoice]) -> None:
+    with pytest.raises(RequestError) as refusal:
+        _run(engine, SAMPLED, log)
+    assert refusal.value.param == "resume" and not engine.has_work()

@@ -1,0 +1,88 @@
+"""Grouped paged attention against the naive reference, on odd shapes and poisoned pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.gpu_node.model.attention import KvCache, PagedAttention
+from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
+from penstock.kernels.reference.attention import paged_attention, store_kv
+
+NO_ROWS = SamplingRows(
+    temperature=np.empty(0, np.float32),
+    top_k=np.empty(0, np.int32),
+    top_p=np.empty(0, np.float32),
+    repetition_penalty=np.empty(0, np.float32),
+    seed=np.empty(0, np.uint64),
+    choice=np.empty(0, np.int32),
+    position=np.empty(0, np.int32),
+    seen=(),
+    banned=(),
+)
+
+
+def _plan(counts: list[int], contexts: list[int], block_size: int, rng: np.random.Generator) -> tuple[StepPlan, int]:
+    """A plan with blocks dealt at random, and the number of blocks."""
+    num_blocks = [-(-context // block_size) for context in contexts]
+    total = sum(num_blocks) + 1
+    deck = rng.permutation(np.arange(1, total))
+    tables = np.zeros((len(counts), max(num_blocks)), dtype=np.int32)
+    for i, n in enumerate(num_blocks):
+        tables[i, :n], deck = deck[:n], deck[n:]
+    positions = [np.arange(context - count, context) for count, context in zip(counts, contexts, strict=True)]
+    return StepPlan(
+        token_ids=np.zeros(sum(counts), np.int32),
+        positions=np.concatenate(positions).astype(np.int32),
+        query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        context_lens=np.array(contexts, np.int32),
+        block_tables=tables,
+        sample_seqs=np.empty(0, np.int32),
+        sampling=NO_ROWS,
+    ), total
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("counts", "contexts"),
+    [
+        ([1], [1]),
+        ([1, 1, 1], [200, 3, 33]),
+        ([1, 5, 1, 31, 1], [70, 5, 64, 95, 1]),
+        ([17], [17]),
+        ([2, 1] * 6, list(range(40, 52))),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_equals_the_reference(
+    counts: list[int], contexts: list[int], block_size: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads, head_dim = 6, 2, 16
+    plan, total = _plan(counts, contexts, block_size, np.random.default_rng(0))
+    attention = PagedAttention(kv_heads, total, block_size, dtype)
+    cache = KvCache(kv_heads, total, block_size, head_dim, dtype)
+    cache.k[:, 1:] = torch.randn_like(cache.k[:, 1:])
+    cache.v[:, 1:] = torch.randn_like(cache.v[:, 1:])
+    k_cache, v_cache = cache.k.clone(), cache.v.clone()
+    q = torch.randn(sum(counts), heads, head_dim).to(dtype)
+    k, v = torch.randn(2, sum(counts), kv_heads, head_dim).to(dtype).unbind(0)
+    slots = attention.slots(plan)
+    cache.store(k, v, slots)
+    store_kv(k, v, k_cache, v_cache, slots[: sum(counts)])
+    assert torch.equal(cache.k, k_cache) and torch.equal(cache.v, v_cache)
+    got = attention.attend(q, cache, attention.groups(plan))
+    tables = [torch.from_numpy(array) for array in (plan.query_starts, plan.context_lens, plan.block_tables)]
+    torch.testing.assert_close(got, paged_attention(q, k_cache, v_cache, *tables), atol=tolerance, rtol=tolerance)
+
+
+def test_every_sequence_is_in_exactly_one_group() -> None:
+    rng = np.random.default_rng(1)
+    contexts = rng.integers(1, 900, size=50).tolist()
+    counts = [min(int(count), context) for count, context in zip(rng.integers(1, 3, size=50), contexts, strict=True)]
+    plan, total = _plan(counts, contexts, 16, rng)
+    groups = PagedAttention(1, total, 16, torch.float32).groups(plan)
+    tokens = torch.cat([group.tokens for group in groups]).sort().values
+    assert tokens.tolist() == list(range(sum(counts)))
+    assert all(group.tokens.tolist() == sorted(group.tokens.tolist()) for group in groups)

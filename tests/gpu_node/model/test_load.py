@@ -1,0 +1,182 @@
+"""Finding, checking and converting models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFReader, dequantize
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.families import family_of
+from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
+from penstock.gpu_node.model.rope import rope_table
+from penstock.gpu_node.model.source import resolve_model
+
+OPTIONS = RunnerOptions(
+    dtype="float32", block_size=16, num_blocks=8, kv_cache_gib=1.0, max_model_len=None, max_num_seqs=4, num_threads=None
+)
+
+
+def _load(folder: Path, **options: Any) -> LoadedModel:
+    return load_model(str(folder), replace(OPTIONS, **options), lambda stage, fraction: None)
+
+
+@pytest.fixture
+def model_copy(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "copy"))
+
+
+def _edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"intermediate_size": 100}, "gate_proj"),
+        ({"num_hidden_layers": 3}, r"model\.layers\.2"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(model_copy: Path, changes: dict[str, Any], named: str) -> None:
+    _edit_config(model_copy, **changes)
+    with pytest.raises(ConfigError, match=named):
+        _load(model_copy)
+
+
+def test_pickled_weights_are_refused(model_copy: Path) -> None:
+    (model_copy / "model.safetensors").rename(model_copy / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="pickle"):
+        _load(model_copy)
+
+
+def test_sharded_weights_load_and_a_missing_shard_is_named(model_copy: Path) -> None:
+    tensors = load_file(model_copy / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for shard, held in shards.items():
+        save_file({name: tensors[name] for name in held}, model_copy / shard)
+    weight_map = {name: shard for shard, held in shards.items() for name in held}
+    (model_copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (model_copy / "model.safetensors").unlink()
+    assert _load(model_copy).vocab_size == tensors["lm_head.weight"].shape[0]
+    (model_copy / "b.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"b\.safetensors"):
+        _load(model_copy)
+
+
+def test_the_cache_is_as_large_as_asked_and_never_larger_than_useful(tiny_model: Path) -> None:
+    block_bytes = 2 * 2 * 2 * 16 * 4 * 16
+    assert _load(tiny_model, num_blocks=8).runner.num_blocks == 9
+    assert _load(tiny_model, num_blocks=None, kv_cache_gib=20 * block_bytes / 2**30).runner.num_blocks == 21
+    assert _load(tiny_model, num_blocks=None, max_model_len=64).runner.num_blocks == 4 * 4 + 1
+    with pytest.raises(ConfigError, match="kv_cache_gib"):
+        _load(tiny_model, num_blocks=None, kv_cache_gib=1e-9)
+
+
+def test_all_end_tokens_of_the_generation_config_count(model_copy: Path) -> None:
+    assert _load(model_copy).eos_token_ids == {2}
+    (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    assert _load(model_copy).eos_token_ids == {2, 5}
+
+
+def test_auto_dtype_is_the_checkpoints_or_float32(model_copy: Path) -> None:
+    assert _load(model_copy, dtype="auto").dtype == "float32"
+    _edit_config(model_copy, dtype="bfloat16")
+    fast = torch.cpu._is_avx512_bf16_supported()
+    assert _load(model_copy, dtype="auto").dtype == ("bfloat16" if fast else "float32")
+
+
+def test_revision_changes_with_any_of_the_files(model_copy: Path) -> None:
+    revisions = [_load(model_copy).revision, _load(model_copy).revision]
+    assert revisions[0] == revisions[1]
+    weights = load_file(model_copy / "model.safetensors")
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, model_copy / "model.safetensors")
+    revisions.append(_load(model_copy).revision)
+    (model_copy / "chat_template.jinja").write_text("{{ messages }}")
+    revisions.append(_load(model_copy).revision)
+    assert len(set(revisions)) == 3
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 100_000.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)
+def test_rotary_angles_are_transformers(rope: dict[str, Any]) -> None:
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope, num_hidden_layers=1
+    )
+    raw = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    spec = family_of(raw).spec_of(raw)
+    want = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(512)[None])
+    for ours, theirs in zip(rope_table(spec, 512, torch.float32), want, strict=True):
+        torch.testing.assert_close(ours, theirs[0])
+
+
+def test_configs_of_older_transformers_are_read() -> None:
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 10,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+    spec = family_of(raw).spec_of(raw)
+    assert (spec.rope_theta, spec.num_kv_heads, spec.head_dim) == (500_000.0, 2, 4)
+    assert spec.rope_scaling is not None and spec.rope_scaling.factor == 8.0
+
+
+def test_names_of_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF but not really")
+    for name in (str(tmp_path / "none"), "./none", "missing.gguf", str(tmp_path / "broken.gguf"), "not a/valid/id"):
+        with pytest.raises(ConfigError):
+            resolve_model(name, lambda stage, fraction: None)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+@pytest.mark.model
+def test_a_gguf_file_is_converted_once_with_its_values_kept(demo_gguf: Path, demo_model: Path) -> None:
+    stages: list[str] = []
+    assert resolve_model(str(demo_gguf), lambda stage, fraction: stages.append(stage)) == demo_model
+    assert stages == []
+    ours = load_file(demo_model / "model.safetensors")
+    theirs = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in GGUFReader(demo_gguf).tensors}
+    up = torch.from_numpy(theirs["blk.3.ffn_up.weight"])
+    assert torch.equal(ours["model.layers.3.mlp.up_proj.weight"], up.bfloat16())
+    # GGUF keeps the two halves of each head interleaved.
+    q = torch.from_numpy(theirs["blk.3.attn_q.weight"]).view(9, 32, 2, 576).transpose(1, 2).reshape(576, 576)
+    assert torch.equal(ours["model.layers.3.self_attn.q_proj.weight"], q.bfloat16())

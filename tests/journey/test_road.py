@@ -1,0 +1,155 @@
+"""The whole road on real parts: client → Redis → node process → Redis → client, with the real small model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from fakes.node_process import NodeProcess
+from fakes.ties import num_departures
+from redis.asyncio import Redis
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock import AsyncClient
+from penstock.contract.broker.producer import ProducerBroker
+from penstock.contract.job import Chunk
+from penstock.contract.keys import own_channel
+from penstock.producer.client import AsyncJob
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+NUM_JOBS = 64
+POOL = "demo"
+WORDS = ("gate", "opens", "by", "pressure", "turbine", "never", "starves", "nor", "floods", "water", "stands", "high")
+
+
+def prompts(count: int) -> list[str]:
+    rng = random.Random(7)
+    return [f"{i}. " + " ".join(rng.choices(WORDS, k=rng.randrange(3, 60))) for i in range(count)]
+
+
+async def read(job: AsyncJob) -> list[tuple[float, Chunk]]:
+    clock = asyncio.get_running_loop().time
+    return [(clock(), chunk) async for chunk in job.stream()]
+
+
+def tokens_of(chunks: Sequence[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def wait_for_idle(broker: ProducerBroker) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            (node,) = (await broker.pressure(POOL)).nodes
+            if node.num_jobs == 0 and node.kv_blocks_free == node.kv_blocks_total:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def assert_nothing_left(redis: Redis) -> None:
+    keys = [key.decode() async for key in redis.scan_iter(match="*")]
+    assert [k for k in keys if any(part in k for part in (":q:", ":back:", ":wait:", ":run:", ":open", ":in:"))] == []
+    assert [c for c in await redis.pubsub_channels() if b":ctl:" not in c] == []
+
+
+def departures(folder: Path, texts: Sequence[str], outputs: Sequence[list[int]]) -> int:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return num_departures(model, ((tokenizer(t).input_ids, o) for t, o in zip(texts, outputs, strict=True)))
+
+
+async def test_64_jobs_at_once_are_batched_and_each_stream_is_its_log(
+    redis_url: str, redis: Redis, demo_folder: Path
+) -> None:
+    broker, texts = ProducerBroker(redis), prompts(NUM_JOBS)
+    with NodeProcess(redis_url, model=demo_folder, pool=POOL, dtype="float32"):
+        async with AsyncClient(redis_url) as client:
+            jobs = [await client.submit(t, temperature=0, max_tokens=24, ignore_eos=True) for t in texts]
+            batches = asyncio.create_task(_watch_batches(redis, [job.id for job in jobs]))
+            streams = await asyncio.gather(*(read(job) for job in jobs))
+            running = await batches
+            stats = client.stats
+            for job, stream in zip(jobs, streams, strict=True):
+                chunks = [chunk for _, chunk in stream]
+                assert chunks == await broker.log(job.id, 0), "the stream is the log"
+                assert chunks[-1].outcome is not None
+                assert chunks[-1].outcome.state == "done"
+                assert stream[0][0] < stream[-2][0], "the first chunk came before the last was generated"
+        assert (stats.log_reads, stats.gaps, stats.resubscribes) == (0, 0, 0)
+        assert statistics.median(running) >= 16
+        await wait_for_idle(broker)
+        await assert_nothing_left(redis)
+    outputs = [tokens_of([chunk for _, chunk in stream]) for stream in streams]
+    assert departures(demo_folder, texts, outputs) <= NUM_JOBS * 0.02
+
+
+async def _watch_batches(redis: Redis, job_ids: Sequence[str]) -> list[int]:
+    """Sequences that gained a token between two looks, while at least 16 jobs are unfinished."""
+    broker, seen = ProducerBroker(redis), []
+    before = dict.fromkeys(job_ids, 0)
+    while True:
+        statuses = await asyncio.gather(*(broker.status(job_id, "default") for job_id in job_ids))
+        if sum(s.outcome is None for s in statuses) < 16:
+            return seen
+        moved = sum(s.num_chunks > before[s.job_id] for s in statuses)
+        if moved:
+            seen.append(moved)
+        before = {s.job_id: s.num_chunks for s in statuses}
+        await asyncio.sleep(0.02)
+
+
+async def test_a_plain_subscriber_gets_every_token_of_a_job_with_its_own_channel(
+    redis_url: str, redis: Redis, demo_folder: Path
+) -> None:
+    from uuid_utils import uuid7
+
+    with NodeProcess(redis_url, model=demo_folder, pool=POOL):
+        job_id = f"{POOL}.{uuid7()}"
+        async with redis.pubsub() as subscription, AsyncClient(redis_url) as client:
+            await subscription.subscribe(own_channel(job_id))
+            job = await client.submit("Once upon a time", job_id=job_id, channel=True, temperature=0, max_tokens=16)
+            result = await job.result()
+            heard: list[int] = []
+            async for message in subscription.listen():
+                if message["type"] == "message":
+                    chunk = msgpack.unpackb(message["data"])
+                    heard += chunk.get("t", [])
+                    if "e" in chunk:
+                        break
+    assert heard == list(result.choices[0].token_ids)
+    assert len(heard) > 0
+
+
+async def test_a_killed_node_s_streams_go_on_with_the_tokens_of_an_undisturbed_run(
+    redis_url: str, demo_folder: Path
+) -> None:
+    texts = prompts(12)
+    common: dict[str, Any] = {
+        "model": demo_folder,
+        "pool": POOL,
+        "dtype": "float32",
+        "lease_ms": 3000,
+        "max_num_seqs": 12,
+    }
+    first = NodeProcess(redis_url, **common)
+    with first, NodeProcess(redis_url, **common):
+        async with AsyncClient(redis_url) as client:
+            jobs = [await client.submit(t, temperature=0, max_tokens=60, ignore_eos=True) for t in texts]
+            readers = [asyncio.create_task(read(job)) for job in jobs]
+            async with asyncio.timeout(60):
+                while client.stats.chunks < 12 * 10:
+                    await asyncio.sleep(0.01)
+            first.kill()
+            streams = await asyncio.gather(*readers)
+            losses = [(await job.status()).losses for job in jobs]
+    assert sum(losses) > 0, "the killed node held jobs"
+    outputs = [tokens_of([chunk for _, chunk in stream]) for stream in streams]
+    assert all(len(output) == 60 for output in outputs)
+    assert departures(demo_folder, texts, outputs) <= 1

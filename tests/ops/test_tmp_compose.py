@@ -1,0 +1,239 @@
+"""docker-compose.yml without Docker: its commands, environments and healthchecks, run as processes of this machine.
+
+Only what a container changes is translated: host names, ports, and paths inside the images and volumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import yaml
+
+from penstock.contract.embedded import find_redis_server
+from tests.fakes.tiny_model import make_tiny_model
+from tests.source_tree import ROOT
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+DOCKERFILE = (ROOT / "ops/Dockerfile").read_text()
+VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
+START_TIMEOUT_S = 60
+T0=time.time()
+def T(x): print(x, time.time()-T0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Host:
+    """This machine in the place of the containers."""
+
+    def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._variables = variables
+        self.gateway_port, self.redis_port = free_port(), free_port()
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self.data = folder / "data"
+        self.bin = folder / "bin"
+        for made in (self.data, self.bin, folder / "redis", folder / "home"):
+            made.mkdir()
+        redis_server = find_redis_server()
+        for name in ("redis-server", "redis-cli"):
+            found = shutil.which(name) or str(redis_server.with_name(name))
+            (self.bin / name).symlink_to(found)
+
+    def start(self, service: str) -> None:
+        words = [self._translate(word) for word in SERVICES[service]["command"]]
+        if service == "redis":
+            words += ["--bind", "127.0.0.1", "--port", str(self.redis_port)]
+        with (self._folder / f"{service}.log").open("wb") as log:
+            self._running[service] = subprocess.Popen(
+                words, env=self._env(service), cwd=self._workdir(service), stdout=log, stderr=log, process_group=0
+            )
+
+    def wait_until_healthy(self, service: str) -> None:
+        kind, *words = SERVICES[service]["healthcheck"]["test"]
+        assert kind in ("CMD", "CMD-SHELL")
+        words = [self._translate(word) for word in words]
+        command = ["sh", "-c", *words] if kind == "CMD-SHELL" else words
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            checked = subprocess.run(command, env=self._env(service), cwd=self.data, capture_output=True, timeout=30)
+            if checked.returncode == 0:
+                return
+            assert self._running[service].poll() is None, self.log(service)
+            assert time.monotonic() < deadline, f"{checked.stdout!r} {checked.stderr!r} {self.log(service)}"
+            time.sleep(0.2)
+
+    def stop(self, service: str) -> int:
+        """As Docker does: SIGTERM, and after the grace period SIGKILL."""
+        running = self._running[service]
+        running.send_signal(signal.SIGTERM)
+        return running.wait(int(str(SERVICES[service]["stop_grace_period"]).removesuffix("s")))
+
+    def kill_all(self) -> None:
+        for running in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+
+    def exec(self, service: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words, env=self._env(service), cwd=self.data, capture_output=True, text=True, timeout=START_TIMEOUT_S
+        )
+
+    def log(self, service: str) -> str:
+        return (self._folder / f"{service}.log").read_text(errors="replace")[-4000:]
+
+    def _workdir(self, service: str) -> Path:
+        return self._folder / "redis" if service == "redis" else self.data
+
+    def _env(self, service: str) -> dict[str, str]:
+        path = os.pathsep.join((str(Path(sys.executable).parent), str(self.bin), os.environ["PATH"]))
+        own = {name: self._translate(value) for name, value in SERVICES[service].get("environment", {}).items()}
+        image = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "/tmp/ps/wire"}
+        return {"PATH": path, "HOME": str(self._folder / "home"), **image, **own}
+
+    def _translate(self, word: str) -> str:
+        word = VARIABLE.sub(lambda m: self._variables.get(m[1]) or m[2], word).replace("$$", "$")
+        for theirs, ours in (
+            ("redis://redis:", "redis://127.0.0.1:"),
+            ("0.0.0.0", "127.0.0.1"),
+            ("6379", str(self.redis_port)),
+            ("8000", str(self.gateway_port)),
+            ("/etc/penstock/", f"{ROOT}/ops/"),
+            ("/opt/penstock/ops/", f"{ROOT}/ops/"),
+        ):
+            word = word.replace(theirs, ours)
+        return word
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    model = make_tiny_model(tmp_path / "tiny")
+    host = Host(tmp_path, {"MODEL": str(model), "KV_CACHE_GIB": "0.01"})
+    yield host
+    host.kill_all()
+
+
+@pytest.mark.timeout(150)
+def test_the_services_serve_a_stream_and_a_batch(host: Host) -> None:
+    host.start("redis")
+    host.wait_until_healthy("redis")
+    for service in ("gateway", "gpu_node-cpu", "worker"):
+        host.start(service); T("start")
+    for service in ("gateway", "worker", "gpu_node-cpu"):
+        host.wait_until_healthy(service); T(service)
+
+    assert_redis_keeps_what_it_accepted(host.redis_port)
+    assert_stream_over_http(host.gateway_port)
+    T("x"); assert_batch(host); T("batch")
+
+    for service in ("worker", "gpu_node-cpu", "gateway", "redis"):
+        print(host.stop(service)); T("stop "+service)
+
+
+def assert_redis_keeps_what_it_accepted(port: int) -> None:
+    with redis.Redis(port=port, decode_responses=True) as client:
+        config = client.config_get("*")
+    assert (config["appendonly"], config["maxmemory-policy"]) == ("yes", "noeviction")
+    assert int(config["maxmemory"]) == 1 << 30
+
+
+def assert_stream_over_http(port: int) -> None:
+    body = {"model": "tiny", "prompt": "the gate", "max_tokens": 8, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30) as answer:
+        assert answer.status_code == 200, answer.read()
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    assert "".join(choice["text"] for choice in choices)
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def assert_batch(host: Host) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "ignore_eos": True}
+    rows = [{"custom_id": f"{i}", "method": "POST", "url": "/v1/chat/completions", "body": body} for i in range(3)]
+    (host.data / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = host.exec("worker", "penstock", "batch", "run", "in.jsonl", "out.jsonl", "--via-celery")
+    assert done.returncode == 0, done.stderr + host.log("worker")
+    results = [json.loads(line) for line in (host.data / "out.jsonl").read_text().splitlines()]
+    assert {row["custom_id"] for row in results} == {"0", "1", "2"}
+    assert {row["response"]["body"]["usage"]["completion_tokens"] for row in results} == {4}
+
+
+def test_both_profiles_run_the_same_node() -> None:
+    gpu, cpu = SERVICES["gpu_node"], SERVICES["gpu_node-cpu"]
+    assert (gpu["profiles"], cpu["profiles"]) == (["gpu"], ["cpu"])
+    for same in ("command", "environment", "volumes", "healthcheck"):
+        assert gpu[same] == cpu[same]
+    assert "nvidia" in str(gpu["deploy"])
+    assert "deploy" not in cpu
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_service_is_watched_restarted_and_given_time_to_stop(service: str) -> None:
+    described = SERVICES[service]
+    assert described["healthcheck"]["test"]
+    assert described["restart"] == "unless-stopped"
+    assert described["stop_grace_period"]
+    assert "nofile" not in described.get("ulimits", {})
+    if service != "redis":
+        assert described["depends_on"] == {"redis": {"condition": "service_healthy"}}
+
+
+def test_nothing_is_reachable_from_other_machines_unless_asked_for() -> None:
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert published == {"gateway": ["${GATEWAY_BIND:-127.0.0.1}:${GATEWAY_PORT:-8000}:8000"]}
+
+
+def test_every_variable_has_a_default_and_is_explained() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    head, _, rest = text.partition("name: penstock")
+    used = set(VARIABLE.findall(rest))
+    assert len(used) == len({name for name, _ in used})
+    assert [name for name, _ in used if not re.search(rf"^#   {name}\b", head, re.MULTILINE)] == []
+    assert "$" not in VARIABLE.sub("", rest).replace("$$", "")
+
+
+def test_volumes_and_build_targets_exist() -> None:
+    targets = set(re.findall(r"^FROM .* AS (\S+)$", DOCKERFILE, re.MULTILINE))
+    for service in SERVICES.values():
+        if "build" in service:
+            assert service["build"]["target"] in targets
+            assert (ROOT / service["build"]["dockerfile"]).exists()
+        for volume in service.get("volumes", ()):
+            source = VARIABLE.sub(lambda m: m[2], volume).partition(":")[0]
+            assert (ROOT / source).exists() if source.startswith("./") else source in COMPOSE["volumes"]
+
+
+def test_images_run_unprivileged_with_a_safe_path() -> None:
+    stages = {stage.split()[0]: stage for stage in re.split(r"^FROM .* AS ", DOCKERFILE, flags=re.MULTILINE)[1:]}
+    for target in ("gateway", "node"):
+        assert "USER penstock" in stages[target]
+    assert "PYTHONSAFEPATH=1" in stages["base"]
+    for source in re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in source.split())
+
+
+def test_builds_fetch_no_other_frontend() -> None:
+    """A `# syntax=` line makes every build load an image from the network."""
+    assert "syntax=" not in DOCKERFILE

@@ -1,0 +1,105 @@
+"""A Redis with a reference node behind it, and processes that run against them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.contract.embedded import EmbeddedRedis
+
+REFERENCE_NODE = Path(__file__).parents[2] / "fakes/reference_node.py"
+
+Row = dict[str, Any]
+WriteInput = Callable[..., Path]
+
+
+@contextmanager
+def process(*argv: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own, killed with all its children at the end."""
+    running = subprocess.Popen(
+        argv, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+    )
+    try:
+        yield running
+    finally:
+        kill_group(running)
+
+
+def kill_group(running: subprocess.Popen[str]) -> None:
+    """kill -9, as for a container."""
+    with suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    if running.stdout is not None:
+        running.stdout.close()
+
+
+@contextmanager
+def reference_node(url: str, *, pool: str = "ref", step_s: float = 0.002, **settings: str) -> Iterator[None]:
+    """A node around the reference engine, ready when the block begins."""
+    env = {
+        "PENSTOCK_REDIS_URL": url,
+        "PENSTOCK_NODE_POOL": pool,
+        "PENSTOCK_NODE_LEASE_MS": "5000",
+        "PENSTOCK_NODE_PROGRESS": "json",
+        "REFERENCE_STEP_S": str(step_s),
+        **settings,
+    }
+    with process(sys.executable, str(REFERENCE_NODE), **env) as node:
+        assert node.stdout is not None
+        for line in node.stdout:
+            if '"ready"' in line:
+                break
+        else:
+            pytest.fail("the node ended before it was ready")
+        yield
+
+
+@pytest.fixture(scope="package")
+def served_url() -> Iterator[str]:
+    """URL of a Redis that this folder's tests share, with a node for the pool `ref`."""
+    with EmbeddedRedis() as server, reference_node(server.url):
+        yield server.url
+
+
+def chat_row(custom_id: str, **body: Any) -> Row:
+    messages = [{"role": "user", "content": f"what about {custom_id}?"}]
+    body = {"messages": messages, "max_tokens": 8, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def completion_row(custom_id: str, **body: Any) -> Row:
+    body = {"prompt": f"once upon {custom_id}", "max_tokens": 8, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def write_rows(path: Path, rows: list[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_in(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_lines(path: Path, count: int, writer: subprocess.Popen[str]) -> None:
+    """Returns when `writer` has written so many rows."""
+    deadline = time.monotonic() + 30
+    while num_lines(path) < count:
+        assert writer.poll() is None, writer.communicate()[0]
+        assert time.monotonic() < deadline, f"{num_lines(path)} rows"
+        time.sleep(0.01)

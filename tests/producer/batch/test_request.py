@@ -1,0 +1,143 @@
+"""What a line may say, and that it means the same here as over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.contract.errors import RequestError
+from penstock.contract.job import Choice, Outcome, Result, SamplingParams, Usage
+from penstock.gateway.openai.render import ChatRenderer, CompletionRenderer
+from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
+from penstock.producer.batch.answer import body_of
+from penstock.producer.batch.lines import MAX_LINE_BYTES, survey_of
+from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of, request_of_line
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_tokens": 5, "temperature": 0, "top_p": 0.5, "top_k": 3, "n": 2, "seed": 7},
+        {"stop": "end"},
+        {"stop": ["a", "b"], "stop_token_ids": [1, 2], "ignore_eos": True, "min_tokens": 1, "max_tokens": 2},
+        {"repetition_penalty": 1.1, "max_tokens": None},
+    ],
+)
+def test_a_body_means_the_same_in_a_file_and_over_http(options: dict[str, Any]) -> None:
+    chat = {"model": "m", "messages": MESSAGES, **options}
+    text = {"model": "m", "prompt": "hello", **options}
+
+    assert request_of(CHAT_URL, chat).params == ChatRequest.model_validate(chat).params()
+    assert [request_of(CHAT_URL, chat).prompt] == ChatRequest.model_validate(chat).prompts()
+    assert request_of(COMPLETIONS_URL, text).params == CompletionRequest.model_validate(text).params()
+    assert [request_of(COMPLETIONS_URL, text).prompt] == CompletionRequest.model_validate(text).prompts()
+
+
+def test_max_completion_tokens_is_max_tokens() -> None:
+    assert request_of(CHAT_URL, {"messages": MESSAGES, "max_completion_tokens": 9}).params.max_tokens == 9
+    with pytest.raises(RequestError, match="differs") as caught:
+        request_of(CHAT_URL, {"messages": MESSAGES, "max_completion_tokens": 9, "max_tokens": 8})
+    assert caught.value.param == "max_completion_tokens"
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_answer_looks_the_same_in_a_file_and_over_http(reason: Any) -> None:
+    choices = (Choice(0, "one", (1,), reason), Choice(1, "two", (2, 3), reason))
+    result = Result("ref.id", Outcome("done"), choices, Usage(3, 4, 1), submitted_ms=1_700_000_000_123)
+    head = {"job_id": "ref.id", "model": "m", "created_s": 1_700_000_000, "choices_per_job": 2, "include_usage": False}
+    chat = request_of(CHAT_URL, {"messages": MESSAGES})
+    text = request_of(COMPLETIONS_URL, {"prompt": "hello"})
+
+    assert body_of(chat, "m", result) == ChatRenderer(**head).whole([result])  # type: ignore[arg-type]
+    assert body_of(text, "m", result) == CompletionRenderer(**head).whole([result])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        (CHAT_URL, {"messages": MESSAGES, "stream": True}, "stream"),
+        (CHAT_URL, {"messages": MESSAGES, "prompt": "x"}, "prompt"),
+        (CHAT_URL, {"messages": []}, "messages"),
+        (CHAT_URL, {"messages": "hello"}, "messages"),
+        (CHAT_URL, {"messages": [1, 2]}, "messages"),
+        (CHAT_URL, {}, "messages"),
+        (CHAT_URL, {"messages": MESSAGES, "model": 5}, "model"),
+        (CHAT_URL, {"messages": MESSAGES, "max_tokens": "5"}, "max_tokens"),
+        (CHAT_URL, {"messages": MESSAGES, "max_tokens": True}, "max_tokens"),
+        (CHAT_URL, {"messages": MESSAGES, "temperature": -1}, "temperature"),
+        (CHAT_URL, {"messages": MESSAGES, "n": 99}, "n"),
+        (COMPLETIONS_URL, {"prompt": ["a", "b"]}, "prompt"),
+        (COMPLETIONS_URL, {"prompt": [1, True]}, "prompt"),
+        (COMPLETIONS_URL, {"prompt": []}, "prompt"),
+        (COMPLETIONS_URL, {"prompt": "x", "max_completion_tokens": 3}, "max_completion_tokens"),
+        (COMPLETIONS_URL, {"prompt": "x", "best_of": 1}, "best_of"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        request_of(url, body)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"url": "/v1/embeddings", "body": {}}, "url"),
+        ({"url": ["x"], "body": {}}, "url"),
+        ({"body": {}}, "url"),
+        ({"url": CHAT_URL, "body": []}, "body"),
+        ({"url": CHAT_URL, "body": {"messages": MESSAGES}, "method": "GET"}, "method"),
+        ({"url": CHAT_URL, "body": {"messages": MESSAGES}, "priority": 1}, "priority"),
+    ],
+)
+def test_a_line_of_another_form_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        request_of_line({"custom_id": "a", **fields})
+    assert caught.value.param == param
+
+
+def test_sampling_params_are_all_there() -> None:
+    """A new sampling parameter is open to batches at once."""
+    defaults = SamplingParams(max_tokens=1).model_dump(mode="json")
+    given = {name: value for name, value in defaults.items() if value is not None}
+    assert request_of(CHAT_URL, {"messages": MESSAGES, **given}).params == SamplingParams(max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"custom_id": "a"}\n{"custom_id": "b"}\n{"custom_id": "a"}\n', r"line 3.*'a' stands in line 1"),
+        ('{"custom_id": "a"}\n\n{"custom_id": "b"\n', r"line 3: not JSON"),
+        ('{"custom_id": "a"}\n{"custom_id": ""}\n', r"line 2: custom_id"),
+        ('{"custom_id": 7}\n', r"line 1: custom_id"),
+        ('{"custom_id": "\\ud800"}\n', r"line 1: not JSON"),
+        ('{"custom_id": "a", "body": {"temperature": NaN}}\n', r"line 1: not JSON"),
+        ("[" * 100_000 + "\n", r"line 1: not JSON"),
+        ("[1]\n", r"line 1: must be a JSON object"),
+        ("\n \n", r"no request"),
+    ],
+)
+def test_a_file_with_a_line_that_cannot_be_answered_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=problem):
+        survey_of(path)
+
+
+def test_an_endless_line_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    with path.open("wb") as file:
+        file.truncate(MAX_LINE_BYTES * 4)
+    with pytest.raises(RequestError, match="longer than"):
+        survey_of(path)
+
+
+def test_blank_lines_and_a_missing_last_newline_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('\n{"custom_id": "a"}\r\n\n{"custom_id": "b"}')
+    assert survey_of(path).num_lines == 2

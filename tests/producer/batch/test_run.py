@@ -1,0 +1,313 @@
+"""A file of requests becomes a file of results, each row once, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import redis as sync_redis
+
+from penstock.contract.errors import BusyError, RequestError, UnavailableError
+from penstock.contract.job import SamplingParams
+from penstock.producer.batch.records import Batch, Progress
+from penstock.producer.batch.results import row_id_of
+from penstock.producer.batch.runner import run_batch
+from tests.fakes.reference_engine import reference_tokens, text_of
+from tests.producer.batch.conftest import (
+    Row,
+    chat_row,
+    completion_row,
+    kill_group,
+    num_lines,
+    process,
+    reference_node,
+    rows_in,
+    wait_for_lines,
+    write_rows,
+)
+
+NOWHERE = "unix:///nonexistent/redis.sock"
+
+
+def batch_of(tmp_path: Path, rows: list[Row], **options: Any) -> Batch:
+    path = write_rows(tmp_path / "in.jsonl", rows)
+    return Batch(str(path), str(tmp_path / "out.jsonl"), **options)
+
+
+def job_ids(url: str) -> set[bytes]:
+    with sync_redis.Redis.from_url(url) as client:
+        return set(client.keys("penstock:{ref}:job:*"))
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+async def test_every_row_is_answered_once(served_url: str, tmp_path: Path) -> None:
+    rows = [chat_row(f"chat-{i}") if i % 2 else completion_row(f"text-{i}", n=2) for i in range(200)]
+    seen: list[Progress] = []
+
+    done = await run_batch(served_url, batch_of(tmp_path, rows), seen.append)
+
+    results = {row["custom_id"]: row for row in rows_in(tmp_path / "out.jsonl")}
+    assert num_lines(tmp_path / "out.jsonl") == len(results) == 200
+    assert results.keys() == {row["custom_id"] for row in rows}
+    for row in rows:
+        response = results[row["custom_id"]]["response"]
+        prompt = row["body"].get("prompt") or row["body"]["messages"][0]["content"]
+        params = SamplingParams(max_tokens=8, n=row["body"].get("n", 1))
+        for choice in response["body"]["choices"]:
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            wanted = reference_tokens(response["request_id"], params, list(prompt.encode()), choice["index"])
+            assert text == text_of(wanted)
+        assert len(response["body"]["choices"]) == params.n
+        assert response["body"]["model"] == "reference"
+    assert done == Progress(200, 200, 0, done.prompt_tokens, 100 * 8 + 100 * 16)
+    assert seen[0] == Progress(200)
+    assert seen[-1] == done
+    assert [p.num_done for p in seen] == sorted(p.num_done for p in seen)
+    assert files_in(tmp_path) == {"in.jsonl", "out.jsonl"}
+
+
+async def test_rows_that_cannot_be_answered_become_error_rows(served_url: str, tmp_path: Path) -> None:
+    rows = [
+        chat_row("good"),
+        chat_row("unknown", stream=True),
+        chat_row("wrong", n=99),
+        chat_row("role", messages=[{"role": "judge", "content": "x"}]),
+        chat_row("model", model="another"),
+        completion_row("long", prompt="x" * 5000),
+    ]
+    done = await run_batch(served_url, batch_of(tmp_path, rows))
+
+    errors = {row["custom_id"]: row["error"] for row in rows_in(tmp_path / "out.jsonl")}
+    assert (done.num_answered, done.num_failed) == (1, 5)
+    assert errors.pop("good") is None
+    assert {name: error["code"] for name, error in errors.items()} == {
+        "unknown": "unknown_field",
+        "wrong": "invalid_request",
+        "role": "invalid_request",
+        "model": "model_not_found",
+        "long": "context_length_exceeded",
+    }
+    assert errors["unknown"]["param"] == "stream"
+    assert "n:" in errors["wrong"]["message"]
+
+
+async def test_a_duplicate_is_refused_before_anything_is_submitted(served_url: str, tmp_path: Path) -> None:
+    before = job_ids(served_url)
+    with pytest.raises(RequestError, match="line 3"):
+        await run_batch(served_url, batch_of(tmp_path, [chat_row("a"), chat_row("b"), chat_row("a")]))
+    assert job_ids(served_url) == before
+    assert files_in(tmp_path) == {"in.jsonl"}
+
+
+async def test_no_more_than_the_limit_is_in_flight(served_url: str, tmp_path: Path) -> None:
+    rows = [chat_row(f"row-{i}", max_tokens=20) for i in range(40)]
+    most = 0
+    with sync_redis.Redis.from_url(served_url) as client:
+        running = asyncio.create_task(run_batch(served_url, batch_of(tmp_path, rows, max_in_flight=5)))
+        while not running.done():
+            most = max(most, client.scard("penstock:{ref}:open"))
+            await asyncio.sleep(0.005)
+    assert (await running).num_answered == 40
+    assert most == 5
+
+
+async def test_a_full_pool_is_waited_for(served_url: str, tmp_path: Path) -> None:
+    seen: list[str] = []
+    rows = [chat_row(f"row-{i}", model="small") for i in range(12)]
+    with reference_node(served_url, pool="small", PENSTOCK_NODE_MAX_OPEN_JOBS="8"):
+        done = await run_batch(served_url, batch_of(tmp_path, rows), lambda progress: seen.append(progress.waiting))
+    with sync_redis.Redis.from_url(served_url) as client:
+        client.hdel("penstock:pools", "small")
+    assert done.num_answered == 12
+    assert any("8 open jobs" in waiting for waiting in seen)
+
+
+async def test_a_batch_waits_for_its_first_node(redis_url: str, tmp_path: Path) -> None:
+    waits = asyncio.Event()
+
+    def note(progress: Progress) -> None:
+        if "no model" in progress.waiting:
+            waits.set()
+
+    running = asyncio.create_task(run_batch(redis_url, batch_of(tmp_path, [chat_row("a")]), note))
+    await asyncio.wait_for(waits.wait(), 10)
+    with contextlib.ExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, reference_node(redis_url))
+        assert (await running).num_answered == 1
+
+
+def test_killed_and_run_again_it_goes_on_where_it_was(served_url: str, tmp_path: Path) -> None:
+    rows = [chat_row(f"row-{i}", max_tokens=40) for i in range(200)]
+    write_rows(tmp_path / "in.jsonl", rows)
+    command = (
+        sys.executable,
+        "-m",
+        "penstock",
+        "batch",
+        "run",
+        str(tmp_path / "in.jsonl"),
+        str(tmp_path / "out.jsonl"),
+    )
+    before = job_ids(served_url)
+    with process(*command, "--in-flight", "16", PENSTOCK_REDIS_URL=served_url) as first:
+        wait_for_lines(tmp_path / "out.jsonl.partial", 30, first)
+        kill_group(first)
+    written = rows_in(tmp_path / "out.jsonl.partial")
+    assert 30 <= len(written) < 200
+    assert not (tmp_path / "out.jsonl").exists()
+    with (tmp_path / "out.jsonl.partial").open("ab") as file:
+        file.write(b'{"id": "torn')
+
+    with process(*command, PENSTOCK_REDIS_URL=served_url) as second:
+        said = second.communicate(timeout=60)[0]
+
+    assert second.returncode == 0, said
+    assert "200 answered, 0 failed" in said
+    results = rows_in(tmp_path / "out.jsonl")
+    assert results[: len(written)] == written
+    assert Counter(row["custom_id"] for row in results) == Counter(row["custom_id"] for row in rows)
+    assert len(job_ids(served_url) - before) == 200, "no row was asked twice"
+    assert files_in(tmp_path) == {"in.jsonl", "out.jsonl"}
+
+
+async def test_a_finished_batch_is_left_as_it_is(served_url: str, tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [chat_row("a"), chat_row("b", n=99)])
+    first = await run_batch(served_url, batch)
+    written = (tmp_path / "out.jsonl").read_bytes()
+
+    assert await run_batch(NOWHERE, batch) == first
+
+    assert (tmp_path / "out.jsonl").read_bytes() == written
+    assert files_in(tmp_path) == {"in.jsonl", "out.jsonl"}
+
+
+async def test_another_batchs_output_is_refused_and_kept(served_url: str, tmp_path: Path) -> None:
+    await run_batch(served_url, batch_of(tmp_path, [chat_row("a")]))
+    written = (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(RequestError, match="another batch"):
+        await run_batch(served_url, batch_of(tmp_path, [chat_row("a", seed=1)]))
+    assert (tmp_path / "out.jsonl").read_bytes() == written
+
+    (tmp_path / "out.jsonl").rename(tmp_path / "out.jsonl.partial")
+    with pytest.raises(RequestError, match="another batch"):
+        await run_batch(served_url, batch_of(tmp_path, [chat_row("a", seed=1)]))
+    assert (tmp_path / "out.jsonl.partial").read_bytes() == written
+
+
+async def test_an_incomplete_output_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [chat_row("a"), chat_row("b")], batch_id="mine")
+    row = {"id": row_id_of("mine", "a"), "custom_id": "a", "response": None, "error": {"code": "x"}}
+    write_rows(tmp_path / "out.jsonl", [row])
+    with pytest.raises(RequestError, match="exists"):
+        await run_batch(NOWHERE, batch)
+
+
+async def test_one_output_has_one_writer(served_url: str, tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [chat_row(f"row-{i}", max_tokens=100) for i in range(20)])
+    first = asyncio.create_task(run_batch(served_url, batch))
+    while not (tmp_path / "out.jsonl.partial").exists():
+        await asyncio.sleep(0.005)
+    with pytest.raises(BusyError, match="another run") as caught:
+        await run_batch(served_url, batch)
+    assert caught.value.code == "batch_running"
+    assert (await first).num_answered == 20
+    assert num_lines(tmp_path / "out.jsonl") == 20
+
+
+async def test_a_writer_that_waited_at_the_lock_finds_the_published_file(
+    served_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between our open and our lock, the run before us publishes."""
+    batch = batch_of(tmp_path, [chat_row("a")])
+    first = await run_batch(served_url, batch)
+    os.rename(tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial")
+    real, calls = fcntl.flock, []
+
+    def publish_then_lock(file: Any, operation: int) -> None:
+        if not calls:
+            os.rename(tmp_path / "out.jsonl.partial", tmp_path / "out.jsonl")
+        calls.append(operation)
+        real(file, operation)
+
+    monkeypatch.setattr("fcntl.flock", publish_then_lock)
+    assert await run_batch(NOWHERE, batch) == first
+    assert len(calls) == 2
+    assert num_lines(tmp_path / "out.jsonl") == 1
+
+
+async def test_a_new_batch_id_asks_anew(served_url: str, tmp_path: Path) -> None:
+    rows = [chat_row("a")]
+    ids = []
+    for batch_id in ("one", "one", "two"):
+        await run_batch(served_url, batch_of(tmp_path, rows, batch_id=batch_id))
+        ids += [row["response"]["request_id"] for row in rows_in(tmp_path / "out.jsonl")]
+        (tmp_path / "out.jsonl").unlink()
+    assert ids[0] == ids[1] != ids[2]
+
+
+async def test_what_fsspec_knows_can_be_read_and_written(
+    served_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    source = write_rows(tmp_path / "in.jsonl", [chat_row("a"), chat_row("b")]).read_bytes()
+    store = fsspec.filesystem("memory")
+    store.pipe("/batch/in.jsonl", source)
+    batch = Batch("memory://batch/in.jsonl", "memory://batch/out.jsonl")
+
+    first = await run_batch(served_url, batch)
+    again = await run_batch(NOWHERE, batch)
+
+    assert first == again
+    assert store.cat("/batch/out.jsonl").count(b"\n") == 2
+    assert list((tmp_path / "penstock/batch").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("input_name", "output_name", "param"),
+    [
+        ("missing.jsonl", "out.jsonl", "input"),
+        (".", "out.jsonl", "input"),
+        ("in.jsonl", "missing/out.jsonl", "output"),
+        ("nonsense://in.jsonl", "out.jsonl", "input"),
+        ("memory://missing.jsonl", "out.jsonl", "input"),
+    ],
+)
+async def test_a_place_that_cannot_be_used_is_named(
+    tmp_path: Path, input_name: str, output_name: str, param: str
+) -> None:
+    write_rows(tmp_path / "in.jsonl", [chat_row("a")])
+    source = input_name if "://" in input_name else str(tmp_path / input_name)
+    with pytest.raises(RequestError) as caught:
+        await run_batch(NOWHERE, Batch(source, str(tmp_path / output_name)))
+    assert caught.value.param == param
+
+
+async def test_redis_away_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError):
+        await run_batch(NOWHERE, batch_of(tmp_path, [chat_row("a")]))
+    assert files_in(tmp_path) == {"in.jsonl"}
+
+
+def test_in_flight_is_bounded() -> None:
+    with pytest.raises(RequestError, match="max_in_flight"):
+        Batch("in", "out", max_in_flight=0)
+
+
+def test_failed_rows_show_in_the_exit_code(served_url: str, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [chat_row("good"), chat_row("bad", n=99)])
+    command = (sys.executable, "-m", "penstock", "batch", "run", str(source), str(tmp_path / "out.jsonl"))
+    with process(*command, "--redis-url", served_url) as run:
+        said = run.communicate(timeout=30)[0]
+    assert run.returncode == 1
+    assert "1 answered, 1 failed" in said

@@ -1,0 +1,40 @@
+"""A client and a fake node on a real Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from penstock.producer.client import AsyncClient, ClientSettings
+from tests.fakes.fake_node import FakeNode
+
+QUICK = ClientSettings(echo_interval_s=0.1, silent_after_s=0.4, read_beat_interval_s=0.2, outage_s=5.0)
+
+
+@pytest.fixture
+async def node(redis_url: str) -> AsyncIterator[FakeNode]:
+    """Takes and steps by itself."""
+    async with FakeNode(redis_url) as node:
+        yield node
+
+
+@pytest.fixture
+async def told_node(redis_url: str) -> AsyncIterator[FakeNode]:
+    """Does what the test tells it; forgets logs soon."""
+    async with FakeNode(redis_url, auto=False, log_ttl_ms=300) as node:
+        yield node
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
+    """With the clocks of production."""
+    async with AsyncClient(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+async def quick_client(redis_url: str) -> AsyncIterator[AsyncClient]:
+    """With clocks that notice trouble soon."""
+    async with AsyncClient(redis_url, settings=QUICK) as client:
+        yield client

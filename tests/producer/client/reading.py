@@ -1,0 +1,31 @@
+"""What tests say of streams."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+
+from penstock.contract.job import Chunk
+from penstock.producer.client import AsyncJob
+from tests.fakes.fake_node import fake_text, fake_tokens
+
+
+async def read_all(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
+    """The whole stream."""
+    return [chunk async for chunk in chunks]
+
+
+async def read_some(chunks: AsyncIterator[Chunk], num_chunks: int) -> list[Chunk]:
+    """The next so many chunks."""
+    return [await anext(chunks) for _ in range(num_chunks)]
+
+
+def check_whole(chunks: Iterable[Chunk], job: AsyncJob, num_tokens: int, *, num_choices: int = 1) -> None:
+    """The stream is exactly what the fake node says: in order, nothing lost, nothing doubled, the end last."""
+    seen = list(chunks)
+    assert [chunk.index for chunk in seen] == list(range(num_tokens * num_choices + 1))
+    for choice in range(num_choices):
+        said = [chunk for chunk in seen[:-1] if chunk.choice == choice]
+        assert [t for chunk in said for t in chunk.token_ids] == fake_tokens(job.id, num_tokens, choice)
+        assert "".join(chunk.text for chunk in said) == fake_text(fake_tokens(job.id, num_tokens, choice))
+        assert [chunk.finish_reason for chunk in said] == [None] * (num_tokens - 1) + ["length"]
+    assert [chunk.outcome is not None for chunk in seen] == [False] * (len(seen) - 1) + [True]

@@ -1,0 +1,312 @@
+"""Streams stay whole when messages, connections, logs or jobs are lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from penstock.contract import keys
+from penstock.contract.embedded import EmbeddedRedis
+from penstock.contract.errors import JobFailedError, NotFoundError, StreamDivergedError, UnavailableError
+from penstock.contract.job import Chunk
+from penstock.producer.client import AsyncClient, ClientSettings
+from tests.fakes.fake_node import POOL, FakeJob, FakeNode, Say, fake_tokens
+from tests.producer.client.conftest import QUICK
+from tests.producer.client.reading import check_whole, read_all, read_some
+
+
+async def kill_subscriptions(redis: Redis) -> None:
+    await redis.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+
+
+async def test_lost_messages_are_read_from_the_log(client: AsyncClient, told_node: FakeNode) -> None:
+    job = await client.submit("hello", max_tokens=100)
+    reading = asyncio.create_task(read_all(job.stream()))
+    [run] = await told_node.take()
+    for how in (Say.PUBLISHED, Say.LOGGED) * 5:
+        await run.say(10, how)
+    await run.finish()
+    check_whole(await reading, job, 100)
+    assert 1 <= client.stats.log_reads <= 5
+    assert client.stats.gaps == client.stats.log_reads
+
+
+async def test_doubled_messages_are_dropped(client: AsyncClient, node: FakeNode) -> None:
+    node.how = Say.TWICE
+    job = await client.submit("hello", max_tokens=50, n=2)
+    check_whole(await read_all(job.stream()), job, 50, num_choices=2)
+    assert client.stats.chunks > 101
+    assert client.stats.log_reads == 0
+
+
+async def test_nonsense_in_the_inbox_harms_nobody(client: AsyncClient, node: FakeNode, redis: Redis) -> None:
+    node.step_s = 0.01
+    job = await client.submit("hello", max_tokens=20)
+    [channel] = await redis.pubsub_channels(keys.inbox_channel("*"))
+    for nonsense in (b"", b"\xff\xff", b"\x93\x01", b"\x81\xa1j\x01"):
+        await redis.publish(channel, nonsense)
+    check_whole(await read_all(job.stream()), job, 20)
+    assert client.stats.bad_messages >= 2
+
+
+async def test_a_slow_reader_goes_on_from_the_log(redis_url: str, told_node: FakeNode) -> None:
+    settings = ClientSettings(max_queued_chunks=10)
+    async with AsyncClient(redis_url, settings=settings) as client:
+        slow, fast = await client.submit("hello", max_tokens=200), await client.submit("hello", max_tokens=200)
+        stream = slow.stream()
+        reading = asyncio.create_task(read_all(fast.stream()))
+        runs = {run.id: run for run in await told_node.take(2)}
+        await runs[slow.id].say(5)
+        seen = await read_some(stream, 3)
+        for _ in range(39):
+            await runs[slow.id].say(5)
+            await runs[fast.id].say(5)
+            await asyncio.sleep(0.001)
+        await runs[fast.id].say(5)
+        await runs[slow.id].finish()
+        await runs[fast.id].finish()
+        check_whole(await reading, fast, 200)
+        reads_before = client.stats.log_reads
+        assert reads_before == 0
+        check_whole(seen + await read_all(stream), slow, 200)
+        assert client.stats.log_reads - reads_before == 1
+
+
+async def test_a_slow_reader_past_the_logs_life_gets_the_rest_of_the_result(
+    redis_url: str, told_node: FakeNode, redis: Redis
+) -> None:
+    async with AsyncClient(redis_url, settings=ClientSettings(max_queued_chunks=10)) as client:
+        job = await client.submit("hello", max_tokens=50, n=2)
+        stream = job.stream()
+        [run] = await told_node.take()
+        await run.say(2)
+        seen = await read_some(stream, 3)
+        await run.say(48)
+        await run.finish()
+        while await redis.exists(keys.log(job.id)):
+            await asyncio.sleep(0.05)
+        check_whole(seen + await read_all(stream), job, 50, num_choices=2)
+
+
+async def test_killed_subscriptions_are_renewed(quick_client: AsyncClient, node: FakeNode, redis: Redis) -> None:
+    node.step_s = 0.005
+    jobs = [await quick_client.submit("hello", max_tokens=150) for _ in range(10)]
+    readings = [asyncio.create_task(read_all(job.stream())) for job in jobs]
+    for _ in range(4):
+        await asyncio.sleep(0.15)
+        await kill_subscriptions(redis)
+    for job, reading in zip(jobs, readings, strict=True):
+        check_whole(await reading, job, 150)
+    assert quick_client.stats.resubscribes >= 2
+
+
+async def test_the_last_message_may_be_lost_too(quick_client: AsyncClient, told_node: FakeNode, redis: Redis) -> None:
+    job = await quick_client.submit("hello", max_tokens=10)
+    reading = asyncio.create_task(read_all(job.stream()))
+    [run] = await told_node.take()
+    await run.say(3)
+    await kill_subscriptions(redis)
+    await run.say(7)
+    await run.finish()
+    check_whole(await asyncio.wait_for(reading, 5), job, 10)
+
+
+async def test_a_silent_stream_looks_for_itself(quick_client: AsyncClient, told_node: FakeNode) -> None:
+    job = await quick_client.submit("hello", max_tokens=6)
+    stream = job.stream()
+    [run] = await told_node.take()
+    await run.say(6, Say.LOGGED)
+    assert [chunk.index for chunk in await asyncio.wait_for(read_some(stream, 6), 5)] == list(range(6))
+    assert quick_client.stats.resubscribes == 0
+    await run.finish()
+    await read_all(stream)
+
+
+async def test_a_subscription_that_lives_but_hears_nothing_is_renewed(
+    quick_client: AsyncClient, node: FakeNode, redis: Redis
+) -> None:
+    """The echo is what proves it: here messages go nowhere, as behind a half-dead proxy."""
+    inbox = quick_client._inbox
+    inbox._channel, channel = "penstock:inbox:elsewhere", inbox._channel
+    while quick_client.stats.resubscribes == 0:
+        await asyncio.sleep(0.05)
+    inbox._channel = channel
+    assert (await (await quick_client.submit("hello")).result()).outcome.state == "done"
+
+
+async def test_a_reader_beyond_the_jobs_sixteen_follows_the_log(redis_url: str, told_node: FakeNode) -> None:
+    async with AsyncClient(redis_url) as client:
+        job = await client.submit("hello", max_tokens=20)
+        for number in range(15):
+            await client._courier.ask(lambda b, n=number: b.attach(job.id, "default", inbox=f"somebody-{n}"))
+        async with AsyncClient(redis_url) as late:
+            reading = asyncio.create_task(read_all((await late.attach(job.id)).stream()))
+            waiting = asyncio.create_task(late.result(job.id))
+            [run] = await told_node.take()
+            await run.say(20)
+            await run.finish()
+            check_whole(await asyncio.wait_for(reading, 5), job, 20)
+            assert (await asyncio.wait_for(waiting, 5)).outcome.state == "done"
+
+
+# Redis loses what it had acknowledged ------------------------------------------------------------
+
+
+async def forget(redis: Redis, job_id: str) -> None:
+    """As after a fail-over to a replica that never heard of the job."""
+    for key in await redis.keys(f"*{job_id}*"):
+        await redis.delete(key)
+    for key in await redis.keys(f"penstock:{{{POOL}}}:*"):
+        if await redis.type(key) == b"zset":
+            await redis.zrem(key, job_id)
+        elif await redis.type(key) == b"set":
+            await redis.srem(key, job_id)
+
+
+async def test_a_lost_queued_job_is_submitted_again(
+    quick_client: AsyncClient, told_node: FakeNode, redis: Redis
+) -> None:
+    job = await quick_client.submit("hello", max_tokens=10)
+    reading = asyncio.create_task(read_all(job.stream()))
+    waiting = asyncio.create_task(job.result())
+    await forget(redis, job.id)
+    [run] = await told_node.take()
+    assert run.id == job.id
+    await run.say(10)
+    await run.finish()
+    check_whole(await asyncio.wait_for(reading, 5), job, 10)
+    assert (await waiting).choices[0].token_ids == tuple(fake_tokens(job.id, 10))
+    assert quick_client.stats.resubmits >= 1
+
+
+async def test_a_lost_running_job_goes_on_behind_what_was_delivered(
+    quick_client: AsyncClient, told_node: FakeNode, redis: Redis
+) -> None:
+    job = await quick_client.submit("hello", max_tokens=10)
+    stream = job.stream()
+    [run] = await told_node.take()
+    await run.say(4)
+    seen = await read_some(stream, 4)
+    await forget(redis, job.id)
+    reading = asyncio.create_task(read_all(stream))
+    [again] = await told_node.take()
+    await again.say(10)
+    await again.finish()
+    check_whole(seen + await asyncio.wait_for(reading, 5), job, 10)
+
+
+async def test_a_log_that_was_rolled_back_is_not_delivered_twice(
+    quick_client: AsyncClient, told_node: FakeNode, redis: Redis
+) -> None:
+    job = await quick_client.submit("hello", max_tokens=10)
+    stream = job.stream()
+    [run] = await told_node.take()
+    await run.say(6)
+    seen = await read_some(stream, 6)
+    await redis.ltrim(keys.log(job.id), 0, 2)
+    del run.chunks[3:]
+    run.said[0] = 3
+    await run.say(7)
+    await run.finish()
+    check_whole(seen + await read_all(stream), job, 10)
+
+
+async def test_a_log_with_other_tokens_than_those_delivered_is_refused(
+    quick_client: AsyncClient, told_node: FakeNode, redis: Redis
+) -> None:
+    job = await quick_client.submit("hello", max_tokens=10)
+    stream = job.stream()
+    [run] = await told_node.take()
+    await run.say(6)
+    await read_some(stream, 6)
+    await redis.ltrim(keys.log(job.id), 0, 2)
+    del run.chunks[3:]
+    other = Chunk(job.id, 3, 0, 3, (7,), "x")
+    await told_node.emit([run.emission([other])], Say.PUBLISHED)
+    with pytest.raises(StreamDivergedError):
+        await asyncio.wait_for(read_all(stream), 5)
+
+
+async def test_somebody_elses_lost_job_is_not_found(
+    quick_client: AsyncClient, told_node: FakeNode, redis: Redis, redis_url: str
+) -> None:
+    job = await quick_client.submit("hello")
+    async with AsyncClient(redis_url, settings=QUICK) as other:
+        stream = (await other.attach(job.id)).stream()
+        await job.detach()
+        await forget(redis, job.id)
+        with pytest.raises(NotFoundError):
+            await asyncio.wait_for(read_all(stream), 5)
+
+
+async def test_a_job_lost_with_its_nodes_tells_so(client: AsyncClient, told_node: FakeNode) -> None:
+    job = await client.submit("hello")
+    [run] = await told_node.take()
+    await run.finish("failed", "node_lost")
+    with pytest.raises(JobFailedError) as caught:
+        await job.result()
+    assert caught.value.code == "node_lost"
+
+
+# Redis goes away ---------------------------------------------------------------------------------
+
+
+async def test_an_absence_of_redis_is_waited_out() -> None:
+    with EmbeddedRedis() as server:
+        async with AsyncClient(server.url, settings=QUICK) as client, FakeNode(server.url, auto=False) as node:
+            job = await client.submit("hello", max_tokens=10)
+            reading = asyncio.create_task(read_all(job.stream()))
+            [run] = await node.take()
+            await run.say(5)
+            await pause(node, 1.2)
+            await run.say(5)
+            await run.finish()
+            check_whole(await asyncio.wait_for(reading, 10), job, 10)
+
+
+async def pause(node: FakeNode, seconds: float) -> None:
+    """Redis lives, but answers nobody."""
+    await node.redis.execute_command("CLIENT", "PAUSE", int(1000 * seconds), "ALL")
+    await asyncio.sleep(seconds)
+
+
+async def test_patience_has_an_end() -> None:
+    settings = QUICK.model_copy(update={"outage_s": 0.5})
+    with EmbeddedRedis() as server:
+        async with FakeNode(server.url, auto=False):
+            client = await AsyncClient(server.url, settings=settings).connect()
+            job = await client.submit("hello")
+            reading = asyncio.create_task(read_all(job.stream()))
+            await asyncio.sleep(0.05)
+            server.stop()
+            with pytest.raises(UnavailableError) as caught:
+                await asyncio.wait_for(reading, 10)
+            assert caught.value.code == "redis_away"
+            with pytest.raises(UnavailableError):
+                await client.submit("hello")
+            await asyncio.wait_for(client.close(), 5)
+
+
+async def test_a_submission_whose_answer_is_lost_is_one_job(
+    quick_client: AsyncClient, told_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = quick_client._courier._broker
+    submit, calls = broker.submit, []
+
+    async def submit_and_lose_the_answer(*args: object, **kwargs: object) -> object:
+        answer = await submit(*args, **kwargs)  # type: ignore[arg-type]
+        calls.append(answer)
+        if len(calls) < 3:
+            raise UnavailableError("connection lost", code="redis_away")
+        return answer
+
+    monkeypatch.setattr(broker, "submit", submit_and_lose_the_answer)
+    job = await quick_client.submit("hello", max_tokens=5)
+    assert len(calls) == 3
+    runs: list[FakeJob] = await told_node.take()
+    assert [run.id for run in runs] == [job.id]
+    await runs[0].say(5)
+    await runs[0].finish()
+    check_whole(await read_all(job.stream()), job, 5)

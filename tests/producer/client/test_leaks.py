@@ -1,0 +1,93 @@
+"""Nothing stays behind: no task, no subscription, no connection, no key."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+from redis.asyncio import Redis
+
+from penstock.contract import keys
+from penstock.producer.client import AsyncClient
+from tests.fakes.fake_node import POOL, FakeNode
+from tests.producer.client.conftest import QUICK
+from tests.producer.client.reading import read_all, read_some
+
+
+def our_tasks() -> set[asyncio.Task[object]]:
+    """All tasks but those in which redis-py sends a command of the fake node."""
+    return {task for task in asyncio.all_tasks() if "_send_packed_command" not in repr(task)}
+
+
+CONNECTIONS_WITHOUT_CLIENT = 3
+"""Ours, and two of the fake node, which steps and beats."""
+
+
+async def settles(redis: Redis) -> bool:
+    """Redis notices closed connections soon after."""
+    for _ in range(100):
+        channels, connections = await redis.pubsub_channels(keys.inbox_channel("*")), await redis.client_list()
+        if not channels and len(connections) <= CONNECTIONS_WITHOUT_CLIENT:
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
+async def use(client: AsyncClient, number: int) -> None:
+    """One job, in one of the ways that people leave jobs behind."""
+    job = await client.submit("hello", max_tokens=10, background=number % 2 == 0)
+    match number % 6:
+        case 0:
+            await read_all(job.stream())
+        case 1:
+            await job.result()
+        case 2:
+            await read_some(job.stream(), 2)
+        case 3:
+            await job.cancel()
+        case 4:
+            pass
+        case 5:
+            reading = asyncio.create_task(read_all(job.stream()))
+            await asyncio.sleep(0.01)
+            reading.cancel()
+
+
+async def test_three_hundred_jobs_leave_nothing_behind(redis_url: str, redis: Redis) -> None:
+    tasks_before = our_tasks()
+    async with FakeNode(redis_url, result_ttl_ms=300, log_ttl_ms=300, reattach_grace_ms=50) as node:
+        tasks_with_node = our_tasks()
+        async with AsyncClient(redis_url, settings=QUICK) as client:
+            await asyncio.gather(*(use(client, number) for number in range(300)))
+            while node.jobs or await redis.scard(f"penstock:{{{POOL}}}:open"):
+                await asyncio.sleep(0.02)
+            gc.collect()
+            await asyncio.sleep(0.1)
+            assert list(client._inbox._feeds) == []
+            assert len(await redis.pubsub_channels(keys.inbox_channel("*"))) == 1
+            assert client.stats.log_reads == 0
+        assert our_tasks() == tasks_with_node
+        assert await settles(redis)
+    assert our_tasks() == tasks_before
+    await asyncio.sleep(0.5)
+    left = [key async for key in redis.scan_iter("penstock:*") if b":job:" in key or b":log:" in key or b":in:" in key]
+    assert left == []
+    assert await redis.keys(f"penstock:{{{POOL}}}:q:*") == []
+
+
+async def test_closing_in_the_middle_leaves_nothing_behind(redis_url: str, redis: Redis) -> None:
+    tasks_before = our_tasks()
+    async with FakeNode(redis_url, step_s=0.01, reattach_grace_ms=50) as node:
+        tasks_with_node = our_tasks()
+        client = await AsyncClient(redis_url).connect()
+        jobs = [await client.submit("hello", max_tokens=2000, background=False) for _ in range(50)]
+        readings = [asyncio.create_task(read_all(job.stream())) for job in jobs]
+        await asyncio.sleep(0.1)
+        await client.close()
+        await asyncio.wait(readings)
+        assert {type(reading.exception()).__name__ for reading in readings} == {"UnavailableError"}
+        assert our_tasks() == tasks_with_node
+        assert await settles(redis)
+        while node.jobs:  # nobody reads them: they are cancelled
+            await asyncio.sleep(0.02)
+    assert our_tasks() == tasks_before

@@ -1,0 +1,142 @@
+"""The synchronous client: the same, from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from penstock.contract.errors import JobCancelledError, RequestError, UnavailableError
+from penstock.producer.client import Client
+from tests.fakes.fake_node import FakeNode, fake_text, fake_tokens
+
+
+@pytest.fixture
+def node(redis_url: str) -> Iterator[FakeNode]:
+    """A fake node on a thread of its own."""
+    started, stop = threading.Event(), threading.Event()
+    nodes: list[FakeNode] = []
+
+    async def serve() -> None:
+        async with FakeNode(redis_url, step_s=0.002) as node:
+            nodes.append(node)
+            started.set()
+            while not stop.is_set():
+                await asyncio.sleep(0.01)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    started.wait()
+    yield nodes[0]
+    stop.set()
+    thread.join()
+
+
+@pytest.fixture
+def client(redis_url: str, node: FakeNode) -> Iterator[Client]:
+    with Client(redis_url) as client:
+        yield client
+
+
+def client_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "penstock-client"]
+
+
+def test_stream_and_result(client: Client) -> None:
+    job = client.submit("hello", max_tokens=30)
+    chunks = list(job.stream())
+    assert [t for chunk in chunks for t in chunk.token_ids] == fake_tokens(job.id, 30)
+    assert "".join(chunk.text for chunk in chunks) == fake_text(fake_tokens(job.id, 30))
+    assert job.result().choices[0].token_ids == tuple(fake_tokens(job.id, 30))
+    assert client.result(job.id).outcome.state == job.status().state == client.status(job.id).state == "done"
+    assert [chunk.index for chunk in client.attach(job.id, after=27).stream()] == [28, 29, 30]
+    assert len(client.pools()) == 1
+
+
+def test_stream_by_one_call(client: Client) -> None:
+    assert len(list(client.stream("hello", max_tokens=5))) == 6
+
+
+def test_many_threads_share_one_client(client: Client) -> None:
+    def run(number: int) -> bool:
+        job = client.submit(f"hello {number}", max_tokens=20)
+        return [t for chunk in job.stream() for t in chunk.token_ids] == fake_tokens(job.id, 20)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert all(threads.map(run, range(64)))
+    assert client.stats.log_reads == 0
+
+
+def test_errors_come_through(client: Client) -> None:
+    with pytest.raises(RequestError) as caught:
+        client.submit("hello", top_p=2)
+    assert caught.value.param == "top_p"
+    job = client.submit("hello", max_tokens=3000)
+    stream = job.stream()
+    next(stream)
+    assert job.cancel() == "running"
+    with pytest.raises(JobCancelledError):
+        list(stream)
+
+
+def test_leaving_early_lets_go_of_the_job(client: Client, node: FakeNode) -> None:
+    job = client.submit("hello", max_tokens=3000)
+    for _ in job.stream():
+        break
+    feed = job._job._source.feed
+    deadline = time.monotonic() + 5
+    while feed.boxes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert feed.boxes == []
+    job.cancel()
+
+
+def test_closing_wakes_waiting_threads(redis_url: str, node: FakeNode) -> None:
+    client = Client(redis_url)
+    job = client.submit("hello", max_tokens=4000)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(job.result)
+        reading = threads.submit(lambda: list(job.stream()))
+        time.sleep(0.1)
+        client.close()
+        for future in (waiting, reading):
+            with pytest.raises(UnavailableError):
+                future.result(timeout=5)
+    with pytest.raises(UnavailableError):
+        client.pools()
+    client.close()
+    assert client_threads() == []
+
+
+def test_a_forgotten_client_is_closed(redis_url: str, node: FakeNode) -> None:
+    job = Client(redis_url).submit("hello", max_tokens=5)
+    assert job.result().outcome.state == "done"
+    del job
+    gc.collect()
+    assert client_threads() == []
+
+
+def test_connecting_to_nothing_leaves_no_thread() -> None:
+    with pytest.raises(UnavailableError):
+        Client("unix:///nonexistent/redis.sock")
+    gc.collect()
+    assert client_threads() == []
+
+
+def test_the_interpreter_ends_although_nobody_closed(redis_url: str, node: FakeNode) -> None:
+    program = f"""
+from penstock.producer.client import Client
+client = Client({redis_url!r})
+job = client.submit("hello", max_tokens=3000, background=False)
+stream = job.stream()
+print(next(stream).index)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)
