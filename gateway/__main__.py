@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from penstock.contract.errors import ConfigError
+from penstock.contract.errors import PenstockError
 from penstock.gateway.app import run
 from penstock.gateway.settings import GatewaySettings
 
 if __name__ == "__main__":
     try:
         run(GatewaySettings.load())
-    except ConfigError as error:
+    except PenstockError as error:
         sys.exit(f"penstock gateway: {error.message}")

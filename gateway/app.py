@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -25,12 +26,16 @@ PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
 """`json`: a supervisor reads from stdout where the gateway listens."""
 
 
+def _client_of(settings: GatewaySettings) -> AsyncClient:
+    return AsyncClient(settings.redis_url, settings=ClientSettings.load(name="gateway"))
+
+
 def create_app(settings: GatewaySettings) -> FastAPI:
     """The app; its lifespan owns the one connection to the queue."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncClient(settings.redis_url, settings=ClientSettings.load(name="gateway")) as client:
+        async with _client_of(settings) as client:
             app.state.client = client
             yield
 
@@ -78,7 +83,17 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
 
 
 def run(settings: GatewaySettings) -> None:
-    """Serves until SIGTERM or SIGINT, then lets open answers go on for `drain_s`."""
+    """Serves until SIGTERM or SIGINT, then lets open answers go on for `drain_s`.
+
+    Raises ConfigError or UnavailableError when Redis cannot be reached.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    asyncio.run(_reach_redis(settings))
     with contextlib.suppress(KeyboardInterrupt):
         make_server(settings).run()
+
+
+async def _reach_redis(settings: GatewaySettings) -> None:
+    """Before there is a server, which would wrap what is wrong in its own troubles."""
+    async with _client_of(settings):
+        pass

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from penstock.contract.errors import RequestError, TooLargeError
 
-DISCARD_MAX_BYTES = 64 << 20
-DISCARD_MAX_S = 5.0
-
 
 async def read_json_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The body's bytes, at most `max_bytes` of them ever held."""
+    """The body's bytes. What is too large is refused unread; the server throws away what still comes."""
     try:
         async with asyncio.timeout(timeout_s):
             body = await _read(request, max_bytes)
@@ -31,32 +27,13 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     too_large = TooLargeError(f"the body is larger than {max_bytes} bytes", code="body_too_large")
     if declared.isdecimal() and int(declared) > max_bytes:
-        # Who waits for 100 Continue has sent nothing yet, and need not.
-        if "expect" not in request.headers:
-            await _discard(request.stream())
         raise too_large
     body = bytearray()
-    stream = request.stream()
-    async for part in stream:
+    async for part in request.stream():
         body += part
         if len(body) > max_bytes:
-            body.clear()
-            await _discard(stream)
             raise too_large
     return bytes(body)
-
-
-async def _discard(stream: AsyncIterator[bytes]) -> None:
-    """Takes what is still coming: closing a connection under a sender resets it, and the sender never sees the 413."""
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(DISCARD_MAX_S):
-            async for part in stream:
-                num_bytes += len(part)
-                if num_bytes > DISCARD_MAX_BYTES:
-                    return
-    except TimeoutError:
-        return
 
 
 def _check_content_type(request: Request) -> None:

@@ -51,6 +51,7 @@ async def open_jobs(client: AsyncClient, order: Order) -> AsyncIterator[list[Asy
     except PenstockError as error:
         if error.param == "prompt":
             error.param = order.prompt_field
+        await _leave(jobs, may_return=False)
         raise
     except BaseException:
         await _leave(jobs, may_return=order.idempotency_key is not None)

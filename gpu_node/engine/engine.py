@@ -41,7 +41,7 @@ class Engine:
         """
         self._model = _load(config, progress or _no_progress)
         self._runner = self._model.runner
-        self._tokenizer = Tokenizer(self._model.folder)
+        self._tokenizer = Tokenizer(self._model.folder, vocab_size=self._model.vocab_size)
         self._pool = BlockPool(self._runner.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         self._block_size = config.block_size
         self._limits = RequestLimits(

@@ -17,7 +17,11 @@ _METASPACE = "\u2581"
 class Tokenizer:
     """Wraps the tokenizer that transformers loads from a model folder. Its methods may be called from any thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, vocab_size: int = 0) -> None:
+        """`vocab_size` is the model's, which may be padded past the tokenizer's: those ids stand for nothing.
+
+        Raises ConfigError for a folder without a tokenizer.json or one of an unknown kind.
+        """
         from transformers import AutoTokenizer
 
         try:
@@ -27,6 +31,8 @@ class Tokenizer:
         if not self._hf.is_fast:
             raise ConfigError(f"the tokenizer in {folder} has no tokenizer.json")
         self._backend: Any = self._hf.backend_tokenizer
+        self._decoder_steps = _decoder_steps(self._backend)
+        self._vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, with the special tokens that the model expects around it."""
@@ -69,22 +75,12 @@ class Tokenizer:
         """What each token stands for; empty for special tokens and for ids without a token."""
         to_bytes = _byte_level if self._is_byte_level else _byte_fallback
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        table = [b""] * (max(vocab.values(), default=-1) + 1)
+        table = [b""] * max(self._vocab_size, max(vocab.values(), default=-1) + 1)
         for token, token_id in vocab.items():
             table[token_id] = to_bytes(token)
         for token_id, added in self._backend.get_added_tokens_decoder().items():
             table[token_id] = b"" if added.special else added.content.encode()
         return table
-
-    @cached_property
-    def _decoder_steps(self) -> list[dict[str, Any]]:
-        decoder = self._backend.decoder
-        spec: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
-        steps: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
-        kinds = {step["type"] for step in steps}
-        if "ByteLevel" not in kinds and not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-            raise ConfigError(f"tokenizer decoder {sorted(kinds)} is not supported: want ByteLevel or ByteFallback")
-        return steps
 
     @property
     def _is_byte_level(self) -> bool:
@@ -93,6 +89,18 @@ class Tokenizer:
     @property
     def _strips_first_space(self) -> bool:
         return any(step["type"] == "Strip" and step["start"] > 0 for step in self._decoder_steps)
+
+
+def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
+    """What turns tokens into text, step by step. Raises ConfigError for steps whose bytes are not known here."""
+    spec: dict[str, Any] = (
+        json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    )
+    steps: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" not in kinds and not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        raise ConfigError(f"tokenizer decoder {sorted(kinds)} is not supported: want ByteLevel or ByteFallback")
+    return steps
 
 
 def _byte_level(token: str) -> bytes:

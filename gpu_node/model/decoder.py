@@ -26,13 +26,14 @@ class Decoder:
         groups, slots = attention.groups(plan), attention.slots(plan)
         positions = torch.from_numpy(plan.positions)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        x = functional.embedding(torch.from_numpy(plan.token_ids), self._weights.embedding)
+        # The residual stream stays in float32: rounded after each layer, SmolLM2's bfloat16 logits err twice as much.
+        x = functional.embedding(torch.from_numpy(plan.token_ids), self._weights.embedding).float()
         for layer, cache in zip(self._weights.layers, caches, strict=True):
             q, k, v = self._qkv(x, layer, cos, sin)
             cache.store(k, v, slots)
             attended = attention.attend(q, cache, groups)
-            x = x + functional.linear(attended.flatten(1), layer.o)
-            x = x + self._mlp(x, layer)
+            x += functional.linear(attended.flatten(1), layer.o)
+            x += self._mlp(x, layer)
         last = torch.from_numpy(plan.query_starts[plan.sample_seqs + 1] - 1)
         return functional.linear(self._norm(x[last], self._weights.final_norm), self._weights.head).float()
 
@@ -49,4 +50,4 @@ class Decoder:
         return functional.linear(functional.silu(gate) * up, layer.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self._spec.norm_eps)
+        return functional.rms_norm(x, weight.shape, eps=self._spec.norm_eps).to(weight.dtype) * weight

@@ -45,8 +45,8 @@ def _follow(task: AsyncResult, on_progress: Callable[[Progress], None]) -> Progr
         state, said = task.state, task.info
         if state == PROGRESS_STATE:
             on_progress(Progress(**said))
-        elif state == RETRY:
-            on_progress(Progress(0, waiting=str(said)))
+        else:
+            on_progress(Progress(0, waiting=str(said) if state == RETRY else "no worker has taken it yet"))
         time.sleep(POLL_INTERVAL_S)
     if task.state == SUCCESS:
         return Progress(**task.result)

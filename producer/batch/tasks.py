@@ -24,10 +24,12 @@ _REPORT_INTERVAL_S = 0.5
 T = TypeVar("T")
 
 
-class _Private(Task):  # type: ignore[misc]  # celery ships no types
-    """A task whose arguments and results never stand in a log."""
+class _Patient(Task):  # type: ignore[misc]  # celery ships no types
+    """A task that comes back as often as it must, and whose arguments and results never stand in a log."""
 
     abstract = True
+    # None given to retry() would mean this attribute, which is 3 by default.
+    max_retries = None
     argsrepr_maxsize = 0
     kwargsrepr_maxsize = 0
     resultrepr_maxsize = 0
@@ -41,9 +43,9 @@ def add_tasks(app: Celery, redis_url: str, *, longest_pause_s: float) -> None:
             return asyncio.run(work)
         except (BusyError, UnavailableError) as error:
             pause_s = min(error.retry_after_ms / 1000, longest_pause_s)
-            raise task.retry(exc=error, countdown=pause_s, max_retries=None) from error
+            raise task.retry(exc=error, countdown=pause_s) from error
 
-    @app.task(name=GENERATE, bind=True, base=_Private)  # type: ignore[untyped-decorator]
+    @app.task(name=GENERATE, bind=True, base=_Patient)  # type: ignore[untyped-decorator]
     def generate(
         self: Task, prompt: str | list[int] | None = None, messages: list[dict[str, Any]] | None = None, **options: Any
     ) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def add_tasks(app: Celery, redis_url: str, *, longest_pause_s: float) -> None:
         request = request_of(COMPLETIONS_URL if messages is None else CHAT_URL, body)
         return run(self, _generate(redis_url, request, key=f"task:{self.request.id}"))
 
-    @app.task(name=RUN_FILE, bind=True, base=_Private)  # type: ignore[untyped-decorator]
+    @app.task(name=RUN_FILE, bind=True, base=_Patient)  # type: ignore[untyped-decorator]
     def run_file(self: Task, input: str, output: str, **options: Any) -> dict[str, Any]:  # noqa: A002
         """Turns a file of requests into a file of results; paths are the worker's. Options are those of `Batch`."""
         report = _reporter(lambda progress: self.update_state(state=PROGRESS_STATE, meta=asdict(progress)))

@@ -14,7 +14,7 @@ from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.settings import RedisSettings
-from penstock.contract.wire import PoolRecord
+from penstock.contract.wire import PoolPressure, PoolRecord
 from penstock.producer.client.copies import Copy, Door
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.inbox import Inbox
@@ -55,7 +55,8 @@ class AsyncClient:
 
     async def connect(self) -> Self:
         """Subscribes; raises UnavailableError when Redis is away. `async with` does it too."""
-        await self._inbox.open()
+        if not self._courier.is_open:
+            await self._inbox.open()
         self._courier.is_open = True
         return self
 
@@ -77,6 +78,10 @@ class AsyncClient:
         """The served models by pool, as of at most a second ago."""
         return await self._pools.get()
 
+    async def pressure(self, pool: str) -> PoolPressure:
+        """A pool's live nodes and backlog, as of at most a quarter of a second ago."""
+        return await self._door(pool).pressure()
+
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
         """Checks, admits and enqueues a job; see `SubmitOptions`.
 
@@ -87,8 +92,8 @@ class AsyncClient:
         record = choose_pool((await self.pools()).values(), options.get("model"), options.get("job_id"))
         job = build_job(prompt, options, record.pool, self._tenant)
         cost = estimate_cost(job, record)
-        await self._door(job.pool).admit(cost, job.priority)
         await self._courier.ask(lambda _: self._inbox.greet(job.pool))
+        await self._door(job.pool).admit(cost, job.priority)
         return await self._enqueue(Submission(job, cost, options.get("channel", False)))
 
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

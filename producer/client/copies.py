@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from penstock.contract import admission
+from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority
 from penstock.contract.keys import NUM_PRIORITIES
 from penstock.contract.wire import PoolPressure
@@ -15,23 +17,49 @@ T = TypeVar("T")
 PRESSURE_TTL_S = 0.25
 
 
+@dataclass(slots=True)
+class _Flight:
+    """One fetch under way, and who waits for it to land."""
+
+    landed: asyncio.Event = field(default_factory=asyncio.Event)
+    error: PenstockError | None = None
+
+
 class Copy(Generic[T]):
-    """A value that is fetched at most once per `ttl_s`, by the first who asks while the others wait."""
+    """A value that is fetched at most once per `ttl_s`, by the first who asks; the others share what comes of it."""
 
     def __init__(self, fetch: Callable[[], Awaitable[T]], ttl_s: float) -> None:
         self._fetch = fetch
         self._ttl_s = ttl_s
-        self._lock = asyncio.Lock()
+        self._flight: _Flight | None = None
         self._held: tuple[T, float] | None = None
         """The value and the loop time until which it is good."""
 
     async def get(self) -> T:
-        """The value, at most `ttl_s` old."""
+        """The value, at most `ttl_s` old; raises what the fetch raised."""
         clock = asyncio.get_running_loop().time
-        async with self._lock:
-            if self._held is None or clock() >= self._held[1]:
-                self._held = (await self._fetch(), clock() + self._ttl_s)
-            return self._held[0]
+        while self._held is None or clock() >= self._held[1]:
+            if self._flight is None:
+                await self._fly()
+                continue
+            flight = self._flight
+            await flight.landed.wait()
+            # Neither error nor value: whoever fetched was cancelled, and the next one tries.
+            if flight.error is not None:
+                raise flight.error
+        return self._held[0]
+
+    async def _fly(self) -> None:
+        flight = self._flight = _Flight()
+        try:
+            value = await self._fetch()
+            self._held = (value, asyncio.get_running_loop().time() + self._ttl_s)
+        except PenstockError as error:
+            flight.error = error
+            raise
+        finally:
+            self._flight = None
+            flight.landed.set()
 
 
 class Door:
@@ -39,12 +67,16 @@ class Door:
 
     def __init__(self, fetch: Callable[[], Awaitable[PoolPressure]]) -> None:
         self._fetch = fetch
-        self._pressure = Copy(self._read, PRESSURE_TTL_S)
+        self._copy = Copy(self._read, PRESSURE_TTL_S)
         self._admitted_cost = [0] * NUM_PRIORITIES
+
+    async def pressure(self) -> PoolPressure:
+        """The pool's nodes and backlog, at most PRESSURE_TTL_S old."""
+        return await self._copy.get()
 
     async def admit(self, cost: int, priority: Priority) -> None:
         """Returns when a job of this cost may be submitted; raises BusyError or UnavailableError when not."""
-        pressure = await self._pressure.get()
+        pressure = await self.pressure()
         admitted_since = sum(self._admitted_cost[: priority + 1])
         admission.decide(pressure, cost=cost, priority=priority, admitted_since=admitted_since)
         self._admitted_cost[priority] += cost

@@ -9,7 +9,6 @@ from typing import TypeVar
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import InvariantError, UnavailableError
-from penstock.producer.client.cancellation import heeding_cancel
 
 MAX_CALLS = 64
 """Calls under way at once, each on a connection of its own; after an outage all streams call at once."""
@@ -34,8 +33,7 @@ class Courier:
             self.require_open()
             try:
                 async with self._slots:
-                    with heeding_cancel():
-                        return await call(self._broker)
+                    return await call(self._broker)
             except UnavailableError:
                 if clock() + pause_s > give_up_s:
                     raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -25,14 +26,14 @@ from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import InvariantError, PenstockError, UnavailableError
 from penstock.contract.job import pool_of
 from penstock.contract.wire import WireError, decode_chunks
-from penstock.producer.client.cancellation import heeding_cancel
 from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.stats import ClientStats
 
 _LOG = logging.getLogger(__name__)
 _ECHO = b"\xc0"
-"""msgpack's nil: no chunk looks like it."""
+"""msgpack's nil, which no chunk looks like; a number follows it."""
+_HEAR_OUT_S = 1.0
 _ECHOES_MISSED = 2.5
 _SUBSCRIBE_TIMEOUT_S = 5.0
 _DETACH_AT_CLOSE_S = 2.0
@@ -54,6 +55,8 @@ class Inbox:
         self._unread_bell = asyncio.Event()
         self._detaching: dict[str, asyncio.Event] = {}
         self._beaten_s: dict[str, float] = {}
+        self._num_echoes = self._echo_heard = 0
+        self._heard_bell = asyncio.Event()
         self._tasks: asyncio.Task[None] | None = None
 
     # For readers ------------------------------------------------------------------------------------
@@ -97,9 +100,25 @@ class Inbox:
     async def greet(self, pool: str) -> None:
         """Tells a pool that we live, unless it has just heard."""
         now_s = asyncio.get_running_loop().time()
-        if now_s - self._beaten_s.get(pool, -1e9) >= self._settings.read_beat_interval_s:
-            await self._broker.read_beat(pool, self.name)
+        if now_s - self._beaten_s.get(pool, -math.inf) >= self._settings.read_beat_interval_s:
             self._beaten_s[pool] = now_s
+            try:
+                await self._broker.read_beat(pool, self.name)
+            except BaseException:
+                self._beaten_s.pop(pool, None)
+                raise
+
+    async def hear_out(self) -> None:
+        """Returns when all that was published to us before the call has been dispatched; a dead subscription's reader
+        is not kept for long.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_HEAR_OUT_S):
+                await self._echo()
+                echo = self._num_echoes
+                while self._echo_heard < echo:
+                    self._heard_bell.clear()
+                    await self._heard_bell.wait()
 
     # Life -------------------------------------------------------------------------------------------
 
@@ -118,8 +137,7 @@ class Inbox:
             async with asyncio.timeout(_DETACH_AT_CLOSE_S):
                 await self._detach_unread(closing=True)
         tasks.cancel()
-        with suppress(asyncio.CancelledError):
-            await tasks
+        await asyncio.wait([tasks])
 
     async def _run(self, pubsub: PubSub) -> None:
         settings = self._settings
@@ -143,7 +161,7 @@ class Inbox:
     async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            with suppress(PenstockError), heeding_cancel():  # Redis away: the listener notices
+            with suppress(PenstockError):  # Redis away: the listener notices
                 await action()
 
     # Listening --------------------------------------------------------------------------------------
@@ -151,7 +169,7 @@ class Inbox:
     async def _subscribe(self) -> PubSub:
         pubsub = self._redis.pubsub()
         try:
-            with heeding_cancel(), translated():
+            with translated():
                 await pubsub.subscribe(self._channel)
                 if await pubsub.get_message(timeout=_SUBSCRIBE_TIMEOUT_S) is None:
                     raise UnavailableError("Redis does not confirm the subscription", code="redis_away")
@@ -194,7 +212,8 @@ class Inbox:
 
     def dispatch(self, message: bytes) -> None:
         """Leaves the chunks of one message in their readers' mailboxes."""
-        if message == _ECHO:
+        if message.startswith(_ECHO):
+            self._heard(int(message[len(_ECHO) :]))
             return
         try:
             chunks = decode_chunks(message)
@@ -215,8 +234,13 @@ class Inbox:
     # Clocks -----------------------------------------------------------------------------------------
 
     async def _echo(self) -> None:
+        self._num_echoes += 1
         with translated():
-            await self._redis.publish(self._channel, _ECHO)
+            await self._redis.publish(self._channel, _ECHO + str(self._num_echoes).encode())
+
+    def _heard(self, echo: int) -> None:
+        self._echo_heard = max(self._echo_heard, echo)
+        self._heard_bell.set()
 
     async def _beat(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -256,7 +280,7 @@ class Inbox:
             if feed is not None and feed.boxes and not closing:
                 continue
             # A failed one is made up for: the next chunk that nobody reads brings the job back here.
-            with suppress(PenstockError), heeding_cancel():
+            with suppress(PenstockError):
                 await self.detach(job_id)
 
 

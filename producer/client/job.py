@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 from penstock.contract.broker.producer import JobStatus
 from penstock.contract.errors import error_of
-from penstock.contract.job import TERMINAL_STATES, Chunk, Outcome, Result, pool_of
+from penstock.contract.job import Chunk, Outcome, Result, pool_of
 from penstock.producer.client.cursor import StreamCursor
 from penstock.producer.client.inbox import Inbox
 from penstock.producer.client.mailbox import Mailbox
@@ -60,7 +60,7 @@ class AsyncJob:
     async def result(self, *, check: bool = True) -> Result:
         """The job's result once it has ended; raises the job's error when it did not end `done`, unless told not to."""
         feed = self._source.feed
-        box = self._open_box(behind=not feed.boxes, max_chunks=1)
+        box = self._open_box(behind=all(other.nudged for other in feed.boxes), max_chunks=1)
         try:
             while True:
                 await self._wait_for_end(box)
@@ -105,5 +105,5 @@ class AsyncJob:
         while not self._source.feed.ended:
             await box.wait(self._source.feed.poll_s)
             box.take_all()
-            if box.take_nudge() and (await self._source.attach()).state in TERMINAL_STATES:
-                return
+            if box.take_nudge():
+                await self._source.attach()

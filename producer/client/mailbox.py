@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from penstock.contract.job import Chunk
+from penstock.contract.broker.producer import Attached
+from penstock.contract.job import TERMINAL_STATES, Chunk
 
 POLL_S = 0.2
 """How often a reader looks when the job pushes to as many processes as it may."""
@@ -17,12 +18,13 @@ class Mailbox:
     What falls out of a full box shows as a gap when the reader goes on, and comes from the log.
     """
 
-    __slots__ = ("_bell", "_chunks", "_nudged", "waiting_since_s")
+    __slots__ = ("_bell", "_chunks", "nudged", "waiting_since_s")
 
     def __init__(self, max_chunks: int) -> None:
         self._chunks: deque[Chunk] = deque(maxlen=max_chunks)
         self._bell = asyncio.Event()
-        self._nudged = False
+        self.nudged = False
+        """Whether the reader has yet to compare its state with the broker's."""
         self.waiting_since_s: float | None = None
         """Loop time since when the reader waits for something; None while it does not."""
 
@@ -33,12 +35,12 @@ class Mailbox:
 
     def nudge(self) -> None:
         """Makes the reader compare its state with the broker's."""
-        self._nudged = True
+        self.nudged = True
         self._bell.set()
 
     def take_nudge(self) -> bool:
         """Whether the reader was nudged since it last asked."""
-        nudged, self._nudged = self._nudged, False
+        nudged, self.nudged = self.nudged, False
         return nudged
 
     def take_all(self) -> list[Chunk]:
@@ -49,7 +51,7 @@ class Mailbox:
 
     async def wait(self, timeout_s: float | None = None) -> None:
         """Returns when there is a chunk or a nudge, or when the time is up."""
-        if self._chunks or self._nudged:
+        if self._chunks or self.nudged:
             return
         self._bell.clear()
         self.waiting_since_s = asyncio.get_running_loop().time()
@@ -66,7 +68,7 @@ class Mailbox:
             async with asyncio.timeout(timeout_s):
                 await self._bell.wait()
         except TimeoutError:
-            self._nudged = True
+            self.nudged = True
 
 
 class Feed:
@@ -78,16 +80,18 @@ class Feed:
         self.job_id = job_id
         self.boxes: list[Mailbox] = []
         self.ended = False
-        """Whether the job's terminal chunk passed by."""
+        """Whether the job is known to have ended."""
         self.poll_s: float | None = None
         """How often readers look unasked, where the job does not push to this process."""
 
-    def set_pushed(self, pushed: bool) -> None:
-        """Notes whether the job pushes to this process; those who wait for it in vain learn of it."""
-        if not pushed and self.poll_s is None:
+    def note(self, standing: Attached) -> None:
+        """Takes in the broker's answer, and wakes readers who would wait in vain."""
+        has_ended = standing.state in TERMINAL_STATES and not self.ended
+        if has_ended or (not standing.pushed and self.poll_s is None):
             for box in self.boxes:
                 box.nudge()
-        self.poll_s = None if pushed else POLL_S
+        self.ended = self.ended or has_ended
+        self.poll_s = None if standing.pushed else POLL_S
 
     def put(self, chunk: Chunk) -> None:
         """Leaves a chunk for every reader of the job."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
-from penstock.contract.broker.producer import Attached, JobStatus, Submitted
-from penstock.contract.errors import NotFoundError
+from penstock.contract.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
+from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import Chunk, Job, Result
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.inbox import Inbox
@@ -22,8 +23,11 @@ class Submission:
 
 async def submit(courier: Courier, inbox: str, submission: Submission) -> Submitted:
     """Submits a job, repeatedly while Redis is away; raises what the broker raises."""
-    job, cost, channel = submission.job, submission.cost, submission.channel
-    return await courier.ask(lambda broker: broker.submit(job, cost=cost, inbox=inbox, channel=channel))
+    return await courier.ask(lambda broker: _submit(broker, inbox, submission))
+
+
+async def _submit(broker: ProducerBroker, inbox: str, submission: Submission) -> Submitted:
+    return await broker.submit(submission.job, cost=submission.cost, inbox=inbox, channel=submission.channel)
 
 
 class JobSource:
@@ -49,10 +53,25 @@ class JobSource:
             if self._submission is None or self.feed.ended:
                 raise
             self._inbox.stats.resubmits += 1
-            again = await submit(self._courier, inbox, self._submission)
+            again = await self._submit_again(self._submission)
             standing = Attached(again.state, again.num_chunks, again.pushed)
-        self.feed.set_pushed(standing.pushed)
+        self.feed.note(standing)
         return standing
+
+    async def _submit_again(self, submission: Submission) -> Submitted:
+        async def attempt(broker: ProducerBroker) -> Submitted:
+            try:
+                return await _submit(broker, self._inbox.name, submission)
+            except NotFoundError as error:
+                # Redis lost the pool as well; its nodes come back to announce it.
+                raise UnavailableError(error.message, code=error.code) from error
+
+        return await self._courier.ask(attempt)
+
+    async def hear_out(self) -> None:
+        """Returns when all that was published before the call has come to the mailboxes."""
+        with suppress(UnavailableError):
+            await self._inbox.hear_out()
 
     async def log(self, start: int, count: int) -> list[Chunk]:
         """A page of the job's log."""

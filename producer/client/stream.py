@@ -26,6 +26,9 @@ class Source(Protocol):
     async def attach(self) -> Attached:
         """Registers this process as a reader (again) and tells where the job stands."""
 
+    async def hear_out(self) -> None:
+        """Returns when all that was published before the call has come to the mailboxes."""
+
     async def log(self, start: int, count: int) -> list[Chunk]:
         """A page of the job's log."""
 
@@ -86,12 +89,20 @@ class StreamReader:
         if standing.num_chunks < self._cursor.next_index:
             self._cursor.rewind()
         if standing.num_chunks > self._cursor.next_index:
+            if await self._comes_by_itself():
+                return
             async for batch in self._read_log():
                 yield batch
         if standing.state in TERMINAL_STATES and self._cursor.outcome is None:
             result = await self._source.result()
             if result is not None and (batch := self._fresh(rest_of(result, self._cursor.next_index))):
                 yield batch
+
+    async def _comes_by_itself(self) -> bool:
+        """Whether the next chunk was on its way when the broker counted it: then it has arrived now."""
+        await self._source.hear_out()
+        self._arrived.extend(self._box.take_all())
+        return any(chunk.index == self._cursor.next_index for chunk in self._arrived)
 
     async def _read_log(self) -> AsyncGenerator[list[Chunk], None]:
         page_is_full = True

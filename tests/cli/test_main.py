@@ -40,7 +40,7 @@ def test_version_is_the_distributions() -> None:
 
 def test_help_names_every_command() -> None:
     shown = run("--help").stdout
-    for command in ("demo", "serve", "submit", "node", "gateway", "doctor"):
+    for command in ("demo", "serve", "submit", "node", "gateway", "doctor", "batch"):
         assert f" {command} " in shown
 
 

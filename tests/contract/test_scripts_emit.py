@@ -167,6 +167,17 @@ async def test_lease_of_another_node_is_no_lease(queue: Queue) -> None:
     assert await queue.log(taken.job_id) == []
 
 
+async def test_earlier_lease_of_the_same_node_is_no_lease(queue: Queue) -> None:
+    node = await queue.node()
+    earlier = await queue.running(node)
+    await node.give_back(earlier)
+    await queue.change(earlier.job_id, avoid_until=0)
+    await node.take_one()
+    answers = {await node.emit(earlier, 0, 1), await node.finish(earlier, 0, 1), await node.give_back(earlier)}
+    assert answers == {"FENCED"}
+    assert await queue.log(earlier.job_id) == []
+
+
 async def test_finish_keeps_the_last_chunks_the_result_and_the_times(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node)

@@ -145,8 +145,7 @@ class FakeNode:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        await self.broker.join(self._schema, self.record)
-        await self.beat()
+        await self.join()
         self._tasks = [asyncio.create_task(self._beat_forever())]
         if self._auto:
             self._tasks.append(asyncio.create_task(self._step_forever()))
@@ -161,6 +160,11 @@ class FakeNode:
                 task.cancel()
             await asyncio.wait(running, timeout=0.1)
         await self.redis.aclose()
+
+    async def join(self) -> None:
+        """Enters the pool."""
+        await self.broker.join(self._schema, self.record)
+        await self.beat()
 
     async def beat(self) -> None:
         """Says that the node lives."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
-from penstock.contract.errors import BusyError
+from penstock.contract.errors import BusyError, StreamDivergedError
+from penstock.contract.job import Chunk
 from penstock.gateway.app import create_app
 from penstock.gateway.openai.errors import error_response
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.flow import batches_of
 from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
 
 
@@ -72,6 +75,24 @@ async def test_work_is_cancelled_and_cleaned_up_when_the_caller_hangs_up():
     with pytest.raises(CallerGoneError):
         await while_there(work(), hang_up(receive))
     assert ended == [True]
+
+
+class FakeJob:
+    def __init__(self, *batches: list[Chunk] | Exception) -> None:
+        self._batches = batches
+
+    async def batches(self) -> AsyncIterator[list[Chunk]]:
+        for batch in self._batches:
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+
+async def test_one_job_that_cannot_be_read_ends_the_whole_flow():
+    waits = FakeJob([Chunk("job:1", 0, text="a")], StreamDivergedError("rolled back"))
+    with pytest.raises(StreamDivergedError):
+        async for index, batch in batches_of([waits, FakeJob([Chunk("job:2", 0, text="b")])]):
+            assert batch[0].text == "ab"[index]
 
 
 def test_an_event_is_one_line_of_ascii_whatever_it_carries():

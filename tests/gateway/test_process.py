@@ -67,13 +67,21 @@ def test_sigterm_lets_an_open_answer_end(redis_url, engine):
             httpx.get(f"{url}/health")
 
 
-def test_wrong_settings_are_named():
-    variables = {"PENSTOCK_GATEWAY_PORTT": "1"}
-    process = subprocess.run(
-        [sys.executable, "-m", "penstock.gateway"], env={**os.environ, **variables}, capture_output=True, text=True
-    )
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"PENSTOCK_GATEWAY_PORTT": "1"}, "PENSTOCK_GATEWAY_PORTT"),
+        ({"PENSTOCK_GATEWAY_PORT": "no"}, "port"),
+        ({"PENSTOCK_GATEWAY_REDIS_URL": "redis://127.0.0.1:1"}, "Redis is away"),
+        ({"PENSTOCK_REDIS_URL": ""}, "set PENSTOCK_REDIS_URL"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_said_in_one_line(variables, said):
+    command = [sys.executable, "-m", "penstock.gateway"]
+    process = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
     assert process.returncode == 1
-    assert "PENSTOCK_GATEWAY_PORTT" in process.stderr
+    assert said in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 def test_health_and_ready(stack, http):

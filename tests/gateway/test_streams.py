@@ -70,8 +70,8 @@ def test_one_job_for_each_prompt_is_named(http):
 
 def test_a_full_pool_is_a_429_with_retry_after_and_nothing_of_a_list_stays(stack, shared_engine, http):
     engine = type(shared_engine)()
-    engine.step_s = 0.02
-    stack.start_node(engine, model="acme/tiny", pool="tiny", max_open_jobs=2)
+    engine.step_s = 0.1
+    stack.start_node(engine, model="acme/tiny", pool="tiny", max_open_jobs=2, reattach_grace_ms=60_000)
     wait_until(lambda: "acme/tiny" in http.get("/v1/models").text)
     body = {**text_body(["a" * 250] * 3), "model": "acme/tiny"}
     for stream in (False, True):
@@ -105,7 +105,7 @@ def test_prompts_of_one_list_stream_side_by_side(http, engine):
 def narrow(stack, shared_engine):
     """An engine of its own kind, behind a node with one slot."""
     engine = type(shared_engine)()
-    stack.start_node(engine, model="acme/narrow", pool="narrow", max_num_seqs=1)
+    stack.start_node(engine, model="acme/narrow", pool="narrow", max_num_seqs=1, reattach_grace_ms=60_000)
     return engine
 
 

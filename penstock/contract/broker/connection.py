@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from penstock.contract.broker.tasks import heeding_cancel
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
 
 CONNECT_TIMEOUT_S = 3.0
@@ -47,7 +48,8 @@ def connect(url: str) -> Redis:
 def translated() -> Iterator[None]:
     """Turns redis-py's errors into ours: away is UnavailableError, full is BusyError, the rest is a bug."""
     try:
-        yield
+        with heeding_cancel():
+            yield
     except exceptions.AuthenticationError as error:
         raise ConfigError(f"Redis refuses our credentials: {error}", param="redis_url") from error
     except exceptions.NoPermissionError as error:

@@ -191,12 +191,12 @@ def _submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
         case "UNKNOWN_POOL":
             return NotFoundError(f"no pool {job.pool}", code="model_not_found", param="model")
         case "ID_CONFLICT":
-            return ConflictError(f"job id {job.id} belongs to another request", param="id")
+            return ConflictError(f"job id {job.id} belongs to another request", param="job_id")
         case "IDEMPOTENCY_CONFLICT":
             message = "this idempotency key was used with another request"
             return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
         case "BAD_ID_AGE":
-            return RequestError(f"job id {job.id} is older than 24 h or from the future", code="bad_id", param="id")
+            return RequestError(f"job id {job.id} is older than 24 h or from the future", code="bad_id", param="job_id")
         case "BUSY":
             what, limit = answer[1].decode(), answer[2]
             return BusyError(f"the pool's limit of {limit} {what} is reached", retry_after_ms=1000)

@@ -283,6 +283,12 @@ def test_revision_names_files_and_dtype_and_nothing_else(make_engine: MakeEngine
     assert len(plain.revision) == 32
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "bfloat16"])
+def test_every_dtype_runs(make_engine: MakeEngine, dtype: str) -> None:
+    generations = make_engine(dtype=dtype).generate(PROMPTS, GREEDY)
+    assert {len(generation.choices[0].token_ids) for generation in generations} == {24}
+
+
 def test_stats_count_what_was_done(make_engine: MakeEngine) -> None:
     engine = make_engine()
     prompt = list(np.arange(40) + 10)

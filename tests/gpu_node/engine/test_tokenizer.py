@@ -91,3 +91,16 @@ def test_a_model_without_a_template_refuses_messages(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         Tokenizer(tmp_path)
+
+
+def test_ids_past_the_tokenizer_stand_for_nothing(tiny_model: Path) -> None:
+    padded = Tokenizer(tiny_model, vocab_size=1000)
+    assert padded.decode([999, *padded.encode("the"), 500]) == "the"
+
+
+def test_a_decoder_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    backend: Any = Backend(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    backend.decoder = decoders.WordPiece()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="WordPiece"):
+        Tokenizer(tmp_path)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model import source
 from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
@@ -166,6 +167,27 @@ def test_names_of_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ConfigError):
             resolve_model(name, lambda stage, fraction: None)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_two_processes_may_convert_one_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(b"GGUF")
+
+    def convert(gguf: Path, folder: Path, progress: Any) -> None:
+        """The other process is done first, and this one finds its place taken."""
+        monkeypatch.setattr(source, "convert_gguf", write)
+        resolve_model(str(gguf), progress)
+        write(gguf, folder, progress)
+
+    def write(gguf: Path, folder: Path, progress: Any) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(source, "convert_gguf", convert)
+    folder = resolve_model(str(gguf), lambda stage, fraction: None)
+    assert (folder / "config.json").is_file()
+    assert list((tmp_path / "cache/models").iterdir()) == [folder]
 
 
 @pytest.mark.model

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ WriteInput = Callable[..., Path]
 
 
 @contextmanager
-def process(*argv: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, killed with all its children at the end."""
-    running = subprocess.Popen(
-        argv, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
-    )
+def process(*argv: str, log: Path | None = None, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own, killed with all its children at the end; what it says goes to `log`."""
+    with log.open("wb") if log else nullcontext(subprocess.PIPE) as said:
+        running = subprocess.Popen(
+            argv, env={**os.environ, **env}, stdout=said, stderr=subprocess.STDOUT, text=True, process_group=0
+        )
     try:
         yield running
     finally:

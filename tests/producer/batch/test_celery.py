@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,26 +33,35 @@ from tests.producer.batch.conftest import (
 )
 
 WORKER = (sys.executable, "-m", "celery", "-A", "penstock.producer.batch.app", "worker", "--concurrency", "1")
+QUIET = ("--loglevel", "INFO", "--without-mingle", "--without-gossip")
 PENSTOCK = (sys.executable, "-m", "penstock")
 
 
 @contextmanager
-def worker(url: str, *, visibility_timeout_s: int = 2, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A worker as compose starts it; its log is its stdout."""
+def worker(
+    url: str, *, visibility_timeout_s: int = 2, log: Path | None = None, **env: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A worker as compose starts it."""
     settings = {
+        "PENSTOCK_REDIS_URL": url,
         "PENSTOCK_CELERY_VISIBILITY_TIMEOUT_S": str(visibility_timeout_s),
         "PENSTOCK_CELERY_SOFT_SHUTDOWN_S": "0",
     }
-    with process(*WORKER, "--loglevel", "INFO", PENSTOCK_REDIS_URL=url, **settings, **env) as running:
+    with process(*WORKER, *QUIET, log=log, **settings, **env) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def idle_log(served_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The log of a worker that several tests share, those that leave it alive."""
+    log = tmp_path_factory.mktemp("worker") / "log"
+    with worker(served_url, visibility_timeout_s=1, log=log):
+        yield log
 
 
 @pytest.fixture
 def app(served_url: str) -> Iterator[Celery]:
-    """What a program that sends tasks holds; each test starts without tasks."""
-    with sync_redis.Redis.from_url(served_url) as client:
-        for key in client.scan_iter("penstock:celery:*"):
-            client.delete(key)
+    """What a program that sends tasks holds."""
     app = make_app(CelerySettings.load(), served_url)
     yield app
     app.close()
@@ -68,11 +77,6 @@ def assert_whole(tmp_path: Path, rows: list[Row]) -> None:
     assert num_lines(tmp_path / "out.jsonl") == len(rows)
     assert {row["custom_id"] for row in rows_in(tmp_path / "out.jsonl")} == {row["custom_id"] for row in rows}
     assert not (tmp_path / "out.jsonl.partial").exists()
-
-
-def output_of(running: subprocess.Popen[str]) -> str:
-    os.killpg(running.pid, signal.SIGKILL)
-    return running.communicate(timeout=10)[0]
 
 
 def test_200_rows_through_a_worker_that_is_killed_once(app: Celery, served_url: str, tmp_path: Path) -> None:
@@ -95,30 +99,34 @@ def test_200_rows_through_a_worker_that_is_killed_once(app: Celery, served_url: 
 def test_a_task_that_outlives_its_visibility_is_not_run_twice_at_once(
     app: Celery, served_url: str, tmp_path: Path
 ) -> None:
-    rows = [chat_row(f"row-{i}", max_tokens=400) for i in range(60)]
+    rows = [chat_row(f"row-{i}", max_tokens=400) for i in range(40)]
     task = send_file(app, tmp_path, rows)
+    log = tmp_path / "second.log"
     with worker(served_url, visibility_timeout_s=1) as first:
         wait_for_lines(tmp_path / "out.jsonl.partial", 1, first)
-        with worker(served_url, visibility_timeout_s=1) as second:
-            task.get(timeout=60, interval=0.05)
-            wait_until_empty(served_url)
-            log = output_of(second)
-    assert "another run is writing" in log
-    assert "Traceback" not in log
+        with worker(served_url, visibility_timeout_s=1, log=log):
+            assert task.get(timeout=60, interval=0.05)["num_answered"] == 40
+            wait_until(lambda: not has_tasks(served_url))
+    assert "another run is writing" in log.read_text()
+    assert "Traceback" not in log.read_text()
     assert_whole(tmp_path, rows)
 
 
-def wait_until_empty(url: str) -> None:
-    """Returns when no task is queued or taken."""
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.05)
+
+
+def has_tasks(url: str) -> bool:
+    """Whether any task is queued or taken."""
     with sync_redis.Redis.from_url(url) as client:
-        while client.exists("penstock:celery:penstock-batch", "penstock:celery:unacked"):
-            assert time.monotonic() < deadline, client.keys("penstock:celery:*")
-            time.sleep(0.05)
+        return bool(client.exists("penstock:celery:penstock-batch", "penstock:celery:unacked"))
 
 
 def test_a_stopped_worker_gives_its_task_back_at_once(app: Celery, served_url: str, tmp_path: Path) -> None:
-    rows = [chat_row(f"row-{i}", max_tokens=60) for i in range(100)]
+    rows = [chat_row(f"row-{i}", max_tokens=100) for i in range(100)]
     task = send_file(app, tmp_path, rows)
     with worker(served_url, visibility_timeout_s=3600, REMAP_SIGTERM="SIGQUIT") as first:
         wait_for_lines(tmp_path / "out.jsonl.partial", 10, first)
@@ -131,49 +139,62 @@ def test_a_stopped_worker_gives_its_task_back_at_once(app: Celery, served_url: s
     assert_whole(tmp_path, rows)
 
 
-def test_one_answer_as_a_task_and_its_text_in_no_log(app: Celery, served_url: str) -> None:
-    with worker(served_url) as running:
-        chat = app.send_task(GENERATE, kwargs={"messages": [{"role": "user", "content": "secret"}], "max_tokens": 5})
-        text = app.send_task(GENERATE, args=["secret"], kwargs={"max_tokens": 3, "model": "reference"})
-        wrong = app.send_task(GENERATE, args=["secret"], kwargs={"max_tokns": 3})
-        answers = [task.get(timeout=30, interval=0.05) for task in (chat, text)]
-        with pytest.raises(RequestError, match="unknown field: max_tokns"):
-            wrong.get(timeout=30, interval=0.05)
-        log = output_of(running)
-    assert answers[0]["object"] == "chat.completion"
-    assert answers[0]["usage"]["completion_tokens"] == 5
-    assert len(answers[1]["choices"][0]["text"]) == 3
-    assert GENERATE in log
-    assert "succeeded" in log
-    for secret in ("secret", answers[0]["choices"][0]["message"]["content"], answers[1]["choices"][0]["text"]):
-        assert f"'{secret}'" not in log
+def test_one_answer_as_a_task_and_its_text_in_no_log(app: Celery, idle_log: Path) -> None:
+    messages = [{"role": "user", "content": "unspeakable"}]
+    chat = app.send_task(GENERATE, kwargs={"messages": messages, "max_tokens": 50})
+    text = app.send_task(GENERATE, args=["unspeakable"], kwargs={"max_tokens": 40, "model": "reference"})
+    wrong = app.send_task(GENERATE, args=["unspeakable"], kwargs={"max_tokns": 3})
+    spoken, written = (task.get(timeout=30, interval=0.05) for task in (chat, text))
+    with pytest.raises(RequestError, match="unknown field: max_tokns"):
+        wrong.get(timeout=30, interval=0.05)
+
+    assert spoken["object"] == "chat.completion"
+    assert spoken["usage"]["completion_tokens"] == 50
+    assert len(written["choices"][0]["text"]) == 40
+    log = idle_log.read_text()
+    assert f"{GENERATE}[{text.id}] succeeded" in log
+    for secret in ("unspeakable", spoken["choices"][0]["message"]["content"], written["choices"][0]["text"]):
+        assert secret not in log
 
 
-def test_pickle_is_refused(app: Celery, served_url: str, tmp_path: Path) -> None:
+def test_a_task_delivered_again_is_the_same_job(app: Celery, idle_log: Path) -> None:
+    options = {"args": ["once"], "kwargs": {"max_tokens": 5}, "task_id": "delivered-twice"}
+    first = app.send_task(GENERATE, **options).get(timeout=30, interval=0.05)
+    second = app.send_task(GENERATE, **options)
+    second.forget()
+    assert second.get(timeout=30, interval=0.05)["id"] == first["id"]
+
+
+def test_a_locked_batch_is_tried_as_often_as_it_takes(app: Celery, idle_log: Path, tmp_path: Path) -> None:
+    with (tmp_path / "out.jsonl.partial").open("ab") as partial:
+        fcntl.flock(partial, fcntl.LOCK_EX)
+        task = send_file(app, tmp_path, [chat_row("a")])
+        wait_until(lambda: idle_log.read_text().count(f"{task.id}] retry") > 4)
+        assert task.state == "RETRY"
+    assert task.get(timeout=30, interval=0.05)["num_answered"] == 1
+
+
+def test_pickle_is_refused(app: Celery, served_url: str, idle_log: Path, tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "exploded"),)
 
     sender = Celery(broker=celery_url(served_url))
-    sender.conf.update(app.conf.changes)
-    sender.conf.accept_content = ["pickle"]
-    with worker(served_url) as running:
-        sender.send_task(GENERATE, args=[Bomb()], serializer="pickle")
-        good = app.send_task(GENERATE, args=["x"], kwargs={"max_tokens": 1})
-        assert good.get(timeout=30, interval=0.05)["choices"]
-        log = output_of(running)
+    sender.conf.update({**app.conf.changes, "accept_content": ["pickle"]})
+    sender.send_task(GENERATE, args=[Bomb()], serializer="pickle")
     sender.close()
-    assert "Refusing to deserialize" in log
+    good = app.send_task(GENERATE, args=["x"], kwargs={"max_tokens": 1})
+    assert good.get(timeout=30, interval=0.05)["choices"]
+    assert "Refusing to deserialize" in idle_log.read_text()
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_batch_by_command_through_a_worker(app: Celery, served_url: str, tmp_path: Path) -> None:
+def test_a_batch_by_command_through_a_worker(served_url: str, idle_log: Path, tmp_path: Path) -> None:
     rows = [chat_row("good"), chat_row("bad", n=99)]
     source = write_rows(tmp_path / "in.jsonl", rows)
     twice = write_rows(tmp_path / "twice.jsonl", rows * 2)
     command = (*PENSTOCK, "batch", "run", "--via-celery", "--redis-url", served_url)
     with (
-        worker(served_url),
         process(*command, str(source), str(tmp_path / "out.jsonl")) as good,
         process(*command, str(twice), str(tmp_path / "twice.out")) as wrong,
     ):

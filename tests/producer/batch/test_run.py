@@ -10,16 +10,25 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import fsspec
 import pytest
 import redis as sync_redis
 
-from penstock.contract.errors import BusyError, RequestError, UnavailableError
-from penstock.contract.job import SamplingParams
+from penstock.contract.errors import (
+    BusyError,
+    JobFailedError,
+    NotFoundError,
+    PenstockError,
+    RequestError,
+    UnavailableError,
+)
+from penstock.contract.job import Outcome, Result, SamplingParams
 from penstock.producer.batch.records import Batch, Progress
+from penstock.producer.batch.request import request_of_line
 from penstock.producer.batch.results import row_id_of
-from penstock.producer.batch.runner import run_batch
+from penstock.producer.batch.runner import answer, run_batch
 from tests.fakes.reference_engine import reference_tokens, text_of
 from tests.producer.batch.conftest import (
     Row,
@@ -100,6 +109,17 @@ async def test_rows_that_cannot_be_answered_become_error_rows(served_url: str, t
     }
     assert errors["unknown"]["param"] == "stream"
     assert "n:" in errors["wrong"]["message"]
+
+
+@pytest.mark.parametrize(("code", "kind"), [("unavailable", JobFailedError), ("not_found", NotFoundError)])
+async def test_a_job_that_has_ended_is_not_asked_again(code: str, kind: type[PenstockError]) -> None:
+    """Whatever a job failed of, its idempotency key would only find it again."""
+    client, job = AsyncMock(), AsyncMock()
+    client.submit.return_value = job
+    job.result.return_value = Result("ref.id", Outcome("failed", code, "over"))
+    request = request_of_line(chat_row("a"))
+    with pytest.raises(kind, match="over"):
+        await answer(client, request, None, "key")
 
 
 async def test_a_duplicate_is_refused_before_anything_is_submitted(served_url: str, tmp_path: Path) -> None:

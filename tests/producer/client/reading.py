@@ -19,13 +19,15 @@ async def read_some(chunks: AsyncIterator[Chunk], num_chunks: int) -> list[Chunk
     return [await anext(chunks) for _ in range(num_chunks)]
 
 
-def check_whole(chunks: Iterable[Chunk], job: AsyncJob, num_tokens: int, *, num_choices: int = 1) -> None:
+def check_whole(
+    chunks: Iterable[Chunk], job: AsyncJob, num_tokens: int, *, num_choices: int = 1, ended: bool = True
+) -> None:
     """The stream is exactly what the fake node says: in order, nothing lost, nothing doubled, the end last."""
     seen = list(chunks)
-    assert [chunk.index for chunk in seen] == list(range(num_tokens * num_choices + 1))
+    assert [chunk.index for chunk in seen] == list(range(num_tokens * num_choices + ended))
     for choice in range(num_choices):
-        said = [chunk for chunk in seen[:-1] if chunk.choice == choice]
+        said = [chunk for chunk in seen if chunk.choice == choice and chunk.outcome is None]
         assert [t for chunk in said for t in chunk.token_ids] == fake_tokens(job.id, num_tokens, choice)
         assert "".join(chunk.text for chunk in said) == fake_text(fake_tokens(job.id, num_tokens, choice))
         assert [chunk.finish_reason for chunk in said] == [None] * (num_tokens - 1) + ["length"]
-    assert [chunk.outcome is not None for chunk in seen] == [False] * (len(seen) - 1) + [True]
+    assert [chunk.index for chunk in seen if chunk.outcome is not None] == [len(seen) - 1] * ended

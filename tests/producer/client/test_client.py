@@ -22,7 +22,7 @@ from penstock.contract.errors import (
 from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.contract.wire import NodePressure, decode_chunks
 from penstock.producer.client import AsyncClient
-from tests.fakes.fake_node import MODEL, POOL, PROMPT_TOKENS, FakeNode, fake_text, fake_tokens
+from tests.fakes.fake_node import MODEL, POOL, PROMPT_TOKENS, FakeNode, Say, fake_text, fake_tokens
 from tests.producer.client.reading import check_whole, read_all, read_some
 
 
@@ -69,10 +69,17 @@ async def test_result_and_two_streams_at_once(client: AsyncClient, node: FakeNod
     assert result.choices[0].token_ids == tuple(fake_tokens(job.id, 40))
 
 
-async def test_second_stream_after_the_end_reads_the_log(client: AsyncClient, node: FakeNode) -> None:
+async def test_second_stream_after_the_end_reads_the_log(client: AsyncClient, told_node: FakeNode) -> None:
     job = await client.submit("hello", max_tokens=2500)
-    check_whole(await read_all(job.stream()), job, 2500)
-    check_whole(await read_all(job.stream()), job, 2500)
+    reading = asyncio.create_task(read_all(job.stream()))
+    [run] = await told_node.take()
+    for _ in range(5):
+        chunks = [chunk for _ in range(500) for chunk in run.next_chunks()]
+        await told_node.emit([run.emission(chunks)], Say.PUBLISHED)
+    check_whole((await read_some(second := job.stream(), 2500)), job, 2500, ended=False)
+    await run.finish()
+    check_whole(await reading, job, 2500)
+    assert len(await read_all(second)) == 1
     assert client.stats.log_reads == 3
 
 
@@ -215,6 +222,19 @@ async def test_same_id_is_the_same_job(client: AsyncClient, node: FakeNode) -> N
         await client.submit("something else", max_tokens=5, job_id=job.id)
 
 
+async def test_a_repeated_submission_of_an_ended_job_answers_at_once(client: AsyncClient, node: FakeNode) -> None:
+    first = await client.submit("hello", max_tokens=5, idempotency_key="k")
+    result = await first.result()
+    for options in ({"job_id": first.id}, {"idempotency_key": "k"}):
+        async with asyncio.timeout(2):
+            again = await client.submit("hello", max_tokens=5, **options)  # type: ignore[arg-type]
+            assert await again.result() == result
+            again = await client.submit("hello", max_tokens=5, **options)  # type: ignore[arg-type]
+            chunks, same = await asyncio.gather(read_all(again.stream()), again.result())
+            check_whole(chunks, first, 5)
+            assert same == result
+
+
 async def test_same_idempotency_key_is_the_same_job(client: AsyncClient, node: FakeNode) -> None:
     job = await client.submit("hello", max_tokens=5, idempotency_key="k")
     again = await client.submit("hello", max_tokens=5, idempotency_key="k")
@@ -232,7 +252,7 @@ async def test_own_channel_carries_one_chunk_a_message(client: AsyncClient, told
     await run.say(3)
     await run.finish()
     messages = [await pubsub.get_message(timeout=5) for _ in range(5)]
-    await pubsub.aclose()
+    await pubsub.aclose()  # type: ignore[no-untyped-call]
     assert [decode_chunks(m["data"])[0].index for m in messages[1:] if m] == [0, 1, 2, 3]
 
 
@@ -265,6 +285,14 @@ async def test_model_must_be_named_where_there_are_two(client: AsyncClient, node
             await client.submit("hello")
         assert caught.value.param == "model"
         assert (await client.submit("hello", model="acme/second", max_tokens=2)).pool == "second"
+
+
+async def test_pressure_is_what_the_nodes_say(client: AsyncClient, told_node: FakeNode) -> None:
+    await client.submit("hello", max_tokens=10)
+    pressure = await client.pressure(POOL)
+    assert pressure.nodes == (told_node.pressure,)
+    await asyncio.sleep(0.3)
+    assert sum((await client.pressure(POOL)).backlog_cost) > 10
 
 
 async def test_nothing_served_is_unavailable(client: AsyncClient) -> None:

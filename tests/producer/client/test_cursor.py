@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract.errors import StreamDivergedError
-from penstock.contract.job import Choice, Chunk, Outcome, Result, Usage
+from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, Result, Usage
 from penstock.producer.client.cursor import StreamCursor, Verdict, rest_of
 
 JOB = "pool.01a1f820-1cd2-775c-94d6-dde870154e3c"
@@ -33,7 +33,7 @@ def log_of(sizes: Sequence[tuple[int, int]], lag: int = 0) -> list[Chunk]:
         end = said[choice] = min(start + num_tokens, len(tokens))
         text_end = end if end == len(tokens) else max(0, end - lag)
         text = text_of(tokens[max(0, start - lag) : text_end])
-        finish = "length" if end == len(tokens) else None
+        finish: FinishReason | None = "length" if end == len(tokens) else None
         chunks.append(Chunk(JOB, len(chunks), choice, start, tokens[start:end], text, finish))
 
     for choice, num_tokens in sizes:

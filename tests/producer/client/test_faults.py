@@ -8,6 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from penstock.contract import keys
+from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.errors import JobFailedError, NotFoundError, StreamDivergedError, UnavailableError
 from penstock.contract.job import Chunk
@@ -18,7 +19,7 @@ from tests.producer.client.reading import check_whole, read_all, read_some
 
 
 async def kill_subscriptions(redis: Redis) -> None:
-    await redis.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+    await redis.client_kill_filter(_type="pubsub")
 
 
 async def test_lost_messages_are_read_from_the_log(client: AsyncClient, told_node: FakeNode) -> None:
@@ -136,11 +137,13 @@ async def test_a_subscription_that_lives_but_hears_nothing_is_renewed(
     assert (await (await quick_client.submit("hello")).result()).outcome.state == "done"
 
 
-async def test_a_reader_beyond_the_jobs_sixteen_follows_the_log(redis_url: str, told_node: FakeNode) -> None:
+async def test_a_reader_beyond_the_jobs_sixteen_follows_the_log(
+    redis_url: str, told_node: FakeNode, redis: Redis
+) -> None:
     async with AsyncClient(redis_url) as client:
         job = await client.submit("hello", max_tokens=20)
         for number in range(15):
-            await client._courier.ask(lambda b, n=number: b.attach(job.id, "default", inbox=f"somebody-{n}"))
+            await ProducerBroker(redis).attach(job.id, "default", inbox=f"somebody-{number}")
         async with AsyncClient(redis_url) as late:
             reading = asyncio.create_task(read_all((await late.attach(job.id)).stream()))
             waiting = asyncio.create_task(late.result(job.id))
@@ -195,6 +198,20 @@ async def test_a_lost_running_job_goes_on_behind_what_was_delivered(
     await again.say(10)
     await again.finish()
     check_whole(seen + await asyncio.wait_for(reading, 5), job, 10)
+
+
+async def test_a_job_that_was_lost_with_its_pool_waits_for_the_nodes(
+    quick_client: AsyncClient, told_node: FakeNode, redis: Redis
+) -> None:
+    job = await quick_client.submit("hello", max_tokens=10)
+    reading = asyncio.create_task(read_all(job.stream()))
+    await redis.flushall()
+    await asyncio.sleep(0.7)
+    await told_node.join()
+    [run] = await told_node.take()
+    await run.say(10)
+    await run.finish()
+    check_whole(await asyncio.wait_for(reading, 5), job, 10)
 
 
 async def test_a_log_that_was_rolled_back_is_not_delivered_twice(
@@ -268,7 +285,7 @@ async def test_an_absence_of_redis_is_waited_out() -> None:
 
 async def pause(node: FakeNode, seconds: float) -> None:
     """Redis lives, but answers nobody."""
-    await node.redis.execute_command("CLIENT", "PAUSE", int(1000 * seconds), "ALL")
+    await node.redis.client_pause(int(1000 * seconds))
     await asyncio.sleep(seconds)
 
 

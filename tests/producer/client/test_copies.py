@@ -1,0 +1,86 @@
+"""One fetch at a time, shared by all who ask."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.contract.errors import BusyError, UnavailableError
+from penstock.contract.job import Priority
+from penstock.contract.wire import NodePressure, PoolPressure
+from penstock.producer.client.copies import Copy, Door
+
+
+class Fetch:
+    """Counts its calls; answers when the gate is open."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.gate = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def __call__(self) -> int:
+        self.num_calls += 1
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return self.num_calls
+
+
+async def test_many_askers_share_one_fetch() -> None:
+    fetch = Fetch()
+    copy = Copy(fetch, ttl_s=60)
+    asking = [asyncio.create_task(copy.get()) for _ in range(10)]
+    await asyncio.sleep(0)
+    fetch.gate.set()
+    assert await asyncio.gather(*asking) == [1] * 10
+    assert await copy.get() == 1
+
+
+async def test_a_copy_is_fetched_again_when_it_is_old() -> None:
+    fetch = Fetch()
+    fetch.gate.set()
+    copy = Copy(fetch, ttl_s=0.01)
+    assert await copy.get() == 1
+    await asyncio.sleep(0.02)
+    assert await copy.get() == 2
+
+
+async def test_a_failed_fetch_fails_for_all_who_waited_and_only_them() -> None:
+    fetch = Fetch()
+    fetch.error = UnavailableError("away")
+    copy = Copy(fetch, ttl_s=60)
+    asking = [asyncio.create_task(copy.get()) for _ in range(5)]
+    await asyncio.sleep(0)
+    fetch.gate.set()
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [UnavailableError] * 5
+    assert fetch.num_calls == 1
+    fetch.error = None
+    assert await copy.get() == 2
+
+
+async def test_a_cancelled_asker_leaves_the_fetch_to_the_next() -> None:
+    fetch = Fetch()
+    copy = Copy(fetch, ttl_s=60)
+    first, second = asyncio.create_task(copy.get()), asyncio.create_task(copy.get())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    fetch.gate.set()
+    assert await second == 2
+    assert first.cancelled()
+
+
+async def test_the_door_counts_what_it_let_in_by_class() -> None:
+    node = NodePressure("n", kv_tokens_unclaimed=100, drain_cost_per_s=0.001)
+
+    async def fetch() -> PoolPressure:
+        return PoolPressure((node,))
+
+    door = Door(fetch)
+    await door.admit(80, Priority.BATCH)
+    await door.admit(80, Priority.INTERACTIVE)  # batch jobs do not stand before it
+    with pytest.raises(BusyError):
+        await door.admit(80, Priority.INTERACTIVE)
