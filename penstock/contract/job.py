@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
@@ -29,7 +29,15 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 TerminalState = Literal["done", "failed", "cancelled", "expired"]
 TERMINAL_STATES = frozenset(("done", "failed", "cancelled", "expired"))
 
+
+def _encodable(text: str) -> str:
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError("text must be valid Unicode, without lone surrogates")
+    return text
+
+
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
@@ -83,7 +91,7 @@ class Message(_Door):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: Text
 
 
 class Job(_Door):
@@ -94,7 +102,7 @@ class Job(_Door):
     """
 
     id: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
-    prompt: str | None = None
+    prompt: Text | None = None
     prompt_token_ids: tuple[TokenId, ...] | None = Field(None, min_length=1)
     messages: tuple[Message, ...] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     params: SamplingParams = SamplingParams()

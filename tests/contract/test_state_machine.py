@@ -291,7 +291,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 def test_scripts_do_what_the_model_does(redis_url: str) -> None:
-    examples, steps = (2000, 80) if FULL else (60, 30)
+    examples, steps = (2000, 80) if FULL else (100, 30)
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         lambda: QueueMachine(redis_url),
         settings=settings(

@@ -29,9 +29,11 @@ def gateway_process(redis_url: str, **variables: str) -> Iterator[tuple[subproce
         text=True,
     )
     try:
-        line = json.loads(process.stdout.readline())
-        assert line["event"] == "ready"
-        yield process, line["url"]
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        ready = json.loads(line)
+        assert ready["event"] == "ready"
+        yield process, ready["url"]
     finally:
         process.kill()
         process.communicate()
