@@ -32,11 +32,11 @@ class Gauge:
         self._last = 0.0
         self.per_s = 0.0
 
-    def update(self, total: float, now_s: float) -> float:
-        """Takes in a counter's new value; idle times do not pull the rate down, for it says how fast work drains."""
+    def update(self, total: float, now_s: float, *, counts: bool = True) -> float:
+        """Takes in a counter's new value; a time without gain, or that does not count, leaves the rate."""
         elapsed_s, gained = now_s - self._last_s, total - self._last
         self._last_s, self._last = now_s, total
-        if elapsed_s > 0 and gained > 0:
+        if counts and elapsed_s > 0 and gained > 0:
             fade = 0.5 ** (elapsed_s / _RATE_HALF_LIFE_S) if self.per_s else 0.0
             self.per_s = fade * self.per_s + (1 - fade) * gained / elapsed_s
         return self.per_s
@@ -117,7 +117,8 @@ class Heartbeat:
             kv_tokens_unclaimed=self._inbox.kv_tokens_unclaimed,
             prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),
             decode_tokens_per_s=decode_per_s,
-            drain_cost_per_s=self._drain.update(self._outbox.num_finished_cost, now_s),
+            # Only while jobs wait: what an idle node finishes says nothing of how fast it could.
+            drain_cost_per_s=self._drain.update(self._outbox.num_finished_cost, now_s, counts=self._inbox.has_backlog),
             step_ms_p50=stats.step_ms_p50,
             step_ms_p99=stats.step_ms_p99,
             num_preemptions=stats.num_preemptions,

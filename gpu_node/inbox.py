@@ -60,6 +60,11 @@ class Inbox:
         """KV tokens neither used nor still needed by jobs already taken."""
         return max(0, self._kv_tokens - self._ledger.num_claimed_tokens)
 
+    @property
+    def has_backlog(self) -> bool:
+        """Whether jobs waited when the queue was last seen."""
+        return self._bell.depth > 0
+
     async def run(self) -> None:
         """Takes until cancelled. Raises SweptError when the pool believes this node dead."""
         patience = pauses()
@@ -100,11 +105,8 @@ class Inbox:
                 await self._admit(job, request)
             except UnavailableError:
                 raise
-            except RequestError as error:
-                self._refuse(job, Outcome("failed", error.code, error.message, error.param or ""))
             except PenstockError as error:
-                log.exception("job cannot be run", extra={"job_id": job.job_id})
-                self._refuse(job, Outcome("failed", error.code, error.message))
+                self._refuse_for(job, error)
 
     async def _admit(self, job: HeldJob, data: bytes | None) -> None:
         if data is None:
@@ -125,7 +127,23 @@ class Inbox:
         if self._ledger.get(job.job_id) is not job:
             return  # lost while it was being read
         seed = seed_of(job.job_id, request.params)
-        await asyncio.wrap_future(self._worker.add(job.taken.lease, token_ids, request.params, seed, resume))
+        added = self._worker.add(job.taken.lease, token_ids, request.params, seed, resume)
+        # Not awaited: the engine answers between two steps, and the next job need not wait for that.
+        asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job))
+
+    def _heed_answer(self, job: HeldJob, answer: asyncio.Future[None]) -> None:
+        if answer.cancelled() or (error := answer.exception()) is None:
+            return
+        self._refuse_for(job, error)
+
+    def _refuse_for(self, job: HeldJob, error: BaseException) -> None:
+        if isinstance(error, PenstockError):
+            if not isinstance(error, RequestError):
+                log.error("job cannot be run", extra={"job_id": job.job_id}, exc_info=error)
+            self._refuse(job, Outcome("failed", error.code, error.message, error.param or ""))
+        else:
+            log.error("the engine failed at a job", extra={"job_id": job.job_id}, exc_info=error)
+            self._refuse(job, Outcome("failed", "internal_error", "the engine failed at this job"))
 
 
 def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:

@@ -99,7 +99,7 @@ class Node:
         settings, engine = self._settings, self._engine
         record = PoolRecord(
             pool=settings.pool_name,
-            model=settings.model,
+            model=settings.model_name,
             aliases=settings.aliases,
             max_model_len=engine.max_model_len,
             created_s=int(time.time()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Literal
 
 from pydantic import Field
@@ -62,6 +62,11 @@ class NodeSettings(Settings):
     def pool_name(self) -> str:
         """The pool this node serves."""
         return self.pool or pool_of_model(self.model)
+
+    @property
+    def model_name(self) -> str:
+        """The model as clients see it; a path on this machine would say nothing to them."""
+        return self.pool_name if Path(self.model).expanduser().exists() else self.model
 
     @property
     def schema_fields(self) -> dict[str, int]:

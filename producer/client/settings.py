@@ -22,7 +22,7 @@ class ClientSettings(Settings):
     """How often the inbox proves to itself that its subscription lives."""
     silent_after_s: float = Field(5.0, gt=0, le=300)
     """How long a stream may be silent before its state is compared with the broker's."""
-    read_beat_interval_s: float = Field(5.0, gt=0, le=10)
+    read_beat_interval_s: float = Field(1.0, gt=0, le=10)
     """How often a pool with open streams hears that its reader lives; pools give up on readers after 30 s."""
     outage_s: float = Field(30.0, ge=0, le=3600)
     """How long an absence of Redis is waited out."""

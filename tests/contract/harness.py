@@ -47,7 +47,7 @@ def id_minted_at(unix_s: float) -> str:
     return f"{POOL}.{minted[:8]}-{minted[8:]}{str(uuid7())[13:]}"
 
 
-def new_job(job_id: str | None = None, **fields: Any) -> Job:
+def new_job(job_id: str | None = None, /, **fields: Any) -> Job:
     fields = fields if fields.keys() & {"prompt_token_ids", "messages"} else {"prompt": "hello", **fields}
     return Job(id=job_id or new_id(), **fields)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from contract.harness import new_job
 from hypothesis import given
@@ -63,7 +65,7 @@ def test_prompt_is_measured_in_utf8_bytes() -> None:
     ],
 )
 def test_cost_is_prompt_and_probable_output_within_the_models_length(
-    prompt: dict[str, object], params: dict[str, int], cost: int
+    prompt: dict[str, Any], params: dict[str, Any], cost: int
 ) -> None:
     assert estimate_cost(new_job(**prompt, params=SamplingParams(**params)), RECORD) == cost
 

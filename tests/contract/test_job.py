@@ -103,7 +103,7 @@ def test_limits_themselves_are_accepted() -> None:
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:
-    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    assert SamplingParams(stop="END").stop == ("END",)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,12 @@ def test_wrong_job_field_is_named(field: str, value: object, where: str) -> None
     assert problem_of(Job, {"id": f"m.{UUID}", "prompt": "x", field: value})[0] == where
 
 
+@pytest.mark.parametrize("field", ["prompt", "idempotency_key"])
+def test_text_that_has_no_bytes_is_refused(field: str) -> None:
+    assert problem_of(Job, {"id": new_id(), "prompt": "x", field: "\ud800"})[0] == field
+    assert problem_of(SamplingParams, {"stop": ["\ud800"]})[0] == "stop.0"
+
+
 @pytest.mark.parametrize("field", ["prompt_token_ids", "messages"])
 def test_empty_prompt_lists_are_refused_but_an_empty_text_is_a_prompt(field: str) -> None:
     assert problem_of(Job, {"id": new_id(), field: ()})[0] == field
@@ -159,7 +165,7 @@ def test_message_needs_a_known_role() -> None:
 
 def test_jobs_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        new_job().tenant = "other"
+        new_job().tenant = "other"  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("text", "right"), [(f"m.{UUID}", True), (f"m~12.{UUID}", True), (UUID, False), ("", False)])

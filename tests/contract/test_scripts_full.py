@@ -24,7 +24,7 @@ async def full(redis: Redis) -> AsyncIterator[None]:
 
 
 async def fill(redis: Redis) -> None:
-    await redis.config_set("maxmemory", "1mb")
+    await redis.config_set("maxmemory", 1)
     with pytest.raises(exceptions.OutOfMemoryError):
         await redis.set("more", "x")
 
@@ -113,7 +113,7 @@ def test_wrong_url_is_a_wrong_setting() -> None:
         (exceptions.ResponseError("WRONGTYPE"), InvariantError),
     ],
 )
-def test_errors_of_redis_are_translated(foreign: Exception, ours: type[Exception]) -> None:
+async def test_errors_of_redis_are_translated(foreign: Exception, ours: type[Exception]) -> None:
     with pytest.raises(ours) as caught, translated():
         raise foreign
     assert caught.value.__cause__ is foreign

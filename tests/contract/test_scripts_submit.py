@@ -47,7 +47,7 @@ async def test_same_id_with_another_body_or_tenant_conflicts(queue: Queue, chang
     job_id = await queue.submit(new_job(prompt="one"))
     with pytest.raises(ConflictError) as caught:
         await queue.submit(Job(**{"id": job_id, "prompt": "one", **change}))
-    assert (caught.value.code, caught.value.param) == ("id_conflict", "id")
+    assert (caught.value.code, caught.value.param) == ("id_conflict", "job_id")
 
 
 async def test_hundred_submits_of_one_idempotency_key_make_one_job(queue: Queue) -> None:
@@ -103,7 +103,7 @@ async def test_id_from_another_time_is_refused(queue: Queue, shift_s: int) -> No
     await queue.node()
     with pytest.raises(RequestError, match="24 h") as caught:
         await queue.submit(new_job(id_minted_at(time.time() + shift_s)))
-    assert (caught.value.code, caught.value.param) == ("bad_id", "id")
+    assert (caught.value.code, caught.value.param) == ("bad_id", "job_id")
     assert await queue.ids("open") == set()
 
 

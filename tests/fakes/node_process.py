@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,8 +24,9 @@ class NodeProcess:
         env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json", "REFERENCE_STEP_S": str(step_s)}
         # Threads that spin while they wait starve the other processes of a small machine.
         env |= {"OMP_WAIT_POLICY": "PASSIVE"}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by __exit__
         self._process = subprocess.Popen(
-            [sys.executable, *command], env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            [sys.executable, *command], env=os.environ | env, stdout=subprocess.PIPE, stderr=self._log
         )
 
     def wait_ready(self) -> Self:
@@ -33,7 +35,13 @@ class NodeProcess:
         for line in self._process.stdout:
             if json.loads(line)["event"] == "ready":
                 return self
-        raise AssertionError(f"the node ended with status {self._process.wait()} before it was ready")
+        raise AssertionError(f"the node ended with status {self._process.wait()} before it was ready:\n{self.log}")
+
+    @property
+    def log(self) -> str:
+        """What it has logged so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
 
     def kill(self) -> None:
         """SIGKILL, now."""
@@ -53,7 +61,10 @@ class NodeProcess:
         return self.wait_ready()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            print(f"node {self._process.pid}, status {self._process.poll()}:\n{self.log}", file=sys.stderr)
         self._process.kill()
         self._process.wait()
+        self._log.close()
         if self._process.stdout is not None:
             self._process.stdout.close()

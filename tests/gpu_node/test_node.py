@@ -244,3 +244,24 @@ async def test_one_message_a_step_carries_the_whole_batch(redis_url: str, redis:
             messages += message["type"] == "message"
     # 16 jobs of 40 tokens and an end each, in about 40 steps; each job's finish is a message of its own.
     assert messages < 2 * 40 + 3 * 16
+
+
+async def test_arrivals_join_the_batch_together_not_one_a_step(redis_url: str, broker: ProducerBroker) -> None:
+    engine = ReferenceEngine(step_s=0.05)
+    async with running(redis_url, engine):
+        jobs = [new_job(max_tokens=30) for _ in range(32)]
+        for job in jobs:
+            await broker.submit(job, cost=50)
+        for job in jobs:
+            await ended(broker, job)
+    assert max(engine.batches) == 32
+    assert engine.batches.index(32) < 16
+
+
+async def test_a_node_silent_for_a_lease_is_not_counted_though_nobody_has_swept_it(
+    redis_url: str, redis: Redis, broker: ProducerBroker
+) -> None:
+    async with running(redis_url, ReferenceEngine()) as node:
+        assert [n.node_id for n in (await broker.pressure(POOL)).nodes] == [node.node_id]
+        await redis.zincrby(keys.nodes(POOL), -3500, node.node_id)
+        assert (await broker.pressure(POOL)).nodes == ()

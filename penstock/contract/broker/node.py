@@ -142,11 +142,8 @@ class NodeBroker:
         """Appends and publishes; one answer per job: OK, FENCED, CANCEL, EXPIRED, UNHEARD, `NEED n`, GONE, `ERR …`."""
         answers: list[str] = []
         for start in range(0, len(emissions), MAX_EMIT_JOBS):
-            arguments: list[scripts.Argument] = []
-            for emission in emissions[start : start + MAX_EMIT_JOBS]:
-                arguments += (emission.job_id, emission.lease, emission.index, len(emission.chunks))
-                arguments += emission.chunks
-            answers += [a.decode() for a in await self._call("emit", *arguments)]
+            rows = [(e.job_id, e.lease, e.index, e.chunks) for e in emissions[start : start + MAX_EMIT_JOBS]]
+            answers += [a.decode() for a in await self._call("emit", scripts.packed(rows))]
         return answers
 
     async def finish(self, last: Emission, outcome: Outcome, result: bytes) -> str:

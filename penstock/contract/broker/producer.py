@@ -146,14 +146,22 @@ class ProducerBroker:
         await scripts.call(self._redis, "sweep", pool)
 
     async def pressure(self, pool: str) -> PoolPressure:
-        """Admission's input: the records of all live nodes and the queued cost per class."""
+        """Admission's input: the records of all live nodes and the queued cost per class.
+
+        A node that has been silent for a lease does not count, though nobody may have swept it yet.
+        """
         with translated():
             async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.hvals(keys.pressure(pool))
+                pipe.time()
+                pipe.hget(keys.schema(pool), "lease_ms")
+                pipe.zrange(keys.nodes(pool), 0, -1, withscores=True)
+                pipe.hgetall(keys.pressure(pool))
                 pipe.hmget(keys.backlog(pool), [str(p) for p in range(keys.NUM_PRIORITIES)])
-                records, backlog = await pipe.execute()
+                (seconds, micros), lease_ms, beats, records, backlog = await pipe.execute()
+        alive_since_ms = seconds * 1000 + micros // 1000 - int(lease_ms or 0)
+        alive = [records[node] for node, beat_ms in beats if beat_ms >= alive_since_ms and node in records]
         costs = [max(0, int(value or 0)) for value in backlog]
-        return PoolPressure(tuple(map(wire.decode_pressure, records)), (costs[0], costs[1], costs[2]))
+        return PoolPressure(tuple(map(wire.decode_pressure, alive)), (costs[0], costs[1], costs[2]))
 
     async def pools(self) -> dict[str, PoolRecord]:
         """Every pool that a node has ever announced, by name."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
+import msgpack
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
@@ -26,6 +28,14 @@ def source(name: str) -> str:
 @cache
 def _digest(name: str) -> str:
     return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
+
+
+def packed(rows: Sequence[tuple[Any, ...]]) -> bytes:
+    """Many arguments in one: redis-py takes longer to send hundreds than Redis to read them.
+
+    Bytes go as strings, as Redis's Lua knows no other.
+    """
+    return cast(bytes, msgpack.packb(rows, use_bin_type=False))
 
 
 async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:

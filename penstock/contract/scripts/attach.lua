@@ -6,7 +6,9 @@ local job = read_job(id)
 if not job or job.tenant ~= tenant then return {'NOT_FOUND'} end
 redis.call('ZREM', P .. ':free', '')
 local pushed = 1
-if not is_terminal(job.state) and (inbox ~= '' or channel == '1') then pushed = add_reader(job, inbox, channel, clock()) end
+if not is_terminal(job.state) and (inbox ~= '' or channel == '1') then
+  pushed = add_reader(job, inbox, channel, clock())
+end
 local chunks = redis.call('LLEN', log_key(id))
 if is_terminal(job.state) then chunks = tonumber(redis.call('HGET', job_key(id), 'chunks')) end
 return {'OK', job.state, chunks, pushed}

@@ -1,8 +1,8 @@
 -- emit: one call a step for all jobs of a node's batch; appends each job's chunks and publishes them.
 -- A chunk whose index the log already has is published again, not appended again: the caller repeats a lost call.
--- ARGV: node, then per job: id lease index k chunk1 … chunkk
+-- ARGV: node, msgpack of [[id, lease, index, [chunk…]]…]
 -- Answer per job: OK | FENCED | CANCEL | EXPIRED | UNHEARD | NEED n | GONE | ERR text
-local node = ARGV[1]
+local node, emissions = ARGV[1], cmsgpack.unpack(ARGV[2])
 local schema = read_schema()
 local now = clock()
 local swept = tonumber(redis.call('GET', P .. ':sweep') or '0')
@@ -31,21 +31,18 @@ local function is_unheard(job)
   return true
 end
 
-local function emit_job(id, lease, index, first, count)
+local function emit_job(id, lease, index, chunks)
   local job = schema and read_job(id, FIELDS)
   if not job then return 'GONE' end
   if not holds(job, node, lease) then return 'FENCED' end
   local log = log_key(id)
   local length = redis.call('LLEN', log)
   if index > length then return 'NEED ' .. length end
-  if job.first == '' and count > 0 then redis.call('HSET', job_key(id), 'first', now) end
-  local from = first + length - index
-  while from < first + count do
-    local to = math.min(from + PUSH, first + count) - 1
-    redis.call('RPUSH', log, unpack(ARGV, from, to))
-    from = to + 1
+  if job.first == '' and #chunks > 0 then redis.call('HSET', job_key(id), 'first', now) end
+  for from = 1 + length - index, #chunks, PUSH do
+    redis.call('RPUSH', log, unpack(chunks, from, math.min(from + PUSH - 1, #chunks)))
   end
-  for i = first, first + count - 1 do publish(job, ARGV[i]) end
+  for _, chunk in ipairs(chunks) do publish(job, chunk) end
   if job.cancel == '1' then return 'CANCEL' end
   if is_expired(job, now) then return 'EXPIRED' end
   if is_unheard(job) then return 'UNHEARD' end
@@ -54,13 +51,11 @@ end
 
 redis.call('ZREM', P .. ':free', '')
 redis.call('ZADD', P .. ':nodes', 'XX', now, node)
-local answers, at = {}, 2
-while at <= #ARGV do
-  local id, lease, index, count = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
-  local ok, answer = pcall(emit_job, id, lease, index, at + 4, count)
+local answers = {}
+for i, emission in ipairs(emissions) do
+  local ok, answer = pcall(emit_job, unpack(emission))
   if not ok then answer = 'ERR ' .. tostring(type(answer) == 'table' and answer.err or answer) end
-  answers[#answers + 1] = answer
-  at = at + 4 + count
+  answers[i] = answer
 end
 flush()
 return answers
