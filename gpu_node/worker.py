@@ -96,6 +96,8 @@ class EngineWorker:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # who asked has given up meanwhile
             try:
                 future.set_result(command())
             except Exception as error:

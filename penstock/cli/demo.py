@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
@@ -20,7 +19,6 @@ from penstock.contract.embedded import resolve_redis
 from penstock.contract.errors import PenstockError
 
 PROMPT = "What does a water turbine do?"
-_MAX_EVENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +90,14 @@ async def _show(events: AsyncIterator[dict[str, Any]]) -> Speed:
 
 async def ask(url: str, body: dict[str, object]) -> AsyncIterator[dict[str, Any]]:
     """Posts a streaming request; the JSON of each event of the answer."""
-    address, payload = urlsplit(url), json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=_MAX_EVENT_BYTES)
-    # HTTP/1.0 asks for an answer without chunked framing, up to the connection's end.
-    head = (
-        f"POST {address.path} HTTP/1.0\r\nHost: {address.netloc}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-    )
-    try:
-        writer.write(head.encode() + payload)
-        status = (await reader.readline()).split()
-        if b"200" not in status[1:2]:
-            raise PenstockError(f"the gateway refused: {(await reader.read()).decode(errors='replace')}")
-        async for line in reader:
-            if line.startswith(b"data: {"):
-                event = json.loads(line.removeprefix(b"data: "))
+    import httpx
+
+    async with httpx.AsyncClient(timeout=None) as client, client.stream("POST", url, json=body) as answer:
+        if answer.status_code != HTTPStatus.OK:
+            raise PenstockError(f"the gateway refused: {(await answer.aread()).decode(errors='replace')}")
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     raise PenstockError(event["error"]["message"])
                 yield event
-    finally:
-        writer.close()

@@ -1,0 +1,56 @@
+"""The engine's thread: commands between steps, and what their callers may do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fakes.reference_engine import ReferenceEngine
+
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.worker import EngineWorker
+
+
+@pytest.fixture
+def delivered() -> list[StepOutput]:
+    return []
+
+
+@pytest.fixture
+def worker(delivered: list[StepOutput]) -> Iterator[EngineWorker]:
+    worker = EngineWorker(ReferenceEngine(step_s=0.02), delivered.extend)
+    yield worker
+    worker.stop()
+    worker.stopped.result(5)
+
+
+def test_a_caller_that_gives_up_waiting_does_not_harm_the_engine(worker: EngineWorker) -> None:
+    given_up = worker.stats()
+    assert given_up.cancel(), "the thread has not started, so nothing runs yet"
+    worker.start()
+    assert worker.stats().result(5).steps == 0
+
+
+def test_a_refusal_reaches_who_asked_and_the_next_request_runs(
+    worker: EngineWorker, delivered: list[StepOutput]
+) -> None:
+    worker.start()
+    refused = worker.add("1", [1] * 5000, SamplingParams(max_tokens=2), 1, [])
+    with pytest.raises(Exception, match="prompt has 5000 tokens"):
+        refused.result(5)
+    worker.add("2", [1], SamplingParams(max_tokens=2), 1, []).result(5)
+    while worker.call(lambda: len(delivered)).result(5) < 2:
+        pass
+    assert [output.request_id for output in delivered] == ["2", "2"]
+
+
+def test_a_paused_engine_answers_but_does_not_step(worker: EngineWorker, delivered: list[StepOutput]) -> None:
+    worker.set_paused(True)
+    worker.start()
+    worker.add("1", [1], SamplingParams(max_tokens=1), 1, []).result(5)
+    assert worker.stats().result(5).steps == 0
+    assert delivered == []
+    worker.set_paused(False)
+    while worker.stats().result(5).steps < 1:
+        pass
