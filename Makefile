@@ -20,8 +20,6 @@ STAMP := $(VENV)/.penstock-installed
 
 # The repository's root must not be importable: its `kernels` folder would hide the package of that name on PyPI.
 export PYTHONSAFEPATH := 1
-# Torch threads that spin while they wait starve the other processes of a small machine.
-export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test check check-full bench lock clean

@@ -22,8 +22,6 @@ class NodeProcess:
         command = ["-m", "penstock.gpu_node"] if "model" in settings else [REFERENCE_NODE]
         env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
         env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json", "REFERENCE_STEP_S": str(step_s)}
-        # Threads that spin while they wait starve the other processes of a small machine.
-        env |= {"OMP_WAIT_POLICY": "PASSIVE"}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by __exit__
         self._process = subprocess.Popen(
             [sys.executable, *command], env=os.environ | env, stdout=subprocess.PIPE, stderr=self._log

@@ -15,7 +15,7 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.source import resolve_model
 
 # As in Engine: tests share their processors. Read when torch is first loaded, which no import above does.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 @pytest.fixture(scope="session")

@@ -23,9 +23,9 @@ import httpx
 import pytest
 import redis
 import yaml
+from fakes.tiny_model import make_tiny_model
 
 from penstock.contract.embedded import find_redis_server
-from tests.fakes.tiny_model import make_tiny_model
 from tests.source_tree import ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -15,6 +15,7 @@ from unittest.mock import AsyncMock
 import fsspec
 import pytest
 import redis as sync_redis
+from fakes.reference_engine import reference_tokens, text_of
 
 from penstock.contract.errors import (
     BusyError,
@@ -29,7 +30,6 @@ from penstock.producer.batch.records import Batch, Progress
 from penstock.producer.batch.request import request_of_line
 from penstock.producer.batch.results import row_id_of
 from penstock.producer.batch.runner import answer, run_batch
-from tests.fakes.reference_engine import reference_tokens, text_of
 from tests.producer.batch.conftest import (
     Row,
     chat_row,

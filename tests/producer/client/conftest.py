@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from fakes.fake_node import FakeNode
 
 from penstock.producer.client import AsyncClient, ClientSettings
-from tests.fakes.fake_node import FakeNode
 
 QUICK = ClientSettings(echo_interval_s=0.1, silent_after_s=0.4, read_beat_interval_s=0.2, outage_s=5.0)
 

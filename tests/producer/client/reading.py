@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 
+from fakes.fake_node import fake_text, fake_tokens
+
 from penstock.contract.job import Chunk
 from penstock.producer.client import AsyncJob
-from tests.fakes.fake_node import fake_text, fake_tokens
 
 
 async def read_all(chunks: AsyncIterator[Chunk]) -> list[Chunk]:

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+from fakes.fake_node import MODEL, POOL, PROMPT_TOKENS, FakeNode, Say, fake_text, fake_tokens
 from redis.asyncio import Redis
 
 from penstock.contract import keys
@@ -22,7 +23,6 @@ from penstock.contract.errors import (
 from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.contract.wire import NodePressure, decode_chunks
 from penstock.producer.client import AsyncClient
-from tests.fakes.fake_node import MODEL, POOL, PROMPT_TOKENS, FakeNode, Say, fake_text, fake_tokens
 from tests.producer.client.reading import check_whole, read_all, read_some
 
 

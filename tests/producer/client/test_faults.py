@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fakes.fake_node import POOL, FakeJob, FakeNode, Say, fake_tokens
 from redis.asyncio import Redis
 
 from penstock.contract import keys
@@ -13,7 +14,6 @@ from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.errors import JobFailedError, NotFoundError, StreamDivergedError, UnavailableError
 from penstock.contract.job import Chunk
 from penstock.producer.client import AsyncClient, ClientSettings
-from tests.fakes.fake_node import POOL, FakeJob, FakeNode, Say, fake_tokens
 from tests.producer.client.conftest import QUICK
 from tests.producer.client.reading import check_whole, read_all, read_some
 

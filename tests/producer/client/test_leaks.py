@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 
+from fakes.fake_node import POOL, FakeNode
 from redis.asyncio import Redis
 
 from penstock.contract import keys
 from penstock.producer.client import AsyncClient
-from tests.fakes.fake_node import POOL, FakeNode
 from tests.producer.client.conftest import QUICK
 from tests.producer.client.reading import read_all, read_some
 

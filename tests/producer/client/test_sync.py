@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fakes.fake_node import FakeNode, fake_text, fake_tokens
 
 from penstock.contract.errors import JobCancelledError, RequestError, UnavailableError
 from penstock.producer.client import Client
-from tests.fakes.fake_node import FakeNode, fake_text, fake_tokens
 
 
 @pytest.fixture
