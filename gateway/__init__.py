@@ -1,4 +1,4 @@
-"""The HTTP door: the OpenAI API, jobs, streams and the pages.
+"""The HTTP door: the OpenAI API and its streams.
 
 It knows bytes and pressure, never models: no tokenizer, no torch. It talks to the queue through
 `penstock.producer` only.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,6 +38,11 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, noting_status)
+        except Exception:
+            if status == NO_STATUS:
+                # A layer further out turns it into an answer.
+                status = HTTPStatus.INTERNAL_SERVER_ERROR
+            raise
         finally:
             duration_ms = round((time.monotonic() - started_s) * 1000)
             line = {"event": "request", "method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}

@@ -1,4 +1,4 @@
-"""`/health`: this process is up. `/ready`: a request sent now would find Redis and a node."""
+"""`/health`: this process is up. `/ready`: a request sent now would find Redis and a node, and its answer us."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ async def health() -> dict[str, str]:
 async def ready(request: Request) -> dict[str, str]:
     """Raises UnavailableError, which is a 503, while nobody could serve a request."""
     try:
+        client: AsyncClient = request.app.state.client
+        if not client.is_alive:
+            raise UnavailableError("this gateway hears nothing from the queue any more", code="inbox_ended")
         async with asyncio.timeout(READY_TIMEOUT_S):
-            if await _has_live_node(request.app.state.client):
+            if await _has_live_node(client):
                 return {"status": "ready"}
     except TimeoutError:
         raise UnavailableError("Redis is away", code="redis_away") from None
@@ -34,7 +37,7 @@ async def ready(request: Request) -> dict[str, str]:
 
 
 async def _has_live_node(client: AsyncClient) -> bool:
-    for pool in await client.pools():
-        if any(not node.draining for node in (await client.pressure(pool)).nodes):
+    for pool, record in (await client.pools()).items():
+        if record.is_alive and any(not node.draining for node in (await client.pressure(pool)).nodes):
             return True
     return False

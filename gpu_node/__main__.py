@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 
 from penstock.contract.errors import PenstockError
+from penstock.contract.logs import configure_logging
 from penstock.contract.settings import RedisSettings
-from penstock.gpu_node.node import run_node
+from penstock.gpu_node.process import run_node
 from penstock.gpu_node.settings import NodeSettings
 
 
 def main() -> int:
     """Runs one node; answers the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging()
     try:
         asyncio.run(run_node(NodeSettings.load(redis_url=RedisSettings.load().redis_url)))
     except PenstockError as error:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from penstock.contract.broker.node import NodeBroker
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.wire import NodePressure
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.inbox import Inbox
@@ -55,7 +54,7 @@ class Heartbeat:
         *,
         base: NodePressure,
         lease_ms: int,
-        clock: Callable[[], float] = time.monotonic,
+        stall_after_s: float,
     ) -> None:
         self._broker = broker
         self._ledger = ledger
@@ -64,10 +63,11 @@ class Heartbeat:
         self._outbox = outbox
         self._base = base
         self._interval_s = min(MAX_INTERVAL_S, lease_ms / 1000 / BEATS_PER_LEASE)
-        self._clock = clock
-        self._drain, self._prefill, self._decode, self._steps = (Gauge(clock()) for _ in range(4))
+        self._drain, self._prefill, self._decode, self._steps = (Gauge(time.monotonic()) for _ in range(4))
         self._num_beats = 0
         self._last_stats: EngineStats | None = None
+        self._stall_after_s = stall_after_s
+        self._answered_s = time.monotonic()
         self.draining = False
 
     async def run(self) -> None:
@@ -100,7 +100,7 @@ class Heartbeat:
 
     async def _pressure(self) -> NodePressure:
         stats = await self._stats()
-        now_s = self._clock()
+        now_s = time.monotonic()
         base = self._base
         steps_per_s = self._steps.update(stats.steps, now_s)
         decode_per_s = self._decode.update(stats.decode_tokens, now_s)
@@ -130,12 +130,18 @@ class Heartbeat:
         )
 
     async def _stats(self) -> EngineStats:
-        """The engine's figures; the last known ones while a long step keeps it busy, because beats must not wait."""
+        """The engine's figures; the last known ones while a long step keeps it busy, because beats must not wait.
+
+        Raises InvariantError when it hangs: a node that only seems to live would keep its jobs for ever.
+        """
         try:
-            async with asyncio.timeout(self._interval_s if self._last_stats else None):
+            async with asyncio.timeout(self._interval_s):
                 self._last_stats = await asyncio.wrap_future(self._worker.stats())
+                self._answered_s = time.monotonic()
         except TimeoutError:
-            pass
+            silent_s = time.monotonic() - self._answered_s
+            if silent_s > self._stall_after_s:
+                raise InvariantError(f"the engine has not answered for {silent_s:.0f} s") from None
         if self._last_stats is None:
             raise UnavailableError("the engine has not answered yet")
         return self._last_stats

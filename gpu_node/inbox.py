@@ -6,11 +6,10 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable
 from functools import partial
 
 from penstock.contract import wire
-from penstock.contract.broker.node import NodeBroker, Room
+from penstock.contract.broker.node import NodeBroker, Room, TakeAnswer
 from penstock.contract.broker.retry import patiently, pauses
 from penstock.contract.errors import PenstockError, RequestError, UnavailableError
 from penstock.contract.job import Chunk, Outcome, seed_of
@@ -19,16 +18,19 @@ from penstock.gpu_node.bell import Bell
 from penstock.gpu_node.engine.records import ResumedChoice
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.outbox import Outbox, outcome_of
 from penstock.gpu_node.worker import EngineWorker
 
 log = logging.getLogger(__name__)
 
+MAX_TAKEN_AT_ONCE = 128
+"""Of take.lua: after a call that reached it there may be more."""
 IDLE_TAKE_S = 1.0
 """Doorbells may be lost; the queue is looked at this often all the same."""
 
 
 class Inbox:
-    """Takes jobs for one node. `refuse` ends a job that cannot run."""
+    """Takes jobs for one node; those that cannot run go straight to the outbox."""
 
     def __init__(
         self,
@@ -37,10 +39,10 @@ class Inbox:
         worker: EngineWorker,
         tokenizer: Tokenizer,
         bell: Bell,
+        outbox: Outbox,
         *,
         kv_tokens: int,
         max_num_seqs: int,
-        refuse: Callable[[HeldJob, Outcome], None],
     ) -> None:
         self._broker = broker
         self._ledger = ledger
@@ -48,7 +50,7 @@ class Inbox:
         self._tokenizer = tokenizer
         self._kv_tokens = kv_tokens
         self._max_num_seqs = max_num_seqs
-        self._refuse = refuse
+        self._outbox = outbox
         self._bell = bell
         self._call = 0
         self._nonce = ""
@@ -88,14 +90,28 @@ class Inbox:
         answer = await self._broker.take(
             self._call, self._nonce, Room((room,) * 3, (slots,) * 3, self._kv_tokens, self._max_num_seqs)
         )
-        jobs = [HeldJob(taken) for taken in answer.jobs]
-        for job in jobs:
-            self._ledger.add(job)
-        self.answered_call = self._call
+        jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
         if jobs:
             await self._admit_all(jobs)
+        if len(jobs) == MAX_TAKEN_AT_ONCE:
+            return 0.0
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S
+
+    async def close(self) -> None:
+        """Learns what a call that was cut short had taken, so that it can be given back."""
+        if self._call != self.answered_call:
+            nothing = Room((0,) * 3, (0,) * 3, self._kv_tokens, self._max_num_seqs)
+            self._hold(await self._broker.take(self._call, self._nonce, nothing))
+
+    def _hold(self, answer: TakeAnswer) -> list[HeldJob]:
+        jobs = [HeldJob(taken) for taken in answer.jobs]
+        for job in jobs:
+            if (older := self._ledger.get(job.job_id)) is not None:
+                self._outbox.drop(older)
+            self._ledger.add(job)
+        self.answered_call = self._call
+        return jobs
 
     async def _admit_all(self, jobs: list[HeldJob]) -> None:
         """Reads, tokenizes and adds the jobs in the order in which they were taken."""
@@ -103,30 +119,29 @@ class Inbox:
         for job, request in zip(jobs, requests, strict=True):
             try:
                 await self._admit(job, request)
-            except UnavailableError:
-                raise
-            except PenstockError as error:
+            except Exception as error:  # also what the tokenizer's library may raise: it concerns this job alone
                 self._refuse_for(job, error)
 
     async def _admit(self, job: HeldJob, data: bytes | None) -> None:
         if data is None:
             # Cancelled between take and read; finish will be told so.
-            self._refuse(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
+            self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
             return
         request = wire.decode_request(data)
         logged: list[Chunk] = []
         if job.taken.num_chunks:
             logged = await patiently(partial(self._broker.log, job.job_id, job.taken.num_chunks), math.inf)
+        job.open(request.params, logged)
         token_ids = await asyncio.to_thread(_encode, self._tokenizer, request)
-        job.replay(logged, request.params.n)
-        job.prepare(request.params, len(token_ids))
+        job.num_prompt_tokens = len(token_ids)
         if job.is_complete:
-            self._refuse(job, Outcome("done"))
+            self._outbox.end(job, outcome_of(job))
             return
+        if self._ledger.get(job.job_id) is not job or job.outcome is not None:
+            return  # lost or cancelled while it was being read
         resume = [ResumedChoice(*job.choice_so_far(i)) for i in range(request.params.n)] if logged else []
-        if self._ledger.get(job.job_id) is not job:
-            return  # lost while it was being read
         seed = seed_of(job.job_id, request.params)
+        job.is_in_engine = True
         added = self._worker.add(job.taken.lease, token_ids, request.params, seed, resume)
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.
         asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job))
@@ -140,10 +155,10 @@ class Inbox:
         if isinstance(error, PenstockError):
             if not isinstance(error, RequestError):
                 log.error("job cannot be run", extra={"job_id": job.job_id}, exc_info=error)
-            self._refuse(job, Outcome("failed", error.code, error.message, error.param or ""))
+            self._outbox.end(job, Outcome("failed", error.code, error.message, error.param or ""))
         else:
             log.error("the engine failed at a job", extra={"job_id": job.job_id}, exc_info=error)
-            self._refuse(job, Outcome("failed", "internal_error", "the engine failed at this job"))
+            self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
 
 
 def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.contract import wire
@@ -39,7 +39,9 @@ class HeldJob:
         self.taken = taken
         self.params = SamplingParams()
         self.num_prompt_tokens = 0
+        """0 until the prompt is tokenized."""
         self.num_acknowledged = 0
+        self.is_in_engine = False
         self.outcome: Outcome | None = None
         """Set when this node has decided the job's end; finish is then owed to Redis."""
         self.usage: Usage | None = None
@@ -54,12 +56,23 @@ class HeldJob:
         return self.taken.job_id
 
     @property
+    def has_failed_choice(self) -> bool:
+        """Whether the model failed at a choice."""
+        return any(c.finish_reason == "error" for c in self._choices)
+
+    @property
+    def num_sequences(self) -> int:
+        """Choices that have not ended."""
+        return sum(c.finish_reason is None for c in self._choices) if self.num_prompt_tokens else 1
+
+    @property
     def claim(self) -> int:
-        """KV tokens this job uses or will still need: its prompt; per choice, what it has or is predicted to write."""
+        """KV tokens it uses or will need: its prompt; per open choice, what it has or is predicted to write."""
         if not self.num_prompt_tokens:
             return self.taken.cost
         predicted = min(self.params.max_tokens or PREDICTED_OUTPUT_TOKENS, PREDICTED_OUTPUT_TOKENS)
-        return self.num_prompt_tokens + sum(max(predicted, len(c.token_ids)) for c in self._choices)
+        open_choices = [c for c in self._choices if c.finish_reason is None]
+        return self.num_prompt_tokens + sum(max(predicted, len(c.token_ids)) for c in open_choices)
 
     @property
     def unsent_bytes(self) -> int:
@@ -67,25 +80,14 @@ class HeldJob:
         return sum(map(len, self._chunks[self.num_acknowledged :]))
 
     @property
-    def owes_something(self) -> bool:
-        """Whether Redis has still to hear of a chunk or of the end."""
-        return self._has_fresh or self.outcome is not None or self.num_acknowledged < len(self._chunks)
-
-    @property
     def is_complete(self) -> bool:
         """Whether every choice has ended."""
         return all(c.finish_reason is not None for c in self._choices)
 
-    def prepare(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Notes what the request turned out to be."""
+    def open(self, params: SamplingParams, logged: Sequence[Chunk] = ()) -> None:
+        """Opens the job's choices, as far as earlier nodes have got with them."""
         self.params = params
-        self.num_prompt_tokens = num_prompt_tokens
-        missing = params.n - len(self._choices)
-        self._choices += [_ChoiceText() for _ in range(missing)]
-
-    def replay(self, logged: list[Chunk], n: int) -> None:
-        """Starts from what earlier nodes have logged."""
-        self._choices = [_ChoiceText() for _ in range(n)]
+        self._choices = [_ChoiceText() for _ in range(params.n)]
         for chunk in logged:
             self._choices[chunk.choice].extend(chunk.token_ids, chunk.text, chunk.finish_reason)
             self._append(chunk)
@@ -200,13 +202,13 @@ class Ledger:
 
     @property
     def num_claimed_tokens(self) -> int:
-        """KV tokens that held jobs use or will still need."""
-        return sum(job.claim for job in self._jobs.values())
+        """KV tokens that held jobs use or will still need; an ended one needs none, whether Redis knows or not."""
+        return sum(job.claim for job in self._jobs.values() if job.outcome is None)
 
     @property
     def num_sequences(self) -> int:
-        """Choices of all held jobs."""
-        return sum(job.params.n for job in self._jobs.values())
+        """Choices of held jobs that have not ended."""
+        return sum(job.num_sequences for job in self._jobs.values() if job.outcome is None)
 
     @property
     def unsent_bytes(self) -> int:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
+import math
 import secrets
-import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -22,12 +19,10 @@ from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import UnavailableError
 from penstock.contract.wire import NodePressure, PoolRecord
 from penstock.gpu_node.bell import Bell, listen
-from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.heartbeat import Heartbeat
 from penstock.gpu_node.inbox import Inbox
-from penstock.gpu_node.ledger import Ledger
+from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.worker import EngineLike, EngineWorker
@@ -61,14 +56,15 @@ class Node:
             self._worker,
             engine.tokenizer,
             self._bell,
+            self._outbox,
             kv_tokens=engine.num_kv_tokens,
             max_num_seqs=settings.max_num_seqs,
-            refuse=self._outbox.end,
         )
         self._heartbeat = Heartbeat(
             *(self._broker, self.ledger, self._worker, self._inbox, self._outbox),
             base=self._base_pressure(),
             lease_ms=settings.lease_ms,
+            stall_after_s=settings.stall_after_s,
         )
 
     def stop(self) -> None:
@@ -102,10 +98,13 @@ class Node:
             model=settings.model_name,
             aliases=settings.aliases,
             max_model_len=engine.max_model_len,
+            max_token_bytes=max(map(len, engine.tokenizer.token_bytes)),
             created_s=int(time.time()),
             revision=engine.revision,
         )
-        await self._broker.join(settings.schema_fields, record)
+        # Where two nodes' limits differ, one would fail what the other has accepted.
+        schema = settings.schema_fields | {"max_model_len": engine.max_model_len}
+        await self._broker.join(schema, record)
         await self._heartbeat.beat()
         await self._broker.sweep()
 
@@ -114,13 +113,13 @@ class Node:
         log.error("this node was swept; it drops all its jobs", extra={"node_id": self.node_id})
         for job in self.ledger:
             self._outbox.drop(job)
-        await patiently(self._join, JOIN_PATIENCE_S)
+        await patiently(self._join, math.inf)
 
     async def _heartbeat_forever(self) -> None:
         while True:
-            try:
+            with suppress(SweptError):
                 await self._heartbeat.run()
-            except SweptError:
+            with suppress(SweptError):
                 await self._rejoin()
 
     async def _take_forever(self) -> None:
@@ -145,15 +144,22 @@ class Node:
         """Lets jobs end for a while, then gives the rest back with all their tokens in the log."""
         self._heartbeat.draining = True
         log.info("draining", extra={"num_jobs": len(self.ledger)})
+        with suppress(UnavailableError, SweptError):
+            await patiently(self._inbox.close, LEAVE_PATIENCE_S)
+            await self._give_back([job for job in self.ledger if not job.is_in_engine])
         await _first_of(self._outbox.until_empty(), self._hurry.wait(), timeout_s=self._settings.drain_s)
         self._worker.stop()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_PATIENCE_S):
-                await asyncio.wrap_future(self._worker.stopped)
+        await asyncio.wait((asyncio.wrap_future(self._worker.stopped),), timeout=LEAVE_PATIENCE_S)
         with suppress(UnavailableError):
             await patiently(self._outbox.flush, LEAVE_PATIENCE_S)
-            jobs = [(job.job_id, job.taken.lease, job.claim) for job in self.ledger if job.outcome is None]
-            await patiently(lambda: self._broker.give_back(jobs), LEAVE_PATIENCE_S)
+            await self._give_back(list(self.ledger))
+
+    async def _give_back(self, jobs: list[HeldJob]) -> None:
+        wanted = [job for job in jobs if job.outcome is None]
+        leases = [(job.job_id, job.taken.lease, job.claim) for job in wanted]
+        await patiently(lambda: self._broker.give_back(leases), LEAVE_PATIENCE_S)
+        for job in wanted:
+            self._outbox.forget(job)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the engine's thread."""
@@ -191,52 +197,3 @@ async def _background(*services: Coroutine[Any, Any, None]) -> AsyncIterator[Non
             yield
         finally:
             await cancel_until_done(tasks)
-
-
-async def run_node(settings: NodeSettings) -> None:
-    """Loads the model, serves, and returns after SIGTERM's or SIGINT's drain; a second signal ends the grace time."""
-    config = EngineConfig(
-        model=settings.model,
-        dtype=settings.dtype,
-        block_size=settings.block_size,
-        num_kv_blocks=settings.num_kv_blocks,
-        kv_cache_gib=settings.kv_cache_gib,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        num_threads=settings.num_threads,
-    )
-    engine = await asyncio.to_thread(lambda: Engine(config, progress=_report_progress))
-    await serve_engine(settings, engine)
-
-
-async def serve_engine(settings: NodeSettings, engine: EngineLike) -> None:
-    """Serves a loaded engine until a signal."""
-    node = Node(settings, engine)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, node.stop)
-    ready = asyncio.Event()
-    announce = asyncio.create_task(_announce(ready, settings.pool_name))
-    try:
-        await node.run(ready)
-    finally:
-        announce.cancel()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-async def _announce(ready: asyncio.Event, pool: str) -> None:
-    await ready.wait()
-    _report({"event": "ready", "pool": pool})
-
-
-def _report_progress(stage: str, fraction: float) -> None:
-    _report({"event": "progress", "stage": stage, "fraction": round(fraction, 3)})
-
-
-def _report(event: dict[str, object]) -> None:
-    """One JSON line for a supervisor, when there is one that asked for it."""
-    if os.environ.get("PENSTOCK_NODE_PROGRESS") == "json":
-        sys.stdout.write(json.dumps(event) + "\n")
-        sys.stdout.flush()

@@ -47,8 +47,6 @@ class Outbox:
         self._emptied = asyncio.Event()
         self.num_finished_cost = 0
         """KV tokens of all jobs that ended here."""
-        self.num_fenced = 0
-        """Jobs that turned out to belong to another node."""
 
     def accept(self, outputs: Sequence[StepOutput]) -> None:
         """Takes in one step of the engine."""
@@ -61,7 +59,7 @@ class Outbox:
             except InvariantError as error:
                 log.exception("engine and ledger disagree", extra={"job_id": job.job_id})
                 self.end(job, Outcome("failed", error.code, error.message))
-            self._dirty[job.job_id] = job
+            self._dirty[job.taken.lease] = job
         self._owed.set()
 
     def _accept(self, job: HeldJob, output: StepOutput) -> None:
@@ -69,16 +67,18 @@ class Outbox:
         if output.usage is not None:
             job.usage = output.usage
         if job.is_complete:
-            job.outcome = _outcome_of(output)
+            job.outcome = outcome_of(job)
             self._bell.room_grew()
 
     def end(self, job: HeldJob, outcome: Outcome) -> None:
-        """Ends a job before its time, with what it has."""
+        """Ends a job before its time, with what it has; nothing happens when it is no longer held."""
+        if self._ledger.of_lease(job.taken.lease) is None:
+            return
         if job.outcome is None:
             job.outcome = outcome
             self._worker.abort(job.taken.lease)
             self._bell.room_grew()
-        self._dirty[job.job_id] = job
+        self._dirty[job.taken.lease] = job
         self._owed.set()
 
     def end_as(self, job_id: str, answer: str) -> None:
@@ -87,12 +87,16 @@ class Outbox:
         if job is not None:
             self.end(job, _OUTCOMES[answer])
 
-    def drop(self, job: HeldJob) -> None:
-        """Forgets a job that is no longer ours."""
+    def forget(self, job: HeldJob) -> None:
+        """Lets go of a job, wherever it was."""
         self._remove(job)
-        self._dirty.pop(job.job_id, None)
+        self._dirty.pop(job.taken.lease, None)
         self._worker.abort(job.taken.lease)
-        self.num_fenced += 1
+        self._bell.room_grew()
+
+    def drop(self, job: HeldJob) -> None:
+        """Lets go of a job that turned out not to be ours any more."""
+        self.forget(job)
         log.warning("job is no longer ours", extra={"job_id": job.job_id, "lease": job.taken.lease})
 
     async def until_empty(self) -> None:
@@ -127,8 +131,8 @@ class Outbox:
                 await _all(*(self._finish(job) for job in ending[start : start + MAX_FINISHES_AT_ONCE]))
         except BaseException:
             for job in batch.values():
-                if self._ledger.get(job.job_id) is job:
-                    self._dirty.setdefault(job.job_id, job)
+                if self._ledger.of_lease(job.taken.lease) is not None:
+                    self._dirty.setdefault(job.taken.lease, job)
             raise
         if self._dirty:
             self._owed.set()
@@ -145,7 +149,7 @@ class Outbox:
             self.drop(job)
         elif kind == "NEED":
             job.send_again_from(int(rest))
-            self._dirty[job.job_id] = job
+            self._dirty[job.taken.lease] = job
         elif kind == "ERR":
             log.error("emit failed", extra={"job_id": job.job_id, "reason": rest})
             job.acknowledge(emission)
@@ -159,11 +163,16 @@ class Outbox:
         if job.outcome is None:
             raise InvariantError(f"{job.job_id} is finished without an outcome")
         emission = job.emission()
-        answer = await self._broker.finish(emission, job.outcome, job.result())
+        try:
+            answer = await self._broker.finish(emission, job.outcome, job.result())
+        except InvariantError as error:
+            # This job's keys are damaged; the others' are not.
+            log.error("finish failed", extra={"job_id": job.job_id, "reason": error.message})
+            answer = "GONE"
         kind, _, rest = answer.partition(" ")
         if kind == "NEED":
             job.send_again_from(int(rest))
-            self._dirty[job.job_id] = job
+            self._dirty[job.taken.lease] = job
         elif kind == "OK":
             self.num_finished_cost += job.claim
             self._remove(job)
@@ -172,7 +181,6 @@ class Outbox:
 
     def _remove(self, job: HeldJob) -> None:
         self._ledger.remove(job)
-        self._bell.room_grew()
         if not len(self._ledger):
             self._emptied.set()
 
@@ -180,8 +188,9 @@ class Outbox:
         self._worker.set_paused(self._ledger.unsent_bytes > self._max_unsent_bytes)
 
 
-def _outcome_of(last: StepOutput) -> Outcome:
-    if last.finish_reason == "error":
+def outcome_of(job: HeldJob) -> Outcome:
+    """How a job ends whose choices have all ended."""
+    if job.has_failed_choice:
         return Outcome("failed", "model_error", "the model's output was not finite")
     return Outcome("done")
 

@@ -42,10 +42,12 @@ class NodeSettings(Settings):
 
     drain_s: float = Field(20.0, ge=0.0)
     """After SIGTERM: how long running jobs may go on before the rest is given back."""
+    stall_after_s: float = Field(120.0, gt=0.0)
+    """An engine that has not answered for this long hangs; the node ends and others take its jobs."""
     max_unsent_bytes: int = Field(64 << 20, ge=1 << 10)
     """Chunks kept while Redis is away; past it the engine pauses."""
 
-    lease_ms: int = Field(15_000, ge=1_000, le=600_000)
+    lease_ms: int = Field(15_000, ge=3_000, le=600_000)
     """A node silent for this long is dead; another takes its jobs."""
     abandon_after_ms: int = Field(30_000, ge=1_000)
     reattach_grace_ms: int = Field(5_000, ge=0)

@@ -1,1 +1,1 @@
-"""The OpenAI HTTP API: request schemas, routes, error shape and rendering. No Redis, no model, no tokenizer."""
+"""The OpenAI HTTP API: routes, refusals, and answers in one piece or as streams. No Redis, no model, no tokenizer."""

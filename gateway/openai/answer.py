@@ -18,13 +18,13 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract.errors import PenstockError, error_of
 from penstock.contract.job import Chunk, Usage
 from penstock.gateway.openai.errors import error_body
-from penstock.gateway.openai.render import Renderer, finish_reason_of
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import batches_of, results_of
 from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import DONE, EventWriter, event
 from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.openai.render import Renderer, finish_reason_of
 
 JOB_HEADER = "X-Penstock-Job"
 

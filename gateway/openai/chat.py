@@ -8,8 +8,8 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from penstock.gateway.openai.answer import StreamAnswer, WholeAnswer
 from penstock.gateway.openai.door import IdempotencyKey, body_of, order_of
-from penstock.gateway.openai.render import ChatRenderer
 from penstock.gateway.openai.schemas import ChatRequest
+from penstock.producer.openai.render import ChatRenderer
 
 router = APIRouter()
 

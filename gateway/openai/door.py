@@ -9,10 +9,10 @@ from fastapi import Header, Request
 from pydantic import ValidationError
 
 from penstock.gateway.body import read_json_body
-from penstock.gateway.openai.errors import request_error
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.order import Order
+from penstock.producer.openai.problems import request_error
 
 _Body = TypeVar("_Body", ChatRequest, CompletionRequest)
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from penstock.contract.errors import BusyError, PenstockError, RequestError, UnavailableError
-
-MAX_NAME_CHARS = 128
-"""A field's name comes from the request, so what is echoed of it is bounded."""
+from penstock.producer.openai.problems import MAX_NAME_CHARS, request_error_of
 
 
 def error_body(error: PenstockError) -> dict[str, Any]:
@@ -31,11 +27,6 @@ def error_response(error: PenstockError) -> JSONResponse:
     return JSONResponse(error_body(error), error.status, headers)
 
 
-def request_error(error: ValidationError) -> RequestError:
-    """What pydantic found wrong in a body, named as the caller wrote it."""
-    return _first_of(error.errors(include_url=False, include_input=False))
-
-
 def install_error_handlers(app: FastAPI) -> None:
     """Every way a request can fail ends in one of these four."""
     app.add_exception_handler(PenstockError, _on_penstock_error)
@@ -46,24 +37,6 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def _body(message: str, kind: str, code: str, param: str | None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _first_of(found: Sequence[Mapping[str, Any]]) -> RequestError:
-    first = found[0]
-    unknown = first.get("ctx", {}).get("unknown_field")
-    loc = first["loc"] if unknown is None else (*first["loc"], unknown)
-    param = _path(loc)
-    said = first["msg"].removeprefix("Value error, ")
-    message = f"{param}: {said}" if param else said
-    code = first["type"] if first["type"] in ("unknown_field", "unsupported_value") else None
-    return RequestError(message, code=code, param=param)
-
-
-def _path(loc: Sequence[str | int]) -> str | None:
-    path = ""
-    for part in loc:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path[:MAX_NAME_CHARS] or None
 
 
 async def _on_penstock_error(_: Request, error: Exception) -> JSONResponse:
@@ -77,7 +50,7 @@ async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
         raise error
     # FastAPI puts the part of the request first ("header", ...); callers know the field's own name.
     found = [{**e, "loc": e["loc"][1:]} for e in error.errors()]
-    return error_response(_first_of(found))
+    return error_response(request_error_of(found))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -14,7 +14,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """Every served model, under each of its names."""
+    """Every model that a live node serves, under each of its names."""
     return {"object": "list", "data": list((await _models(request.app.state.client)).values())}
 
 
@@ -30,6 +30,8 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
 async def _models(client: AsyncClient) -> dict[str, dict[str, Any]]:
     models = {}
     for record in (await client.pools()).values():
+        if not record.is_alive:
+            continue
         for name in (record.model, *record.aliases):
             models[name] = {
                 "id": name,

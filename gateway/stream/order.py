@@ -40,20 +40,17 @@ class Order:
 async def open_jobs(client: AsyncClient, order: Order) -> AsyncIterator[list[AsyncJob]]:
     """Submits all jobs or none; whatever ends the block early ends the jobs.
 
-    A caller that gave an idempotency key may come back for the same answer after a broken connection, so its jobs are
-    left to the queue's grace time instead of being cancelled.
+    With an idempotency key a job may be another caller's too, or asked for again, so nothing cancels it here: the queue
+    ends it when nobody has read it for its grace time.
     """
     jobs: list[AsyncJob] = []
     try:
         for index, prompt in enumerate(order.prompts):
             jobs.append(await _submit(client, order, index, prompt))
         yield jobs
-    except PenstockError as error:
-        if error.param == "prompt":
+    except BaseException as error:
+        if isinstance(error, PenstockError) and error.param == "prompt":
             error.param = order.prompt_field
-        await _leave(jobs, may_return=False)
-        raise
-    except BaseException:
         await _leave(jobs, may_return=order.idempotency_key is not None)
         raise
 

@@ -62,9 +62,8 @@ class ChoiceOutput:
         return stopped
 
     def _finish(self, reason: EndReason) -> None:
-        """End with all text that is still held, unless that text completes a stop string."""
-        self.finish_reason = reason
-        if self._stopped_by(self._detokenizer.flush()):
-            self.finish_reason = "stop"
-        else:
+        """End with all text that is still held, unless that text completes a stop string; an error stays one."""
+        stopped = self._stopped_by(self._detokenizer.flush())
+        if not stopped:
             self._released.append(self._stops.flush())
+        self.finish_reason = "stop" if stopped and reason != "error" else reason

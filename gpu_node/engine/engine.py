@@ -107,14 +107,17 @@ class Engine:
         again or aborted.
         """
         self._finished_usage.clear()
-        outputs = [self._output(request, choice, ()) for request, choice in self._ended_by_replay]
-        self._ended_by_replay.clear()
+        if self._ended_by_replay:
+            # Handed out in a call of their own: a runner that raises would take them with it.
+            ended, self._ended_by_replay = self._ended_by_replay, []
+            return [self._output(request, choice, ()) for request, choice in ended]
         started = time.perf_counter()
         step = self._scheduler.plan()
         if step is None:
-            return outputs
+            return []
         tokens = self._run(step)
         self._count(step)
+        outputs = []
         for seq, token in zip(self._scheduler.commit(step), tokens.tolist(), strict=True):
             request = self._requests[seq.request_id]
             outputs.append(self._advance(request, request.live[seq.choice], token))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,12 @@ class Tokenizer:
         if not self._hf.is_fast:
             raise ConfigError(f"the tokenizer in {folder} has no tokenizer.json")
         self._backend: Any = self._hf.backend_tokenizer
+        # A tokenizer.json may say how its author trained: prompts must not be cut or filled up by that.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self._decoder_steps = _decoder_steps(self._backend)
-        self._vocab_size = vocab_size
+        self.token_bytes = self._token_table(vocab_size)
+        """What each token stands for; empty for special tokens and for ids without a token."""
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, with the special tokens that the model expects around it."""
@@ -70,12 +73,10 @@ class Tokenizer:
         eos = self._hf.eos_token_id
         return frozenset() if eos is None else frozenset((eos,))
 
-    @cached_property
-    def token_bytes(self) -> list[bytes]:
-        """What each token stands for; empty for special tokens and for ids without a token."""
+    def _token_table(self, vocab_size: int) -> list[bytes]:
         to_bytes = _byte_level if self._is_byte_level else _byte_fallback
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        table = [b""] * max(self._vocab_size, max(vocab.values(), default=-1) + 1)
+        table = [b""] * max(vocab_size, max(vocab.values(), default=-1) + 1)
         for token, token_id in vocab.items():
             table[token_id] = to_bytes(token)
         for token_id, added in self._backend.get_added_tokens_decoder().items():

@@ -25,6 +25,7 @@ class Decoder:
         """Store the step's keys and values; the logits of its sampling rows, [num_samples, vocab] in float32."""
         groups, slots = attention.groups(plan), attention.slots(plan)
         positions = torch.from_numpy(plan.positions)
+        sampling = torch.from_numpy(plan.query_starts[plan.sample_seqs + 1] - 1)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         # The residual stream stays in float32: rounded after each layer, SmolLM2's bfloat16 logits err twice as much.
         x = functional.embedding(torch.from_numpy(plan.token_ids), self._weights.embedding).float()
@@ -32,22 +33,24 @@ class Decoder:
             q, k, v = self._qkv(x, layer, cos, sin)
             cache.store(k, v, slots)
             attended = attention.attend(q, cache, groups)
-            x += functional.linear(attended.flatten(1), layer.o)
+            if layer is self._weights.layers[-1]:
+                # Behind the last attention a token matters only where something is sampled from it.
+                x, attended = x[sampling], attended[sampling]
+            x += layer.o(attended.flatten(1))
             x += self._mlp(x, layer)
-        last = torch.from_numpy(plan.query_starts[plan.sample_seqs + 1] - 1)
-        return functional.linear(self._norm(x[last], self._weights.final_norm), self._weights.head).float()
+        return self._weights.head(self._norm(x, self._weights.final_norm)).float()
 
     def _qkv(self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim]."""
         spec = self._spec
-        fused = functional.linear(self._norm(x, layer.attention_norm), layer.qkv).view(len(x), -1, spec.head_dim)
+        fused = layer.qkv(self._norm(x, layer.attention_norm)).view(len(x), -1, spec.head_dim)
         num_rotated = spec.num_heads + spec.num_kv_heads
         rotated = apply_rope(fused[:, :num_rotated], cos, sin)
         return rotated[:, : spec.num_heads].contiguous(), rotated[:, spec.num_heads :], fused[:, num_rotated:]
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        gate, up = functional.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return functional.linear(functional.silu(gate) * up, layer.down)
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
+        return layer.down(functional.silu(gate) * up)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, eps=self._spec.norm_eps).to(weight.dtype) * weight

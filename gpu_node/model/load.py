@@ -13,6 +13,7 @@ import torch
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.decoder import Decoder
 from penstock.gpu_node.model.families import family_of
+from penstock.gpu_node.model.linear import can_prepack
 from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
 from penstock.gpu_node.model.revision import revision_of
 from penstock.gpu_node.model.source import resolve_model
@@ -38,7 +39,7 @@ def load_model(model: str, options: RunnerOptions, progress: Callable[[str, floa
     dtype = _choose_dtype(options.dtype, config)
     files = weight_files(folder)
     weights = load_weights(folder, spec, family.names, _DTYPES[dtype], lambda done: progress("load", done))
-    max_model_len = min(spec.max_position, options.max_model_len or spec.max_position)
+    max_model_len = _max_model_len(spec, options.max_model_len)
     num_blocks = _num_blocks(spec, options, max_model_len, _DTYPES[dtype])
     runner = TorchRunner(
         spec,
@@ -47,7 +48,15 @@ def load_model(model: str, options: RunnerOptions, progress: Callable[[str, floa
         block_size=options.block_size,
         dtype=_DTYPES[dtype],
     )
-    _log.info("model loaded dtype=%s kv_blocks=%d threads=%d", dtype, num_blocks, torch.get_num_threads())
+    _log.info(
+        "model loaded dtype=%s prepacked=%s kv_blocks=%d threads=%d",
+        dtype,
+        can_prepack(_DTYPES[dtype]),
+        num_blocks,
+        torch.get_num_threads(),
+    )
+    if torch.cuda.is_available():
+        _log.warning("a CUDA device is visible, but this runner computes on the CPU")
     return LoadedModel(
         runner=runner,
         folder=folder,
@@ -83,6 +92,12 @@ def _choose_dtype(wanted: str, config: Mapping[str, Any]) -> str:
     return str(chosen)
 
 
+def _max_model_len(spec: ModelSpec, wanted: int | None) -> int:
+    if wanted is not None and wanted > spec.max_position:
+        raise ConfigError(f"max_model_len {wanted} is more than the model's own limit of {spec.max_position} tokens")
+    return wanted or spec.max_position
+
+
 def _num_blocks(spec: ModelSpec, options: RunnerOptions, max_model_len: int, dtype: torch.dtype) -> int:
     """Blocks of the KV cache, without the null block."""
     if options.num_blocks is not None:
@@ -99,7 +114,9 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """All ids that end a text, of generation_config.json or else config.json."""
     path = folder / "generation_config.json"
     generation = _read_json(path) if path.is_file() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = config.get("eos_token_id")
     if eos is None:
         return frozenset()
     return frozenset(eos) if isinstance(eos, list) else frozenset((eos,))

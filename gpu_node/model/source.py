@@ -6,7 +6,9 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
@@ -14,6 +16,10 @@ from penstock.gpu_node.model.gguf import convert_gguf
 
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "*.model"]
 _NOT_WEIGHTS = ["original/*", "onnx/*", "metal/*"]
+_CONVERTER_VERSION = 1
+"""Goes up when `convert_gguf` writes other files than before, so that no node goes on with the older ones."""
+_BUILDING_S = 24 * 60 * 60
+"""A conversion older than this is not under way: its process died."""
 
 
 def resolve_model(model: str, progress: Callable[[str, float], None]) -> Path:
@@ -41,10 +47,11 @@ def cache_folder() -> Path:
 def _converted(gguf: Path, progress: Callable[[str, float], None]) -> Path:
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
-    folder = cache_folder() / "models" / f"{gguf.stem}-{digest}"
+    folder = cache_folder() / "models" / f"{gguf.stem}-{digest}-v{_CONVERTER_VERSION}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder.parent, time.time() - _BUILDING_S)
     # Built beside its place and moved there whole: two processes may race, and either may die half way.
     with tempfile.TemporaryDirectory(prefix=f".{gguf.stem}-", dir=folder.parent) as building:
         converted = Path(building) / "model"
@@ -56,6 +63,15 @@ def _converted(gguf: Path, progress: Callable[[str, float], None]) -> Path:
                 raise
             shutil.rmtree(converted)
     return folder
+
+
+def _sweep(models: Path, before_s: float) -> None:
+    """Remove what conversions that died before a time left half built."""
+    for left in models.glob(".*"):
+        # Another process may sweep, or finish, at the same time.
+        with suppress(OSError):
+            if left.stat().st_mtime < before_s:
+                shutil.rmtree(left)
 
 
 def _downloaded(model: str, progress: Callable[[str, float], None]) -> Path:

@@ -14,31 +14,32 @@ from safetensors import safe_open
 from torch import Tensor
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.linear import Linear
 from penstock.gpu_node.model.spec import ModelSpec, NameMap
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; matrices are [out, in]."""
+    """One decoder layer."""
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Linear
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
-    o: Tensor
+    o: Linear
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Linear
     """[2 * intermediate, hidden]: gate, up."""
-    down: Tensor
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All tensors of a decoder; `head` is `embedding` itself where the checkpoint ties them."""
+    """All tensors of a decoder; `head` multiplies with `embedding` where the checkpoint ties them."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Tensor
+    head: Linear
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -74,7 +75,7 @@ def load_weights(
             embedding=embedding,
             layers=tuple(layers),
             final_norm=reader.read(names.final_norm, hidden),
-            head=embedding if spec.tied_head else reader.read(names.head, vocab, hidden),
+            head=Linear(embedding if spec.tied_head else reader.read(names.head, vocab, hidden)),
         )
 
 
@@ -87,11 +88,13 @@ def _load_layer(reader: _Reader, spec: ModelSpec, names: NameMap, layer: int) ->
 
     return LayerWeights(
         attention_norm=read(names.attention_norm, hidden),
-        qkv=torch.cat((read(names.q, q_size, hidden), read(names.k, kv_size, hidden), read(names.v, kv_size, hidden))),
-        o=read(names.o, hidden, q_size),
+        qkv=Linear(
+            torch.cat((read(names.q, q_size, hidden), read(names.k, kv_size, hidden), read(names.v, kv_size, hidden)))
+        ),
+        o=Linear(read(names.o, hidden, q_size)),
         mlp_norm=read(names.mlp_norm, hidden),
-        gate_up=torch.cat((read(names.gate, inter, hidden), read(names.up, inter, hidden))),
-        down=read(names.down, hidden, inter),
+        gate_up=Linear(torch.cat((read(names.gate, inter, hidden), read(names.up, inter, hidden)))),
+        down=Linear(read(names.down, hidden, inter)),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.logs import configure_logging
 from penstock.contract.settings import redis_url_of
 
 
@@ -28,7 +29,7 @@ def node(
 ) -> None:
     """Load a model and work for its pool until SIGTERM, which gives unfinished jobs back."""
     try:
-        from penstock.gpu_node.node import run_node
+        from penstock.gpu_node.process import run_node
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[node]'") from error
     from penstock.gpu_node.settings import NodeSettings
@@ -46,4 +47,5 @@ def node(
         max_num_batched_tokens=max_num_batched_tokens,
         lease_ms=lease_ms,
     )
+    configure_logging()
     asyncio.run(run_node(settings))

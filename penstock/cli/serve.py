@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -68,5 +69,11 @@ def _log_to_stderr(name: str, line: str) -> None:
 def _say_ready(node: Event, gateway: Event, redis_url: str) -> None:
     body = {"model": node["pool"], "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
     data = shlex.quote(json.dumps(body))
-    print(f"\nServing {node['pool']} at {gateway['url']}/v1   (Redis: {redis_url})\n")
+    print(f"\nServing {node['pool']} at {gateway['url']}/v1   (Redis: {without_password(redis_url)})\n")
     print(f"  curl -N {gateway['url']}/v1/chat/completions -H 'Content-Type: application/json' -d {data}\n", flush=True)
+
+
+def without_password(redis_url: str) -> str:
+    """The URL as it may be shown."""
+    shown = re.sub(r"(://[^:/?#@]*):.*@", r"\1:***@", redis_url)
+    return re.sub(r"([?&]password=)[^&#]*", r"\1***", shown)

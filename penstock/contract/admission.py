@@ -31,14 +31,17 @@ def estimate_cost(job: Job, record: PoolRecord) -> int:
     Raises PromptTooLongError when the prompt cannot fit the model whatever its tokens are.
     """
     if job.prompt_token_ids is not None:
-        prompt = len(job.prompt_token_ids)
-        if record.max_model_len and prompt >= record.max_model_len:
-            raise PromptTooLongError(
-                f"prompt has {prompt} tokens; the model's limit is {record.max_model_len} with at least one of output",
-                param="prompt",
-            )
+        prompt = fewest = len(job.prompt_token_ids)
     else:
-        prompt = math.ceil(prompt_bytes(job) / record.bytes_per_token)
+        size = prompt_bytes(job)
+        prompt = math.ceil(size / record.bytes_per_token)
+        fewest = math.ceil(size / record.max_token_bytes) if record.max_token_bytes else 0
+    if record.max_model_len and fewest >= record.max_model_len:
+        counted = f"{fewest}" if job.prompt_token_ids is not None else f"at least {fewest}"
+        raise PromptTooLongError(
+            f"prompt has {counted} tokens; the model's limit is {record.max_model_len} with at least one of output",
+            param="prompt",
+        )
     params = job.params
     output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
     cost = prompt + params.n * min(output, PREDICTED_OUTPUT_TOKENS)

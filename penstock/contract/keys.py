@@ -31,7 +31,7 @@ job, `ring` the one that wakes a node.
     channel
     penstock:inbox:<process>   one per reading process: this step's chunks for that reader, back to back
     P:ch:<id>                  a job's own channel, one chunk a message, when asked for at submit or attach
-    P:ctl:<node>               doorbell of a node; carries nothing
+    P:ctl:<node>               doorbell of a node: empty, or the id of a job that was cancelled
 """
 
 from __future__ import annotations

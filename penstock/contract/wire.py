@@ -56,6 +56,8 @@ class PoolRecord:
     aliases: tuple[str, ...] = ()
     max_model_len: int = 0
     bytes_per_token: float = 3.0
+    max_token_bytes: int = 0
+    """Most bytes of text that one token can stand for; 0 where that is not known."""
     created_s: int = 0
     revision: str = ""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import Choice, Result, Usage
+from penstock.contract.job import Result
 from penstock.producer.batch.request import CHAT_URL, Request
+from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
 def answer_row(row_id: str, custom_id: str, body: dict[str, Any], job_id: str) -> dict[str, Any]:
@@ -23,30 +24,11 @@ def error_row(row_id: str, custom_id: str, error: PenstockError) -> dict[str, An
 
 def body_of(request: Request, model: str, result: Result) -> dict[str, Any]:
     """OpenAI's response object; the same result always gives the same one."""
-    is_chat = request.url == CHAT_URL
-    return {
-        "id": ("chatcmpl-" if is_chat else "cmpl-") + result.job_id,
-        "created": result.submitted_ms // 1000,
-        "model": model,
-        "object": "chat.completion" if is_chat else "text_completion",
-        "choices": [_choice(choice, is_chat=is_chat) for choice in result.choices],
-        "usage": _usage(result.usage or Usage(0, 0)),
-    }
-
-
-def _choice(choice: Choice, *, is_chat: bool) -> dict[str, Any]:
-    said = (
-        {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-        if is_chat
-        else {"text": choice.text}
-    )
-    return {**said, "index": choice.index, "logprobs": None, "finish_reason": choice.finish_reason}
-
-
-def _usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+    renderer = ChatRenderer if request.url == CHAT_URL else CompletionRenderer
+    return renderer(
+        job_id=result.job_id,
+        model=model,
+        created_s=result.submitted_ms // 1000,
+        choices_per_job=request.params.n,
+        include_usage=False,
+    ).whole([result])

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
+from pydantic_core import to_json
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
+from penstock.producer.openai.bodies import ChatBody, CompletionBody, Wire, only
+from penstock.producer.openai.problems import request_error
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions; a chat without it runs to the model's limit."""
 
 _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
-_SHARED_FIELDS = frozenset({"model", *SamplingParams.model_fields})
-_BODY_FIELDS = {
-    CHAT_URL: _SHARED_FIELDS | {"messages", "max_completion_tokens"},
-    COMPLETIONS_URL: _SHARED_FIELDS | {"prompt"},
-}
 
-Prompt = str | list[int] | list[dict[str, Any]]
+Prompt = str | list[int] | list[dict[str, str]]
+
+
+class _Asked(Wire):
+    """A row is answered in one piece, and in its batch's class."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    stream: Annotated[Any, only(None, False)] = None
+    stream_options: Annotated[Any, only(None)] = None
+
+
+class _ChatRow(ChatBody, _Asked):
+    pass
+
+
+class _CompletionRow(CompletionBody, _Asked):
+    pass
+
+
+_BODIES: dict[str, type[_ChatRow | _CompletionRow]] = {CHAT_URL: _ChatRow, COMPLETIONS_URL: _CompletionRow}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +57,7 @@ def request_of_line(fields: Mapping[str, Any]) -> Request:
     if fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", param="method")
     url, body = fields.get("url"), fields.get("body")
-    if not isinstance(url, str) or url not in _BODY_FIELDS:
+    if not isinstance(url, str) or url not in _BODIES:
         raise RequestError(f"url must be {CHAT_URL} or {COMPLETIONS_URL}", param="url")
     if not isinstance(body, dict):
         raise RequestError("body must be an object", param="body")
@@ -50,60 +65,20 @@ def request_of_line(fields: Mapping[str, Any]) -> Request:
 
 
 def request_of(url: str, body: Mapping[str, Any]) -> Request:
-    """The request in an OpenAI body; a field that is null is not given. Raises RequestError."""
-    _refuse_unknown(body, _BODY_FIELDS[url])
-    given = {name: value for name, value in body.items() if value is not None}
-    model = given.pop("model", None)
-    if not isinstance(model, str | None):
-        raise RequestError("model must be a string", param="model")
-    prompt: Prompt
-    if url == CHAT_URL:
-        prompt = _messages(given.pop("messages", None))
-        _take_new_name_of_max_tokens(given)
-    else:
-        prompt = _prompt(given.pop("prompt", None))
-        given.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
-    return Request(url, prompt, model, _params(given))
+    """The request in an OpenAI body; raises RequestError."""
+    try:
+        # Read as JSON, where a list may stand for a tuple and an object for a record although the types are strict.
+        row = _BODIES[url].model_validate_json(to_json(body, inf_nan_mode="constants"))
+        params = row.params()
+    except ValidationError as error:
+        raise request_error(error) from None
+    prompts = row.prompts()
+    if len(prompts) != 1:
+        raise RequestError("a row has one prompt", param=row.prompt_field)
+    return Request(url, prompts[0], row.model, params)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:
     for name in fields:
         if name not in known:
             raise RequestError(f"unknown field: {name[:100]}", code="unknown_field", param=name[:100])
-
-
-def _take_new_name_of_max_tokens(given: dict[str, Any]) -> None:
-    limit = given.pop("max_completion_tokens", None)
-    if limit is None:
-        return
-    if given.setdefault("max_tokens", limit) != limit:
-        raise RequestError(
-            "max_completion_tokens differs from max_tokens, its older name; send one of them",
-            param="max_completion_tokens",
-        )
-
-
-def _messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
-        raise RequestError("messages must be a non-empty list of objects", param="messages")
-    return value
-
-
-def _prompt(value: object) -> str | list[int]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(type(item) is int for item in value):
-        return value
-    raise RequestError("prompt must be a text or a non-empty list of token ids", param="prompt")
-
-
-def _params(given: Mapping[str, Any]) -> SamplingParams:
-    # Strict, so that "5" is no number here either; JSON has no tuples, so lists stand for them.
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    try:
-        return SamplingParams.model_validate(values, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"]) or None
-        said = first["msg"].removeprefix("Value error, ")
-        raise RequestError(f"{param}: {said}" if param else said, param=param) from error

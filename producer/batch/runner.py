@@ -63,8 +63,13 @@ async def answer(client: AsyncClient, request: Request, model: str | None, key: 
             # The job has ended: asking again would only find it again.
             raise JobFailedError(error.message, code=error.code)
         raise error
-    served = wanted or (await client.pools())[job.pool].model
-    return job.id, body_of(request, served, result)
+    return job.id, body_of(request, wanted or await _model_of(client, job.pool), result)
+
+
+async def _model_of(client: AsyncClient, pool: str) -> str:
+    """The pool's own name where its record has gone meanwhile."""
+    record = (await client.pools()).get(pool)
+    return record.model if record else pool
 
 
 def _batch_id_of(batch: Batch, digest: bytes) -> str:

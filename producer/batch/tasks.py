@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -43,7 +45,9 @@ def add_tasks(app: Celery, redis_url: str, *, longest_pause_s: float) -> None:
             return asyncio.run(work)
         except (BusyError, UnavailableError) as error:
             pause_s = min(error.retry_after_ms / 1000, longest_pause_s)
-            raise task.retry(exc=error, countdown=pause_s) from error
+            # Celery makes the error anew from its message alone, which a BusyError cannot be.
+            shown = UnavailableError(error.message, code=error.code)
+            raise task.retry(exc=shown, countdown=pause_s) from error
 
     @app.task(name=GENERATE, bind=True, base=_Patient)  # type: ignore[untyped-decorator]
     def generate(
@@ -58,8 +62,10 @@ def add_tasks(app: Celery, redis_url: str, *, longest_pause_s: float) -> None:
     @app.task(name=RUN_FILE, bind=True, base=_Patient)  # type: ignore[untyped-decorator]
     def run_file(self: Task, input: str, output: str, **options: Any) -> dict[str, Any]:  # noqa: A002
         """Turns a file of requests into a file of results; paths are the worker's. Options are those of `Batch`."""
-        report = _reporter(lambda progress: self.update_state(state=PROGRESS_STATE, meta=asdict(progress)))
-        return asdict(run(self, run_batch(redis_url, Batch(input, output, **options), report)))
+        # Not update_state, which asks the calling thread for the task.
+        backend, task_id = self.backend, self.request.id
+        with reporting(lambda p: backend.store_result(task_id, asdict(p), PROGRESS_STATE)) as report:
+            return asdict(run(self, run_batch(redis_url, Batch(input, output, **options), report)))
 
 
 async def _generate(redis_url: str, request: Request, *, key: str) -> dict[str, Any]:
@@ -67,14 +73,19 @@ async def _generate(redis_url: str, request: Request, *, key: str) -> dict[str, 
         return (await answer(client, request, None, key))[1]
 
 
-def _reporter(store: Callable[[Progress], None]) -> Callable[[Progress], None]:
-    """Passes on the progress of a moment, not of every row."""
+@contextmanager
+def reporting(store: Callable[[Progress], None]) -> Iterator[Callable[[Progress], None]]:
+    """A function that passes on the progress of a moment, not of every row, and neither waits for `store` nor fails
+    with it. The block's end waits, so that no report comes behind what the task itself stores.
+    """
     next_s = 0.0
+    under_way: Future[None] | None = None
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-progress") as thread:
 
-    def report(progress: Progress) -> None:
-        nonlocal next_s
-        if time.monotonic() >= next_s:
-            next_s = time.monotonic() + _REPORT_INTERVAL_S
-            store(progress)
+        def report(progress: Progress) -> None:
+            nonlocal next_s, under_way
+            if time.monotonic() >= next_s and (under_way is None or under_way.done()):
+                next_s = time.monotonic() + _REPORT_INTERVAL_S
+                under_way = thread.submit(store, progress)
 
-    return report
+        yield report

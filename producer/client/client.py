@@ -10,11 +10,11 @@ from typing import Self, Unpack
 
 from penstock.contract.admission import estimate_cost
 from penstock.contract.broker.connection import connect
-from penstock.contract.broker.producer import JobStatus, ProducerBroker
+from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.settings import RedisSettings
-from penstock.contract.wire import PoolPressure, PoolRecord
+from penstock.contract.wire import PoolPressure
 from penstock.producer.client.copies import Copy, Door
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.inbox import Inbox
@@ -74,8 +74,13 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def pools(self) -> dict[str, PoolRecord]:
-        """The served models by pool, as of at most a second ago."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether this client is connected and hears its jobs; one that stopped hearing does not start again."""
+        return self._courier.is_open and self._inbox.is_running
+
+    async def pools(self) -> dict[str, ServedPool]:
+        """Every announced model by pool, as of at most a second ago; those with a live node come first."""
         return await self._pools.get()
 
     async def pressure(self, pool: str) -> PoolPressure:

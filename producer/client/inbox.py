@@ -59,6 +59,11 @@ class Inbox:
         self._heard_bell = asyncio.Event()
         self._tasks: asyncio.Task[None] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the subscription is kept; once its tasks have ended, by close or by a bug, it is not."""
+        return self._tasks is not None
+
     # For readers ------------------------------------------------------------------------------------
 
     def feed(self, job_id: str) -> Feed:
@@ -212,14 +217,15 @@ class Inbox:
 
     def dispatch(self, message: bytes) -> None:
         """Leaves the chunks of one message in their readers' mailboxes."""
-        if message.startswith(_ECHO):
-            self._heard(int(message[len(_ECHO) :]))
-            return
         try:
+            if message.startswith(_ECHO):
+                self._heard(int(message[len(_ECHO) :]))
+                return
             chunks = decode_chunks(message)
-        except WireError as error:
+        except (WireError, ValueError) as error:
+            # Anybody who reaches Redis can publish here.
             self.stats.bad_messages += 1
-            _LOG.warning("bad inbox message", extra={"inbox": self.name, "error": error.message})
+            _LOG.warning("bad inbox message", extra={"inbox": self.name, "error": str(error)})
             return
         self.stats.messages += 1
         self.stats.chunks += len(chunks)

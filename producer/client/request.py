@@ -10,9 +10,9 @@ from typing import Any, TypedDict
 import uuid_utils
 from pydantic import ValidationError
 
+from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import Job, Message, Priority, SamplingParams, pool_of
-from penstock.contract.wire import PoolRecord
 
 MAX_DEADLINE_S = 7 * 24 * 3600
 
@@ -58,25 +58,33 @@ _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "de
 """Fields of a job that callers know by another name."""
 
 
-def choose_pool(records: Iterable[PoolRecord], model: str | None, job_id: str | None = None) -> PoolRecord:
+def choose_pool(pools: Iterable[ServedPool], model: str | None, job_id: str | None = None) -> ServedPool:
     """The pool that serves `model` (one of its shards by lot, or the one a job id names); without a model, the only
     one there is.
+
+    A pool without a live node is chosen where no other fits: it may be back in a moment, and is not unknown.
     """
-    served = list(records)
-    if not served:
+    fitting = list(pools)
+    if not fitting:
         raise UnavailableError("no model is served at the moment", code="no_node")
-    names = ", ".join(sorted({record.model for record in served}))
+    names = ", ".join(sorted({pool.model for pool in _live_or_all(fitting)}))
     if job_id is not None:
-        served = [r for r in served if r.pool == pool_of(job_id)]
-        if not served:
+        fitting = [p for p in fitting if p.pool == pool_of(job_id)]
+        if not fitting:
             raise NotFoundError(f"job_id {job_id!r} names no served pool", code="model_not_found", param="job_id")
     if model is not None:
-        served = [r for r in served if model in (r.pool, r.model, *r.aliases)]
-    elif len({record.model for record in served}) > 1:
-        raise RequestError(f"model must be named; served: {names}", param="model")
-    if not served:
+        fitting = [p for p in fitting if model in (p.pool, p.model, *p.aliases)]
+    if not fitting:
         raise NotFoundError(f"model {model!r} is not served; served: {names}", code="model_not_found", param="model")
+    served = _live_or_all(fitting)
+    if model is None and len({pool.model for pool in served}) > 1:
+        raise RequestError(f"model must be named; served: {names}", param="model")
     return random.choice(served)
+
+
+def _live_or_all(pools: list[ServedPool]) -> list[ServedPool]:
+    """The pools with a live node, or all where none has one."""
+    return [pool for pool in pools if pool.is_alive] or pools
 
 
 def build_job(prompt: Prompt, options: SubmitOptions, pool: str, tenant: str) -> Job:

@@ -8,10 +8,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self, Unpack
 
-from penstock.contract.broker.producer import JobStatus
+from penstock.contract.broker.producer import JobStatus, ServedPool
 from penstock.contract.errors import UnavailableError, error_of
 from penstock.contract.job import Chunk, Outcome, Result
-from penstock.contract.wire import PoolRecord
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.loop_thread import LoopThread
@@ -57,8 +56,8 @@ class Client:
         """The client's counters."""
         return self._client.stats
 
-    def pools(self) -> dict[str, PoolRecord]:
-        """The served models by pool, as of at most a second ago."""
+    def pools(self) -> dict[str, ServedPool]:
+        """See `AsyncClient.pools`."""
         return self._loop.call(self._client.pools())
 
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,22 @@ def retry_after_ms(
 
 
 # Cost
+
+
+@pytest.mark.parametrize(("size", "fits"), [(7992, True), (7993, False), (10**6, False)])
+def test_a_text_whose_longest_tokens_would_not_fit_is_refused_at_the_door(size: int, fits: bool) -> None:
+    """Limit 1000 with one of output: 999 tokens of at most 8 bytes."""
+    record = replace(RECORD, max_token_bytes=8)
+    if fits:
+        assert estimate_cost(new_job(prompt="x" * size), record) == 1000
+    else:
+        with pytest.raises(PromptTooLongError, match="at least .* tokens; the model's limit is 1000") as caught:
+            estimate_cost(new_job(prompt="x" * size), record)
+        assert caught.value.param == "prompt"
+
+
+def test_a_text_is_not_refused_while_nobody_knows_the_longest_token() -> None:
+    assert estimate_cost(new_job(prompt="x" * 10**6), RECORD) == 1000
 
 
 def test_prompt_is_measured_in_utf8_bytes() -> None:

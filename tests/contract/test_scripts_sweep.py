@@ -245,7 +245,7 @@ async def test_joining_announces_the_pool(queue: Queue) -> None:
     await queue.node()
     other = NodeBroker(queue.redis, "x", "n9", "r1")
     await other.join(SCHEMA, RECORD)
-    assert await queue.producer.pools() == {POOL: RECORD, "x": RECORD}
+    assert set(await queue.producer.pools()) == {POOL, "x"}
 
 
 async def test_leaving_node_is_neither_rung_nor_counted(queue: Queue) -> None:

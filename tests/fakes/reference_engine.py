@@ -40,6 +40,8 @@ def text_of(tokens: Sequence[int]) -> str:
 class ReferenceTokenizer:
     """One token per byte."""
 
+    token_bytes = (b"x",)
+
     def encode(self, text: str) -> list[int]:
         """Bytes."""
         return list(text.encode()) or [0]

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reference_engine import ReferenceEngine
 
 from penstock.contract.settings import RedisSettings
-from penstock.gpu_node.node import serve_engine
+from penstock.gpu_node.process import serve_engine
 from penstock.gpu_node.settings import NodeSettings
 
 

@@ -34,6 +34,8 @@ START_TIMEOUT_S = 20.0
 class ByteTokenizer:
     """A token is a byte; a chat says its last turn."""
 
+    token_bytes = (b"x" * 64,)
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
 from penstock.contract.errors import BusyError, StreamDivergedError
-from penstock.contract.job import Chunk
+from penstock.contract.job import Chunk, SamplingParams
 from penstock.gateway.app import create_app
 from penstock.gateway.openai.errors import error_response
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import batches_of
+from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
 
 
@@ -110,7 +112,41 @@ def test_retry_after_is_whole_seconds_and_never_too_early(retry_after_ms, header
     assert (response.status_code, response.headers["retry-after"]) == (429, header)
 
 
-async def test_a_bug_is_a_500_that_tells_nothing():
+class FakeClient:
+    """Takes one job; what the gateway does with that job is written down."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.calls: list[str] = []
+        self._error = error
+        self._num_jobs = 0
+
+    async def submit(self, prompt: str, **options: object) -> FakeClient:
+        self._num_jobs += 1
+        if self._num_jobs > 1:
+            raise self._error
+        return self
+
+    async def cancel(self) -> None:
+        self.calls.append("cancel")
+
+    async def detach(self) -> None:
+        self.calls.append("detach")
+
+
+@pytest.mark.parametrize("error", [BusyError("full", retry_after_ms=1), asyncio.CancelledError()])
+@pytest.mark.parametrize(("key", "call"), [(None, "cancel"), ("again", "detach")])
+async def test_jobs_with_an_idempotency_key_may_be_anothers_and_are_left_not_cancelled(error, key, call):
+    client = FakeClient(error)
+    order = Order("m", ["a", "b"], SamplingParams(), idempotency_key=key)
+    with pytest.raises(type(error)):
+        async with open_jobs(client, order):
+            pass
+    assert client.calls == [call]
+
+
+async def test_a_bug_is_a_500_that_tells_nothing(caplog):
+    caplog.set_level(logging.INFO)
+
     class Broken:
         async def pools(self) -> None:
             raise ZeroDivisionError("s3cret")
@@ -127,3 +163,4 @@ async def test_a_bug_is_a_500_that_tells_nothing():
         "param": None,
         "code": "internal_error",
     }
+    assert '"status": 500' in caplog.messages[-1]

@@ -17,7 +17,8 @@ JOB_ID = "ref.01a1f828-c1b5-77c1-a5ef-a4b69d8f094c"
 
 def held(*, n: int = 1, lease: str = "1:x:1", job_id: str = JOB_ID, cost: int = 99) -> HeldJob:
     job = HeldJob(Taken(job_id, lease, losses=0, num_chunks=0, cost=cost, deadline_in_ms=0))
-    job.prepare(SamplingParams(n=n, max_tokens=10), num_prompt_tokens=5)
+    job.open(SamplingParams(n=n, max_tokens=10))
+    job.num_prompt_tokens = 5
     return job
 
 
@@ -59,8 +60,11 @@ def test_a_step_that_does_not_follow_the_last_one_is_an_invariant_error() -> Non
 def test_a_claim_is_the_estimate_until_the_prompt_is_known_then_grows_past_the_prediction() -> None:
     job = HeldJob(Taken(JOB_ID, "1:x:1", losses=0, num_chunks=0, cost=777, deadline_in_ms=0))
     assert job.claim == 777
-    job.prepare(SamplingParams(n=2, max_tokens=3), num_prompt_tokens=5)
-    assert job.claim == 5 + 2 * 3
+    job.open(SamplingParams(n=2, max_tokens=3))
+    job.num_prompt_tokens = 5
+    assert (job.claim, job.num_sequences) == (5 + 2 * 3, 2)
+    job.add_tokens(0, 0, (1,), "a", "stop")
+    assert (job.claim, job.num_sequences) == (5 + 3, 1), "an ended choice needs nothing"
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 3), st.sampled_from(["send", "wait", "lose"]))))
@@ -93,8 +97,7 @@ def test_a_replayed_job_goes_on_at_the_next_index_and_position() -> None:
     first.add_tokens(0, 0, (1, 2), "ab", None)
     logged = decoded(first.emission().chunks)
     second = held(lease="2:y:1")
-    second.replay(logged, 1)
-    second.prepare(SamplingParams(max_tokens=10), 5)
+    second.open(SamplingParams(max_tokens=10), logged)
     assert second.choice_so_far(0) == ((1, 2), "ab", None)
     assert second.emission().chunks == ()
     second.add_tokens(0, 2, (3,), "c", "stop")

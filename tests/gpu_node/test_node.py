@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from uuid_utils import uuid7
 
 from penstock.contract import keys
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
-from penstock.contract.errors import ConfigError
+from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Job, Result, SamplingParams
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.node import Node
@@ -187,11 +190,11 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(redis_url: st
 
     job = new_job(max_tokens=100)
     with pytest.raises(ExceptionGroup) as caught:
-        async with running(redis_url, DyingEngine(step_s=0.005), lease_ms=1000):
+        async with running(redis_url, DyingEngine(step_s=0.005), lease_ms=3000):
             await broker.submit(job, cost=50)
             await asyncio.sleep(1)
     assert caught.group_contains(RuntimeError, match="the device is gone")
-    async with running(redis_url, ReferenceEngine(), lease_ms=1000):
+    async with running(redis_url, ReferenceEngine(), lease_ms=3000):
         result = await ended(broker, job)
     assert list(result.choices[0].token_ids) == expected(job)
     assert (await broker.status(job.id, "default")).losses == 1
@@ -215,7 +218,7 @@ async def test_a_node_believed_dead_drops_its_jobs_and_comes_back(
     redis_url: str, redis: Redis, broker: ProducerBroker
 ) -> None:
     job = new_job(max_tokens=400)
-    async with running(redis_url, ReferenceEngine(step_s=0.005), lease_ms=1000) as node:
+    async with running(redis_url, ReferenceEngine(step_s=0.005), lease_ms=3000) as node:
         await broker.submit(job, cost=50)
         await until(broker, job, lambda status: status.num_chunks > 5)
         # As sweep does it: the job is queued again, the node's score is gone.
@@ -265,3 +268,96 @@ async def test_a_node_silent_for_a_lease_is_not_counted_though_nobody_has_swept_
         assert [n.node_id for n in (await broker.pressure(POOL)).nodes] == [node.node_id]
         await redis.zincrby(keys.nodes(POOL), -3500, node.node_id)
         assert (await broker.pressure(POOL)).nodes == ()
+
+
+async def test_an_engine_that_hangs_ends_the_node_and_its_jobs_move(redis_url: str, broker: ProducerBroker) -> None:
+    release = threading.Event()
+
+    class HangingEngine(ReferenceEngine):
+        def step(self) -> list[StepOutput]:
+            if len(self.batches) >= 10:
+                release.wait(PATIENCE_S)
+            return super().step()
+
+    job = new_job(max_tokens=100)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(redis_url, HangingEngine(step_s=0.005), stall_after_s=0.5) as node:
+            await broker.submit(job, cost=50)
+            await until(broker, job, lambda status: status.num_chunks >= 10)
+            await asyncio.sleep(3)
+            assert node.ledger.job_ids == [job.id]
+    assert caught.group_contains(InvariantError, match="has not answered")
+    release.set()
+    async with running(redis_url, ReferenceEngine()):
+        result = await ended(broker, job)
+    assert list(result.choices[0].token_ids) == expected(job)
+
+
+async def test_what_a_library_raises_at_one_prompt_concerns_that_job_alone(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    engine = ReferenceEngine()
+
+    def encode(text: str) -> list[int]:
+        if text == "poison":
+            raise IndexError("a bug in the tokenizer")
+        return list(text.encode())
+
+    engine.tokenizer.encode = encode  # type: ignore[method-assign]
+    async with running(redis_url, engine):
+        bad, good = new_job("poison"), new_job()
+        await broker.submit(bad, cost=50)
+        await broker.submit(good, cost=50)
+        outcome = (await ended(broker, bad)).outcome
+        assert (outcome.state, outcome.code) == ("failed", "internal_error")
+        assert (await ended(broker, good)).outcome.state == "done"
+
+
+async def test_a_stop_while_prompts_are_read_gives_them_back_at_once(redis_url: str, broker: ProducerBroker) -> None:
+    engine = ReferenceEngine()
+    reading = threading.Event()
+
+    def encode(text: str) -> list[int]:
+        reading.set()
+        time.sleep(0.2)
+        return list(text.encode())
+
+    engine.tokenizer.encode = encode  # type: ignore[method-assign]
+    jobs = [new_job(max_tokens=3000) for _ in range(4)]
+    async with running(redis_url, engine, drain_s=0.3):
+        for job in jobs:
+            await broker.submit(job, cost=50)
+        await asyncio.to_thread(reading.wait)
+    states = [await broker.status(job.id, "default") for job in jobs]
+    assert {(status.state, status.losses) for status in states} == {("queued", 0)}
+
+
+async def test_nodes_whose_limits_differ_do_not_share_a_pool(redis_url: str) -> None:
+    class ShorterEngine(ReferenceEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.max_model_len = 1000
+
+    async with running(redis_url, ReferenceEngine()):
+        with pytest.raises(ConfigError, match="max_model_len=4096, this node with 1000"):
+            async with running(redis_url, ShorterEngine()):
+                pass
+
+
+async def test_a_choice_the_model_failed_at_fails_the_job_whichever_ends_last(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    class FailingEngine(ReferenceEngine):
+        def _advance(self, live: Any) -> StepOutput:
+            output = super()._advance(live)
+            if live.choice == 0 and output.position == 2:
+                self._live.remove(live)
+                return replace(output, token_ids=(), text="", finish_reason="error")
+            return output
+
+    async with running(redis_url, FailingEngine(step_s=0.002)):
+        job = new_job(n=2, max_tokens=10)
+        await broker.submit(job, cost=50)
+        result = await ended(broker, job)
+    assert (result.outcome.state, result.outcome.code) == ("failed", "model_error")
+    assert [c.finish_reason for c in result.choices] == ["error", "length"]

@@ -232,6 +232,13 @@ def test_images_run_unprivileged_with_a_safe_path() -> None:
         assert all((ROOT / name).exists() for name in source.split())
 
 
+def test_what_a_node_fetches_or_converts_outlives_its_container() -> None:
+    [volume] = [v for v in SERVICES["gpu_node"]["volumes"] if v.startswith("model-cache:")]
+    mounted = volume.partition(":")[2]
+    for variable in ("HF_HOME", "PENSTOCK_CACHE"):
+        assert f"{variable}={mounted}/" in DOCKERFILE
+
+
 def test_builds_fetch_no_other_frontend() -> None:
     """A `# syntax=` line makes every build load an image from the network."""
     assert "syntax=" not in DOCKERFILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,8 +24,12 @@ _AWAY = (
     exceptions.ReadOnlyError,
     exceptions.ClusterDownError,
     exceptions.TryAgainError,
+    exceptions.InvalidResponse,
     OSError,
 )
+
+# At the head of a reply, or inside the report of a script that met it.
+_AWAY_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY) ")
 
 
 def connect(url: str) -> Redis:
@@ -41,7 +46,8 @@ def connect(url: str) -> Redis:
             protocol=2,
         )
     except ValueError as error:
-        raise ConfigError(f"redis_url {url!r}: {error}", param="redis_url") from error
+        # Not the URL itself, which may hold a password.
+        raise ConfigError(f"redis_url: {error}", param="redis_url") from error
 
 
 @contextmanager
@@ -62,6 +68,6 @@ def translated() -> Iterator[None]:
         text = str(error)
         if "OOM" in text:
             raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
-        if text.startswith(("MASTERDOWN", "LOADING", "READONLY", "MISCONF")) or "-READONLY" in text:
+        if _AWAY_CODES.search(text):
             raise UnavailableError(f"Redis is away: {text}", code="redis_away") from error
         raise InvariantError(f"Redis: {text}") from error

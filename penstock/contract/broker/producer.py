@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import logging
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -11,14 +12,29 @@ from redis.asyncio import Redis
 from penstock.contract import keys, wire
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
-from penstock.contract.errors import BusyError, ConflictError, InvariantError, NotFoundError, RequestError
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    InvariantError,
+    NotFoundError,
+    RequestError,
+    TooLargeError,
+)
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
-from penstock.contract.wire import PoolPressure, PoolRecord
+from penstock.contract.wire import PoolPressure, PoolRecord, WireError
 
+_LOG = logging.getLogger(__name__)
 _STATUS_FIELDS = (
     *("state", "tenant", "p", "submitted", "taken", "first", "finished"),
     *("chunks", "preemptions", "losses", "code", "message", "param"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPool(PoolRecord):
+    """What a pool's nodes announced, and whether one of them gave a sign of life within its lease."""
+
+    is_alive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +85,11 @@ class ProducerBroker:
         """Enqueues a job; repeating it with the same id and body is harmless.
 
         Raises NotFoundError (no such pool), ConflictError (id or idempotency key of another body or tenant),
-        BusyError (caps, Redis full), RequestError (id too old or from the future).
+        BusyError (caps, Redis full), TooLargeError, RequestError (id too old or from the future).
         """
         request = wire.encode_request(job)
+        if len(request) > wire.MAX_BYTES:
+            raise TooLargeError(f"the request has {len(request)} bytes; the limit is {wire.MAX_BYTES}", param="prompt")
         body = hashlib.blake2b(request, digest_size=16).hexdigest()
         idem = job.idempotency_key or ""
         answer = await scripts.call(
@@ -157,17 +175,29 @@ class ProducerBroker:
                 pipe.zrange(keys.nodes(pool), 0, -1, withscores=True)
                 pipe.hgetall(keys.pressure(pool))
                 pipe.hmget(keys.backlog(pool), [str(p) for p in range(keys.NUM_PRIORITIES)])
-                (seconds, micros), lease_ms, beats, records, backlog = await pipe.execute()
-        alive_since_ms = seconds * 1000 + micros // 1000 - int(lease_ms or 0)
+                time, lease_ms, beats, records, backlog = await pipe.execute()
+        alive_since_ms = _alive_since_ms(time, lease_ms)
         alive = [records[node] for node, beat_ms in beats if beat_ms >= alive_since_ms and node in records]
         costs = [max(0, int(value or 0)) for value in backlog]
         return PoolPressure(tuple(map(wire.decode_pressure, alive)), (costs[0], costs[1], costs[2]))
 
-    async def pools(self) -> dict[str, PoolRecord]:
-        """Every pool that a node has ever announced, by name."""
+    async def pools(self) -> dict[str, ServedPool]:
+        """Every pool that a node has ever announced, by name, those with a live node first."""
         with translated():
-            records = await cast(Any, self._redis.hgetall(keys.POOLS))
-        return {name.decode(): wire.decode_pool(data) for name, data in records.items()}
+            announced = await cast(Any, self._redis.hgetall(keys.POOLS))
+            records = _readable_pools(announced)
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.time()
+                for pool in records:
+                    pipe.hget(keys.schema(pool), "lease_ms")
+                    pipe.zrevrange(keys.nodes(pool), 0, 0, withscores=True)
+                time, *found = await pipe.execute()
+        served = [
+            ServedPool(**asdict(record), is_alive=bool(beats) and beats[0][1] >= _alive_since_ms(time, lease_ms))
+            for record, lease_ms, beats in zip(records.values(), found[::2], found[1::2], strict=True)
+        ]
+        by_name = dict(zip(records, served, strict=True))
+        return dict(sorted(by_name.items(), key=lambda item: not item[1].is_alive))
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
         with translated():
@@ -176,6 +206,23 @@ class ProducerBroker:
         if not fields["state"] or fields["tenant"] != tenant:
             raise _no_job(job_id)
         return fields
+
+
+def _alive_since_ms(time: tuple[int, int], lease_ms: bytes | None) -> int:
+    """A node whose last beat is older has been silent for a lease."""
+    seconds, micros = time
+    return seconds * 1000 + micros // 1000 - int(lease_ms or 0)
+
+
+def _readable_pools(announced: dict[bytes, bytes]) -> dict[str, PoolRecord]:
+    """One pool's unreadable record, of another version perhaps, must not hide the others."""
+    records = {}
+    for name, data in announced.items():
+        try:
+            records[name.decode()] = wire.decode_pool(data)
+        except (WireError, UnicodeDecodeError) as error:
+            _LOG.warning("unreadable pool record", extra={"pool": repr(name), "error": str(error)})
+    return records
 
 
 def _no_job(job_id: str) -> NotFoundError:

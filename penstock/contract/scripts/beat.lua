@@ -7,7 +7,7 @@ local answered, check, FIRST = tonumber(ARGV[5]), ARGV[6] == '1', 7
 local schema, now = read_schema(), clock()
 if not schema or not redis.call('ZSCORE', P .. ':nodes', node) then return {'SWEPT'} end
 
-local missing, cancelled, expired, fenced = {}, {}, {}, {}
+local missing, orphans, cancelled, expired, fenced = {}, {}, {}, {}, {}
 if check then
   local held = {}
   for at = FIRST, #ARGV do held[ARGV[at]] = true end
@@ -15,7 +15,9 @@ if check then
   for _, id in ipairs(redis.call('SMEMBERS', P .. ':run:' .. node)) do
     local job = read_job(id)
     running[id] = true
-    if held[id] then
+    if not job then
+      orphans[#orphans + 1] = id
+    elseif held[id] then
       if job.cancel == '1' then cancelled[#cancelled + 1] = id
       elseif is_expired(job, now) then expired[#expired + 1] = id end
     elseif tonumber(string.match(job.lease, '^(%d+):')) <= answered then
@@ -32,6 +34,7 @@ redis.call('ZADD', P .. ':nodes', now, node)
 redis.call('ZADD', P .. ':revs', now, revision)
 redis.call('ZADD', P .. ':free', free, node)
 redis.call('HSET', P .. ':pressure', node, record)
+for _, id in ipairs(orphans) do redis.call('SREM', P .. ':run:' .. node, id) end
 for _, job in ipairs(missing) do
   if not end_if_over(job, schema, now) then requeue(job, job.cost, 0) end
 end

@@ -5,31 +5,9 @@
 local node, emissions = ARGV[1], cmsgpack.unpack(ARGV[2])
 local schema = read_schema()
 local now = clock()
-local swept = tonumber(redis.call('GET', P .. ':sweep') or '0')
--- After an outage of Redis itself no reader could beat: judge nobody until a sweep has reset the readers' clocks.
-local may_judge = schema and now - swept < schema.lease_ms
 local PUSH = 1000
 -- Only these: half of this script's time goes into reading records.
 local FIELDS = {'state', 'node', 'lease', 'first', 'cancel', 'deadline', 'background', 'unread', 'inboxes', 'channel'}
-
-local silent = {}
-local function is_silent(inbox)
-  if silent[inbox] == nil then
-    local last = redis.call('ZSCORE', P .. ':readers', inbox)
-    silent[inbox] = not last or now - tonumber(last) > schema.abandon_after_ms
-  end
-  return silent[inbox]
-end
-
-local function is_unheard(job)
-  if job.background ~= '0' or not may_judge then return false end
-  if job.unread ~= '' then return is_unread(job, schema, now) end
-  if job.channel == '1' then return false end
-  for inbox in string.gmatch(job.inboxes, '%S+') do
-    if not is_silent(inbox) then return false end
-  end
-  return true
-end
 
 local function emit_job(id, lease, index, chunks)
   local job = schema and read_job(id, FIELDS)
@@ -45,7 +23,7 @@ local function emit_job(id, lease, index, chunks)
   for _, chunk in ipairs(chunks) do publish(job, chunk) end
   if job.cancel == '1' then return 'CANCEL' end
   if is_expired(job, now) then return 'EXPIRED' end
-  if is_unheard(job) then return 'UNHEARD' end
+  if is_unheard(job, schema, now) then return 'UNHEARD' end
   return 'OK'
 end
 

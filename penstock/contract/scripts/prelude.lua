@@ -175,11 +175,37 @@ local function is_unread(job, schema, now)
   return job.background == '0' and job.unread ~= '' and now - tonumber(job.unread) > schema.reattach_grace_ms
 end
 
+-- After an outage of Redis itself nobody could beat: judge no reader and no revision before a sweep has reset their
+-- clocks.
+local judging
+local function may_judge(schema, now)
+  if judging == nil then
+    judging = now - tonumber(redis.call('GET', P .. ':sweep') or '0') < schema.lease_ms
+  end
+  return judging
+end
+
+-- Whether a job that must not run for nobody has no reader that lives. `silent` remembers inboxes over one script.
+local silent = {}
+local function is_unheard(job, schema, now)
+  if job.background ~= '0' or not may_judge(schema, now) then return false end
+  if job.unread ~= '' then return is_unread(job, schema, now) end
+  if job.channel == '1' then return false end
+  for inbox in string.gmatch(job.inboxes, '%S+') do
+    if silent[inbox] == nil then
+      local last = redis.call('ZSCORE', P .. ':readers', inbox)
+      silent[inbox] = not last or now - tonumber(last) > schema.abandon_after_ms
+    end
+    if not silent[inbox] then return false end
+  end
+  return true
+end
+
 -- State, code and message of a job that may not run any more; nil of one that may.
 local function why_over(job, schema, now)
   if job.cancel == '1' then return 'cancelled', 'cancelled', 'the job was cancelled' end
   if is_expired(job, now) then return 'expired', 'deadline_exceeded', 'the deadline passed before the job was done' end
-  if is_unread(job, schema, now) then return 'cancelled', 'unread', 'nobody reads this job any more' end
+  if is_unheard(job, schema, now) then return 'cancelled', 'unread', 'nobody reads this job any more' end
 end
 
 -- Ends a job that may not run any more; returns whether it did.

@@ -1,6 +1,6 @@
 -- sweep: finds silent nodes, gives their jobs to others, ends what is due. Called by everybody; runs rarely.
 -- If the last run is missing, too old or in the future, Redis was away or a clock stepped: then nobody could beat, so
--- every node and reader starts a new lease and nobody is judged.
+-- every node, reader and revision starts anew and nobody is judged.
 -- Answer: {SKIPPED} | {RESET} | {OK, nodes lost, jobs requeued, jobs ended}
 local MAX_JOBS = 128
 local MAX_READER_SILENCE_MS = 600000
@@ -11,7 +11,7 @@ if last >= 0 and last <= now and now - last < schema.lease_ms / 15 then return {
 
 if last < 0 or last > now or now - last > schema.lease_ms / 2 then
   redis.call('DEL', P .. ':sweep')
-  for _, set in ipairs({':nodes', ':readers'}) do
+  for _, set in ipairs({':nodes', ':readers', ':revs'}) do
     for _, member in ipairs(redis.call('ZRANGE', P .. set, 0, -1)) do redis.call('ZADD', P .. set, now, member) end
   end
   redis.call('SET', P .. ':sweep', now)

@@ -47,6 +47,7 @@ local function is_foreign(job)
 end
 
 local function has_live_revision(job)
+  if not may_judge(schema, now) then return true end
   local last = redis.call('ZSCORE', P .. ':revs', job.revision)
   return last and now - tonumber(last) < schema.lease_ms
 end

@@ -171,6 +171,7 @@ def test_a_locked_batch_is_tried_as_often_as_it_takes(app: Celery, idle_log: Pat
         task = send_file(app, tmp_path, [chat_row("a")])
         wait_until(lambda: idle_log.read_text().count(f"{task.id}] retry") > 4)
         assert task.state == "RETRY"
+        assert str(task.info).startswith("another run is writing")
     assert task.get(timeout=30, interval=0.05)["num_answered"] == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Choice, Outcome, Result, SamplingParams, Usage
-from penstock.gateway.openai.render import ChatRenderer, CompletionRenderer
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.producer.batch.answer import body_of
 from penstock.producer.batch.lines import MAX_LINE_BYTES, survey_of
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of, request_of_line
+from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -26,16 +27,25 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         {"stop": "end"},
         {"stop": ["a", "b"], "stop_token_ids": [1, 2], "ignore_eos": True, "min_tokens": 1, "max_tokens": 2},
         {"repetition_penalty": 1.1, "max_tokens": None},
+        {"user": "me", "metadata": {"a": [1]}, "stream": False, "stream_options": None, "stop": None},
+        {"frequency_penalty": 0, "presence_penalty": 0.0, "min_p": 0, "logit_bias": {}},
     ],
 )
 def test_a_body_means_the_same_in_a_file_and_over_http(options: dict[str, Any]) -> None:
     chat = {"model": "m", "messages": MESSAGES, **options}
     text = {"model": "m", "prompt": "hello", **options}
 
-    assert request_of(CHAT_URL, chat).params == ChatRequest.model_validate(chat).params()
-    assert [request_of(CHAT_URL, chat).prompt] == ChatRequest.model_validate(chat).prompts()
-    assert request_of(COMPLETIONS_URL, text).params == CompletionRequest.model_validate(text).params()
-    assert [request_of(COMPLETIONS_URL, text).prompt] == CompletionRequest.model_validate(text).prompts()
+    assert request_of(CHAT_URL, chat).params == ChatRequest.model_validate_json(json.dumps(chat)).params()
+    assert [request_of(CHAT_URL, chat).prompt] == ChatRequest.model_validate_json(json.dumps(chat)).prompts()
+    assert request_of(COMPLETIONS_URL, text).params == CompletionRequest.model_validate_json(json.dumps(text)).params()
+    assert [request_of(COMPLETIONS_URL, text).prompt] == CompletionRequest.model_validate_json(
+        json.dumps(text)
+    ).prompts()
+
+
+def test_text_parts_are_joined_as_over_http() -> None:
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    assert request_of(CHAT_URL, {"messages": [{"role": "user", "content": parts}]}).prompt == MESSAGES
 
 
 def test_max_completion_tokens_is_max_tokens() -> None:
@@ -64,7 +74,10 @@ def test_an_answer_looks_the_same_in_a_file_and_over_http(reason: Any) -> None:
         (CHAT_URL, {"messages": MESSAGES, "prompt": "x"}, "prompt"),
         (CHAT_URL, {"messages": []}, "messages"),
         (CHAT_URL, {"messages": "hello"}, "messages"),
-        (CHAT_URL, {"messages": [1, 2]}, "messages"),
+        (CHAT_URL, {"messages": [1, 2]}, "messages[0]"),
+        (CHAT_URL, {"messages": MESSAGES, "priority": "batch"}, "priority"),
+        (CHAT_URL, {"messages": MESSAGES, "frequency_penalty": 0.5}, "frequency_penalty"),
+        (CHAT_URL, {"messages": MESSAGES, "temperature": float("nan")}, "temperature"),
         (CHAT_URL, {}, "messages"),
         (CHAT_URL, {"messages": MESSAGES, "model": 5}, "model"),
         (CHAT_URL, {"messages": MESSAGES, "max_tokens": "5"}, "max_tokens"),
@@ -75,7 +88,7 @@ def test_an_answer_looks_the_same_in_a_file_and_over_http(reason: Any) -> None:
         (COMPLETIONS_URL, {"prompt": [1, True]}, "prompt"),
         (COMPLETIONS_URL, {"prompt": []}, "prompt"),
         (COMPLETIONS_URL, {"prompt": "x", "max_completion_tokens": 3}, "max_completion_tokens"),
-        (COMPLETIONS_URL, {"prompt": "x", "best_of": 1}, "best_of"),
+        (COMPLETIONS_URL, {"prompt": "x", "best_of": 2}, "best_of"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:

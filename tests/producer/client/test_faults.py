@@ -46,10 +46,28 @@ async def test_nonsense_in_the_inbox_harms_nobody(client: AsyncClient, node: Fak
     node.step_s = 0.01
     job = await client.submit("hello", max_tokens=20)
     [channel] = await redis.pubsub_channels(keys.inbox_channel("*"))
-    for nonsense in (b"", b"\xff\xff", b"\x93\x01", b"\x81\xa1j\x01"):
+    for nonsense in (
+        b"",
+        b"\xff\xff",
+        b"\x93\x01",
+        b"\x81\xa1j\x01",
+        b"\xc0",
+        b"\xc0x",
+        b"\xc0\xff",
+        b"\xc0" + b"9" * 5000,
+    ):
         await redis.publish(channel, nonsense)
     check_whole(await read_all(job.stream()), job, 20)
-    assert client.stats.bad_messages >= 2
+    assert client.stats.bad_messages >= 6
+    assert client.is_alive
+
+
+async def test_a_client_is_alive_from_connect_to_close(redis_url: str) -> None:
+    client = AsyncClient(redis_url)
+    assert not client.is_alive
+    async with client:
+        assert client.is_alive
+    assert not client.is_alive
 
 
 async def test_a_slow_reader_goes_on_from_the_log(redis_url: str, told_node: FakeNode) -> None:

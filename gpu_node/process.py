@@ -1,0 +1,69 @@
+"""A node as a process: loads the model, serves until a signal, tells a supervisor how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.engine import Engine
+from penstock.gpu_node.node import Node
+from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.worker import EngineLike
+
+
+async def run_node(settings: NodeSettings) -> None:
+    """Loads the model, serves, and returns after SIGTERM's or SIGINT's drain; a second signal ends the grace time."""
+    config = EngineConfig(
+        model=settings.model,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        num_kv_blocks=settings.num_kv_blocks,
+        kv_cache_gib=settings.kv_cache_gib,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        num_threads=settings.num_threads,
+    )
+    # On a thread that ends: torch keeps a team of its own for every thread that lives, and teams that are more than the
+    # cores stop spinning at their barriers, which costs a step 40 % of its speed.
+    with ThreadPoolExecutor(1, "penstock-load") as loader:
+        loop = asyncio.get_running_loop()
+        engine = await loop.run_in_executor(loader, lambda: Engine(config, progress=_report_progress))
+    await serve_engine(settings, engine)
+
+
+async def serve_engine(settings: NodeSettings, engine: EngineLike) -> None:
+    """Serves a loaded engine until a signal."""
+    node = Node(settings, engine)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, node.stop)
+    ready = asyncio.Event()
+    announce = asyncio.create_task(_announce(ready, settings.pool_name))
+    try:
+        await node.run(ready)
+    finally:
+        announce.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _announce(ready: asyncio.Event, pool: str) -> None:
+    await ready.wait()
+    _report({"event": "ready", "pool": pool})
+
+
+def _report_progress(stage: str, fraction: float) -> None:
+    _report({"event": "progress", "stage": stage, "fraction": round(fraction, 3)})
+
+
+def _report(event: dict[str, object]) -> None:
+    """One JSON line for a supervisor, when there is one that asked for it."""
+    if os.environ.get("PENSTOCK_NODE_PROGRESS") == "json":
+        sys.stdout.write(json.dumps(event) + "\n")
+        sys.stdout.flush()

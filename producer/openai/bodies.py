@@ -1,0 +1,237 @@
+"""What a body may say, in a file and over HTTP. A name that is unknown, or known but not honoured, is refused by name.
+
+Fields that only ask for what happens anyway (`frequency_penalty: 0`) are accepted with exactly those values; fields
+that identify the caller (`user`, `metadata`) are accepted and have no effect. Ranges of the sampling options are
+checked in one place, `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from penstock.contract.job import (
+    MAX_MESSAGES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKENS_LIMIT,
+    SamplingParams,
+    TokenId,
+)
+
+MAX_PROMPTS = 64
+"""Prompts of one completions request: each is a job, and all their ids stand in one response header."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions; a chat without it runs to the model's limit."""
+
+_TOKEN_IDS: TypeAdapter[list[int]] = TypeAdapter(
+    Annotated[list[TokenId], Field(min_length=1), FailFast()], config=ConfigDict(strict=True)
+)
+
+
+def only(*accepted: object) -> AfterValidator:
+    """Accepts the values that ask for nothing and refuses the others."""
+
+    def check(value: object) -> object:
+        # In Python, False == 0: a flag where a number belongs is a wrong type, not a neutral value.
+        if any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in accepted):
+            return value
+        raise PydanticCustomError(
+            "unsupported_value",
+            "not supported; leave it out or send {neutral}",
+            {"neutral": " or ".join(json.dumps(a) for a in accepted if a is not None) or "null"},
+        )
+
+    return AfterValidator(check)
+
+
+class Wire(BaseModel):
+    """Base of what comes in as JSON: strict about names and types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown_name(cls, data: Any) -> Any:
+        # pydantic would collect one error for each of a million unknown names before the request is refused.
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError("unknown_field", "unknown field", {"unknown_field": name})
+        return data
+
+
+def _list_of(value: object) -> object:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+class _Generation(Wire):
+    prompt_field: ClassVar[str]
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    # Lengths are checked here too: pydantic finds a million wrong items before it refuses the list.
+    stop: Annotated[list[str], FailFast(), Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of)] = []
+    stop_token_ids: Annotated[
+        list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS), BeforeValidator(_list_of)
+    ] = []
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    frequency_penalty: Annotated[Any, only(None, 0)] = None
+    presence_penalty: Annotated[Any, only(None, 0)] = None
+    min_p: Annotated[Any, only(None, 0)] = None
+    logit_bias: Annotated[Any, only(None, {})] = None
+    skip_special_tokens: Annotated[Any, only(None, True)] = None
+    include_stop_str_in_output: Annotated[Any, only(None, False)] = None
+
+    def _given(self) -> dict[str, Any]:
+        values = ((name, getattr(self, name)) for name in SamplingParams.model_fields)
+        return {name: value for name, value in values if value is not None}
+
+
+def _text_of(content: object) -> object:
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
+            raise PydanticCustomError("unsupported_value", "only parts of type text, with nothing else, are supported")
+        if not isinstance(part["text"], str):
+            raise PydanticCustomError("string_type", "text of a part must be a string")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class ChatMessage(Wire):
+    """One turn. The fields below `content` are what a client sends back when it returns an answer as it came."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_text_of)]
+    name: Annotated[Any, only(None)] = None
+    refusal: Annotated[Any, only(None)] = None
+    audio: Annotated[Any, only(None)] = None
+    annotations: Annotated[Any, only(None, [])] = None
+    function_call: Annotated[Any, only(None)] = None
+    tool_calls: Annotated[Any, only(None, [])] = None
+
+
+class ChatBody(_Generation):
+    """What a body for `/v1/chat/completions` says about its answer."""
+
+    prompt_field: ClassVar[str] = "messages"
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+
+    store: Annotated[Any, only(None, False)] = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    logprobs: Annotated[Any, only(None, False)] = None
+    top_logprobs: Annotated[Any, only(None, 0)] = None
+    response_format: Annotated[Any, only(None, {"type": "text"})] = None
+    tools: Annotated[Any, only(None, [])] = None
+    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, only(None, True, False)] = None
+    functions: Annotated[Any, only(None, [])] = None
+    function_call: Annotated[Any, only(None, "none", "auto")] = None
+    modalities: Annotated[Any, only(None, ["text"])] = None
+    service_tier: Annotated[Any, only(None, "auto", "default")] = None
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_limit(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("max_tokens") not in (None, value):
+            raise PydanticCustomError("unsupported_value", "differs from max_tokens, its older name; send one of them")
+        return value
+
+    def prompts(self) -> list[list[dict[str, str]]]:
+        """The conversation, as the one prompt of the request."""
+        return [[{"role": m.role, "content": m.content} for m in self.messages]]
+
+    def params(self) -> SamplingParams:
+        """The sampling options. Raises pydantic's ValidationError."""
+        given = self._given()
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        return SamplingParams(**given)
+
+
+def _prompts_of(value: object) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _wrong_prompt()
+    if isinstance(value[0], int):
+        return [_token_ids_of(value)]
+    if len(value) > MAX_PROMPTS:
+        raise _wrong_prompt()
+    return [p if isinstance(p, str) else _token_ids_of(p) for p in value]
+
+
+def _token_ids_of(value: object) -> list[int]:
+    try:
+        return _TOKEN_IDS.validate_python(value)
+    except ValidationError:
+        raise _wrong_prompt() from None
+
+
+def _wrong_prompt() -> PydanticCustomError:
+    return PydanticCustomError(
+        "prompt_type",
+        "must be a text, a non-empty list of token ids (0 to 2147483647), or a list of 1 to {max} of either",
+        {"max": MAX_PROMPTS},
+    )
+
+
+class CompletionBody(_Generation):
+    """What a body for `/v1/completions` says about its answer."""
+
+    prompt_field: ClassVar[str] = "prompt"
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts_of)]
+
+    logprobs: Annotated[Any, only(None)] = None
+    echo: Annotated[Any, only(None, False)] = None
+    suffix: Annotated[Any, only(None)] = None
+    best_of: int | None = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _no_search(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value not in (None, 1, info.data.get("n")):
+            raise PydanticCustomError("unsupported_value", "not supported; leave it out or send the value of n")
+        return value
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts; each becomes a job."""
+        return self.prompt
+
+    def params(self) -> SamplingParams:
+        """The sampling options. Raises pydantic's ValidationError."""
+        return SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **self._given()})

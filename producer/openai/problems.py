@@ -1,0 +1,37 @@
+"""What pydantic finds wrong in a body, as one error that names the field as the caller wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.contract.errors import RequestError
+
+MAX_NAME_CHARS = 128
+"""A field's name comes from the request, so what is echoed of it is bounded."""
+
+
+def request_error(error: ValidationError) -> RequestError:
+    """What pydantic found wrong in a body, named as the caller wrote it."""
+    return request_error_of(error.errors(include_url=False, include_input=False))
+
+
+def request_error_of(found: Sequence[Mapping[str, Any]]) -> RequestError:
+    """The first of the problems that pydantic lists."""
+    first = found[0]
+    unknown = first.get("ctx", {}).get("unknown_field")
+    loc = first["loc"] if unknown is None else (*first["loc"], unknown)
+    param = _path(loc)
+    said = first["msg"].removeprefix("Value error, ")
+    message = f"{param}: {said}" if param else said
+    code = first["type"] if first["type"] in ("unknown_field", "unsupported_value") else None
+    return RequestError(message, code=code, param=param)
+
+
+def _path(loc: Sequence[str | int]) -> str | None:
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path[:MAX_NAME_CHARS] or None

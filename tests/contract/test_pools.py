@@ -1,0 +1,55 @@
+"""What producers are told about pools, and what they may not submit to one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+from contract.harness import LEASE_MS, POOL, RECORD, SCHEMA, Queue, new_job
+
+from penstock.contract import keys, wire
+from penstock.contract.broker.node import NodeBroker
+from penstock.contract.broker.producer import ServedPool
+from penstock.contract.errors import TooLargeError
+
+
+async def test_a_pool_is_alive_while_one_of_its_nodes_gives_signs_of_life(queue: Queue) -> None:
+    await queue.node("n1")
+    await queue.node("n2")
+    assert await queue.producer.pools() == {POOL: ServedPool(**asdict(RECORD), is_alive=True)}
+    await queue.age("nodes", "n1", LEASE_MS + 1)
+    assert (await queue.producer.pools())[POOL].is_alive
+    await queue.age("nodes", "n2", LEASE_MS + 1)
+    assert not (await queue.producer.pools())[POOL].is_alive
+
+
+async def test_a_pool_whose_node_has_left_is_known_and_dead(queue: Queue) -> None:
+    node = await queue.node()
+    await node.broker.leave()
+    assert [pool.is_alive for pool in (await queue.producer.pools()).values()] == [False]
+
+
+async def test_pools_with_a_live_node_come_first(queue: Queue) -> None:
+    gone = NodeBroker(queue.redis, "a", "n9", "r1")
+    await gone.join(SCHEMA, replace(RECORD, pool="a"))
+    await gone.leave()
+    await queue.node()
+    assert list(await queue.producer.pools()) == [POOL, "a"]
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x80", wire.encode_record(RECORD)[:-3]])
+async def test_an_unreadable_pool_record_hides_no_other(
+    queue: Queue, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    await queue.node()
+    await queue.redis.hset(keys.POOLS, "broken", data)
+    assert list(await queue.producer.pools()) == [POOL]
+    assert "unreadable pool record" in caplog.text
+
+
+async def test_a_request_above_the_wire_s_limit_is_refused_with_the_limit(queue: Queue) -> None:
+    await queue.node()
+    with pytest.raises(TooLargeError, match=f"limit is {wire.MAX_BYTES}") as caught:
+        await queue.producer.submit(new_job(prompt="x" * wire.MAX_BYTES), cost=1)
+    assert caught.value.param == "prompt"
+    assert await queue.redis.keys(f"{keys.prefix(POOL)}:in:*") == []

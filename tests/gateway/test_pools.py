@@ -1,0 +1,44 @@
+"""Pools whose nodes are gone, and a gateway that hears nothing any more."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import redis
+
+from penstock.contract import keys, wire
+from penstock.contract.wire import PoolRecord
+from penstock.gateway.app import create_app
+from penstock.gateway.settings import GatewaySettings
+
+
+@pytest.fixture
+def ghost(redis_url, url):
+    with redis.Redis.from_url(redis_url) as client:
+        client.hset(keys.POOLS, "ghost", wire.encode_record(PoolRecord("ghost", "acme/ghost")))
+        client.hset(keys.POOLS, "broken", b"\xff")
+        yield "acme/ghost"
+        client.hdel(keys.POOLS, "ghost", "broken")
+
+
+def test_a_model_whose_nodes_are_away_is_a_503_and_not_listed(stack, shared_engine, ghost):
+    with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http:
+        response = http.post("/v1/completions", json={"model": ghost, "prompt": "a"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_node")
+        assert int(response.headers["retry-after"]) >= 1
+        assert {m["root"] for m in http.get("/v1/models").json()["data"]} == {"acme/echo"}
+        assert http.get(f"/v1/models/{ghost}").status_code == 404
+        assert http.post("/v1/completions", json={"model": "acme/nobody", "prompt": "a"}).status_code == 404
+        assert http.get("/ready").status_code == 200
+
+
+async def test_a_gateway_that_hears_nothing_any_more_is_not_ready():
+    class Deaf:
+        is_alive = False
+
+    app = create_app(GatewaySettings())
+    app.state.client = Deaf()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+        response = await http.get("/ready")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "inbox_ended")
+        assert (await http.get("/health")).status_code == 200

@@ -1,0 +1,41 @@
+"""Which pool a job goes to: those with a live node first."""
+
+from __future__ import annotations
+
+import pytest
+from uuid_utils import uuid7
+
+from penstock.contract.broker.producer import ServedPool
+from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
+from penstock.producer.client.request import choose_pool
+
+
+def pool(name: str, model: str = "", *, is_alive: bool = True) -> ServedPool:
+    return ServedPool(name, model or f"acme/{name}", ("alias",), is_alive=is_alive)
+
+
+def test_a_shard_without_a_node_is_passed_over() -> None:
+    shards = [pool("dead", "acme/m", is_alive=False), pool("live", "acme/m")]
+    assert {choose_pool(shards, wanted).pool for wanted in ("acme/m", "alias", None) for _ in range(20)} == {"live"}
+
+
+def test_the_only_live_model_needs_no_name() -> None:
+    assert choose_pool([pool("old", is_alive=False), pool("new")], None).pool == "new"
+
+
+@pytest.mark.parametrize("wanted", ["dead", "acme/dead"])
+def test_a_model_whose_nodes_are_all_away_is_still_known(wanted: str) -> None:
+    pools = [pool("dead", is_alive=False), pool("live")]
+    assert choose_pool(pools, wanted).pool == "dead"
+    assert choose_pool(pools, None, f"dead.{uuid7()}").pool == "dead"
+    assert choose_pool(pools[:1], None).pool == "dead"
+
+
+def test_errors_name_what_is_served_now() -> None:
+    pools = [pool("dead", is_alive=False), pool("a"), pool("b")]
+    with pytest.raises(NotFoundError, match="served: acme/a, acme/b$"):
+        choose_pool(pools, "other")
+    with pytest.raises(RequestError, match="served: acme/a, acme/b$"):
+        choose_pool(pools, None)
+    with pytest.raises(UnavailableError):
+        choose_pool([], "a")
