@@ -36,7 +36,7 @@ check: $(STAMP)
 	$(BIN)/python -m mypy --strict -p penstock
 
 check-full: check
-	$(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900
 
 bench: $(STAMP)
 	PYTHONPATH=ops $(BIN)/python -m bench

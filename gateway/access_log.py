@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from http import HTTPStatus
@@ -45,5 +44,5 @@ class AccessLog:
             raise
         finally:
             duration_ms = round((time.monotonic() - started_s) * 1000)
-            line = {"event": "request", "method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
-            logger.info(json.dumps({**line, "status": status, "duration_ms": duration_ms}))
+            line = {"method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
+            logger.info("request", extra={**line, "status": int(status), "duration_ms": duration_ms})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -14,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
+from penstock.contract.logs import configure_logging
 from penstock.gateway import health
 from penstock.gateway.access_log import AccessLog
 from penstock.gateway.openai import chat, completions, models
@@ -87,7 +87,7 @@ def run(settings: GatewaySettings) -> None:
 
     Raises ConfigError or UnavailableError when Redis cannot be reached.
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    configure_logging()
     asyncio.run(_reach_redis(settings))
     with contextlib.suppress(KeyboardInterrupt):
         make_server(settings).run()

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from penstock.gpu_node.model.protocol import StepPlan
 
-_MAX_PADDING = 1.5
+_MAX_PADDING = 2.0
 _MIN_BLOCKS = 4
 
 

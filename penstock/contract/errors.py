@@ -4,7 +4,6 @@
     ├── RequestError            400  the caller can mend it; `param` names the field
     │   ├── PromptTooLongError  400
     │   ├── TooLargeError       413
-    │   ├── AuthError           401
     │   ├── NotFoundError       404
     │   └── ConflictError       409  the id or idempotency key is taken by another body
     ├── BusyError               429  try again after `retry_after_ms`
@@ -60,14 +59,6 @@ class TooLargeError(RequestError):
 
     status = 413
     code = "too_large"
-
-
-class AuthError(RequestError):
-    """Missing or wrong credentials."""
-
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
 
 
 class NotFoundError(RequestError):

@@ -49,17 +49,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PoolRecord:
-    """A served model as clients see it: penstock:pools."""
+    """A served model as clients see it: penstock:pools. `max_token_bytes`: most text of one token, 0 where unknown."""
 
     pool: str
     model: str
     aliases: tuple[str, ...] = ()
     max_model_len: int = 0
     bytes_per_token: float = 3.0
-    max_token_bytes: int = 0
-    """Most bytes of text that one token can stand for; 0 where that is not known."""
     created_s: int = 0
     revision: str = ""
+    max_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +288,8 @@ def decode_pressure(data: bytes) -> NodePressure:
 
 
 def _decode_record(adapter: TypeAdapter[Any], data: bytes) -> Any:
-    fields = _unpack_map(data)
     try:
-        return adapter.validate_python({k: v for k, v in fields.items() if k != "v"})
+        return adapter.validate_python(_unpack_map(data))
     except ValidationError as error:
         raise WireError(f"not a record: {_first_problem(error)}") from error
 

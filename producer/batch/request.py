@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.producer.openai.bodies import ChatBody, CompletionBody, Wire, only
-from penstock.producer.openai.problems import request_error
+from penstock.producer.openai.problems import MAX_NAME_CHARS, request_error
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -81,4 +81,6 @@ def request_of(url: str, body: Mapping[str, Any]) -> Request:
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:
     for name in fields:
         if name not in known:
-            raise RequestError(f"unknown field: {name[:100]}", code="unknown_field", param=name[:100])
+            raise RequestError(
+                f"{name[:MAX_NAME_CHARS]}: unknown field", code="unknown_field", param=name[:MAX_NAME_CHARS]
+            )

@@ -51,7 +51,7 @@ def test_a_text_whose_longest_tokens_would_not_fit_is_refused_at_the_door(size: 
     if fits:
         assert estimate_cost(new_job(prompt="x" * size), record) == 1000
     else:
-        with pytest.raises(PromptTooLongError, match="at least .* tokens; the model's limit is 1000") as caught:
+        with pytest.raises(PromptTooLongError, match=r"at least .* tokens; the model's limit is 1000") as caught:
             estimate_cost(new_job(prompt="x" * size), record)
         assert caught.value.param == "prompt"
 

@@ -43,8 +43,9 @@ async def test_an_unreadable_pool_record_hides_no_other(
 ) -> None:
     await queue.node()
     await queue.redis.hset(keys.POOLS, "broken", data)
-    assert list(await queue.producer.pools()) == [POOL]
-    assert "unreadable pool record" in caplog.text
+    for _ in range(2):
+        assert list(await queue.producer.pools()) == [POOL]
+    assert caplog.text.count("unreadable pool record") == 1
 
 
 async def test_a_request_above_the_wire_s_limit_is_refused_with_the_limit(queue: Queue) -> None:

@@ -231,6 +231,9 @@ async def test_log_of_a_revision_that_nobody_serves_ends_failed(queue: Queue) ->
     await old.give_back(taken)
     await queue.age("revs", "r1", 3001)
 
+    assert ids(await new.take()) == [], "no sweep has run since Redis came up, so nobody is judged"
+    assert (await queue.producer.status(taken.job_id, "default")).state == "queued"
+    await queue.redis.set(f"{P}:sweep", await queue.now_ms())
     assert ids(await new.take()) == []
 
     status = await queue.producer.status(taken.job_id, "default")
@@ -257,12 +260,26 @@ async def test_job_that_lost_its_last_reader_is_ended_not_taken(queue: Queue) ->
     for job_id in (read, unread):
         await queue.producer.detach(job_id, "me")
     await queue.change(unread, unread=await queue.now_ms() - 5001)
+    await queue.redis.set(f"{P}:sweep", await queue.now_ms())
 
     assert ids(await node.take()) == [read]
 
     outcome = (await queue.producer.status(unread, "default")).outcome
     assert outcome is not None
     assert (outcome.state, outcome.code) == ("cancelled", "unread")
+
+
+async def test_job_of_a_dead_reader_is_ended_when_looked_at(queue: Queue) -> None:
+    node = await queue.node()
+    alone = await queue.submit(background=False, inbox="dead")
+    shared = await queue.submit(background=False, inbox="dead")
+    await queue.producer.attach(shared, "default", inbox="alive")
+    await queue.redis.set(f"{P}:sweep", await queue.now_ms())
+    await queue.age("readers", "dead", 30_001)
+
+    assert ids(await node.take()) == [shared]
+
+    assert (await queue.producer.status(alone, "default")).state == "cancelled"
 
 
 async def test_takers_read_request_and_log(queue: Queue) -> None:

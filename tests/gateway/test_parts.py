@@ -163,4 +163,5 @@ async def test_a_bug_is_a_500_that_tells_nothing(caplog):
         "param": None,
         "code": "internal_error",
     }
-    assert '"status": 500' in caplog.messages[-1]
+    [logged] = [vars(r) for r in caplog.records if r.name == "penstock.gateway.access"]
+    assert (logged["status"], logged["path"]) == (500, "/v1/models")

@@ -80,6 +80,8 @@ class ProducerBroker:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._unreadable: set[bytes] = set()
+        """Pools that were warned of: clients ask for all pools every second."""
 
     async def submit(self, job: Job, *, cost: int, inbox: str = "", channel: bool = False) -> Submitted:
         """Enqueues a job; repeating it with the same id and body is harmless.
@@ -185,7 +187,7 @@ class ProducerBroker:
         """Every pool that a node has ever announced, by name, those with a live node first."""
         with translated():
             announced = await cast(Any, self._redis.hgetall(keys.POOLS))
-            records = _readable_pools(announced)
+            records = self._readable(announced)
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.time()
                 for pool in records:
@@ -198,6 +200,18 @@ class ProducerBroker:
         ]
         by_name = dict(zip(records, served, strict=True))
         return dict(sorted(by_name.items(), key=lambda item: not item[1].is_alive))
+
+    def _readable(self, announced: dict[bytes, bytes]) -> dict[str, PoolRecord]:
+        """One pool's unreadable record, of another version perhaps, must not hide the others."""
+        records = {}
+        for name, data in announced.items():
+            try:
+                records[name.decode()] = wire.decode_pool(data)
+            except (WireError, UnicodeDecodeError) as error:
+                if name not in self._unreadable:
+                    self._unreadable.add(name)
+                    _LOG.warning("unreadable pool record", extra={"pool": repr(name), "error": str(error)})
+        return records
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
         with translated():
@@ -212,17 +226,6 @@ def _alive_since_ms(time: tuple[int, int], lease_ms: bytes | None) -> int:
     """A node whose last beat is older has been silent for a lease."""
     seconds, micros = time
     return seconds * 1000 + micros // 1000 - int(lease_ms or 0)
-
-
-def _readable_pools(announced: dict[bytes, bytes]) -> dict[str, PoolRecord]:
-    """One pool's unreadable record, of another version perhaps, must not hide the others."""
-    records = {}
-    for name, data in announced.items():
-        try:
-            records[name.decode()] = wire.decode_pool(data)
-        except (WireError, UnicodeDecodeError) as error:
-            _LOG.warning("unreadable pool record", extra={"pool": repr(name), "error": str(error)})
-    return records
 
 
 def _no_job(job_id: str) -> NotFoundError:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.ties import num_departures
 from transformers import AutoModelForCausalLM
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, EngineStats, Generation
 
-MAX_TIE_GAP = 1e-3
 TEXT = (
     "A penstock is the gated pipe that feeds a turbine. Requests stand in a reservoir, the gate opens by pressure, "
     "and the turbine never starves and never floods. Explain in a few words why that is so, and what happens when "
@@ -33,22 +33,8 @@ def _mixed_prompts(engine: Engine, count: int) -> list[list[int]]:
     return prompts
 
 
-def _num_differing(model: Any, generations: list[Generation]) -> int:
-    """How many choices leave the model's own greedy path; each only where its two best logits are as good as equal.
-
-    One pass over prompt and output says what `generate` would choose behind each prefix.
-    """
-    differing = 0
-    for generation in generations:
-        prompt, output = generation.prompt_token_ids, generation.choices[0].token_ids
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        wrong = (logits.argmax(-1) != torch.tensor(output)).nonzero()
-        if len(wrong):
-            differing += 1
-            best, second = logits[wrong[0, 0]].topk(2).values.tolist()
-            assert best - second < MAX_TIE_GAP
-    return differing
+def _pairs(generations: list[Generation]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(generation.prompt_token_ids, generation.choices[0].token_ids) for generation in generations]
 
 
 def _all_was_on(stats: EngineStats) -> bool:
@@ -71,7 +57,7 @@ def test_the_tiny_model_says_what_transformers_generate_says(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0
         )
         different += tuple(want[0, len(prompt) :].tolist()) != generation.choices[0].token_ids
-    assert different == _num_differing(model, generations) <= 1
+    assert different == num_departures(model, _pairs(generations)) <= 1
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
@@ -107,4 +93,4 @@ def test_the_demo_model_says_what_transformers_says(demo_model: Path) -> None:
     generations = engine.generate(_mixed_prompts(engine, 50), params)
     assert _all_was_on(engine.stats())
     model: Any = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
-    assert _num_differing(model, generations) <= 1
+    assert num_departures(model, _pairs(generations)) <= 1

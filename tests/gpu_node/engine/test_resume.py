@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -90,6 +91,21 @@ def test_a_log_that_lacks_only_the_end_is_ended_without_a_token(engine: Engine) 
     (end,) = _run(engine, SAMPLED, [ResumedChoice(log.token_ids, log.text[:-1], None)])
     assert (end.position, end.token_ids, end.text, end.finish_reason) == (30, (), log.text[-1:], "length")
     assert end.usage is not None and end.usage.completion_tokens == 30
+
+
+def test_an_end_found_in_the_log_survives_a_runner_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SAMPLED.model_copy(update={"n": 2})
+    log = _log(_run(engine, params))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "submit", lambda plan: 1 / 0)
+        engine.add("x", engine.tokenizer.encode(PROMPT), params, seed=7, resume=[replace(log, finish_reason=None)])
+        outputs = engine.step()
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert [(output.choice, output.finish_reason) for output in outputs] == [(0, "length")]
+    while engine.has_work():
+        outputs += engine.step()
+    assert outputs[-1].usage is not None and outputs[-1].usage.completion_tokens == 60
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,13 @@ def test_eos_releases_held_text_and_adds_none() -> None:
     assert (output.take_text(), output.finish_reason, output.num_tokens) == ("x", "stop", 3)
 
 
+def test_a_failed_choice_ends_with_an_error_even_where_its_last_text_is_a_stop_string() -> None:
+    output = _output(stop=("\ufffd",))
+    _say(output, b"a" + "🌊".encode()[:1])
+    output.fail()
+    assert output.finish_reason == "error"
+
+
 def test_a_character_cut_by_the_limit_becomes_one_replacement() -> None:
     output = _output(max_tokens=3)
     assert _say(output, "🌊") == ["", "", "\ufffd"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,18 @@ def test_encodes_as_transformers_does(tokenizer: Tokenizer, tiny_model: Path) ->
         assert tokenizer.encode(text) == theirs(text).input_ids
     want = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert tokenizer.encode_chat(CHAT) == want
+
+
+def test_a_tokenizer_saved_with_limits_neither_cuts_nor_fills_up_prompts(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "copy"))
+    backend: Any = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=16)
+    backend.save(str(folder / "tokenizer.json"))
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("a", "the gate opens by pressure " * 9):
+        assert ours.encode(text) == theirs(text, truncation=False, padding=False).input_ids
+    assert ours.encode_chat(CHAT) == Tokenizer(tiny_model).encode_chat(CHAT)
 
 
 def test_developer_speaks_as_system(tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
@@ -75,6 +76,14 @@ def test_equals_the_reference(
     got = attention.attend(q, cache, attention.groups(plan))
     tables = [torch.from_numpy(array) for array in (plan.query_starts, plan.context_lens, plan.block_tables)]
     torch.testing.assert_close(got, paged_attention(q, k_cache, v_cache, *tables), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prefill_runs_on_torchs_fast_attention(dtype: torch.dtype) -> None:
+    plan, total = _plan([31, 5], [95, 5], 16, np.random.default_rng(0))
+    attention, cache = PagedAttention(2, total, 16, dtype), KvCache(2, total, 16, 16, dtype)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        attention.attend(torch.zeros(36, 6, 16, dtype=dtype), cache, attention.groups(plan))
 
 
 def test_every_sequence_is_in_exactly_one_group() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,29 @@ def test_all_end_tokens_of_the_generation_config_count(model_copy: Path) -> None
     assert _load(model_copy).eos_token_ids == {2, 5}
 
 
+def test_a_generation_config_that_names_no_end_leaves_it_to_the_config(model_copy: Path) -> None:
+    (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert _load(model_copy).eos_token_ids == {2}
+    (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    assert _load(model_copy).eos_token_ids == {0}
+
+
+def test_a_context_beyond_the_models_own_is_refused(tiny_model: Path) -> None:
+    assert _load(tiny_model, max_model_len=2048).max_model_len == 2048
+    with pytest.raises(ConfigError, match=r"max_model_len 2049.*2048"):
+        _load(tiny_model, max_model_len=2049)
+
+
+def test_a_device_that_is_left_idle_is_warned_about(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for visible in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda visible=visible: visible)
+        caplog.clear()
+        _load(tiny_model)
+        assert [record.levelname for record in caplog.records if "CUDA" in record.message] == ["WARNING"] * visible
+
+
 def test_auto_dtype_is_the_checkpoints_or_float32(model_copy: Path) -> None:
     assert _load(model_copy, dtype="auto").dtype == "float32"
     _edit_config(model_copy, dtype="bfloat16")
@@ -110,7 +135,21 @@ def test_revision_changes_with_any_of_the_files(model_copy: Path) -> None:
     revisions.append(_load(model_copy).revision)
     (model_copy / "chat_template.jinja").write_text("{{ messages }}")
     revisions.append(_load(model_copy).revision)
-    assert len(set(revisions)) == 3
+    (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    revisions.append(_load(model_copy).revision)
+    (model_copy / "special_tokens_map.json").write_text(json.dumps({"eos_token": "a"}))
+    revisions.append(_load(model_copy).revision)
+    assert len(set(revisions)) == 5
+
+
+def test_revision_does_not_tell_who_wrote_the_configs(model_copy: Path) -> None:
+    (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    before = _load(model_copy).revision
+    _edit_config(model_copy, transformers_version="0.0")
+    (model_copy / "generation_config.json").write_text(
+        json.dumps({"transformers_version": "0.0", "eos_token_id": 5}, indent=2)
+    )
+    assert _load(model_copy).revision == before
 
 
 @pytest.mark.parametrize(
@@ -188,6 +227,32 @@ def test_two_processes_may_convert_one_file_at_once(tmp_path: Path, monkeypatch:
     folder = resolve_model(str(gguf), lambda stage, fraction: None)
     assert (folder / "config.json").is_file()
     assert list((tmp_path / "cache/models").iterdir()) == [folder]
+
+
+def test_what_a_dead_conversion_left_is_swept_and_a_running_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.setattr(source, "convert_gguf", lambda gguf, folder, progress: folder.mkdir())
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(b"GGUF")
+    dead, running = (tmp_path / "models" / name for name in (".m-dead", ".m-running"))
+    for folder in (dead, running):
+        (folder / "model").mkdir(parents=True)
+    two_days_ago = time.time() - 2 * 24 * 60 * 60
+    os.utime(dead, (two_days_ago, two_days_ago))
+    folder = resolve_model(str(gguf), lambda stage, fraction: None)
+    assert set((tmp_path / "models").iterdir()) == {running, folder}
+
+
+def test_another_converter_converts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.setattr(source, "convert_gguf", lambda gguf, folder, progress: folder.mkdir())
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(b"GGUF")
+    older = resolve_model(str(gguf), lambda stage, fraction: None)
+    monkeypatch.setattr(source, "_CONVERTER_VERSION", source._CONVERTER_VERSION + 1)
+    assert resolve_model(str(gguf), lambda stage, fraction: None) != older
 
 
 @pytest.mark.model

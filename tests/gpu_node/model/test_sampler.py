@@ -94,6 +94,21 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert alone.tolist() == [together[i]]
 
 
+def test_a_limit_on_one_row_looks_at_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at, topk = [], torch.Tensor.topk
+
+    def counting(logits: torch.Tensor, k: int, **options: Any) -> Any:
+        looked_at.append(k)
+        return topk(logits, k, **options)
+
+    monkeypatch.setattr(torch.Tensor, "topk", counting)
+    logits = torch.randn(2, 50_000) * 9
+    sample(logits.clone(), _rows(2, top_k=[40, 3]))
+    sample(logits.clone(), _rows(2, top_k=[40, 0], top_p=[0.5, 1.0]))
+    sample(logits.clone(), _rows(2, top_k=[40, 0], top_p=[1.0, 0.5]))
+    assert looked_at == [40, 40, 512]
+
+
 def test_repetition_penalty_is_transformers() -> None:
     torch.manual_seed(2)
     logits, seen = torch.randn(1, 50), np.array([3, 3, 7, 49], np.int32)

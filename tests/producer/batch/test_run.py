@@ -89,7 +89,8 @@ async def test_every_row_is_answered_once(served_url: str, tmp_path: Path) -> No
 async def test_rows_that_cannot_be_answered_become_error_rows(served_url: str, tmp_path: Path) -> None:
     rows = [
         chat_row("good"),
-        chat_row("unknown", stream=True),
+        chat_row("stream", stream=True),
+        chat_row("unknown", max_tokns=3),
         chat_row("wrong", n=99),
         chat_row("role", messages=[{"role": "judge", "content": "x"}]),
         chat_row("model", model="another"),
@@ -98,17 +99,27 @@ async def test_rows_that_cannot_be_answered_become_error_rows(served_url: str, t
     done = await run_batch(served_url, batch_of(tmp_path, rows))
 
     errors = {row["custom_id"]: row["error"] for row in rows_in(tmp_path / "out.jsonl")}
-    assert (done.num_answered, done.num_failed) == (1, 5)
+    assert (done.num_answered, done.num_failed) == (1, 6)
     assert errors.pop("good") is None
     assert {name: error["code"] for name, error in errors.items()} == {
+        "stream": "unsupported_value",
         "unknown": "unknown_field",
         "wrong": "invalid_request",
         "role": "invalid_request",
         "model": "model_not_found",
         "long": "context_length_exceeded",
     }
-    assert errors["unknown"]["param"] == "stream"
+    assert (errors["stream"]["param"], errors["unknown"]["param"]) == ("stream", "max_tokns")
     assert "n:" in errors["wrong"]["message"]
+
+
+async def test_an_answer_of_a_pool_whose_record_has_gone_names_the_pool() -> None:
+    client, job = AsyncMock(), AsyncMock(id="ref.id", pool="ref")
+    client.submit.return_value = job
+    client.pools.return_value = {}
+    job.result.return_value = Result("ref.id", Outcome("done"), (), None)
+    _, body = await answer(client, request_of_line(chat_row("a")), None, "key")
+    assert body["model"] == "ref"
 
 
 @pytest.mark.parametrize(("code", "kind"), [("unavailable", JobFailedError), ("not_found", NotFoundError)])

@@ -1,18 +1,12 @@
-"""What a Celery task says on its way: progress that holds nothing up, and why it waits."""
+"""What a Celery task says on its way holds nothing up."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
-from celery.backends.base import Backend
-from celery.result import AsyncResult
-
 from penstock.contract.errors import UnavailableError
-from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.records import Progress
-from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import reporting
 
 
@@ -43,12 +37,3 @@ def test_the_last_report_is_stored_before_the_block_ends() -> None:
     with reporting(store) as report:
         report(Progress(1))
     assert stored == [Progress(1)]
-
-
-def test_why_a_task_waits_survives_celerys_json(redis_url: str) -> None:
-    app = make_app(CelerySettings.load(), redis_url)
-    backend: Backend = app.backend
-    backend.mark_as_retry("waiting", UnavailableError("the pool is full", code="pool_busy"))
-    assert str(AsyncResult("waiting", app=app).info) == "the pool is full"
-    assert json.loads(backend.get(backend.get_key_for_task("waiting")))["status"] == "RETRY"
-    app.close()

@@ -33,9 +33,9 @@ def test_a_model_whose_nodes_are_all_away_is_still_known(wanted: str) -> None:
 
 def test_errors_name_what_is_served_now() -> None:
     pools = [pool("dead", is_alive=False), pool("a"), pool("b")]
-    with pytest.raises(NotFoundError, match="served: acme/a, acme/b$"):
+    with pytest.raises(NotFoundError, match=r"served: acme/a, acme/b$"):
         choose_pool(pools, "other")
-    with pytest.raises(RequestError, match="served: acme/a, acme/b$"):
+    with pytest.raises(RequestError, match=r"served: acme/a, acme/b$"):
         choose_pool(pools, None)
     with pytest.raises(UnavailableError):
         choose_pool([], "a")
