@@ -98,7 +98,7 @@ class Node:
             model=settings.model_name,
             aliases=settings.aliases,
             max_model_len=engine.max_model_len,
-            max_token_bytes=max(map(len, engine.tokenizer.token_bytes)),
+            max_token_bytes=engine.tokenizer.max_token_bytes,
             created_s=int(time.time()),
             revision=engine.revision,
         )

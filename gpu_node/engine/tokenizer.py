@@ -68,6 +68,16 @@ class Tokenizer:
         return Detokenizer(self.token_bytes, strip_first_space=self._strips_first_space)
 
     @property
+    def max_token_bytes(self) -> int:
+        """Most bytes of text that one token can stand for; 0 where nothing bounds it.
+
+        A normalizer may shrink a text, and without byte level an unknown token may swallow any length of it.
+        """
+        if not self._is_byte_level or self._backend.normalizer is not None:
+            return 0
+        return max(map(len, self.token_bytes))
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """The end-of-sequence id that the tokenizer itself names, if any."""
         eos = self._hf.eos_token_id

@@ -40,7 +40,7 @@ def text_of(tokens: Sequence[int]) -> str:
 class ReferenceTokenizer:
     """One token per byte."""
 
-    token_bytes = (b"x",)
+    max_token_bytes = 1
 
     def encode(self, text: str) -> list[int]:
         """Bytes."""

@@ -34,7 +34,7 @@ START_TIMEOUT_S = 20.0
 class ByteTokenizer:
     """A token is a byte; a chat says its last turn."""
 
-    token_bytes = (b"x" * 64,)
+    max_token_bytes = 64
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.contract.errors import ConfigError, RequestError
@@ -117,3 +117,16 @@ def test_a_decoder_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="WordPiece"):
         Tokenizer(tmp_path)
+
+
+@given(text=st.text(max_size=200))
+def test_no_text_has_fewer_tokens_than_its_bytes_allow(tokenizer: Tokenizer, text: str) -> None:
+    assert len(text.encode()) <= tokenizer.max_token_bytes * len(tokenizer.encode(text))
+
+
+def test_a_normalizer_leaves_no_bound(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "copy"))
+    backend: Any = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.normalizer = normalizers.Strip()
+    backend.save(str(folder / "tokenizer.json"))
+    assert Tokenizer(folder).max_token_bytes == 0
