@@ -16,14 +16,7 @@ from penstock.gpu_node.engine.blocks import BlockPool
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.offline import Prompt, gather, spread
 from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.request import (
-    LiveChoice,
-    LiveRequest,
-    RequestLimits,
-    check_request,
-    check_resume,
-    kv_tokens_needed,
-)
+from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, RequestLimits, check_request, check_resume
 from penstock.gpu_node.engine.scheduler import Scheduler, Step
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, LoadedModel, RunnerOptions
@@ -135,7 +128,6 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of pool, queue and counters."""
         recent = sorted(self._step_ms) or [0.0]
-        choices = [choice for request in list(self._requests.values()) for choice in list(request.live.values())]
         return EngineStats(
             kv_blocks_total=self._pool.num_total,
             kv_blocks_free=self._pool.num_free,
@@ -150,7 +142,6 @@ class Engine:
             step_ms_p50=recent[len(recent) // 2],
             step_ms_p99=recent[len(recent) * 99 // 100],
             prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
-            kv_tokens_needed=sum(kv_tokens_needed(choice.seq, self._block_size) for choice in choices),
         )
 
     def generate(

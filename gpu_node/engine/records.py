@@ -63,8 +63,3 @@ class EngineStats:
     step_ms_p50: float
     step_ms_p99: float
     prefix_hit_tokens: int
-    kv_tokens_needed: int
-    """Tokens of KV cache that the requests in the engine are expected to take beyond the blocks they hold.
-
-    A choice is expected to grow to prompt + min(max_tokens, 256) tokens, or by one more block once past that.
-    """

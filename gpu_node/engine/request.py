@@ -136,9 +136,3 @@ def open_choice(
         end_ids=np.array(sorted(end_ids), dtype=np.int32),
     )
     return LiveChoice(seq, output, owed=text[len(resumed.text) :])
-
-
-def kv_tokens_needed(seq: Sequence, block_size: int) -> int:
-    """Tokens that a sequence is expected to take beyond its blocks: see EngineStats.kv_tokens_needed."""
-    expected = max(seq.num_prompt_tokens + _EXPECTED_OUTPUT_TOKENS, seq.num_tokens + block_size)
-    return max(0, min(expected, seq.max_num_tokens) - len(seq.blocks) * block_size)

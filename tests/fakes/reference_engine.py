@@ -132,5 +132,5 @@ class ReferenceEngine:
         used = sum(-(-(len(live.prompt) + len(live.tokens)) // BLOCK_SIZE) for live in self._live)
         return EngineStats(
             total, total - used, 0, BLOCK_SIZE, len(self._live), 0, 0, len(self.batches), 0, self._done_tokens,
-            self._step_s * 1e3, self._step_s * 1e3, 0, 0,
+            self._step_s * 1e3, self._step_s * 1e3, 0,
         )  # fmt: skip

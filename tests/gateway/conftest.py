@@ -110,7 +110,7 @@ class EchoEngine:
 
     def stats(self) -> EngineStats:
         total = self.num_kv_tokens // 16
-        return EngineStats(total, total, 0, 16, len(self._live), 0, 0, self._num_steps, 0, 0, 1.0, 1.0, 0, 0)
+        return EngineStats(total, total, 0, 16, len(self._live), 0, 0, self._num_steps, 0, 0, 1.0, 1.0, 0)
 
 
 class Stack:
