@@ -26,15 +26,14 @@ from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import InvariantError, PenstockError, UnavailableError
 from penstock.contract.job import pool_of
 from penstock.contract.wire import WireError, decode_chunks
+from penstock.producer.client.echo import Echoes
 from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.stats import ClientStats
 
 _LOG = logging.getLogger(__name__)
-_ECHO = b"\xc0"
-"""msgpack's nil, which no chunk looks like; a number follows it."""
 _HEAR_OUT_S = 1.0
-_ECHOES_MISSED = 2.5
+_LAST_LOOK_S = 0.1
 _SUBSCRIBE_TIMEOUT_S = 5.0
 _DETACH_AT_CLOSE_S = 2.0
 _WATCHES_PER_SILENCE = 5
@@ -55,8 +54,7 @@ class Inbox:
         self._unread_bell = asyncio.Event()
         self._detaching: dict[str, asyncio.Event] = {}
         self._beaten_s: dict[str, float] = {}
-        self._num_echoes = self._echo_heard = 0
-        self._heard_bell = asyncio.Event()
+        self._echoes = Echoes(settings.echo_interval_s)
         self._tasks: asyncio.Task[None] | None = None
 
     @property
@@ -120,10 +118,7 @@ class Inbox:
         with suppress(TimeoutError):
             async with asyncio.timeout(_HEAR_OUT_S):
                 await self._echo()
-                echo = self._num_echoes
-                while self._echo_heard < echo:
-                    self._heard_bell.clear()
-                    await self._heard_bell.wait()
+                await self._echoes.until_all_heard()
 
     # Life -------------------------------------------------------------------------------------------
 
@@ -195,15 +190,18 @@ class Inbox:
             self._nudge_all()
 
     async def _read_until_lost(self, pubsub: PubSub) -> None:
+        """Returns when an echo has stayed away for too long."""
+        interval_s = self._settings.echo_interval_s
         clock = asyncio.get_running_loop().time
-        patience_s = _ECHOES_MISSED * self._settings.echo_interval_s
-        heard_s = clock()
-        while clock() - heard_s < patience_s:
-            message = await pubsub.get_message(timeout=patience_s)
-            if message is None:
-                continue
-            heard_s = clock()
-            if message["type"] == "message":
+        self._echoes.restart()
+        while True:
+            message = await pubsub.get_message(timeout=interval_s)
+            if message is None and self._echoes.is_overdue(clock()):
+                # Where this process was held up, what it waits for lies in the buffer.
+                message = await pubsub.get_message(timeout=_LAST_LOOK_S)
+                if message is None:
+                    return
+            if message is not None and message["type"] == "message":
                 self.dispatch(message["data"])
                 # Messages that lie in the buffer are read without a pause: readers get their turn here.
                 await asyncio.sleep(0)
@@ -218,8 +216,8 @@ class Inbox:
     def dispatch(self, message: bytes) -> None:
         """Leaves the chunks of one message in their readers' mailboxes."""
         try:
-            if message.startswith(_ECHO):
-                self._heard(int(message[len(_ECHO) :]))
+            if Echoes.is_echo(message):
+                self._echoes.hear(message)
                 return
             chunks = decode_chunks(message)
         except (WireError, ValueError) as error:
@@ -240,13 +238,9 @@ class Inbox:
     # Clocks -----------------------------------------------------------------------------------------
 
     async def _echo(self) -> None:
-        self._num_echoes += 1
+        echo = self._echoes.next(asyncio.get_running_loop().time())
         with translated():
-            await self._redis.publish(self._channel, _ECHO + str(self._num_echoes).encode())
-
-    def _heard(self, echo: int) -> None:
-        self._echo_heard = max(self._echo_heard, echo)
-        self._heard_bell.set()
+            await self._redis.publish(self._channel, echo)
 
     async def _beat(self) -> None:
         now_s = asyncio.get_running_loop().time()

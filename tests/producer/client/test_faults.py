@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from fakes.fake_node import POOL, FakeJob, FakeNode, Say, fake_tokens
@@ -345,3 +346,14 @@ async def test_a_submission_whose_answer_is_lost_is_one_job(
     await runs[0].say(5)
     await runs[0].finish()
     check_whole(await read_all(job.stream()), job, 5)
+
+
+async def test_a_process_that_was_held_up_does_not_blame_its_subscription(client: AsyncClient, node: FakeNode) -> None:
+    job = await client.submit("hello", max_tokens=100)
+    chunks = []
+    async for chunk in job.stream():
+        chunks.append(chunk)
+        if len(chunks) % 20 == 0:
+            time.sleep(0.5)  # noqa: ASYNC251  longer than echoes may stay away
+    check_whole(chunks, job, 100)
+    assert client.stats.resubscribes == 0
