@@ -46,7 +46,7 @@ class Outbox:
         self._dirty: dict[str, HeldJob] = {}
         self._emptied = asyncio.Event()
         self.num_finished_cost = 0
-        """KV tokens of all jobs that ended here."""
+        """Cost of all jobs that ended here, in the backlog's measure."""
 
     def accept(self, outputs: Sequence[StepOutput]) -> None:
         """Takes in one step of the engine."""
@@ -174,7 +174,7 @@ class Outbox:
             job.send_again_from(int(rest))
             self._dirty[job.taken.lease] = job
         elif kind == "OK":
-            self.num_finished_cost += job.claim
+            self.num_finished_cost += job.taken.cost
             self._remove(job)
         else:
             self.drop(job)

@@ -361,3 +361,19 @@ async def test_a_choice_the_model_failed_at_fails_the_job_whichever_ends_last(
         result = await ended(broker, job)
     assert (result.outcome.state, result.outcome.code) == ("failed", "model_error")
     assert [c.finish_reason for c in result.choices] == ["error", "length"]
+
+
+async def test_the_drain_rate_counts_whole_jobs_in_the_backlog_s_measure(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    clock, cost = asyncio.get_running_loop().time, 40
+    async with running(redis_url, ReferenceEngine(step_s=0.01, kv_tokens=4 * cost)):
+        jobs = [new_job("0123456789", max_tokens=30) for _ in range(40)]
+        started_s = clock()
+        for job in jobs:
+            await broker.submit(job, cost=cost)
+        for job in jobs[:-4]:
+            await ended(broker, job)
+        true_rate = 36 * cost / (clock() - started_s)
+        (pressure,) = (await broker.pressure(POOL)).nodes
+    assert true_rate / 2 < pressure.drain_cost_per_s < true_rate * 2
