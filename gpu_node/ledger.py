@@ -21,7 +21,6 @@ class _ChoiceText:
     finish_reason: FinishReason | None = None
     fresh_ids: list[int] = field(default_factory=list)
     fresh_texts: list[str] = field(default_factory=list)
-    is_fresh: bool = False
 
     def extend(self, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason | None) -> None:
         self.token_ids += token_ids
@@ -48,7 +47,6 @@ class HeldJob:
         self._chunks: list[bytes] = []
         self._cuts: list[tuple[int, int, int]] = []
         self._choices: list[_ChoiceText] = [_ChoiceText()]
-        self._has_fresh = False
 
     @property
     def job_id(self) -> str:
@@ -108,12 +106,10 @@ class HeldJob:
         c.extend(token_ids, text, finish_reason)
         c.fresh_ids += token_ids
         c.fresh_texts.append(text)
-        c.is_fresh = self._has_fresh = True
 
     def emission(self) -> Emission:
         """All that Redis has not acknowledged; steps that piled up become one chunk per choice."""
-        if self._has_fresh:
-            self._seal()
+        self._seal()
         chunks = tuple(self._chunks[self.num_acknowledged :])
         return Emission(self.job_id, self.taken.lease, self.num_acknowledged, chunks)
 
@@ -138,7 +134,7 @@ class HeldJob:
         return Usage(self.num_prompt_tokens, sum(len(c.token_ids) for c in self._choices))
 
     def _seal(self) -> None:
-        fresh = [(i, c) for i, c in enumerate(self._choices) if c.is_fresh]
+        fresh = [(i, c) for i, c in enumerate(self._choices) if c.fresh_texts]
         for i, c in fresh:
             is_last = self.is_complete and i == fresh[-1][0]
             self._append(
@@ -153,8 +149,7 @@ class HeldJob:
                     usage=self._usage() if is_last else None,
                 )
             )
-            c.fresh_ids, c.fresh_texts, c.is_fresh = [], [], False
-        self._has_fresh = False
+            c.fresh_ids, c.fresh_texts = [], []
 
     def _append(self, chunk: Chunk) -> None:
         self._chunks.append(wire.encode_chunk(chunk))

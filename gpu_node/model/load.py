@@ -48,13 +48,8 @@ def load_model(model: str, options: RunnerOptions, progress: Callable[[str, floa
         block_size=options.block_size,
         dtype=_DTYPES[dtype],
     )
-    _log.info(
-        "model loaded dtype=%s prepacked=%s kv_blocks=%d threads=%d",
-        dtype,
-        can_prepack(_DTYPES[dtype]),
-        num_blocks,
-        torch.get_num_threads(),
-    )
+    prepacked, threads = can_prepack(_DTYPES[dtype]), torch.get_num_threads()
+    _log.info("model loaded dtype=%s prepacked=%s kv_blocks=%d threads=%d", dtype, prepacked, num_blocks, threads)
     if torch.cuda.is_available():
         _log.warning("a CUDA device is visible, but this runner computes on the CPU")
     return LoadedModel(

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.broker.retry import pauses
-from penstock.contract.errors import InvariantError, UnavailableError
+from penstock.contract.errors import UnavailableError
 
 MAX_CALLS = 64
 """Calls under way at once, each on a connection of its own; after an outage all streams call at once."""
@@ -29,16 +29,17 @@ class Courier:
         """The answer of an idempotent call; raises UnavailableError when Redis stays away or the client is closed."""
         clock = asyncio.get_running_loop().time
         give_up_s = clock() + self._outage_s
-        for pause_s in pauses():
+        patience = pauses()
+        while True:
             self.require_open()
             try:
                 async with self._slots:
                     return await call(self._broker)
             except UnavailableError:
+                pause_s = next(patience)
                 if clock() + pause_s > give_up_s:
                     raise
             await asyncio.sleep(pause_s)
-        raise InvariantError("pauses ended")
 
     def require_open(self) -> None:
         """Raises UnavailableError where the client is not connected, or no longer."""

@@ -23,7 +23,7 @@ from penstock.contract import keys
 from penstock.contract.broker.connection import translated
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.broker.retry import pauses
-from penstock.contract.errors import InvariantError, PenstockError, UnavailableError
+from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.job import pool_of
 from penstock.contract.wire import WireError, decode_chunks
 from penstock.producer.client.echo import Echoes
@@ -207,11 +207,11 @@ class Inbox:
                 await asyncio.sleep(0)
 
     async def _subscribe_again(self) -> PubSub:
-        for pause_s in pauses():
-            await asyncio.sleep(pause_s)
+        patience = pauses()
+        while True:
+            await asyncio.sleep(next(patience))
             with suppress(PenstockError):
                 return await self._subscribe()
-        raise InvariantError("pauses ended")
 
     def dispatch(self, message: bytes) -> None:
         """Leaves the chunks of one message in their readers' mailboxes."""

@@ -27,11 +27,12 @@ async def patiently(call: Callable[[], Awaitable[T]], outage_s: float) -> T:
     """The answer of `call`, repeated while Redis is away, for `outage_s` at most; `call` must be idempotent."""
     clock = asyncio.get_running_loop().time
     give_up_s = clock() + outage_s
-    for pause_s in pauses():
+    patience = pauses()
+    while True:
         try:
             return await call()
         except UnavailableError:
+            pause_s = next(patience)
             if clock() + pause_s > give_up_s:
                 raise
         await asyncio.sleep(pause_s)
-    raise AssertionError("pauses never end")
