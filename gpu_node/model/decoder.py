@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.protocol import StepPlan
-from penstock.gpu_node.model.rope import apply_rope, rope_table
+from penstock.gpu_node.model.rope import rope_angles
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.weights import DecoderWeights, LayerWeights
 
@@ -19,7 +19,11 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
         self._spec = spec
         self._weights = weights
-        self._cos, self._sin = rope_table(spec, num_positions, weights.embedding.dtype)
+        # Both halves of a head turn by the same angles.
+        self._cos, self._sin = (
+            torch.from_numpy(table).repeat(1, 2).to(weights.embedding.dtype)
+            for table in rope_angles(spec, num_positions)
+        )
 
     def logits(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention) -> Tensor:
         """Store the step's keys and values; the logits of its sampling rows, [num_samples, vocab] in float32."""
@@ -45,7 +49,7 @@ class Decoder:
         spec = self._spec
         fused = layer.qkv(self._norm(x, layer.attention_norm)).view(len(x), -1, spec.head_dim)
         num_rotated = spec.num_heads + spec.num_kv_heads
-        rotated = apply_rope(fused[:, :num_rotated], cos, sin)
+        rotated = _rotate(fused[:, :num_rotated], cos, sin)
         return rotated[:, : spec.num_heads].contiguous(), rotated[:, spec.num_heads :], fused[:, num_rotated:]
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
@@ -54,3 +58,10 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, eps=self._spec.norm_eps).to(weight.dtype) * weight
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each head of each token. x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, head_dim]."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin

@@ -1,7 +1,8 @@
-"""GGUF files to a folder of safetensors and tokenizer files, through transformers."""
+"""GGUF files to what Hugging Face's format holds, through transformers; nothing here runs when the result is cached."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,24 +10,45 @@ from typing import Any
 from penstock.contract.errors import ConfigError
 
 
-def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
-    """Write `gguf`, dequantised to bfloat16, to a new `folder`. Raises ConfigError for a file that cannot be read."""
+def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
+    """Write config and tokenizer of `gguf` to a new `folder`. Raises ConfigError for a file that cannot be read."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    auto_model: Any = AutoModelForCausalLM
     auto_tokenizer: Any = AutoTokenizer
+    auto_model: Any = AutoModelForCausalLM
     progress("convert", 0.0)
     try:
+        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        progress("convert", 0.5)
         tokenizer = auto_tokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        progress("convert", 0.3)
+        # Without weights: it only knows its class and what ends a text.
+        with torch.device("meta"):
+            model = auto_model.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:
+        # A file of unknown origin through a foreign parser: it may fail in any way.
+        raise ConfigError(f"cannot read {gguf}: {error}") from error
+    model.config.architectures = [type(model).__name__]
+    tokenizer.save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    progress("convert", 1.0)
+
+
+def dequantise_gguf(gguf: Path, described: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
+    """Write `gguf` in bfloat16, with what `describe_gguf` wrote, to a new `folder`. Raises ConfigError likewise."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    auto_model: Any = AutoModelForCausalLM
+    progress("convert", 0.0)
+    try:
         model = auto_model.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
     except Exception as error:
-        # A file of unknown origin through a foreign parser: it may fail in any way.
         raise ConfigError(f"cannot read {gguf}: {error}") from error
     progress("convert", 0.8)
-    tokenizer.save_pretrained(folder)
     model.save_pretrained(folder, safe_serialization=True)
+    shutil.copytree(described, folder, dirs_exist_ok=True)
     progress("convert", 1.0)

@@ -25,13 +25,19 @@ class SamplingRows:
     top_k: NDArray[np.int32]
     """0 means no limit."""
     top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    """0 means no limit."""
     repetition_penalty: NDArray[np.float32]
+    presence_penalty: NDArray[np.float32]
+    frequency_penalty: NDArray[np.float32]
     seed: NDArray[np.uint64]
     choice: NDArray[np.int32]
     position: NDArray[np.int32]
     """Place of the token to sample in its choice, counted from 0."""
     seen: tuple[NDArray[np.int32], ...]
-    """Per row the tokens that the repetition penalty counts; empty where the penalty is 1."""
+    """Per row its tokens so far, prompt and output; empty where no penalty looks at them."""
+    num_seen_prompt: NDArray[np.int32]
+    """How many of a row's `seen` are prompt: the repetition penalty counts those too, the other two do not."""
     banned: tuple[NDArray[np.int32], ...]
     """Per row the tokens that must not be chosen."""
 
@@ -59,11 +65,21 @@ class StepPlan:
     sampling: SamplingRows
 
 
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, and where its time went."""
+
+    tokens: NDArray[np.int32]
+    """[num_samples]: each sampling row's token, FAILED_TOKEN where that row's logits were not finite."""
+    forward_ms: float
+    sample_ms: float
+
+
 class StepHandle(Protocol):
     """A step that may still be running."""
 
-    def result(self) -> NDArray[np.int32]:
-        """Wait; the token of each sampling row, FAILED_TOKEN where that row's logits were not finite."""
+    def result(self) -> StepResult:
+        """Wait for it; raises what made the whole step fail."""
 
 
 class ModelRunner(Protocol):
@@ -74,7 +90,10 @@ class ModelRunner(Protocol):
         """Blocks of the KV cache, the null block included."""
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Start a step. Its plan's arrays must not change until the result is there."""
+        """Start a step and come back at once.
+
+        Its plan's arrays must not change until the result is there, and the next step may be submitted only then.
+        """
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Forget what blocks hold, so that a NaN in them cannot reach whoever gets them next."""
@@ -84,7 +103,11 @@ class ModelRunner(Protocol):
 class RunnerOptions:
     """What a runner needs to know beyond the model itself. `num_blocks` wins over `kv_cache_gib`."""
 
+    runner: str
+    """`auto`, `native` or `torch`."""
     dtype: str
+    quantization: str
+    kv_cache_dtype: str
     block_size: int
     num_blocks: int | None
     kv_cache_gib: float
@@ -103,5 +126,6 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
-    dtype: str
+    arithmetic: str
+    """Names the runner, its kernels and the formats it computes in: what tokens depend on besides the model's files."""
     revision: str

@@ -6,33 +6,32 @@ import hashlib
 import json
 from pathlib import Path
 
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
+from penstock.gpu_node.model.cache import samples
+from penstock.gpu_node.model.checkpoint import weight_files
+from penstock.gpu_node.model.source import ModelSource
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _CONFIG_FILES = ("config.json", "generation_config.json")
 
 
-def revision_of(folder: Path, weight_files: list[Path], dtype: str) -> str:
-    """32 hex digits over tokenizer, configs, dtype and the weight files' sizes and samples spread over each.
+def revision_of(source: ModelSource, arithmetic: str) -> str:
+    """32 hex digits over tokenizer, configs, the weight files' sizes and samples, and how they are computed with.
 
-    Samples and not every byte, because a node of a large model should not read all of it twice to start.
+    Samples and not every byte, because a node of a large model should not read all of it twice to start. Neither
+    folders nor a GGUF file's name count: machines keep the same model in different places.
     """
-    digest = hashlib.blake2b(dtype.encode(), digest_size=16)
+    digest = hashlib.blake2b(arithmetic.encode(), digest_size=16)
     for name in _TOKENIZER_FILES:
-        path = folder / name
+        path = source.folder / name
         if path.is_file():
             digest.update(name.encode() + path.read_bytes())
     for name in _CONFIG_FILES:
-        path = folder / name
+        path = source.folder / name
         if path.is_file():
             digest.update(name.encode() + _config_content(path))
-    for path in weight_files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            for i in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+    for path in weight_files(source):
+        for sample in samples(path):
+            digest.update(sample)
     return digest.hexdigest()
 
 

@@ -1,36 +1,26 @@
-"""Rotary positions: the angles of a model, and their application to packed tokens."""
+"""Rotary positions: the angles of a model."""
 
 from __future__ import annotations
 
-import math
-
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.gpu_node.model.spec import ModelSpec, RopeScaling
 
 
-def rope_table(spec: ModelSpec, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine by position, each [num_positions, head_dim]; both halves of a head turn by the same angles."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-    frequencies = 1.0 / spec.rope_theta**exponents
+def rope_angles(spec: ModelSpec, num_positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosine and sine by position, each [num_positions, head_dim / 2]; both halves of a head turn by the same angles."""
+    frequencies = (1.0 / spec.rope_theta ** (np.arange(0, spec.head_dim, 2) / spec.head_dim)).astype(np.float32)
     if spec.rope_scaling is not None:
         frequencies = _scale_llama3(frequencies, spec.rope_scaling)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    angles = np.outer(np.arange(num_positions, dtype=np.float32), frequencies)
+    return np.cos(angles), np.sin(angles)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head of each token. x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, head_dim]."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
-
-
-def _scale_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    wavelengths = 2 * math.pi / frequencies
+def _scale_llama3(frequencies: NDArray[np.float32], scaling: RopeScaling) -> NDArray[np.float32]:
+    wavelengths = 2 * np.pi / frequencies
     turns = scaling.original_max_position / wavelengths
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)
-    return frequencies * (blend + (1.0 - blend) / scaling.factor)
+    blend = blend.clip(0.0, 1.0)
+    scaled: NDArray[np.float32] = (frequencies * (blend + (1.0 - blend) / scaling.factor)).astype(np.float32)
+    return scaled

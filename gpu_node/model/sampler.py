@@ -1,4 +1,4 @@
-"""Logits to tokens, every row by its own rules."""
+"""Logits to tokens, every row by its own rules: those of kernels/reference/sampler.py, for a whole step at once."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ everything only while there are 64 times as many."""
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
-    """One token a row; FAILED_TOKEN where logits are not finite.
+    """One token a row; FAILED_TOKEN where logits are not finite, or were not after the row's penalties and bans.
 
     logits: [num_samples, vocab] in float32, overwritten. A row's token depends on nothing but that row.
     """
     best, at = logits.max(dim=-1)
     failed = ~torch.isfinite(best).numpy()
     if any(map(len, rows.seen)) or any(map(len, rows.banned)):
-        _penalise_repetition(logits, rows)
+        _penalise(logits, rows)
         _ban(logits, rows)
-        at = logits.argmax(dim=-1)
+        best, at = logits.max(dim=-1)
+        failed |= ~torch.isfinite(best).numpy()
     tokens = at.numpy().astype(np.int32)
     drawn = np.flatnonzero((rows.temperature > 0) & ~failed)
     if len(drawn):
@@ -34,14 +35,26 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     return tokens
 
 
-def _penalise_repetition(logits: Tensor, rows: SamplingRows) -> None:
-    """Divide positive and multiply negative logits of tokens seen before, as in the CTRL paper (arXiv:1909.05858)."""
+def _penalise(logits: Tensor, rows: SamplingRows) -> None:
     for i, seen in enumerate(rows.seen):
         if not len(seen):
             continue
-        ids = torch.from_numpy(seen).long()
-        scores, penalty = logits[i, ids], float(rows.repetition_penalty[i])
-        logits[i, ids] = torch.where(scores < 0, scores * penalty, scores / penalty)
+        _penalise_repetition(logits[i], torch.from_numpy(seen).long(), float(rows.repetition_penalty[i]))
+        frequency, presence = float(rows.frequency_penalty[i]), float(rows.presence_penalty[i])
+        if frequency or presence:
+            _penalise_output(logits[i], seen[rows.num_seen_prompt[i] :], frequency, presence)
+
+
+def _penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> None:
+    """Divide positive and multiply negative logits of tokens seen before, as in the CTRL paper (arXiv:1909.05858)."""
+    scores = logits[seen]
+    logits[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
+
+
+def _penalise_output(logits: Tensor, output: NDArray[np.int32], frequency: float, presence: float) -> None:
+    """Take from each token that was said the one penalty as often as it was said, and the other once."""
+    tokens, counts = map(torch.from_numpy, np.unique(output, return_counts=True))
+    logits[tokens] = logits[tokens] - frequency * counts - presence
 
 
 def _ban(logits: Tensor, rows: SamplingRows) -> None:
@@ -54,6 +67,9 @@ def _draw(logits: Tensor, rows: SamplingRows, drawn: NDArray[np.intp]) -> NDArra
     """Invert each row's cumulative distribution, in the order of token ids, at the row's own random number."""
     # The maximum is taken off first so that a tiny temperature overflows to -inf and never to NaN.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / torch.from_numpy(rows.temperature[drawn])[:, None]
+    min_p = rows.min_p[drawn]
+    if min_p.any():
+        logits.masked_fill_(logits < torch.from_numpy(min_p).log()[:, None], -torch.inf)
     limited = np.flatnonzero((rows.top_k[drawn] > 0) | (rows.top_p[drawn] < 1))
     if len(limited):
         index, chosen = torch.from_numpy(limited), drawn[limited]

@@ -1,80 +1,71 @@
-"""From what the user calls a model to a local folder in Hugging Face's format."""
+"""From what the user calls a model to local files: a folder in Hugging Face's format, or one beside a GGUF file."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-import tempfile
-import time
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.gguf import convert_gguf
+from penstock.gpu_node.model.cache import built_once, samples
+from penstock.gpu_node.model.gguf import dequantise_gguf, describe_gguf
 
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "*.model"]
 _NOT_WEIGHTS = ["original/*", "onnx/*", "metal/*"]
-_CONVERTER_VERSION = 1
-"""Goes up when `convert_gguf` writes other files than before, so that no node goes on with the older ones."""
-_BUILDING_S = 24 * 60 * 60
-"""A conversion older than this is not under way: its process died."""
+_CONVERTER_VERSION = 2
+"""Goes up when the converters write other files than before, so that no node goes on with the older ones."""
+
+Progress = Callable[[str, float], None]
+"""Hears a stage and the fraction of it that is done."""
 
 
-def resolve_model(model: str, progress: Callable[[str, float], None]) -> Path:
-    """The folder of a model given as a folder, a `.gguf` file or a hub id with optional `@revision`.
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model's files are."""
 
-    A GGUF file is converted once per content into the cache folder. Raises ConfigError when there is no such model.
+    folder: Path
+    """Holds config.json and the tokenizer's files; the weights too, unless they are in `gguf`."""
+    gguf: Path | None = None
+
+
+def resolve_model(model: str, progress: Progress) -> ModelSource:
+    """The files of a model given as a folder, a `.gguf` file or a hub id with optional `@revision`.
+
+    What a GGUF file says of config and tokenizer is written to the cache folder once. Raises ConfigError when there is
+    no such model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        return path
+        return ModelSource(path)
     if model.endswith(".gguf"):
         if not path.is_file():
             raise ConfigError(f"there is no file {path}")
-        return _converted(path, progress)
+        return ModelSource(built_once(_cached_name(path), lambda folder: describe_gguf(path, folder, progress)), path)
     if model.startswith((".", "/", "~")):
         raise ConfigError(f"there is no folder {path}")
-    return _downloaded(model, progress)
+    return ModelSource(_downloaded(model, progress))
 
 
-def cache_folder() -> Path:
-    """Where converted models are kept: $PENSTOCK_CACHE, else ~/.cache/penstock."""
-    return Path(os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock").expanduser()
+def dequantised_folder(source: ModelSource, progress: Progress) -> Path:
+    """A folder that holds the source's weights as safetensors: its own, or one made of its GGUF file in bfloat16."""
+    gguf = source.gguf
+    if gguf is None:
+        return source.folder
+    return built_once(
+        f"{_cached_name(gguf)}-bfloat16", lambda folder: dequantise_gguf(gguf, source.folder, folder, progress)
+    )
 
 
-def _converted(gguf: Path, progress: Callable[[str, float], None]) -> Path:
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
-    folder = cache_folder() / "models" / f"{gguf.stem}-{digest}-v{_CONVERTER_VERSION}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(folder.parent, time.time() - _BUILDING_S)
-    # Built beside its place and moved there whole: two processes may race, and either may die half way.
-    with tempfile.TemporaryDirectory(prefix=f".{gguf.stem}-", dir=folder.parent) as building:
-        converted = Path(building) / "model"
-        convert_gguf(gguf, converted, progress)
-        try:
-            converted.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-            shutil.rmtree(converted)
-    return folder
+def _cached_name(gguf: Path) -> str:
+    """Names a file by time of change and samples: reading all of a large one would take as long as loading it."""
+    digest = hashlib.blake2b(str(gguf.stat().st_mtime_ns).encode(), digest_size=8)
+    for sample in samples(gguf):
+        digest.update(sample)
+    return f"{gguf.stem}-{digest.hexdigest()}-v{_CONVERTER_VERSION}"
 
 
-def _sweep(models: Path, before_s: float) -> None:
-    """Remove what conversions that died before a time left half built."""
-    for left in models.glob(".*"):
-        # Another process may sweep, or finish, at the same time.
-        with suppress(OSError):
-            if left.stat().st_mtime < before_s:
-                shutil.rmtree(left)
-
-
-def _downloaded(model: str, progress: Callable[[str, float], None]) -> Path:
+def _downloaded(model: str, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -1,0 +1,62 @@
+"""The folder of what was converted once: each entry is built beside its place and moved there whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_BUILDING_S = 24 * 60 * 60
+"""A conversion older than this is not under way: its process died."""
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $PENSTOCK_CACHE, else ~/.cache/penstock."""
+    return Path(os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock").expanduser()
+
+
+def built_once(name: str, build: Callable[[Path], None]) -> Path:
+    """The cached folder called `name`; where there is none, `build` writes it to the path that it is given.
+
+    Two processes may race, and either may die half way: what others see is whole or not there.
+    """
+    folder = cache_folder() / "models" / name
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder.parent, time.time() - _BUILDING_S)
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as building:
+        built = Path(building) / "model"
+        build(built)
+        try:
+            built.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            shutil.rmtree(built)
+    return folder
+
+
+def samples(path: Path) -> Iterator[bytes]:
+    """A file's size and pieces spread over it: enough to tell files apart without reading all of a large one."""
+    size = path.stat().st_size
+    yield str(size).encode()
+    with path.open("rb") as file:
+        for i in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+            yield file.read(_SAMPLE_BYTES)
+
+
+def _sweep(models: Path, before_s: float) -> None:
+    """Remove what conversions that died before a time left half built."""
+    for left in models.glob(".*"):
+        # Another process may sweep, or finish, at the same time.
+        with suppress(OSError):
+            if left.stat().st_mtime < before_s:
+                shutil.rmtree(left)

@@ -1,0 +1,196 @@
+"""Tensors of safetensors and GGUF files under Hugging Face's names, mapped from the files; no torch."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
+from gguf.quants import dequantize
+from gguf.tensor_mapping import get_tensor_name_map
+from numpy.typing import NDArray
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.gguf_header import GgufHeader, GgufTensor, read_header
+from penstock.gpu_node.model.source import ModelSource
+
+_SAFETENSORS_KINDS = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
+_GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_INTERLEAVED_HEADS = {
+    "llama": {".q_proj.weight": "llama.attention.head_count", ".k_proj.weight": "llama.attention.head_count_kv"}
+}
+"""GGUF's architectures that are read here; which of their tensors keep the two halves of each head interleaved, and
+where the file says how many heads that are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as its file keeps it."""
+
+    name: str
+    kind: str
+    """`bfloat16`, `float16`, `float32`, or a ggml format such as `q4_0`."""
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+    """[rows, bytes per row], read-only, mapped from the file; a vector is one row."""
+    row_order: NDArray[np.int32] | None = None
+    """Row i of Hugging Face's layout is stored as row `row_order[i]`; None: as row i."""
+
+    def to_float32(self) -> NDArray[np.float32]:
+        """A copy of the values, in `shape` and in Hugging Face's order of rows."""
+        values = _DECODERS[self.kind](self.data) if self.kind in _DECODERS else _dequantised(self)
+        return (values if self.row_order is None else values[self.row_order]).reshape(self.shape)
+
+
+class Checkpoint:
+    """The tensors of a model by name."""
+
+    def __init__(self, find: Callable[[str], StoredTensor | None]) -> None:
+        self._find = find
+
+    @classmethod
+    def open(cls, source: ModelSource) -> Checkpoint:
+        """Maps a model's weight files. Raises ConfigError for files that are missing, cut short or of another kind."""
+        files = weight_files(source)
+        if source.gguf is None:
+            tensors = {name: tensor for path in files for name, tensor in _read_safetensors(path).items()}
+            return cls(tensors.get)
+        return cls(_GgufFile(source.gguf).find)
+
+    def get(self, name: str, *shape: int) -> StoredTensor:
+        """The tensor of a name. Raises ConfigError when it is missing or of another shape than the config says."""
+        tensor = self._find(name)
+        if tensor is None:
+            raise ConfigError(f"the checkpoint has no tensor {name}")
+        if tensor.shape != shape:
+            raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
+        return tensor
+
+
+def weight_files(source: ModelSource) -> list[Path]:
+    """The files that hold a model's weights. Raises ConfigError when there are none, or only pickles."""
+    if source.gguf is not None:
+        return [source.gguf]
+    folder = source.folder
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError(f"{index} names files that are not there: {', '.join(missing)}")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ConfigError(f"{folder} has only pickled weights, which can run code; want .safetensors or .gguf")
+    raise ConfigError(f"{folder} has no .safetensors weights")
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    with path.open("rb") as file:
+        try:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except ValueError as error:
+            raise ConfigError(f"{path} is empty") from error
+
+
+def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    content = _mapped(path)
+    header_bytes = int.from_bytes(content[:8].tobytes(), "little")
+    if 8 + header_bytes > len(content):
+        raise ConfigError(f"{path} is cut short or no safetensors file")
+    try:
+        header: dict[str, dict[str, Any]] = json.loads(content[8 : 8 + header_bytes].tobytes())
+        header.pop("__metadata__", None)
+        return {name: _safetensor(name, entry, content[8 + header_bytes :]) for name, entry in header.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} has no safetensors header: {error}") from error
+
+
+def _safetensor(name: str, entry: Mapping[str, Any], data: NDArray[np.uint8]) -> StoredTensor:
+    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+    kind, item_bytes = _SAFETENSORS_KINDS.get(entry["dtype"], (entry["dtype"].lower(), None))
+    if not 0 <= start <= end <= len(data):
+        raise ConfigError(f"it is cut short: tensor {name} ends behind the file's end")
+    if item_bytes is not None and end - start != prod(shape) * item_bytes:
+        raise ConfigError(f"tensor {name} has {end - start} bytes for the shape {list(shape)}")
+    return StoredTensor(name, kind, shape, _rows(data[start:end], shape))
+
+
+def _rows(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    return data.reshape(prod(shape[:-1]), -1) if data.size else data.reshape(0, 0)
+
+
+class _GgufFile:
+    """Finds the tensors of a GGUF file by Hugging Face's names."""
+
+    def __init__(self, path: Path) -> None:
+        self._content = _mapped(path)
+        try:
+            self._header = read_header(self._content.data)
+            self._interleaved, self._names = _conventions(self._header)
+        except ConfigError as error:
+            raise ConfigError(f"cannot read {path}: {error.message}") from error
+
+    def find(self, name: str) -> StoredTensor | None:
+        stored = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensor: GgufTensor | None = self._header.tensors.get(stored)
+        if tensor is None:
+            return None
+        data = self._content[tensor.start : tensor.start + tensor.num_bytes]
+        heads = next((count for suffix, count in self._interleaved.items() if name.endswith(suffix)), None)
+        order = None if heads is None else _deinterleaved(tensor.shape[0], heads)
+        kind = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type)
+        return StoredTensor(name, kind, tensor.shape, _rows(data, tensor.shape), order)
+
+
+def _conventions(header: GgufHeader) -> tuple[dict[str, int], Any]:
+    """Numbers of heads by the endings of the tensors that keep heads interleaved, and the map of names."""
+    name = str(header.metadata.get("general.architecture"))
+    if name not in _INTERLEAVED_HEADS:
+        raise ConfigError(f"architecture {name} is not supported in GGUF; supported: {', '.join(_INTERLEAVED_HEADS)}")
+    architecture = next(known for known, its_name in MODEL_ARCH_NAMES.items() if its_name == name)
+    counts = {suffix: _count(header, key) for suffix, key in _INTERLEAVED_HEADS[name].items()}
+    return counts, get_tensor_name_map(architecture, _count(header, f"{name}.block_count"))
+
+
+def _count(header: GgufHeader, key: str) -> int:
+    count = header.metadata.get(key)
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"its metadata says {count!r} for {key}")
+    return count
+
+
+def _deinterleaved(num_rows: int, num_heads: int) -> NDArray[np.int32]:
+    """Row r of a head's first half is stored as its row 2r, of its second half as row 2r + 1."""
+    if num_rows % (2 * num_heads):
+        raise ConfigError(f"{num_rows} rows are no pairs of halves of {num_heads} heads")
+    return np.arange(num_rows, dtype=np.int32).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
+
+
+def _from_bfloat16(data: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+_DECODERS: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
+    "bfloat16": _from_bfloat16,
+    "float16": lambda data: data.view("<f2").astype(np.float32),
+    "float32": lambda data: data.view("<f4").astype(np.float32),
+}
+
+
+def _dequantised(tensor: StoredTensor) -> NDArray[np.float32]:
+    try:
+        values: NDArray[np.float32] = dequantize(tensor.data, GGMLQuantizationType[tensor.kind.upper()])
+    except (KeyError, NotImplementedError) as error:
+        raise ConfigError(f"tensor {tensor.name} is stored as {tensor.kind}, which cannot be read") from error
+    return values

@@ -1,0 +1,133 @@
+"""What stands at the head of a GGUF file: its metadata, and where each tensor lies.
+
+The `gguf` package reads this too, but makes an array of every single token of the vocabulary: seconds for what takes
+milliseconds when lists are stepped over. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from penstock.contract.errors import ConfigError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {number: struct.Struct(f"<{code}") for number, code in _CODES.items()}
+_STRING, _ARRAY = 8, 9
+_U32, _U64 = _SCALARS[4], _SCALARS[10]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor: the name of its format in lower case, and where its bytes lie in the file."""
+
+    ggml_type: str
+    shape: tuple[int, ...]
+    """Slowest dimension first."""
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Metadata without its lists, and the tensors by their GGUF names."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_header(content: memoryview) -> GgufHeader:
+    """The header of a whole file. Raises ConfigError for one that is cut short or no GGUF file."""
+    cursor = _Cursor(content)
+    try:
+        if cursor.take(4) != _MAGIC or cursor.number(_U32) not in _VERSIONS:
+            raise ConfigError("it is no GGUF file of version 2 or 3")
+        num_tensors, num_entries = cursor.number(_U64), cursor.number(_U64)
+        metadata = dict(cursor.entry() for _ in range(num_entries))
+        infos = [cursor.tensor_info() for _ in range(num_tensors)]
+    except (struct.error, UnicodeDecodeError, OverflowError) as error:
+        raise ConfigError(f"its header is cut short or broken: {error}") from error
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ConfigError(f"its tensors are aligned to {alignment!r}")
+    data_start = -(-cursor.at // alignment) * alignment
+    tensors = {name: _tensor(name, dims, kind, data_start + offset) for name, dims, kind, offset in infos}
+    for name, tensor in tensors.items():
+        if tensor.start + tensor.num_bytes > len(content):
+            raise ConfigError(f"it is cut short: tensor {name} ends behind the file's end")
+    return GgufHeader({key: value for key, value in metadata.items() if value is not None}, tensors)
+
+
+def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+    try:
+        ggml_type = GGMLQuantizationType(kind)
+    except ValueError:
+        raise ConfigError(f"tensor {name} has the unknown format {kind}") from None
+    block_size, block_bytes = GGML_QUANT_SIZES[ggml_type]
+    if not dims or dims[0] % block_size:
+        raise ConfigError(f"tensor {name} has rows of {dims[0] if dims else 0} values in blocks of {block_size}")
+    return GgufTensor(ggml_type.name.lower(), dims[::-1], start, prod(dims) // block_size * block_bytes)
+
+
+class _Cursor:
+    """Reads on from a place; past the end it raises struct.error."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self.at = 0
+
+    def number(self, layout: struct.Struct) -> int:
+        value: int = layout.unpack_from(self._content, self.at)[0]
+        self.at += layout.size
+        return value
+
+    def take(self, num_bytes: int) -> bytes:
+        taken = bytes(self._content[self.at : self.at + num_bytes])
+        if len(taken) < num_bytes:
+            raise struct.error(f"{num_bytes} bytes wanted, {len(taken)} left")
+        self.at += num_bytes
+        return taken
+
+    def text(self) -> str:
+        return self.take(self.number(_U64)).decode()
+
+    def entry(self) -> tuple[str, Any]:
+        """A key and its value; None for a list."""
+        key, kind = self.text(), self.number(_U32)
+        if kind in _SCALARS:
+            return key, self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return key, self.text()
+        if kind != _ARRAY:
+            raise ConfigError(f"{key} has the unknown type {kind}")
+        self._skip_list(key)
+        return key, None
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, dimensions (fastest first), format and place behind the header."""
+        name = self.text()
+        dims = tuple(self.number(_U64) for _ in range(self.number(_U32)))
+        return name, dims, self.number(_U32), self.number(_U64)
+
+    def _skip_list(self, key: str) -> None:
+        kind, length = self.number(_U32), self.number(_U64)
+        if kind in _SCALARS:
+            self.at += length * _SCALARS[kind].size
+        elif kind == _STRING:
+            self._skip_texts(length)
+        else:
+            raise ConfigError(f"{key} is a list of the unknown type {kind}")
+
+    def _skip_texts(self, count: int) -> None:
+        content, at, unpack = self._content, self.at, _U64.unpack_from
+        for _ in range(count):
+            at += 8 + unpack(content, at)[0]
+        self.at = at

@@ -1,0 +1,47 @@
+"""Which format of the kernels each matrix is kept in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.gpu_node.model.checkpoint import StoredTensor
+from penstock.kernels.cpu.library import Format, Source
+
+_FORMATS = {
+    "none": Format.BF16,
+    "int8": Format.INT8,
+    "int8_group": Format.INT8_GROUP,
+    "int4": Format.INT4_GROUP,
+}
+_OWN = {
+    **dict.fromkeys(("bfloat16", "float16", "float32"), Format.BF16),
+    **dict.fromkeys(("q4_0", "q4_1"), Format.INT4_GROUP),
+}
+"""What keeps a stored kind without loss; every other one is dequantised to groups of int8."""
+_BY_PRECISION = (Format.BF16, Format.INT8, Format.INT8_GROUP, Format.INT4_GROUP)
+_SOURCES = {
+    "float32": Source.FLOAT32,
+    "bfloat16": Source.BFLOAT16,
+    "q4_0": Source.Q4_0,
+    "q4_1": Source.Q4_1,
+    "q8_0": Source.Q8_0,
+}
+
+
+def format_of(parts: Iterable[StoredTensor], quantization: str) -> Format:
+    """The format of a matrix made of `parts`: the one asked for, else the most precise that a part is stored in."""
+    if quantization != "auto":
+        return _FORMATS[quantization]
+    return min((_OWN.get(part.kind, Format.INT8_GROUP) for part in parts), key=_BY_PRECISION.index)
+
+
+def rows_of(tensor: StoredTensor) -> tuple[Source, NDArray[np.uint8], NDArray[np.int32] | None]:
+    """A tensor's rows as the kernels read them: their kind, bytes [rows, row bytes], and the order to take them in."""
+    source = _SOURCES.get(tensor.kind)
+    if source is not None:
+        return source, tensor.data, tensor.row_order
+    values = tensor.to_float32()
+    return Source.FLOAT32, values.view(np.uint8).reshape(len(values), -1), None

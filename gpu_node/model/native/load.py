@@ -1,0 +1,167 @@
+"""A described model to a native runner, where this machine and the model allow one."""
+
+from __future__ import annotations
+
+import logging
+
+from penstock.gpu_node.model.cache import cache_folder
+from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
+from penstock.gpu_node.model.description import Description, kv_blocks
+from penstock.gpu_node.model.native.formats import format_of, rows_of
+from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.gpu_node.model.protocol import RunnerOptions
+from penstock.gpu_node.model.rope import rope_angles
+from penstock.gpu_node.model.source import Progress
+from penstock.gpu_node.model.spec import ModelSpec
+from penstock.kernels.cpu.build import BuildError, library_path
+from penstock.kernels.cpu.library import Format, KvFormat, NativeModel, NativeSpec, Place, Slot, Vector
+from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
+
+_log = logging.getLogger(__name__)
+
+PAGE_TOKENS = 16
+MAX_HEAD_DIM = 256
+_KV_FORMATS = {"auto": KvFormat.BF16, "bfloat16": KvFormat.BF16, "int8": KvFormat.INT8}
+
+
+class NativeUnavailableError(Exception):
+    """The native kernels do not run here, or not this model; says why."""
+
+
+def load_native(described: Description, options: RunnerOptions, progress: Progress) -> tuple[NativeRunner, str]:
+    """The runner, and a name for its arithmetic. Raises NativeUnavailableError, and ConfigError for a bad checkpoint."""
+    _check(described, options)
+    isa = best_isa(cpu_flags())
+    if isa is None:
+        raise NativeUnavailableError("the CPU has neither AVX-512 with BF16 and VNNI nor AVX2")
+    try:
+        library = library_path(isa, cache_folder() / "native", lambda done: progress("compile", done))
+    except BuildError as error:
+        raise NativeUnavailableError(str(error)) from error
+    spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
+    num_blocks = kv_blocks(described, options, _kv_token_bytes(spec, kv_format)) + 1
+    threads = options.num_threads or usable_cores()
+    model = NativeModel(library, _native_spec(described, options, num_blocks, kv_format), threads)
+    formats = _Packer(model, described, options.quantization, progress).pack()
+    arithmetic = _arithmetic(isa, formats, kv_format)
+    _log.info("native runner %s kv_blocks=%d threads=%d", arithmetic, num_blocks - 1, threads)
+    return NativeRunner(model, num_blocks=num_blocks, vocab_size=spec.vocab_size), arithmetic
+
+
+def _check(described: Description, options: RunnerOptions) -> None:
+    spec = described.spec
+    if options.dtype not in ("auto", "bfloat16"):
+        raise NativeUnavailableError(f"they compute in bfloat16, not {options.dtype}")
+    if options.dtype == "auto" and described.source.gguf is None and described.stored_dtype == "float32":
+        raise NativeUnavailableError("the checkpoint is float32; dtype bfloat16 would round it")
+    if options.kv_cache_dtype not in _KV_FORMATS:
+        raise NativeUnavailableError(f"they keep keys and values in bfloat16 or int8, not {options.kv_cache_dtype}")
+    if options.block_size % PAGE_TOKENS:
+        raise NativeUnavailableError(f"they want a block_size that is a multiple of {PAGE_TOKENS}")
+    if spec.head_dim % PAGE_TOKENS or spec.head_dim > MAX_HEAD_DIM:
+        raise NativeUnavailableError(f"head_dim {spec.head_dim} is no multiple of {PAGE_TOKENS} up to {MAX_HEAD_DIM}")
+
+
+def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
+    """Of all layers; int8 keeps a float32 scale for each key and value."""
+    head_bytes = 2 * spec.head_dim if kv_format is KvFormat.BF16 else spec.head_dim + 4
+    return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
+
+
+def _native_spec(
+    described: Description, options: RunnerOptions, num_blocks: int, kv_format: KvFormat
+) -> NativeSpec:
+    spec = described.spec
+    return NativeSpec(
+        num_layers=spec.num_layers,
+        hidden=spec.hidden_size,
+        intermediate=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab=spec.vocab_size,
+        max_position=described.max_model_len,
+        norm_eps=spec.norm_eps,
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        kv_format=kv_format,
+    )
+
+
+def _arithmetic(isa: Isa, formats: set[Format], kv_format: KvFormat) -> str:
+    weights = "+".join(weights.name.lower() for weights in sorted(formats))
+    return f"native-{isa}-{weights}-kv-{kv_format.name.lower()}"
+
+
+class _Packer:
+    """Reads a checkpoint's tensors and lays them out for the kernels."""
+
+    def __init__(self, model: NativeModel, described: Description, quantization: str, progress: Progress) -> None:
+        self._model = model
+        self._spec = described.spec
+        self._names = described.names
+        self._max_model_len = described.max_model_len
+        self._checkpoint = Checkpoint.open(described.source)
+        self._quantization = quantization
+        self._progress = progress
+        self._formats: set[Format] = set()
+
+    def pack(self) -> set[Format]:
+        """All of it; the formats that were used."""
+        spec, names = self._spec, self._names
+        for layer in range(spec.num_layers):
+            self._pack_layer(layer)
+            self._progress("load", (layer + 1) / (spec.num_layers + 1))
+        embedding = self._checkpoint.get(names.embedding, spec.vocab_size, spec.hidden_size)
+        if spec.tied_head:
+            self._fuse(Slot.HEAD, 0, [embedding])
+        else:
+            self._fuse(Slot.HEAD, 0, [self._checkpoint.get(names.head, spec.vocab_size, spec.hidden_size)])
+            self._fuse(Slot.EMBEDDING, 0, [embedding])
+        self._set_norm(Vector.FINAL_NORM, 0, names.final_norm)
+        cos, sin = rope_angles(spec, self._max_model_len)
+        self._model.set_vector(Vector.COS, 0, cos)
+        self._model.set_vector(Vector.SIN, 0, sin)
+        self._progress("load", 1.0)
+        return self._formats
+
+    def _pack_layer(self, layer: int) -> None:
+        spec, names = self._spec, self._names
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        hidden, inter = spec.hidden_size, spec.intermediate_size
+
+        def get(name: str, rows: int, columns: int) -> StoredTensor:
+            return self._checkpoint.get(name.format(layer=layer), rows, columns)
+
+        parts = [get(names.q, q_size, hidden), get(names.k, kv_size, hidden), get(names.v, kv_size, hidden)]
+        self._fuse(Slot.QKV, layer, parts)
+        self._fuse(Slot.O, layer, [get(names.o, hidden, q_size)])
+        self._interleave(Slot.GATE_UP, layer, get(names.gate, inter, hidden), get(names.up, inter, hidden))
+        self._fuse(Slot.DOWN, layer, [get(names.down, hidden, inter)])
+        self._set_norm(Vector.ATTENTION_NORM, layer, names.attention_norm)
+        self._set_norm(Vector.MLP_NORM, layer, names.mlp_norm)
+
+    def _fuse(self, slot: Slot, layer: int, parts: list[StoredTensor]) -> None:
+        """One matrix with the parts' rows one after the other."""
+        self._allocate(slot, layer, parts, sum(part.shape[0] for part in parts))
+        first = 0
+        for part in parts:
+            source, data, order = rows_of(part)
+            self._model.fill(slot, layer, source, data, first=first, row_order=order)
+            first += part.shape[0]
+
+    def _interleave(self, slot: Slot, layer: int, one: StoredTensor, other: StoredTensor) -> None:
+        """One matrix in which the parts' rows alternate by halves of a panel."""
+        self._allocate(slot, layer, [one, other], 2 * one.shape[0])
+        for place, part in ((Place.FIRST_HALF, one), (Place.SECOND_HALF, other)):
+            source, data, order = rows_of(part)
+            self._model.fill(slot, layer, source, data, place=place, row_order=order)
+
+    def _allocate(self, slot: Slot, layer: int, parts: list[StoredTensor], rows: int) -> None:
+        weights = format_of(parts, self._quantization)
+        self._formats.add(weights)
+        self._model.allocate(slot, layer, weights, rows, parts[0].shape[1])
+
+    def _set_norm(self, vector: Vector, layer: int, name: str) -> None:
+        tensor = self._checkpoint.get(name.format(layer=layer), self._spec.hidden_size)
+        self._model.set_vector(vector, layer, tensor.to_float32())

@@ -1,0 +1,56 @@
+"""Tokenizers that are only whole once transformers has loaded them, saved once so that no later start needs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.cache import built_once
+
+_PATTERNS = ("*token*", "*.model", "vocab*", "merges*", "chat_template*", "config.json")
+_PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
+"""Take tokenizer.json as it is. Classes of one family take only vocabulary and merges from it and build the rest."""
+_EXPORT_VERSION = 1
+
+
+def plain_tokenizer(folder: Path) -> Path:
+    """`folder` where its tokenizer.json says all, else a cached folder with one that does.
+
+    Raises ConfigError when there is no tokenizer, or none that is fast.
+    """
+    if (folder / "tokenizer.json").is_file() and _class_name(folder) in _PLAIN_CLASSES:
+        return folder
+    files = sorted({path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()})
+    if all(path.name == "config.json" for path in files):
+        raise ConfigError(f"no tokenizer in {folder}")
+    digest = hashlib.blake2b(digest_size=8)
+    for path in files:
+        digest.update(path.name.encode() + path.read_bytes())
+    name = f"{folder.resolve().name}-{digest.hexdigest()}-tokenizer-v{_EXPORT_VERSION}"
+    return built_once(name, lambda target: _export(folder, target))
+
+
+def _class_name(folder: Path) -> str | None:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    name = config.get("tokenizer_class") if isinstance(config, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _export(folder: Path, target: Path) -> None:
+    from transformers import AutoTokenizer
+
+    auto_tokenizer: Any = AutoTokenizer
+    try:
+        tokenizer = auto_tokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        # Files of unknown origin through a foreign parser: it may fail in any way.
+        raise ConfigError(f"no usable tokenizer in {folder}: {error}") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(f"the tokenizer in {folder} cannot be written as a tokenizer.json")
+    tokenizer.save_pretrained(target)

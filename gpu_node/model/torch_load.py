@@ -1,0 +1,57 @@
+"""A described model to a torch runner."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint import Checkpoint
+from penstock.gpu_node.model.decoder import Decoder
+from penstock.gpu_node.model.description import Description, kv_blocks
+from penstock.gpu_node.model.linear import can_prepack
+from penstock.gpu_node.model.protocol import RunnerOptions
+from penstock.gpu_node.model.source import ModelSource, Progress, dequantised_folder
+from penstock.gpu_node.model.torch_runner import TorchRunner
+from penstock.gpu_node.model.weights import load_weights
+
+_log = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def load_torch(described: Description, options: RunnerOptions, progress: Progress) -> tuple[TorchRunner, str]:
+    """The runner, and a name for its arithmetic. Raises ConfigError naming what is missing or not supported."""
+    if options.quantization not in ("auto", "none"):
+        raise ConfigError(f"quantization {options.quantization} needs the native runner")
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    spec, name = described.spec, _choose_dtype(options.dtype, described.stored_dtype)
+    dtype = _DTYPES[name]
+    if options.kv_cache_dtype not in ("auto", name):
+        raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} needs the native runner; torch keeps {name}")
+    checkpoint = Checkpoint.open(ModelSource(dequantised_folder(described.source, progress)))
+    weights = load_weights(checkpoint, spec, described.names, dtype, lambda done: progress("load", done))
+    num_blocks = kv_blocks(described, options, 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize)
+    runner = TorchRunner(
+        spec,
+        Decoder(spec, weights, described.max_model_len),
+        num_blocks=num_blocks + 1,
+        block_size=options.block_size,
+        dtype=dtype,
+    )
+    prepacked, threads = can_prepack(dtype), torch.get_num_threads()
+    _log.info("torch runner dtype=%s prepacked=%s kv_blocks=%d threads=%d", name, prepacked, num_blocks, threads)
+    if torch.cuda.is_available():
+        _log.warning("a CUDA device is visible, but this runner computes on the CPU")
+    return runner, f"torch-{name}"
+
+
+def _choose_dtype(wanted: str, stored: str) -> str:
+    """What was asked for; else the checkpoint's own where this CPU multiplies it well; else float32."""
+    if wanted != "auto":
+        return wanted
+    capability = torch.backends.cpu.get_cpu_capability()
+    chosen = stored if stored == "bfloat16" and torch.cpu._is_avx512_bf16_supported() else "float32"
+    _log.info("dtype auto: checkpoint=%s cpu=%s chosen=%s", stored, capability, chosen)
+    return chosen

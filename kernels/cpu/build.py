@@ -1,0 +1,121 @@
+"""Compiles the C++ once per source, instruction set and compiler; images carry the result with them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from penstock.kernels.cpu.probe import Isa, usable_cores
+
+SOURCES = Path(__file__).parent / "src"
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Where images keep libraries, for machines without a compiler."""
+
+_ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
+    "avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    "avx2": ("-march=x86-64-v3",),
+}
+# Contracted sums would round differently from compiler to compiler.
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off")
+_COMPILERS = ("g++", "clang++", "c++")
+_TIMEOUT_S = 600
+
+
+class BuildError(Exception):
+    """The kernels cannot be had here; says why."""
+
+
+def library_path(
+    isa: Isa, cache: Path, progress: Callable[[float], None], *, extra_flags: Sequence[str] = ()
+) -> Path:
+    """The compiled kernels: a prebuilt library, one of an earlier build in `cache`, or a new one.
+
+    `extra_flags` go to compiler and linker, for sanitizers. Raises BuildError without a compiler that can do it.
+    """
+    prebuilt = PREBUILT / _prebuilt_name(isa)
+    if prebuilt.is_file() and not extra_flags:
+        return prebuilt
+    compiler = _compiler()
+    flags = (*_FLAGS, *_ISA_FLAGS[isa], *extra_flags)
+    path = cache / f"penstock-cpu-{isa}-{_digest(' '.join(flags), _version(compiler))}.so"
+    if not path.is_file():
+        _build(compiler, flags, path, progress)
+    return path
+
+
+def prebuild(isa: Isa) -> Path:
+    """Compile into the package itself, as an image does while it is made."""
+    path = PREBUILT / _prebuilt_name(isa)
+    _build(_compiler(), (*_FLAGS, *_ISA_FLAGS[isa]), path, lambda _fraction: None)
+    return path
+
+
+def _prebuilt_name(isa: Isa) -> str:
+    return f"penstock-cpu-{isa}-{_digest()}.so"
+
+
+def _digest(*more: str) -> str:
+    digest = hashlib.blake2b("\n".join(more).encode(), digest_size=8)
+    for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else _COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise BuildError(f"no C++ compiler: looked for {wanted or ', '.join(_COMPILERS)}")
+
+
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"])
+
+
+def _build(compiler: str, flags: Sequence[str], path: Path, progress: Callable[[float], None]) -> None:
+    """Compile beside the target and move it there whole: two processes may build at once, and either may die."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
+    progress(0.0)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            commands = (
+                [compiler, *flags, "-c", str(source), "-o", str(target)]
+                for source, target in zip(sources, objects, strict=True)
+            )
+            for done, _ in enumerate(pool.map(_run, commands), start=1):
+                progress(done / (len(sources) + 1))
+        linked = Path(folder) / path.name
+        _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(linked)])
+        linked.rename(path)
+    progress(1.0)
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def main() -> None:
+    """`python -m penstock.kernels.cpu.build`: prebuild for every instruction set."""
+    for isa in _ISA_FLAGS:
+        sys.stdout.write(f"{prebuild(isa)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The compiled kernels as Python sees them: a model to fill with weights, and steps of it."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Format(IntEnum):
+    """How a matrix is kept; groups are of 32 columns. See src/weights.h."""
+
+    BF16 = 0
+    INT8 = 1
+    INT8_GROUP = 2
+    INT4_GROUP = 3
+
+
+class Source(IntEnum):
+    """How the rows of a matrix come in."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q8_0 = 4
+
+
+class Place(IntEnum):
+    """Where rows go: one after the other, or interleaved with those of another part."""
+
+    PLAIN = 0
+    FIRST_HALF = 1
+    SECOND_HALF = 2
+
+
+class KvFormat(IntEnum):
+    """How keys and values are kept."""
+
+    BF16 = 0
+    INT8 = 1
+
+
+class Slot(IntEnum):
+    """A model's matrices."""
+
+    QKV = 0
+    O = 1
+    GATE_UP = 2
+    DOWN = 3
+    EMBEDDING = 4
+    HEAD = 5
+
+
+class Vector(IntEnum):
+    """A model's vectors and tables of float32."""
+
+    ATTENTION_NORM = 0
+    MLP_NORM = 1
+    FINAL_NORM = 2
+    COS = 3
+    SIN = 4
+
+
+class NativeSpec(c.Structure):
+    """Shapes and constants of a decoder, as src/model.h has them."""
+
+    _fields_ = [
+        *((name, c.c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
+        *((name, c.c_int32) for name in ("head_dim", "vocab", "max_position")),
+        ("norm_eps", c.c_float),
+        *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format")),
+    ]
+
+
+class NativePlan(c.Structure):
+    """One step, as src/model.h has it: counts, and addresses of arrays."""
+
+    _fields_ = [
+        *((name, c.c_int32) for name in ("num_tokens", "num_seqs", "num_samples", "block_table_stride")),
+        *((name, c.c_void_p) for name in ("token_ids", "positions", "query_starts", "block_tables", "sample_seqs")),
+        *((name, c.c_void_p) for name in ("temperature", "top_p", "min_p")),
+        *((name, c.c_void_p) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
+        *((name, c.c_void_p) for name in ("top_k", "choice", "position", "seed")),
+        *((name, c.c_void_p) for name in ("seen", "num_seen", "num_seen_prompt", "banned", "num_banned")),
+        *((name, c.c_void_p) for name in ("tokens", "logits", "times_ms")),
+    ]
+
+
+class KernelError(Exception):
+    """A native call failed; says why."""
+
+
+class NativeModel:
+    """A decoder in native memory with threads of its own. Not safe for use by several threads at once."""
+
+    def __init__(self, library: Path, spec: NativeSpec, num_threads: int) -> None:
+        self._library = _open(library)
+        self._spec = spec
+        self._handle = c.c_void_p()
+        self._check(self._library.penstock_model_new(c.byref(spec), num_threads, c.byref(self._handle)))
+
+    def close(self) -> None:
+        """End the threads and free all memory; the model cannot be used afterwards."""
+        handle, self._handle = self._handle, c.c_void_p()
+        self._library.penstock_model_free(handle)
+
+    def allocate(self, slot: Slot, layer: int, weights: Format, rows: int, columns: int) -> None:
+        """Make room for a matrix of zeros."""
+        self._check(self._library.penstock_matrix_new(self._handle, layer, slot, weights, rows, columns))
+
+    def fill(
+        self,
+        slot: Slot,
+        layer: int,
+        source: Source,
+        data: NDArray[np.uint8],
+        *,
+        first: int = 0,
+        place: Place = Place.PLAIN,
+        row_order: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Pack rows into a matrix. data: [rows, bytes of a row]; row i is taken from data[row_order[i]]."""
+        data = np.ascontiguousarray(data)
+        order = None if row_order is None else row_order.ctypes.data
+        rows, row_bytes = data.shape
+        call = self._library.penstock_matrix_fill
+        self._check(call(self._handle, layer, slot, source, place, first, rows, data.ctypes.data, row_bytes, order))
+
+    def set_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
+        """Set a norm's weights or a table."""
+        values = np.ascontiguousarray(values, dtype=np.float32)
+        self._library.penstock_vector_fill(self._handle, layer, vector, values.ctypes.data, values.size)
+
+    def start(self, plan: NativePlan) -> None:
+        """Start a step on the model's threads; what the plan points to must stay until `wait` is back."""
+        self._check(self._library.penstock_step_start(self._handle, c.byref(plan)))
+
+    def wait(self) -> None:
+        """Until the step is done."""
+        self._library.penstock_step_wait(self._handle)
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Zero blocks of the cache in every layer."""
+        blocks = np.array(block_ids, dtype=np.int32)
+        self._library.penstock_clear_blocks(self._handle, blocks.ctypes.data, len(blocks))
+
+    @staticmethod
+    def _check(error: bytes) -> None:
+        if error:
+            raise KernelError(error.decode(errors="replace"))
+
+
+def _open(path: Path) -> Any:
+    library = c.CDLL(str(path))
+    pointer, number = c.c_void_p, c.c_int
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "penstock_isa": (c.c_char_p, []),
+        "penstock_model_new": (c.c_char_p, [pointer, number, pointer]),
+        "penstock_model_free": (None, [pointer]),
+        "penstock_matrix_new": (c.c_char_p, [pointer, *[number] * 5]),
+        "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer]),
+        "penstock_vector_fill": (None, [pointer, number, number, pointer, c.c_size_t]),
+        "penstock_step_start": (c.c_char_p, [pointer, pointer]),
+        "penstock_step_wait": (None, [pointer]),
+        "penstock_clear_blocks": (None, [pointer, pointer, number]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

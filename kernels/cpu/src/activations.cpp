@@ -1,0 +1,64 @@
+#include "activations.h"
+
+#include <vector>
+
+namespace penstock {
+
+float quantise_row(const float* values, int count, int8_t* q, int32_t* total) {
+  Floats most = zeros(), poison = zeros();
+  for (int i = 0; i < count; i += kLanes) {
+    const Floats x = load(values + i);
+    most = max(most, abs(x));
+    // The maximum forgets a NaN; a sum of zero times everything does not.
+    poison = fma(x, zeros(), poison);
+  }
+  const float largest_value = largest(most);
+  const Floats inverse = broadcast(largest_value > 0 ? 127.f / largest_value : 0.f);
+  Ints sums = broadcast_int(0);
+  for (int i = 0; i < count; i += kLanes) {
+    const Ints rounded = to_ints(load(values + i) * inverse);
+    sums = sums + rounded;
+    store_s8(q + i, rounded);
+  }
+  *total = sum(sums);
+  return largest_value / 127.f + sum(poison);
+}
+
+void Activations::prepare(int rows, int columns, Format format) {
+  format_ = format;
+  tiling_ = Tiling(std::max(rows, 1), format);
+  padded_ = round_up(columns, kGroup);
+  words_ = padded_ / (format == Format::kBf16 ? 2 : 4);
+  groups_ = format == Format::kBf16 || format == Format::kInt8 ? 1 : padded_ / kGroup;
+  data_.reserve((size_t)rows * words_);
+  scales_.reserve((size_t)rows * groups_);
+  sums_.reserve((size_t)rows * groups_);
+  offsets_.reserve((size_t)rows * groups_);
+}
+
+void Activations::set_row(int row, const float* values) {
+  const int tile = tiling_.tile_of(row), first = tiling_.first(tile), stride = tiling_.size(tile), at = row - first;
+  thread_local std::vector<uint32_t> staged;
+  if ((int)staged.size() < words_) staged.resize(words_);
+  if (format_ == Format::kBf16) {
+    for (int i = 0; i < padded_; i += kLanes) store_bf16(reinterpret_cast<bf16*>(staged.data()) + i, load(values + i));
+  } else {
+    const int group = padded_ / groups_;
+    for (int g = 0; g < groups_; ++g) {
+      const size_t i = (size_t)first * groups_ + g * stride + at;
+      int8_t* q = reinterpret_cast<int8_t*>(staged.data()) + g * group;
+      scales_[i] = quantise_row(values + g * group, group, q, &sums_[i]);
+      offsets_[i] = scales_[i] * sums_[i];
+    }
+  }
+  uint32_t* out = data_.data() + (size_t)first * words_ + at;
+  for (int i = 0; i < words_; ++i) out[i * stride] = staged[i];
+}
+
+Tile Activations::tile(int i) const {
+  const size_t first = tiling_.first(i);
+  return {tiling_.size(i), data_.data() + first * words_, scales_.data() + first * groups_,
+          sums_.data() + first * groups_, offsets_.data() + first * groups_};
+}
+
+}  // namespace penstock

@@ -1,0 +1,63 @@
+// The left side of a matrix product, in the order in which the dot instructions read it.
+//
+// Rows are cut into tiles as large as the registers hold. In a tile the rows are interleaved word by word (two bf16, or
+// four quantised bytes), so that a kernel reads one stream. Quantisation looks at nothing but its own row: a row's product
+// is the same alone and in a batch.
+#pragma once
+#include "weights.h"
+
+namespace penstock {
+
+// Rows that a kernel multiplies with one panel at a time.
+constexpr int max_tile_rows(Format format) {
+  const bool grouped = format == Format::kInt8Group || format == Format::kInt4Group;
+  if (kRegisters >= 32) return grouped ? 6 : 12;
+  return grouped ? 2 : 4;
+}
+
+// `rows` rows in as few tiles as possible, whose sizes differ by at most one.
+struct Tiling {
+  int rows, tiles;
+
+  Tiling(int rows, Format format) : rows(rows), tiles((rows + max_tile_rows(format) - 1) / max_tile_rows(format)) {}
+  int first(int tile) const { return (int)((int64_t)rows * tile / tiles); }
+  int size(int tile) const { return first(tile + 1) - first(tile); }
+  int tile_of(int row) const { return (int)(((int64_t)(row + 1) * tiles - 1) / rows); }
+};
+
+struct Tile {
+  int rows;
+  const uint32_t* words;    // [words of a row][rows]
+  const float* scales;      // [groups][rows]; one group a row for int8
+  const int32_t* sums;      // [groups][rows]: sum of the quantised values
+  const float* offsets;     // [groups][rows]: scale * sum
+};
+
+class Activations {
+ public:
+  // Room for `rows` rows of `columns` numbers for products with matrices of `format`.
+  void prepare(int rows, int columns, Format format);
+
+  // Writes a row: `values` of padded length, of which those past `columns` are zero.
+  void set_row(int row, const float* values);
+
+  const Tiling& tiling() const { return tiling_; }
+  Tile tile(int i) const;
+
+ private:
+  Format format_ = Format::kBf16;
+  Tiling tiling_{1, Format::kBf16};
+  int padded_ = 0;
+  int words_ = 0;
+  int groups_ = 0;
+  Buffer<uint32_t> data_;
+  Buffer<float> scales_;
+  Buffer<int32_t> sums_;
+  Buffer<float> offsets_;
+};
+
+// Quantises `count` values (a multiple of 16) to scale * q with q in [-127, 127]; a NaN or infinity makes the scale NaN.
+// Answers the scale, and the sum of q in `sum`.
+float quantise_row(const float* values, int count, int8_t* q, int32_t* sum);
+
+}  // namespace penstock

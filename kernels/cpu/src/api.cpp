@@ -1,0 +1,109 @@
+// What Python calls, through ctypes. Errors are answered as text, empty for none; nothing here throws.
+#include <cstring>
+#include <exception>
+#include <string>
+
+#include "gemm.h"
+#include "model.h"
+
+using namespace penstock;
+
+namespace {
+
+thread_local std::string last_error;
+
+template <class Body>
+const char* guarded(const Body& body) {
+  last_error.clear();
+  try {
+    body();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+  }
+  return last_error.c_str();
+}
+
+enum Slot { kQkv = 0, kO = 1, kGateUp = 2, kDown = 3, kEmbedding = 4, kHead = 5 };
+enum Vector { kAttentionNorm = 0, kMlpNorm = 1, kFinalNorm = 2, kCos = 3, kSin = 4 };
+
+Matrix& matrix_at(Model& model, int layer, int slot) {
+  switch (slot) {
+    case kQkv:
+      return model.layer(layer).qkv;
+    case kO:
+      return model.layer(layer).o;
+    case kGateUp:
+      return model.layer(layer).gate_up;
+    case kDown:
+      return model.layer(layer).down;
+    case kEmbedding:
+      return model.embedding;
+    default:
+      return model.head;
+  }
+}
+
+Buffer<float>& vector_at(Model& model, int layer, int which) {
+  switch (which) {
+    case kAttentionNorm:
+      return model.layer(layer).attention_norm;
+    case kMlpNorm:
+      return model.layer(layer).mlp_norm;
+    case kFinalNorm:
+      return model.final_norm;
+    case kCos:
+      return model.cos;
+    default:
+      return model.sin;
+  }
+}
+
+}  // namespace
+
+#define PENSTOCK_API __attribute__((visibility("default")))
+
+extern "C" {
+
+PENSTOCK_API const char* penstock_isa() { return kIsa; }
+
+PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, Model** out) {
+  return guarded([&] { *out = new Model(*spec, num_threads); });
+}
+
+PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
+
+PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, int format, int rows, int columns) {
+  return guarded([&] { matrix_at(*model, layer, slot) = Matrix((Format)format, rows, columns); });
+}
+
+// Packs `count` rows of `row_bytes` each, on all threads; `row_order` may be null.
+PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot, int source, int place, int first, int count,
+                                 const uint8_t* data, size_t row_bytes, const int32_t* row_order) {
+  return guarded([&] {
+    Matrix& matrix = matrix_at(*model, layer, slot);
+    model->team().start([&](Member& member) {
+      member.for_each(count, [&](int i) {
+        const size_t row = row_order ? row_order[i] : i;
+        matrix.set_row(place_row((Place)place, first, i), (Source)source, data + row * row_bytes);
+      });
+    });
+    model->team().wait();
+  });
+}
+
+PENSTOCK_API void penstock_vector_fill(Model* model, int layer, int which, const float* data, size_t count) {
+  std::memcpy(vector_at(*model, layer, which).data(), data, count * sizeof(float));
+}
+
+PENSTOCK_API const char* penstock_step_start(Model* model, const Plan* plan) {
+  return guarded([&] { model->start(*plan); });
+}
+
+PENSTOCK_API void penstock_step_wait(Model* model) { model->wait(); }
+
+PENSTOCK_API void penstock_clear_blocks(Model* model, const int32_t* blocks, int count) {
+  for (int l = 0; l < model->spec().num_layers; ++l)
+    for (int i = 0; i < count; ++i) model->layer(l).cache.clear_block(blocks[i]);
+}
+
+}  // extern "C"

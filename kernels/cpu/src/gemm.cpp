@@ -1,0 +1,185 @@
+#include "gemm.h"
+
+#include <array>
+#include <utility>
+
+namespace penstock {
+namespace {
+
+// Halves of a panel that one pass over the columns computes.
+constexpr int kHalves = kRegisters >= 32 ? 2 : 1;
+constexpr int kLine = 64;
+// Few rows wait for memory: how far ahead the panel is asked for.
+constexpr int kPrefetchBytes = 2048;
+constexpr int kMaxMemoryBoundRows = 3;
+
+template <int R>
+PENSTOCK_INLINE void prefetch(const uint8_t* at) {
+  if constexpr (R <= kMaxMemoryBoundRows) {
+    for (int h = 0; h < kHalves; ++h) _mm_prefetch(at + kPrefetchBytes + h * kLine, _MM_HINT_T0);
+  }
+}
+
+template <int R>
+struct Bf16Kernel {
+  static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
+    const uint8_t* w = panel + half * kLine;
+    const uint32_t* x = tile.words;
+    Floats acc[R][kHalves];
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < kHalves; ++h) acc[r][h] = zeros();
+    for (int k = 0; k < columns / 2; ++k, w += 2 * kLine, x += R) {
+      prefetch<R>(w);
+      Bytes wk[kHalves];
+      for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const Bytes xk = broadcast_word(x[r]);
+        for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_bf16(acc[r][h], wk[h], xk);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < kHalves; ++h) store(out + r * kPanel + (half + h) * kLanes, acc[r][h]);
+  }
+};
+
+template <int R>
+struct Int8Kernel {
+  static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
+    const uint8_t* w = panel + half * kLine;
+    const uint32_t* x = tile.words;
+    Ints acc[R][kHalves];
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(-128 * tile.sums[r]);
+    for (int k = 0; k < columns / 4; ++k, w += 2 * kLine, x += R) {
+      prefetch<R>(w);
+      Bytes wk[kHalves];
+      for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const Bytes xk = broadcast_word(x[r]);
+        for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], wk[h], xk);
+      }
+    }
+    const float* scales = reinterpret_cast<const float*>(panel + (size_t)columns * kPanel);
+    for (int h = 0; h < kHalves; ++h) {
+      const Floats scale = load(scales + (half + h) * kLanes);
+      for (int r = 0; r < R; ++r) {
+        store(out + r * kPanel + (half + h) * kLanes, to_floats(acc[r][h]) * (broadcast(tile.scales[r]) * scale));
+      }
+    }
+  }
+};
+
+template <int R>
+struct Int8GroupKernel {
+  static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
+    const uint8_t* at = panel;
+    const uint32_t* x = tile.words;
+    Floats total[R][kHalves];
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < kHalves; ++h) total[r][h] = zeros();
+    for (int g = 0; g < columns / kGroup; ++g) {
+      const f16* scales = reinterpret_cast<const f16*>(at) + half * kLanes;
+      const uint8_t* w = at + kPanel * sizeof(f16) + half * kLine;
+      Ints acc[R][kHalves];
+      for (int r = 0; r < R; ++r)
+        for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(-128 * tile.sums[g * R + r]);
+#pragma GCC unroll 8
+      for (int k = 0; k < kGroup / 4; ++k, w += 2 * kLine, x += R) {
+        prefetch<R>(w);
+        Bytes wk[kHalves];
+        for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const Bytes xk = broadcast_word(x[r]);
+          for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], wk[h], xk);
+        }
+      }
+      for (int h = 0; h < kHalves; ++h) {
+        const Floats scale = load_f16(scales + h * kLanes);
+        for (int r = 0; r < R; ++r) {
+          total[r][h] = fma(to_floats(acc[r][h]), scale * broadcast(tile.scales[g * R + r]), total[r][h]);
+        }
+      }
+      at += kPanel * sizeof(f16) + kPanel * kGroup;
+    }
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < kHalves; ++h) store(out + r * kPanel + (half + h) * kLanes, total[r][h]);
+  }
+};
+
+template <int R>
+struct Int4GroupKernel {
+  static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
+    const uint8_t* at = panel;
+    const uint32_t* x = tile.words;
+    Floats total[R][kHalves];
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < kHalves; ++h) total[r][h] = zeros();
+    for (int g = 0; g < columns / kGroup; ++g) {
+      const f16* scales = reinterpret_cast<const f16*>(at) + half * kLanes;
+      const uint8_t* w = at + 2 * kPanel * sizeof(f16) + half * kLine;
+      Ints acc[R][kHalves];
+      for (int r = 0; r < R; ++r)
+        for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(0);
+#pragma GCC unroll 4
+      for (int k = 0; k < kGroup / 8; ++k, w += 2 * kLine, x += 2 * R) {
+        prefetch<R>(w);
+        Bytes low[kHalves], high[kHalves];
+        for (int h = 0; h < kHalves; ++h) {
+          const Bytes pairs = load_bytes(w + h * kLine);
+          low[h] = low_nibbles(pairs);
+          high[h] = high_nibbles(pairs);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const Bytes x_low = broadcast_word(x[r]), x_high = broadcast_word(x[R + r]);
+          for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], low[h], x_low);
+          for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], high[h], x_high);
+        }
+      }
+      for (int h = 0; h < kHalves; ++h) {
+        const Floats scale = load_f16(scales + h * kLanes), minimum = load_f16(scales + kPanel + h * kLanes);
+        for (int r = 0; r < R; ++r) {
+          const Floats product = fma(to_floats(acc[r][h]), scale * broadcast(tile.scales[g * R + r]), total[r][h]);
+          total[r][h] = fma(minimum, broadcast(tile.offsets[g * R + r]), product);
+        }
+      }
+      at += 2 * kPanel * sizeof(f16) + kPanel * kGroup / 2;
+    }
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < kHalves; ++h) store(out + r * kPanel + (half + h) * kLanes, total[r][h]);
+  }
+};
+
+template <template <int> class Kernel, int R>
+void run_kernel(const uint8_t* panel, const Tile& tile, int columns, float* out) {
+  for (int half = 0; half < 2; half += kHalves) Kernel<R>::run(panel, tile, columns, half, out);
+}
+
+template <template <int> class Kernel, int... R>
+constexpr std::array<TileKernel, sizeof...(R)> kernels_of(std::integer_sequence<int, R...>) {
+  return {run_kernel<Kernel, R + 1>...};
+}
+
+template <template <int> class Kernel, Format F>
+constexpr auto kKernels = kernels_of<Kernel>(std::make_integer_sequence<int, max_tile_rows(F)>());
+
+}  // namespace
+
+TileKernel tile_kernel(Format format, int rows) {
+  switch (format) {
+    case Format::kBf16:
+      return kKernels<Bf16Kernel, Format::kBf16>[rows - 1];
+    case Format::kInt8:
+      return kKernels<Int8Kernel, Format::kInt8>[rows - 1];
+    case Format::kInt8Group:
+      return kKernels<Int8GroupKernel, Format::kInt8Group>[rows - 1];
+    case Format::kInt4Group:
+      return kKernels<Int4GroupKernel, Format::kInt4Group>[rows - 1];
+  }
+  return nullptr;
+}
+
+}  // namespace penstock

@@ -1,0 +1,51 @@
+// Memory that kernels read with aligned loads: zeroed, in huge pages where the kernel grants them, touched only as used.
+#pragma once
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <new>
+#include <utility>
+
+namespace penstock {
+
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t count) : count_(count) {
+    if (count == 0) return;
+    void* mapped = mmap(nullptr, num_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<T*>(mapped);
+    if (num_bytes() >= kHugePage) madvise(data_, num_bytes(), MADV_HUGEPAGE);
+  }
+  Buffer(Buffer&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(count_, other.count_);
+    return *this;
+  }
+  ~Buffer() {
+    if (data_) munmap(data_, num_bytes());
+  }
+
+  T* data() const { return data_; }
+  size_t count() const { return count_; }
+  T& operator[](size_t i) const { return data_[i]; }
+
+  // At least `count` elements; what was there is gone when it had to grow.
+  void reserve(size_t count) {
+    if (count > count_) *this = Buffer(count);
+  }
+
+ private:
+  static constexpr size_t kHugePage = 2 << 20;
+  // The kernels prefetch past the end, never read there.
+  size_t num_bytes() const { return count_ * sizeof(T); }
+
+  T* data_ = nullptr;
+  size_t count_ = 0;
+};
+
+}  // namespace penstock

@@ -1,0 +1,137 @@
+#include "model.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+
+#include "gemm.h"
+
+namespace penstock {
+namespace {
+
+// Answers false where the row is not finite.
+bool rms_norm(const float* x, const float* weight, int padded, int count, float eps, float* out) {
+  Floats squares = zeros();
+  for (int i = 0; i < padded; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+  const float total = sum(squares);
+  const Floats inverse = broadcast(1.f / std::sqrt(total / count + eps));
+  for (int i = 0; i < padded; i += kLanes) store(out + i, load(x + i) * inverse * load(weight + i));
+  return std::isfinite(total);
+}
+
+}  // namespace
+
+Model::Model(const Spec& spec, int num_threads)
+    : final_norm(round_up(spec.hidden, kPanel)),
+      cos((size_t)spec.max_position * spec.head_dim / 2),
+      sin((size_t)spec.max_position * spec.head_dim / 2),
+      spec_(spec),
+      team_(num_threads),
+      hidden_stride_(round_up(spec.hidden, kPanel)),
+      qkv_stride_(round_up(spec.queries() + 2 * spec.num_kv_heads * spec.head_dim, kPanel)),
+      attended_stride_(round_up(spec.queries(), kPanel)),
+      gated_stride_(round_up(spec.intermediate, kPanel)),
+      logits_stride_(round_up(spec.vocab, kPanel)) {
+  const KvShape shape{(KvFormat)spec.kv_format, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.num_blocks};
+  for (int i = 0; i < spec.num_layers; ++i) {
+    layers_.push_back({Buffer<float>(hidden_stride_), Buffer<float>(hidden_stride_), {}, {}, {}, {}, KvCache(shape)});
+  }
+}
+
+void Model::start(const Plan& plan) {
+  plan_ = plan;
+  seq_of_token_.resize(plan.num_tokens);
+  decodes_only_ = plan.num_tokens == plan.num_seqs;
+  for (int s = 0; s < plan.num_seqs; ++s) {
+    std::fill(seq_of_token_.begin() + plan.query_starts[s], seq_of_token_.begin() + plan.query_starts[s + 1], s);
+  }
+  plan_head();
+  plan_attention();
+  reserve();
+  team_.start([this](Member& member) { run(member); });
+}
+
+void Model::reserve() {
+  const int rows = plan_.num_tokens;
+  hidden_.reserve((size_t)rows * hidden_stride_);
+  qkv_.reserve((size_t)rows * qkv_stride_);
+  attended_.reserve((size_t)rows * attended_stride_);
+  gated_.reserve((size_t)rows * gated_stride_);
+  for (const Layer& layer : layers_) {
+    left(kNormed, layer.qkv).prepare(rows, spec_.hidden, layer.qkv.format);
+    left(kAttended, layer.o).prepare(rows, spec_.queries(), layer.o.format);
+    left(kNormed, layer.gate_up).prepare(rows, spec_.hidden, layer.gate_up.format);
+    left(kGated, layer.down).prepare(rows, spec_.intermediate, layer.down.format);
+  }
+  head_in_.prepare(head_tokens_.size(), spec_.hidden, head.format);
+  bests_.assign(head_tokens_.size() * team_.size(), {-std::numeric_limits<float>::infinity(), 0, true});
+  poisoned_.assign(head_tokens_.size(), 0);
+}
+
+void Model::run(Member& member) {
+  const auto began = std::chrono::steady_clock::now();
+  embed(member);
+  for (size_t i = 0; i < layers_.size(); ++i) run_layer(member, layers_[i]);
+  if (!head_tokens_.empty()) project_head(member);
+  const auto projected = std::chrono::steady_clock::now();
+  if (!head_tokens_.empty()) choose(member);
+  if (member.leads()) {
+    const auto milliseconds = [](auto span) { return std::chrono::duration<float, std::milli>(span).count(); };
+    plan_.times_ms[0] = milliseconds(projected - began);
+    plan_.times_ms[1] = milliseconds(std::chrono::steady_clock::now() - projected);
+  }
+}
+
+void Model::embed(Member& member) {
+  const Matrix& table = embedding.rows ? embedding : head;
+  member.for_each(plan_.num_tokens, [&](int i) {
+    float* row = hidden_row(i);
+    table.get_row(plan_.token_ids[i], row);
+    std::fill(row + spec_.hidden, row + hidden_stride_, 0.f);
+  });
+}
+
+bool Model::norm_into(Activations& left, int row, int source, const Buffer<float>& weight) {
+  thread_local std::vector<float> normed;
+  normed.resize(hidden_stride_);
+  const bool finite = rms_norm(hidden_row(source), weight.data(), hidden_stride_, spec_.hidden, spec_.norm_eps, normed.data());
+  left.set_row(row, normed.data());
+  return finite;
+}
+
+void Model::run_layer(Member& member, Layer& layer) {
+  const int rows = plan_.num_tokens;
+  const auto add_to_hidden = [&](int first, int count, int panel, const float* out) {
+    for (int r = 0; r < count; ++r) {
+      float* h = hidden_row(first + r) + panel * kPanel;
+      for (int j = 0; j < kPanel; j += kLanes) store(h + j, load(h + j) + load(out + r * kPanel + j));
+    }
+  };
+
+  Activations& attention_in = left(kNormed, layer.qkv);
+  member.for_each(rows, [&](int i) { norm_into(attention_in, i, i, layer.attention_norm); });
+  multiply(member, attention_in, layer.qkv, [&](int first, int count, int panel, const float* out) {
+    for (int r = 0; r < count; ++r) std::copy_n(out + r * kPanel, kPanel, qkv_row(first + r) + panel * kPanel);
+  });
+  attend_all(member, layer);
+
+  Activations& attended = left(kAttended, layer.o);
+  member.for_each(rows, [&](int i) { attended.set_row(i, attended_row(i)); });
+  multiply(member, attended, layer.o, add_to_hidden);
+
+  Activations& mlp_in = left(kNormed, layer.gate_up);
+  member.for_each(rows, [&](int i) { norm_into(mlp_in, i, i, layer.mlp_norm); });
+  multiply(member, mlp_in, layer.gate_up, [&](int first, int count, int panel, const float* out) {
+    for (int r = 0; r < count; ++r) {
+      float* gated = gated_row(first + r) + panel * kLanes;
+      store(gated, silu(load(out + r * kPanel)) * load(out + r * kPanel + kLanes));
+    }
+  });
+
+  Activations& gated = left(kGated, layer.down);
+  member.for_each(rows, [&](int i) { gated.set_row(i, gated_row(i)); });
+  multiply(member, gated, layer.down, add_to_hidden);
+}
+
+}  // namespace penstock

@@ -1,0 +1,131 @@
+// A decoder with RMS norms, rotary positions, grouped queries and a gated MLP: its weights, its cache, one step of it.
+#pragma once
+#include <vector>
+
+#include "activations.h"
+#include "attention.h"
+#include "kv_cache.h"
+#include "sampler.h"
+#include "team.h"
+#include "weights.h"
+
+namespace penstock {
+
+struct Spec {
+  int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, max_position;
+  float norm_eps;
+  int32_t block_size, num_blocks, kv_format;
+
+  int queries() const { return num_heads * head_dim; }
+  int group() const { return num_heads / num_kv_heads; }
+};
+
+struct Layer {
+  Buffer<float> attention_norm, mlp_norm;
+  Matrix qkv;  // queries, keys, values
+  Matrix o;
+  Matrix gate_up;  // interleaved by half panels
+  Matrix down;
+  KvCache cache;
+};
+
+// One step as penstock.gpu_node.model.protocol.StepPlan says it; the arrays live until the step is done.
+struct Plan {
+  int32_t num_tokens, num_seqs, num_samples, block_table_stride;
+  const int32_t *token_ids, *positions, *query_starts, *block_tables, *sample_seqs;
+  const float *temperature, *top_p, *min_p, *repetition_penalty, *presence_penalty, *frequency_penalty;
+  const int32_t *top_k, *choice, *position;
+  const uint64_t* seed;
+  // Null where no row has any.
+  const int32_t* const* seen;
+  const int32_t *num_seen, *num_seen_prompt;
+  const int32_t* const* banned;
+  const int32_t* num_banned;
+  int32_t* tokens;  // out: [num_samples]
+  float* logits;    // out, may be null: [num_tokens, vocab]; then every token has a row and none is sampled
+  float* times_ms;  // out: [2], forward and sample
+};
+
+// What a matrix of a layer multiplies with: the normed hidden state, the attended values, the gated product.
+enum Input { kNormed = 0, kAttended = 1, kGated = 2 };
+constexpr int kNumInputs = 3;
+
+// Query rows of one sequence that attend together: [first_row, first_row + rows), a row is token * group + query head.
+struct QueryTile {
+  int seq, first_row, rows, context;
+};
+
+class Model {
+ public:
+  Model(const Spec& spec, int num_threads);
+
+  const Spec& spec() const { return spec_; }
+  Team& team() { return team_; }
+  Layer& layer(int i) { return layers_[i]; }
+
+  Buffer<float> final_norm;
+  Buffer<float> cos, sin;  // [max_position, head_dim / 2]
+  Matrix head;
+  Matrix embedding;  // without rows where the head's are meant
+
+  // Starts a step on the team; `wait` must come before the next one.
+  void start(const Plan& plan);
+  void wait() { team_.wait(); }
+
+ private:
+  struct Best {
+    float value;
+    int32_t token;
+    bool finite;
+  };
+
+  void plan_head();
+  void plan_attention();
+  void reserve();
+  void run(Member& member);
+  void embed(Member& member);
+  void run_layer(Member& member, Layer& layer);
+  void attend_all(Member& member, Layer& layer);
+  void attend_by_span(Member& member, Layer& layer);
+  void attend_tile(Layer& layer, const QueryTile& tile, int head);
+  void store_key_value(Layer& layer, int token, int head);
+  QueryRows query_rows(const QueryTile& tile, int head, float* queries, int* limits) const;
+  void write_rows(const QueryTile& tile, int head, const RowState* states);
+  bool norm_into(Activations& left, int row, int source, const Buffer<float>& weight);
+  void project_head(Member& member);
+  void note_logits(Member& member, int first, int rows, int panel, float* out);
+  void choose(Member& member);
+  int32_t best_of_threads(int row) const;
+  SamplingRule rule(int row) const;
+
+  Activations& left(Input input, const Matrix& right) { return left_[input][(int)right.format]; }
+  bool keeps_logits(int row) const { return logits_row_[row] >= 0; }
+  float* logits_of(int row) const { return logits_.data() + (size_t)logits_row_[row] * logits_stride_; }
+  float* hidden_row(int row) const { return hidden_.data() + (size_t)row * hidden_stride_; }
+  float* qkv_row(int row) const { return qkv_.data() + (size_t)row * qkv_stride_; }
+  float* attended_row(int row) const { return attended_.data() + (size_t)row * attended_stride_; }
+  float* gated_row(int row) const { return gated_.data() + (size_t)row * gated_stride_; }
+  int slot_of(int token) const;
+
+  const Spec spec_;
+  Team team_;
+  std::vector<Layer> layers_;
+  const int hidden_stride_, qkv_stride_, attended_stride_, gated_stride_, logits_stride_;
+
+  Plan plan_{};
+  bool decodes_only_ = false;
+  bool splits_spans_ = false;
+  std::vector<int> seq_of_token_;
+  std::vector<QueryTile> tiles_;
+  std::vector<int> span_starts_;  // first span of each tile among all spans
+  std::vector<int> head_tokens_;  // tokens whose logits are wanted
+  std::vector<int> logits_row_;   // of each head token, -1 where only the best is kept
+  std::vector<Best> bests_;       // [threads][head tokens]
+  std::vector<char> poisoned_;    // of each head token: its hidden state is not finite
+  Buffer<float> hidden_, qkv_, attended_, gated_, logits_;
+  Buffer<RowState> partials_;
+  Activations left_[kNumInputs][kNumFormats];
+  Activations head_in_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,128 @@
+// The attention of a step: who attends to what, and how threads share it.
+#include <algorithm>
+#include <cmath>
+
+#include "model.h"
+
+namespace penstock {
+namespace {
+
+// Fewer attention tiles than this for each thread, and long contexts are cut into spans that threads share.
+constexpr int kTilesPerThread = 4;
+
+// Rotates the pairs (i, i + dim / 2), as the Hugging Face checkpoints of Llama are laid out.
+void rotate(const float* x, const float* cos, const float* sin, int dim, float* out) {
+  const int half = dim / 2;
+  for (int i = 0; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    out[i] = a * cos[i] - b * sin[i];
+    out[half + i] = b * cos[i] + a * sin[i];
+  }
+}
+
+}  // namespace
+
+void Model::plan_attention() {
+  tiles_.clear();
+  span_starts_.clear();
+  int spans = 0, longest = 0;
+  for (int s = 0; s < plan_.num_seqs; ++s) {
+    const int rows = (plan_.query_starts[s + 1] - plan_.query_starts[s]) * spec_.group();
+    const int count = (rows + kMaxQueryRows - 1) / kMaxQueryRows;
+    for (int t = 0; t < count; ++t) {
+      const int first = (int64_t)rows * t / count, end = (int64_t)rows * (t + 1) / count;
+      const int last_token = plan_.query_starts[s] + (end - 1) / spec_.group();
+      const int context = plan_.positions[last_token] + 1;
+      tiles_.push_back({s, first, end - first, context});
+      span_starts_.push_back(spans);
+      spans += num_spans(context);
+      longest = std::max(longest, context);
+    }
+  }
+  span_starts_.push_back(spans);
+  const int units = (int)tiles_.size() * spec_.num_kv_heads;
+  splits_spans_ = longest > kSpan && units < kTilesPerThread * team_.size();
+  if (splits_spans_) partials_.reserve((size_t)spans * spec_.num_kv_heads * kMaxQueryRows);
+}
+
+int Model::slot_of(int token) const {
+  const int position = plan_.positions[token];
+  const int32_t* table = plan_.block_tables + (size_t)seq_of_token_[token] * plan_.block_table_stride;
+  return table[position / spec_.block_size] * spec_.block_size + position % spec_.block_size;
+}
+
+void Model::store_key_value(Layer& layer, int token, int head) {
+  const int dim = spec_.head_dim, half = dim / 2, position = plan_.positions[token];
+  alignas(64) float key[kMaxHeadDim];
+  const float* keys = qkv_row(token) + spec_.queries();
+  rotate(keys + head * dim, &cos[(size_t)position * half], &sin[(size_t)position * half], dim, key);
+  layer.cache.set(slot_of(token), head, key, keys + (spec_.num_kv_heads + head) * dim);
+}
+
+QueryRows Model::query_rows(const QueryTile& tile, int head, float* queries, int* limits) const {
+  const int dim = spec_.head_dim, half = dim / 2, group = spec_.group();
+  for (int r = 0; r < tile.rows; ++r) {
+    const int token = plan_.query_starts[tile.seq] + (tile.first_row + r) / group;
+    const int query = head * group + (tile.first_row + r) % group, position = plan_.positions[token];
+    limits[r] = position + 1;
+    rotate(qkv_row(token) + query * dim, &cos[(size_t)position * half], &sin[(size_t)position * half], dim,
+           queries + r * dim);
+  }
+  const int32_t* table = plan_.block_tables + (size_t)tile.seq * plan_.block_table_stride;
+  return {queries, limits, tile.rows, table, head, 1.f / std::sqrt((float)dim)};
+}
+
+void Model::write_rows(const QueryTile& tile, int head, const RowState* states) {
+  const int group = spec_.group();
+  for (int r = 0; r < tile.rows; ++r) {
+    const int token = plan_.query_starts[tile.seq] + (tile.first_row + r) / group;
+    const int query = head * group + (tile.first_row + r) % group;
+    finish(states[r], spec_.head_dim, attended_row(token) + query * spec_.head_dim);
+  }
+}
+
+void Model::attend_tile(Layer& layer, const QueryTile& tile, int head) {
+  alignas(64) float queries[kMaxQueryRows * kMaxHeadDim];
+  int limits[kMaxQueryRows];
+  RowState states[kMaxQueryRows];
+  attend(layer.cache, query_rows(tile, head, queries, limits), tile.context, states);
+  write_rows(tile, head, states);
+}
+
+void Model::attend_all(Member& member, Layer& layer) {
+  const int heads = spec_.num_kv_heads, num_tiles = (int)tiles_.size();
+  // A decoding sequence reads no block that another one writes in this step, so its keys can be stored on the way.
+  const bool stores_on_the_way = decodes_only_ && num_tiles == plan_.num_seqs && !splits_spans_;
+  if (!stores_on_the_way) {
+    member.for_each(plan_.num_tokens * heads, [&](int i) { store_key_value(layer, i / heads, i % heads); });
+  }
+  if (splits_spans_) return attend_by_span(member, layer);
+  member.for_each(num_tiles * heads, [&](int i) {
+    if (stores_on_the_way) store_key_value(layer, i / heads, i % heads);
+    attend_tile(layer, tiles_[i / heads], i % heads);
+  });
+}
+
+void Model::attend_by_span(Member& member, Layer& layer) {
+  const int heads = spec_.num_kv_heads;
+  const auto partial = [&](int span, int head) { return &partials_[((size_t)span * heads + head) * kMaxQueryRows]; };
+  member.for_each(span_starts_.back() * heads, [&](int i) {
+    const int span = i / heads, head = i % heads;
+    const int t = (int)(std::upper_bound(span_starts_.begin(), span_starts_.end(), span) - span_starts_.begin()) - 1;
+    const int begin = (span - span_starts_[t]) * kSpan;
+    alignas(64) float queries[kMaxQueryRows * kMaxHeadDim];
+    int limits[kMaxQueryRows];
+    attend_span(layer.cache, query_rows(tiles_[t], head, queries, limits), begin,
+                std::min(begin + kSpan, tiles_[t].context), partial(span, head));
+  });
+  member.for_each((int)tiles_.size() * heads, [&](int i) {
+    const int t = i / heads, head = i % heads;
+    RowState* states = partial(span_starts_[t], head);
+    for (int span = span_starts_[t] + 1; span < span_starts_[t + 1]; ++span) {
+      for (int r = 0; r < tiles_[t].rows; ++r) merge(states[r], partial(span, head)[r], spec_.head_dim);
+    }
+    write_rows(tiles_[t], head, states);
+  });
+}
+
+}  // namespace penstock

@@ -1,0 +1,59 @@
+// Vectors of sixteen lanes, whatever the CPU calls them, and the functions that are made of them.
+#pragma once
+#ifdef __AVX512BF16__
+#include "simd_avx512.h"
+#else
+#include "simd_avx2.h"
+#endif
+
+#include <cstring>
+
+namespace penstock {
+
+using bf16 = uint16_t;
+using f16 = uint16_t;
+
+constexpr int kLanes = 16;
+
+PENSTOCK_INLINE int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+PENSTOCK_INLINE float widen(bf16 x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+PENSTOCK_INLINE float widen_f16(f16 x) { return _cvtsh_ss(x); }
+PENSTOCK_INLINE f16 narrow_f16(float x) { return (f16)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+PENSTOCK_INLINE bf16 narrow(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// e^x within 3e-7 of relative error for x <= 0; below -87 it is e^-87; NaN stays NaN. Range reduction to 2^n * 2^f with a
+// polynomial of degree 6 for 2^f on [-0.5, 0.5].
+PENSTOCK_INLINE Floats exp_of_negative(Floats x) {
+  // The maximum instruction answers its second operand where one is NaN.
+  const Floats t = max(broadcast(-87.f), x) * broadcast(1.44269504088896341f);
+  const Floats n = round(t);
+  const Floats f = t - n;
+  Floats p = broadcast(1.5403530e-4f);
+  p = fma(p, f, broadcast(1.3333558e-3f));
+  p = fma(p, f, broadcast(9.6181291e-3f));
+  p = fma(p, f, broadcast(5.5504109e-2f));
+  p = fma(p, f, broadcast(2.4022651e-1f));
+  p = fma(p, f, broadcast(6.9314718e-1f));
+  p = fma(p, f, broadcast(1.f));
+  return scale_by_power(p, n);
+}
+
+// x / (1 + e^-x), by the exponential of -|x| so that nothing overflows.
+PENSTOCK_INLINE Floats silu(Floats x) {
+  const Floats e = exp_of_negative(zeros() - abs(x));
+  const Floats numerator = select(greater(zeros(), x), e, broadcast(1.f));
+  return x * numerator / (broadcast(1.f) + e);
+}
+
+}  // namespace penstock

@@ -1,0 +1,176 @@
+// Sixteen lanes in two AVX2 registers: the same operations as simd_avx512.h, for CPUs without AVX-512.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace penstock {
+
+constexpr const char* kIsa = "avx2";
+
+// Registers of sixteen lanes.
+constexpr int kRegisters = 8;
+
+struct Floats {
+  __m256 a, b;
+};
+struct Ints {
+  __m256i a, b;
+};
+// 64 bytes as a dot product reads them: sixteen pairs of bf16 or sixteen groups of four bytes.
+struct Bytes {
+  __m256i a, b;
+};
+struct Mask {
+  __m256 a, b;
+};
+
+#define PENSTOCK_INLINE static inline __attribute__((always_inline))
+
+PENSTOCK_INLINE Floats zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+PENSTOCK_INLINE Floats broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+PENSTOCK_INLINE Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+PENSTOCK_INLINE void store(float* p, Floats x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+PENSTOCK_INLINE Floats operator+(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+PENSTOCK_INLINE Floats operator-(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+PENSTOCK_INLINE Floats operator*(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+PENSTOCK_INLINE Floats operator/(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+PENSTOCK_INLINE Floats fma(Floats x, Floats y, Floats z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+PENSTOCK_INLINE Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+PENSTOCK_INLINE Floats min(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+PENSTOCK_INLINE Floats abs(Floats x) {
+  const __m256 sign = _mm256_set1_ps(-0.f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+PENSTOCK_INLINE Floats round(Floats x) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, kNearest), _mm256_round_ps(x.b, kNearest)};
+}
+PENSTOCK_INLINE __m256 power_of_two(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+// x * 2^n for integral n in [-126, 127].
+PENSTOCK_INLINE Floats scale_by_power(Floats x, Floats n) {
+  return {_mm256_mul_ps(x.a, power_of_two(n.a)), _mm256_mul_ps(x.b, power_of_two(n.b))};
+}
+PENSTOCK_INLINE float sum(Floats x) {
+  const __m256 pair = _mm256_add_ps(x.a, x.b);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(pair), _mm256_extractf128_ps(pair, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+PENSTOCK_INLINE float largest(Floats x) {
+  const __m256 pair = _mm256_max_ps(x.a, x.b);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(pair), _mm256_extractf128_ps(pair, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+PENSTOCK_INLINE __m256 widen_bf16(__m128i x) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+PENSTOCK_INLINE Floats load_bf16(const uint16_t* p) {
+  return {widen_bf16(_mm_loadu_si128((const __m128i*)p)), widen_bf16(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+// Rounds to nearest even in the low half of each lane; a NaN stays one.
+PENSTOCK_INLINE __m256i narrow_bf16(__m256 x) {
+  const __m256i u = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
+}
+PENSTOCK_INLINE void store_bf16(uint16_t* p, Floats x) {
+  const __m256i packed = _mm256_packus_epi32(narrow_bf16(x.a), narrow_bf16(x.b));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+PENSTOCK_INLINE Floats load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+
+PENSTOCK_INLINE Ints broadcast_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+PENSTOCK_INLINE Ints load_ints(const int32_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+}
+PENSTOCK_INLINE Ints operator+(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+PENSTOCK_INLINE Ints lane_numbers() {
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+PENSTOCK_INLINE Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+PENSTOCK_INLINE Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+PENSTOCK_INLINE int32_t sum(Ints x) {
+  const __m256i pair = _mm256_add_epi32(x.a, x.b);
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pair), _mm256_extracti128_si256(pair, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+// The sixteen lanes as 16-bit integers, saturated.
+PENSTOCK_INLINE __m256i narrow_16(Ints x) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8); }
+PENSTOCK_INLINE void store_s8(int8_t* p, Ints x) {
+  const __m256i words = narrow_16(x);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+PENSTOCK_INLINE void store_u8(uint8_t* p, Ints x) {
+  const __m256i words = narrow_16(x);
+  _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+PENSTOCK_INLINE Bytes load_bytes(const void* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+PENSTOCK_INLINE Bytes broadcast_word(uint32_t x) { return {_mm256_set1_epi32((int)x), _mm256_set1_epi32((int)x)}; }
+PENSTOCK_INLINE Bytes low_nibbles(Bytes x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+PENSTOCK_INLINE Bytes high_nibbles(Bytes x) {
+  return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+}
+PENSTOCK_INLINE __m256 dot_bf16(__m256 acc, __m256i x, __m256i y) {
+  const __m256i high = _mm256_set1_epi32((int)0xffff0000);
+  const __m256 even = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
+                                      _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), acc);
+  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(x, high)),
+                         _mm256_castsi256_ps(_mm256_and_si256(y, high)), even);
+}
+// acc + a0 * b0 + a1 * b1 per lane.
+PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes x, Bytes y) {
+  return {dot_bf16(acc.a, x.a, y.a), dot_bf16(acc.b, x.b, y.b)};
+}
+// Bytes 0 and 2, then 1 and 3, of each lane as 16-bit integers: the one-instruction product of bytes would saturate.
+PENSTOCK_INLINE __m256i dot_u8s8(__m256i acc, __m256i u, __m256i s) {
+  const __m256i low = _mm256_set1_epi16(255);
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+// acc + the four products of unsigned with signed bytes per lane.
+PENSTOCK_INLINE Ints dot_u8s8(Ints acc, Bytes unsigned_bytes, Bytes signed_bytes) {
+  return {dot_u8s8(acc.a, unsigned_bytes.a, signed_bytes.a), dot_u8s8(acc.b, unsigned_bytes.b, signed_bytes.b)};
+}
+
+PENSTOCK_INLINE Mask less(Ints x, Ints y) {
+  return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(y.a, x.a)), _mm256_castsi256_ps(_mm256_cmpgt_epi32(y.b, x.b))};
+}
+PENSTOCK_INLINE Mask greater(Floats x, Floats y) {
+  return {_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)};
+}
+PENSTOCK_INLINE Mask at_least(Floats x, Floats y) {
+  return {_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ)};
+}
+PENSTOCK_INLINE Mask equal(Floats x, Floats y) {
+  return {_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ)};
+}
+PENSTOCK_INLINE Floats select(Mask m, Floats yes, Floats no) {
+  return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)};
+}
+PENSTOCK_INLINE uint32_t bits(Mask m) {
+  return (uint32_t)_mm256_movemask_ps(m.a) | (uint32_t)_mm256_movemask_ps(m.b) << 8;
+}
+
+}  // namespace penstock

@@ -1,0 +1,94 @@
+// Sixteen lanes in one AVX-512 register, with the dot products of BF16 and VNNI.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace penstock {
+
+constexpr const char* kIsa = "avx512";
+
+// Registers of sixteen lanes.
+constexpr int kRegisters = 32;
+
+struct Floats {
+  __m512 v;
+};
+struct Ints {
+  __m512i v;
+};
+// 64 bytes as a dot product reads them: sixteen pairs of bf16 or sixteen groups of four bytes.
+struct Bytes {
+  __m512i v;
+};
+struct Mask {
+  __mmask16 v;
+};
+
+#define PENSTOCK_INLINE static inline __attribute__((always_inline))
+
+PENSTOCK_INLINE Floats zeros() { return {_mm512_setzero_ps()}; }
+PENSTOCK_INLINE Floats broadcast(float x) { return {_mm512_set1_ps(x)}; }
+PENSTOCK_INLINE Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+PENSTOCK_INLINE void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
+PENSTOCK_INLINE Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+PENSTOCK_INLINE Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+PENSTOCK_INLINE Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+PENSTOCK_INLINE Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+PENSTOCK_INLINE Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+PENSTOCK_INLINE Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+PENSTOCK_INLINE Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+PENSTOCK_INLINE Floats abs(Floats a) { return {_mm512_abs_ps(a.v)}; }
+PENSTOCK_INLINE Floats round(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT)}; }
+// a * 2^n for integral n.
+PENSTOCK_INLINE Floats scale_by_power(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+PENSTOCK_INLINE float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
+PENSTOCK_INLINE float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
+
+PENSTOCK_INLINE Floats load_bf16(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+PENSTOCK_INLINE void store_bf16(uint16_t* p, Floats a) {
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v));
+}
+PENSTOCK_INLINE Floats load_f16(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
+}
+
+PENSTOCK_INLINE Ints broadcast_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+PENSTOCK_INLINE Ints load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+PENSTOCK_INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+PENSTOCK_INLINE Ints lane_numbers() {
+  return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
+}
+PENSTOCK_INLINE Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+PENSTOCK_INLINE Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
+PENSTOCK_INLINE int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
+PENSTOCK_INLINE void store_s8(int8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
+PENSTOCK_INLINE void store_u8(uint8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtusepi32_epi8(a.v)); }
+
+PENSTOCK_INLINE Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
+PENSTOCK_INLINE Bytes broadcast_word(uint32_t x) { return {_mm512_set1_epi32((int)x)}; }
+PENSTOCK_INLINE Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+PENSTOCK_INLINE Bytes high_nibbles(Bytes a) {
+  return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+}
+// acc + a0 * b0 + a1 * b1 per lane.
+PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes a, Bytes b) {
+  return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};
+}
+// acc + the four products of unsigned with signed bytes per lane. In assembly because GCC 12 spills accumulators around
+// the intrinsic.
+PENSTOCK_INLINE Ints dot_u8s8(Ints acc, Bytes unsigned_bytes, Bytes signed_bytes) {
+  asm("vpdpbusd %2,%1,%0" : "+v"(acc.v) : "v"(unsigned_bytes.v), "v"(signed_bytes.v));
+  return acc;
+}
+
+PENSTOCK_INLINE Mask less(Ints a, Ints b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
+PENSTOCK_INLINE Mask greater(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
+PENSTOCK_INLINE Mask at_least(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ)}; }
+PENSTOCK_INLINE Mask equal(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)}; }
+PENSTOCK_INLINE Floats select(Mask m, Floats yes, Floats no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
+PENSTOCK_INLINE uint32_t bits(Mask m) { return m.v; }
+
+}  // namespace penstock

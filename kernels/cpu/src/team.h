@@ -1,0 +1,148 @@
+// The threads that compute a step together: all run the same program and share out the items of each of its loops.
+#pragma once
+#include <immintrin.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace penstock {
+
+class Team;
+
+// A thread's place in its team.
+class Member {
+ public:
+  Member(Team& team, int index) : team_(team), index_(index) {}
+
+  int index() const { return index_; }
+  bool leads() const { return index_ == 0; }
+
+  // Calls `body(i)` for the items of [0, count) that fall to this thread, and comes back when all threads' are done.
+  // Threads take chunks as they get to them, each a share of what is left, since one that has to give its core to another
+  // process now and then is slower.
+  template <class Body>
+  void for_each(int count, const Body& body);
+
+ private:
+  Team& team_;
+  int index_;
+  uint32_t loop_ = 0;
+};
+
+class Team {
+ public:
+  explicit Team(int size) : size_(size) {
+    for (int i = 0; i < size; ++i) threads_.emplace_back([this, i] { serve(i); });
+  }
+
+  ~Team() {
+    program_ = nullptr;
+    launch();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  int size() const { return size_; }
+
+  // Starts `program` on all threads; `wait` must have come back from the one before.
+  void start(std::function<void(Member&)> program) {
+    program_ = std::move(program);
+    launch();
+  }
+
+  // Sleeps until all threads have left the program.
+  void wait() {
+    for (int left; (left = running_.load(std::memory_order_acquire)) != 0;) running_.wait(left);
+  }
+
+ private:
+  friend class Member;
+  static constexpr int kPauses = 2000;
+  static constexpr int kYields = 200;
+  static constexpr int kSharesPerThread = 2;
+  static constexpr int kCounters = 4;
+
+  struct alignas(64) Counter {
+    std::atomic<int> next{0};
+  };
+
+  void launch() {
+    running_.store(size_, std::memory_order_relaxed);
+    epoch_.fetch_add(1, std::memory_order_release);
+    epoch_.notify_all();
+  }
+
+  void serve(int index) {
+    pthread_setname_np(pthread_self(), "penstock-cpu");
+    uint32_t seen = 0;
+    for (;;) {
+      await_launch(seen);
+      seen = epoch_.load(std::memory_order_acquire);
+      if (!program_) return;
+      Member member(*this, index);
+      program_(member);
+      if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_all();
+    }
+  }
+
+  // Steps follow each other closely: a short spin saves the wake-up, then the core goes to who needs it.
+  void await_launch(uint32_t seen) {
+    for (int i = 0; i < kPauses; ++i) {
+      if (epoch_.load(std::memory_order_acquire) != seen) return;
+      _mm_pause();
+    }
+    for (int i = 0; i < kYields; ++i) {
+      if (epoch_.load(std::memory_order_acquire) != seen) return;
+      sched_yield();
+    }
+    while (epoch_.load(std::memory_order_acquire) == seen) epoch_.wait(seen);
+  }
+
+  // `loop` counts the loops of this program; the last thread to arrive clears the counter that was used.
+  void barrier(uint32_t loop) {
+    const uint32_t turn = turn_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+      counters_[loop % kCounters].next.store(0, std::memory_order_relaxed);
+      arrived_.store(0, std::memory_order_relaxed);
+      turn_.store(turn + 1, std::memory_order_release);
+      return;
+    }
+    for (int i = 0; turn_.load(std::memory_order_acquire) == turn; ++i) {
+      // A thread that spins on would keep the core from the one it waits for.
+      if (i < kPauses) {
+        _mm_pause();
+      } else {
+        sched_yield();
+      }
+    }
+  }
+
+  const int size_;
+  std::function<void(Member&)> program_;
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  alignas(64) std::atomic<int> running_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> turn_{0};
+  Counter counters_[kCounters];
+  std::vector<std::thread> threads_;
+};
+
+template <class Body>
+void Member::for_each(int count, const Body& body) {
+  auto& next = team_.counters_[loop_ % Team::kCounters].next;
+  for (;;) {
+    const int left = count - next.load(std::memory_order_relaxed);
+    if (left <= 0) break;
+    const int chunk = std::max(1, left / (team_.size_ * Team::kSharesPerThread));
+    const int first = next.fetch_add(chunk, std::memory_order_relaxed);
+    for (int i = first; i < std::min(first + chunk, count); ++i) body(i);
+  }
+  team_.barrier(loop_++);
+}
+
+}  // namespace penstock

@@ -1,0 +1,97 @@
+"""What choosing a token means, one row at a time, each rule in its turn. Every faster sampler is tested against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.reference.philox import sampling_uniform
+
+FAILED_TOKEN = -1
+"""Stands for a row that can choose no token: its logits are not finite, or were not after the penalties and bans."""
+
+NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingRow:
+    """How one row chooses its token. Its defaults ask for nothing: a draw from the softmax."""
+
+    temperature: float = 1.0
+    """0 takes the best token."""
+    top_k: int = 0
+    """0 means no limit."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    choice: int = 0
+    position: int = 0
+    seen: NDArray[np.int32] = field(default_factory=NO_TOKENS.copy)
+    """Tokens so far, prompt and output."""
+    num_seen_prompt: int = 0
+    banned: NDArray[np.int32] = field(default_factory=NO_TOKENS.copy)
+
+
+def sample_row(logits: NDArray[np.float32], row: SamplingRow) -> int:
+    """The token that a row chooses at its own random number. logits: [vocab]."""
+    return choose(logits, row, uniform_of(row))
+
+
+def uniform_of(row: SamplingRow) -> float:
+    """The random number in [0, 1) that belongs to a row."""
+    seed, place = np.array([row.seed], np.uint64), np.array([[row.choice], [row.position]], np.int32)
+    return float(sampling_uniform(seed, *place)[0])
+
+
+# What overflows or is not a number is looked for here, and no reason for a warning.
+@np.errstate(all="ignore")
+def choose(logits: NDArray[np.float32], row: SamplingRow, uniform: float) -> int:
+    """The token that a row chooses at the random number `uniform`, or FAILED_TOKEN. logits: [vocab]."""
+    if not np.isfinite(logits.max()):
+        return FAILED_TOKEN
+    scores = _penalised(logits, row)
+    scores[row.banned] = -np.inf
+    if not np.isfinite(scores.max()):
+        return FAILED_TOKEN
+    if row.temperature == 0:
+        return int(scores.argmax())
+    scores = (scores - scores.max()) / row.temperature
+    # Each limit looks at what the one before it has left.
+    for least in (_least_by_min_p, _least_by_top_k, _least_by_top_p):
+        scores = np.where(scores < least(scores, row), -np.inf, scores)
+    cumulative = np.cumsum(np.exp(scores, dtype=np.float64))
+    return int(np.argmax(cumulative > uniform * cumulative[-1]))
+
+
+def _penalised(logits: NDArray[np.float32], row: SamplingRow) -> NDArray[np.float32]:
+    scores, seen = logits.copy(), np.unique(row.seen)
+    repeated = scores[seen]
+    scores[seen] = np.where(repeated < 0, repeated * row.repetition_penalty, repeated / row.repetition_penalty)
+    output, counts = np.unique(row.seen[row.num_seen_prompt :], return_counts=True)
+    scores[output] -= row.frequency_penalty * counts.astype(np.float32)
+    scores[output] -= row.presence_penalty
+    return scores
+
+
+def _least_by_min_p(_scores: NDArray[np.float32], row: SamplingRow) -> float:
+    # The best score is 0, so this is the score of a token min_p times as likely.
+    return float(np.log(row.min_p, dtype=np.float64))
+
+
+def _least_by_top_k(scores: NDArray[np.float32], row: SamplingRow) -> float:
+    k = min(row.top_k, len(scores)) if row.top_k > 0 else len(scores)
+    return float(np.sort(scores)[-k])
+
+
+def _least_by_top_p(scores: NDArray[np.float32], row: SamplingRow) -> float:
+    if row.top_p >= 1:
+        return -np.inf
+    best_first = np.sort(scores)[::-1]
+    weights = np.exp(best_first, dtype=np.float64)
+    better = np.cumsum(weights) - weights
+    return float(best_first[better < row.top_p * weights.sum()][-1])
