@@ -10,11 +10,13 @@ from contextlib import suppress
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from penstock.contract.broker.line import Line
 from penstock.contract.broker.retry import pauses
 
 log = logging.getLogger(__name__)
 
-_READ_S = 5.0
+_PING_S = 15.0
+"""How often a silent subscription is asked whether it lives."""
 
 
 class Bell:
@@ -43,20 +45,27 @@ class Bell:
 
 async def listen(redis: Redis, channel: str, bell: Bell, on_cancelled: Callable[[str], None]) -> None:
     """Hears the doorbell until cancelled: empty for something new, a job's id for one that was cancelled."""
+
+    def hear(message: bytes) -> None:
+        if message:
+            on_cancelled(message.decode(errors="replace"))
+        else:
+            bell.ring()
+
     patience = pauses()
     while True:
         try:
-            async with redis.pubsub() as subscription:
-                await subscription.subscribe(channel)
-                while True:
-                    message = await subscription.get_message(timeout=_READ_S)
-                    patience = pauses()
-                    if message is None:
-                        continue
-                    if message["type"] == "message" and message["data"]:
-                        on_cancelled(message["data"].decode(errors="replace"))
-                    else:
-                        bell.ring()
+            line = await Line.open(redis, hear)
+            try:
+                await line.call("SUBSCRIBE", channel)
+                patience = pauses()
+                # What was rung before we listened.
+                bell.ring()
+                while not line.lost.done():
+                    await asyncio.wait((line.lost,), timeout=_PING_S)
+                    await line.call("PING")
+            finally:
+                line.close()
         except (RedisError, OSError) as error:
             log.warning("doorbell is cut", extra={"reason": str(error)})
         await asyncio.sleep(next(patience))

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 MAX_TAKEN_AT_ONCE = 128
 """Of take.lua: after a call that reached it there may be more."""
+MAX_CHARS_ON_LOOP = 2048
+"""A longer prompt is tokenized on a thread: what takes above half a millisecond would hold up the tokens of others."""
 IDLE_TAKE_S = 1.0
 """Doorbells may be lost; the queue is looked at this often all the same."""
 
@@ -115,10 +117,12 @@ class Inbox:
 
     async def _admit_all(self, jobs: list[HeldJob]) -> None:
         """Reads, tokenizes and adds the jobs in the order in which they were taken."""
-        requests = await patiently(partial(self._broker.requests, [job.job_id for job in jobs]), math.inf)
-        for job, request in zip(jobs, requests, strict=True):
+        apart = [job.job_id for job in jobs if not job.taken.request]
+        read = await patiently(partial(self._broker.requests, apart), math.inf) if apart else []
+        requests = dict(zip(apart, read, strict=True))
+        for job in jobs:
             try:
-                await self._admit(job, request)
+                await self._admit(job, job.taken.request or requests[job.job_id])
             except Exception as error:  # also what the tokenizer's library may raise: it concerns this job alone
                 self._refuse_for(job, error)
 
@@ -132,7 +136,10 @@ class Inbox:
         if job.taken.num_chunks:
             logged = await patiently(partial(self._broker.log, job.job_id, job.taken.num_chunks), math.inf)
         job.open(request.params, logged)
-        token_ids = await asyncio.to_thread(_encode, self._tokenizer, request)
+        if _num_chars(request) <= MAX_CHARS_ON_LOOP:
+            token_ids = _encode(self._tokenizer, request)
+        else:
+            token_ids = await asyncio.to_thread(_encode, self._tokenizer, request)
         job.num_prompt_tokens = len(token_ids)
         if job.is_complete:
             self._outbox.end(job, outcome_of(job))
@@ -159,6 +166,11 @@ class Inbox:
         else:
             log.error("the engine failed at a job", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
+
+
+def _num_chars(request: Request) -> int:
+    """Of text that is to be tokenized."""
+    return len(request.prompt or "") + sum(len(message.content) for message in request.messages or ())
 
 
 def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:

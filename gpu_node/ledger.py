@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.contract import wire
+from penstock.contract import packing, wire
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
 from penstock.contract.broker.node import Emission, Taken
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
+from penstock.contract.packing import Pack
 
 
 @dataclass(slots=True)
@@ -75,12 +76,15 @@ class HeldJob:
     @property
     def unsent_bytes(self) -> int:
         """Bytes of encoded chunks that Redis has not acknowledged."""
+        if self.num_acknowledged == len(self._chunks):
+            return 0
         return sum(map(len, self._chunks[self.num_acknowledged :]))
 
     @property
     def is_complete(self) -> bool:
         """Whether every choice has ended."""
-        return all(c.finish_reason is not None for c in self._choices)
+        # Not all(): this is asked at every token, and a generator costs three times as much.
+        return None not in [c.finish_reason for c in self._choices]
 
     def open(self, params: SamplingParams, logged: Sequence[Chunk] = ()) -> None:
         """Opens the job's choices, as far as earlier nodes have got with them."""
@@ -107,11 +111,11 @@ class HeldJob:
         c.fresh_ids += token_ids
         c.fresh_texts.append(text)
 
-    def emission(self) -> Emission:
+    def emission(self, pack: Pack = packing.pack) -> Emission:
         """All that Redis has not acknowledged; steps that piled up become one chunk per choice."""
-        self._seal()
+        self._seal(pack)
         chunks = tuple(self._chunks[self.num_acknowledged :])
-        return Emission(self.job_id, self.taken.lease, self.num_acknowledged, chunks)
+        return Emission(self.taken.job_id, self.taken.lease, self.num_acknowledged, chunks)
 
     def acknowledge(self, emission: Emission) -> None:
         """Redis has this emission."""
@@ -133,26 +137,26 @@ class HeldJob:
             return self.usage
         return Usage(self.num_prompt_tokens, sum(len(c.token_ids) for c in self._choices))
 
-    def _seal(self) -> None:
+    def _seal(self, pack: Pack) -> None:
         fresh = [(i, c) for i, c in enumerate(self._choices) if c.fresh_texts]
         for i, c in fresh:
-            is_last = self.is_complete and i == fresh[-1][0]
-            self._append(
-                Chunk(
-                    self.job_id,
-                    len(self._chunks),
-                    choice=i,
-                    position=len(c.token_ids) - len(c.fresh_ids),
-                    token_ids=tuple(c.fresh_ids),
-                    text="".join(c.fresh_texts),
-                    finish_reason=c.finish_reason,
-                    usage=self._usage() if is_last else None,
-                )
+            is_last = c.finish_reason is not None and i == fresh[-1][0] and self.is_complete
+            chunk = Chunk(
+                self.taken.job_id,
+                len(self._chunks),
+                i,
+                len(c.token_ids) - len(c.fresh_ids),
+                tuple(c.fresh_ids),
+                "".join(c.fresh_texts),
+                c.finish_reason,
+                self._usage() if is_last else None,
             )
-            c.fresh_ids, c.fresh_texts = [], []
+            self._append(chunk, pack)
+            c.fresh_ids.clear()
+            c.fresh_texts.clear()
 
-    def _append(self, chunk: Chunk) -> None:
-        self._chunks.append(wire.encode_chunk(chunk))
+    def _append(self, chunk: Chunk, pack: Pack = packing.pack) -> None:
+        self._chunks.append(wire.encode_chunk(chunk, pack))
         self._cuts.append((chunk.choice, len(chunk.token_ids), len(chunk.text)))
 
 

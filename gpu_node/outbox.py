@@ -14,6 +14,7 @@ from penstock.contract.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
 from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.job import Outcome
+from penstock.contract.packing import new_pack
 from penstock.gpu_node.bell import Bell
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
@@ -42,6 +43,7 @@ class Outbox:
         self._worker = worker
         self._max_unsent_bytes = max_unsent_bytes
         self._bell = bell
+        self._pack = new_pack()
         self._owed = asyncio.Event()
         self._dirty: dict[str, HeldJob] = {}
         self._emptied = asyncio.Event()
@@ -138,7 +140,7 @@ class Outbox:
             self._owed.set()
 
     async def _emit(self, jobs: list[HeldJob]) -> None:
-        for part in _parts([(job, job.emission()) for job in jobs]):
+        for part in _parts([(job, job.emission(self._pack)) for job in jobs]):
             answers = await self._broker.emit([emission for _, emission in part])
             for (job, emission), answer in zip(part, answers, strict=True):
                 self._heed(job, emission, answer)
@@ -162,7 +164,7 @@ class Outbox:
     async def _finish(self, job: HeldJob) -> None:
         if job.outcome is None:
             raise InvariantError(f"{job.job_id} is finished without an outcome")
-        emission = job.emission()
+        emission = job.emission(self._pack)
         try:
             answer = await self._broker.finish(emission, job.outcome, job.result())
         except InvariantError as error:

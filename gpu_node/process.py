@@ -20,7 +20,10 @@ async def run_node(settings: NodeSettings) -> None:
     """Loads the model, serves, and returns after SIGTERM's or SIGINT's drain; a second signal ends the grace time."""
     config = EngineConfig(
         model=settings.model,
+        runner=settings.runner,
         dtype=settings.dtype,
+        quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
         block_size=settings.block_size,
         num_kv_blocks=settings.num_kv_blocks,
         kv_cache_gib=settings.kv_cache_gib,

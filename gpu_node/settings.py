@@ -30,7 +30,10 @@ class NodeSettings(Settings):
     aliases: tuple[str, ...] = ()
     """Further names under which clients may ask for the model."""
 
+    runner: Literal["auto", "native", "torch"] = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     block_size: Literal[8, 16, 32] = 16
     num_kv_blocks: int | None = Field(None, ge=1)
     kv_cache_gib: float = Field(1.0, gt=0.0)

@@ -48,8 +48,11 @@ class EngineLike(Protocol):
     def abort(self, request_id: str) -> None:
         """Forgets a request."""
 
+    def wait(self) -> None:
+        """Blocks until `step` would not."""
+
     def step(self) -> list[StepOutput]:
-        """Runs one step."""
+        """What one step gave; the next one may be running when it comes back."""
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -114,7 +117,7 @@ class EngineWorker:
         return self.call(lambda: self._engine.add(request_id, token_ids, params, seed=seed, resume=resume))
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request between two steps."""
+        """Forgets a request before the next step."""
         self.call(lambda: self._engine.abort(request_id))
 
     def stats(self) -> Future[EngineStats]:
@@ -125,6 +128,8 @@ class EngineWorker:
         try:
             while not self._stopping:
                 self._run_commands()
+                self._engine.wait()
+                self._run_commands()  # what came while a step was running counts for the next one
                 if self._may_step.is_set() and self._engine.has_work():
                     outputs = self._engine.step()
                     if outputs:

@@ -100,10 +100,8 @@ class BlockPool:
             self._hashes[block] = name
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Take back what `commit` said about held blocks, whose content turned out not to be there."""
+        """Take back what `commit` said about blocks whose content turned out not to be there, held or not."""
         for block in blocks:
-            if self._ref_counts[block] == 0:
-                raise InvariantError(f"block {block} is not held")
             self._drop_hash(block)
 
     def ref_count(self, block: int) -> int:

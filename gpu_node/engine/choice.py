@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.detokenizer import Detokenizer
+from penstock.gpu_node.engine.ends import EndReason, EndRule
 from penstock.gpu_node.engine.stop import StopStrings
-
-EndReason = Literal["stop", "length", "error"]
 
 
 class ChoiceOutput:
@@ -18,33 +14,31 @@ class ChoiceOutput:
     processes and resumes. Stop strings are looked for in text that begins once `min_tokens` are there.
     """
 
-    def __init__(
-        self, params: SamplingParams, detokenizer: Detokenizer, *, end_ids: frozenset[int], max_tokens: int
-    ) -> None:
-        """`end_ids` end the choice unless `min_tokens` is not reached; at `max_tokens` of output it ends anyway."""
+    def __init__(self, rule: EndRule, stops: tuple[str, ...], detokenizer: Detokenizer) -> None:
         self.num_tokens = 0
         self.finish_reason: EndReason | None = None
-        self._min_tokens = params.min_tokens
-        self._end_ids = end_ids
-        self._max_tokens = max_tokens
+        self._rule = rule
         self._detokenizer = detokenizer
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(stops)
+        self._num_unstopped = rule.min_tokens - 1 if stops else rule.max_tokens
+        """Leading tokens whose text no stop string can end."""
         self._released: list[str] = []
 
     def push(self, token_id: int) -> None:
         """Take one token; `finish_reason` says afterwards whether it was the last."""
         self.num_tokens += 1
-        if token_id in self._end_ids and self.num_tokens > self._min_tokens:
-            self._finish("stop")
+        reason = self._rule.reason(token_id, self.num_tokens)
+        if reason == "stop":
+            self._finish(reason)
             return
-        text = self._detokenizer.push((token_id,))
-        if self.num_tokens < self._min_tokens:
+        text = self._detokenizer.push_one(token_id)
+        if self.num_tokens <= self._num_unstopped:
             self._released.append(text)
         elif self._stopped_by(text):
             self.finish_reason = "stop"
             return
-        if self.num_tokens >= self._max_tokens:
-            self._finish("length")
+        if reason is not None:
+            self._finish(reason)
 
     def fail(self) -> None:
         """End the choice because its computation failed."""

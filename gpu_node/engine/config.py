@@ -18,7 +18,12 @@ class EngineConfig(BaseModel):
 
     model: str = Field(min_length=1)
     """Hub id with optional `@revision`, a folder, or a `.gguf` file."""
+    runner: Literal["auto", "native", "torch"] = "auto"
+    """`native`: the C++ kernels; `auto`: those where they run, else torch."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
+    """How the native runner keeps matrices; `auto`: as the checkpoint does, `none`: in bfloat16."""
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     block_size: Literal[8, 16, 32] = 16
     num_kv_blocks: int | None = Field(None, ge=1)
     kv_cache_tokens: int | None = Field(None, ge=1)

@@ -14,14 +14,24 @@ class Detokenizer:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip_next = strip_first_space
+        self._is_plain = not strip_first_space
+        """Nothing waits and nothing is to be stripped: ASCII passes as it is, which spares the decoder's cost."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that tokens complete; may be empty."""
-        piece = b"".join(self._token_bytes[token_id] for token_id in token_ids)
+        return "".join(map(self.push_one, token_ids))
+
+    def push_one(self, token_id: int) -> str:
+        """The text that one token completes."""
+        piece = self._token_bytes[token_id]
+        if self._is_plain and piece.isascii():
+            return piece.decode()
         if self._strip_next and piece:
             self._strip_next = False
             piece = piece.removeprefix(b" ")
-        return self._decoder.decode(piece)
+        text = self._decoder.decode(piece)
+        self._is_plain = not (self._strip_next or self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """What an unfinished character becomes now that no token will finish it: U+FFFD, or nothing."""

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.contract.errors import ConflictError, NotFoundError, RequestError
 from penstock.contract.job import SamplingParams, Usage, seed_of
 from penstock.gpu_node.engine.blocks import BlockPool
 from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.flight import Flight, StepTimes
+from penstock.gpu_node.engine.loading import load
 from penstock.gpu_node.engine.offline import Prompt, gather, spread
 from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, RequestLimits, check_request, check_resume
-from penstock.gpu_node.engine.scheduler import Scheduler, Step
+from penstock.gpu_node.engine.scheduler import Landed, Scheduler
+from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.tokenizer import Tokenizer
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, LoadedModel, RunnerOptions
-
-_STEP_WINDOW = 256
+from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
 class Engine:
@@ -32,7 +27,7 @@ class Engine:
 
         Raises ConfigError for a model that is missing, unsupported or too large for the KV cache it would need.
         """
-        self._model = _load(config, progress or _no_progress)
+        self._model = load(config, progress or _no_progress)
         self._runner = self._model.runner
         self._tokenizer = Tokenizer(self._model.folder, vocab_size=self._model.vocab_size)
         self._pool = BlockPool(self._runner.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
@@ -52,8 +47,10 @@ class Engine:
         )
         self._requests: dict[str, LiveRequest] = {}
         self._finished_usage: dict[str, Usage] = {}
-        self._ended_by_replay: list[tuple[LiveRequest, LiveChoice]] = []
-        self._step_ms: deque[float] = deque(maxlen=_STEP_WINDOW)
+        self._live: dict[Choice, LiveChoice] = {}
+        self._ended_by_replay: list[LiveChoice] = []
+        self._flight: Flight | None = None
+        self._times = StepTimes()
         self._num_steps = self._prefill_tokens = self._decode_tokens = 0
 
     def add(
@@ -84,38 +81,31 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        self._ended_by_replay = [ended for ended in self._ended_by_replay if ended[0] is not request]
+        self._ended_by_replay = [ended for ended in self._ended_by_replay if ended.request is not request]
         for choice in request.live.values():
-            if choice.output.finish_reason is None:
+            if self._live.pop(choice.seq, None) is not None:
                 self._scheduler.remove(choice.seq)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._requests)
+        return bool(self._requests) or self._flight is not None
+
+    def wait(self) -> None:
+        """Block until `step` would not: what is added or aborted before it then counts for the step it submits."""
+        if self._flight is not None:
+            self._flight.wait()
 
     def step(self) -> list[StepOutput]:
-        """Schedule, run, hand out: one forward pass, and what each choice gained by it.
+        """Land the step in flight, launch the next one, and hand out, while that runs, what the landed one gave.
 
-        An exception of the runner that belongs to no single request propagates; the requests stay and may be stepped
+        A stop string is thus found one step late, and the token that its choice gained meanwhile is dropped. An
+        exception of the runner that belongs to no single request propagates; the requests stay and may be stepped
         again or aborted.
         """
         self._finished_usage.clear()
-        if self._ended_by_replay:
-            # Handed out in a call of their own: a runner that raises would take them with it.
-            ended, self._ended_by_replay = self._ended_by_replay, []
-            return [self._output(request, choice, ()) for request, choice in ended]
-        started = time.perf_counter()
-        step = self._scheduler.plan()
-        if step is None:
-            return []
-        tokens = self._run(step)
-        self._count(step)
-        outputs = []
-        for seq, token in zip(self._scheduler.commit(step), tokens.tolist(), strict=True):
-            request = self._requests[seq.request_id]
-            outputs.append(self._advance(request, request.live[seq.choice], token))
-        self._step_ms.append((time.perf_counter() - started) * 1e3)
-        return outputs
+        landed = self._land()
+        self._launch()
+        return self._hand_out(landed)
 
     def usage(self, request_id: str) -> Usage:
         """Tokens of a request so far; known until the `step` after the one that finished it. Raises NotFoundError."""
@@ -127,7 +117,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of pool, queue and counters."""
-        recent = sorted(self._step_ms) or [0.0]
+        times = self._times
         return EngineStats(
             kv_blocks_total=self._pool.num_total,
             kv_blocks_free=self._pool.num_free,
@@ -139,9 +129,14 @@ class Engine:
             steps=self._num_steps,
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
-            step_ms_p50=recent[len(recent) // 2],
-            step_ms_p99=recent[len(recent) * 99 // 100],
+            step_ms_p50=times.step.percentile(50),
+            step_ms_p99=times.step.percentile(99),
             prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
+            schedule_ms=times.schedule.mean(),
+            prepare_ms=times.prepare.mean(),
+            forward_ms=times.forward.mean(),
+            sample_ms=times.sample.mean(),
+            output_ms=times.output.mean(),
         )
 
     def generate(
@@ -151,7 +146,7 @@ class Engine:
 
         Raises RequestError when other requests are in the engine, whose outputs would be lost.
         """
-        if self.has_work():
+        if self._requests:
             raise RequestError("generate needs an engine without other requests")
         batch = spread(prompts, params, self._tokenizer)
         outputs: list[StepOutput] = []
@@ -202,78 +197,90 @@ class Engine:
         self._requests[request.request_id] = request
         for choice in request.live.values():
             if choice.output.finish_reason is None:
+                self._live[choice.seq] = choice
                 self._scheduler.add(choice.seq)
             else:
-                self._ended_by_replay.append((request, choice))
+                self._ended_by_replay.append(choice)
 
-    def _run(self, step: Step) -> NDArray[np.int32]:
+    def _land(self) -> Landed | None:
+        """Wait for the step in flight and commit its tokens; choices that end by a token or a limit leave here."""
+        if self._flight is None:
+            return None
+        # An interrupt while waiting leaves the flight where it is: it will land.
+        self._flight.wait()
+        flight, self._flight = self._flight, None
         try:
-            return self._runner.submit(step.plan).result()
-        except BaseException:
-            self._scheduler.roll_back(step)
+            result = flight.result()
+        except Exception:
+            self._scheduler.roll_back(flight.step)
             raise
-
-    def _count(self, step: Step) -> None:
+        landed = self._scheduler.commit(flight.step, result.tokens)
+        if landed.broken_blocks:
+            self._runner.zero_blocks(landed.broken_blocks)
         self._num_steps += 1
-        self._decode_tokens += len(step.plan.sample_seqs)
-        self._prefill_tokens += sum(
-            count for seq, count in zip(step.seqs, step.counts, strict=True) if seq.num_computed < seq.num_tokens - 1
-        )
+        self._decode_tokens += len(landed.seqs)
+        self._prefill_tokens += flight.step.num_prefill_tokens
+        self._times.step.add(flight.age_ms)
+        self._times.forward.add(result.forward_ms)
+        self._times.sample.add(result.sample_ms)
+        return landed
 
-    def _advance(self, request: LiveRequest, choice: LiveChoice, token: int) -> StepOutput:
+    def _launch(self) -> None:
+        """Schedule the next step and submit it."""
+        with self._times.schedule:
+            step = self._scheduler.schedule()
+        if step is not None:
+            with self._times.prepare:
+                self._flight = Flight(self._runner, step, self._scheduler.plan(step))
+
+    def _hand_out(self, landed: Landed | None) -> list[StepOutput]:
+        """What each choice gained; nothing for those that are gone since their step was launched."""
+        ended, self._ended_by_replay = self._ended_by_replay, []
+        outputs = [self._output(choice, ()) for choice in ended]
+        if landed is None:
+            return outputs
+        with self._times.output:
+            for seq, token in zip(landed.seqs, landed.token_ids, strict=True):
+                choice = self._live.get(seq)
+                if choice is not None:
+                    outputs.append(self._advance(choice, token))
+        return outputs
+
+    def _advance(self, choice: LiveChoice, token: int) -> StepOutput:
         if token == FAILED_TOKEN:
             choice.output.fail()
-            self._runner.zero_blocks(self._scheduler.discard(choice.seq))
-            return self._output(request, choice, ())
-        choice.seq.append(token)
+            return self._output(choice, ())
         choice.output.push(token)
-        request.completion_tokens += 1
-        if choice.output.finish_reason is not None:
-            self._scheduler.remove(choice.seq)
-        return self._output(request, choice, (token,))
+        choice.request.completion_tokens += 1
+        if choice.output.finish_reason is not None and choice.seq.row >= 0:
+            self._scheduler.remove(choice.seq)  # its text ends it, which only shows here
+        return self._output(choice, (token,))
 
-    def _output(self, request: LiveRequest, choice: LiveChoice, token_ids: tuple[int, ...]) -> StepOutput:
-        text, choice.owed = choice.owed + choice.output.take_text(), ""
-        ended = choice.output.finish_reason is not None
+    def _output(self, choice: LiveChoice, token_ids: tuple[int, ...]) -> StepOutput:
+        text = choice.output.take_text()
+        if choice.owed:
+            text, choice.owed = choice.owed + text, ""
+        finish_reason = choice.output.finish_reason
         return StepOutput(
-            request_id=request.request_id,
+            request_id=choice.request.request_id,
             choice=choice.seq.choice,
             position=choice.output.num_tokens - len(token_ids),
             token_ids=token_ids,
             text=text,
-            finish_reason=choice.output.finish_reason,
-            usage=self._end_choice(request, choice) if ended else None,
+            finish_reason=finish_reason,
+            usage=self._end_choice(choice) if finish_reason is not None else None,
         )
 
-    def _end_choice(self, request: LiveRequest, choice: LiveChoice) -> Usage | None:
+    def _end_choice(self, choice: LiveChoice) -> Usage | None:
         """Close a choice; the request's usage when it was the last one."""
+        request = choice.request
+        self._live.pop(choice.seq, None)
         del request.live[choice.seq.choice]
         if request.live:
             return None
         del self._requests[request.request_id]
         usage = self._finished_usage[request.request_id] = request.usage()
         return usage
-
-
-def _load(config: EngineConfig, progress: Callable[[str, float], None]) -> LoadedModel:
-    # A thread that spins at an OpenMP barrier keeps the processor from the one it waits for: where other processes run
-    # too, steps were seen to take 6 times as long; one that sleeps at once costs 40 % of an idle machine's speed. A
-    # short spin (about 20 µs) has neither fault. The runtime reads this when torch is loaded for the first time.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # Only here does torch come in: whoever imports the engine for its records does not pay for it.
-    from penstock.gpu_node.model.load import load_model
-
-    options = RunnerOptions(
-        dtype=config.dtype,
-        block_size=config.block_size,
-        num_blocks=config.wanted_blocks,
-        kv_cache_gib=config.kv_cache_gib,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        num_threads=config.num_threads,
-    )
-    return load_model(config.model, options, progress)
 
 
 def _no_progress(stage: str, fraction: float) -> None:

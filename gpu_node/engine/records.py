@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.contract.job import Choice, Usage
-from penstock.gpu_node.engine.choice import EndReason
+from penstock.gpu_node.engine.ends import EndReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,11 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of the engine. Counters grow from its start; percentiles look at the last few hundred steps."""
+    """A snapshot of the engine. Counters grow from its start; times look at the last few hundred steps.
+
+    A step's time runs from its submission to where its tokens are committed; behind it schedule and prepare of the next
+    one follow, and its own output runs beside that. The five parts are means.
+    """
 
     kv_blocks_total: int
     kv_blocks_free: int
@@ -63,3 +67,11 @@ class EngineStats:
     step_ms_p50: float
     step_ms_p99: float
     prefix_hit_tokens: int
+    schedule_ms: float = 0.0
+    """Deciding who computes what, with whose blocks."""
+    prepare_ms: float = 0.0
+    """Building the runner's arrays and handing them over."""
+    forward_ms: float = 0.0
+    sample_ms: float = 0.0
+    output_ms: float = 0.0
+    """Tokens to text and outputs, while the next step runs."""

@@ -11,11 +11,10 @@ from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams, Usage
 from penstock.gpu_node.engine.choice import ChoiceOutput
 from penstock.gpu_node.engine.detokenizer import Detokenizer
+from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.records import ResumedChoice
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.tokenizer import Tokenizer
-
-_EXPECTED_OUTPUT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,7 @@ class RequestLimits:
 class LiveChoice:
     """A choice that is still being made. `owed` is text that an earlier node generated but did not log."""
 
+    request: LiveRequest
     seq: Sequence
     output: ChoiceOutput
     owed: str = ""
@@ -113,7 +113,8 @@ def open_choice(
     end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
     room = limits.max_model_len - len(request.prompt)
     max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
-    output = ChoiceOutput(params, detokenizer, end_ids=end_ids, max_tokens=max_tokens)
+    rule = EndRule(end_ids, params.min_tokens, max_tokens)
+    output = ChoiceOutput(rule, params.stop, detokenizer)
     for token_id in resumed.token_ids:
         if output.finish_reason is not None:
             raise RequestError(f"choice {choice} has tokens logged behind its end", param="resume")
@@ -121,18 +122,13 @@ def open_choice(
     text = output.take_text()
     if not text.startswith(resumed.text):
         raise RequestError(f"the text logged for choice {choice} is not that of its tokens", param="resume")
-    num_tokens = len(request.prompt) + len(resumed.token_ids)
-    token_ids = np.zeros(num_tokens + min(max_tokens, _EXPECTED_OUTPUT_TOKENS), dtype=np.int32)
-    token_ids[:num_tokens] = (*request.prompt, *resumed.token_ids)
     seq = Sequence(
         request_id=request.request_id,
         choice=choice,
         params=params,
         seed=request.seed,
-        token_ids=token_ids,
+        token_ids=np.array((*request.prompt, *resumed.token_ids), dtype=np.int32),
         num_prompt_tokens=len(request.prompt),
-        num_tokens=num_tokens,
-        max_num_tokens=len(request.prompt) + max_tokens,
-        end_ids=np.array(sorted(end_ids), dtype=np.int32),
+        end_rule=rule,
     )
-    return LiveChoice(seq, output, owed=text[len(resumed.text) :])
+    return LiveChoice(request, seq, output, owed=text[len(resumed.text) :])

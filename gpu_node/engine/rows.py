@@ -1,26 +1,83 @@
-"""The batch as arrays: one row per running sequence, kept from step to step."""
+"""The running sequences as arrays: one row each, kept from step to step, so that a plan is gathered and not rebuilt."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.model.protocol import NULL_BLOCK, SamplingRows, StepPlan
+
+Ints = NDArray[np.int32]
+Rows = NDArray[np.intp]
+
+_SETTINGS: dict[str, type[np.generic]] = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "repetition_penalty": np.float32,
+    "presence_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "seed": np.uint64,
+    "choice": np.int32,
+    "num_seen_prompt": np.int32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Who computes what in a step: `seqs[i]` its tokens from starts[i] to ends[i]; those of `sampled` get one more."""
+
+    seqs: list[Sequence]
+    rows: Rows
+    starts: Ints
+    ends: Ints
+    sampled: Ints
+    """Which of `seqs` sample, ascending."""
+    sampled_seqs: list[Sequence]
+    sampled_rows: Rows
+    sampled_ends: Ints
+    num_prefill_tokens: int
+    """Tokens computed that are not the newest of their sequence or are a whole prompt."""
+    named_blocks: list[int]
+    """Blocks that this step fills and that the prefix cache already knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What sampling needs of some rows and no step changes."""
+
+    rows: Rows
+    values: dict[str, NDArray[Any]]
+    num_prompt_tokens: Ints
+    none: tuple[Ints, ...]
+    are_penalised: bool
+    have_min_tokens: bool
 
 
 class RowTable:
-    """Block tables and sampling settings of the running sequences, so that a plan is gathered and not rebuilt."""
+    """Tokens, progress, block tables and sampling settings by row.
 
-    def __init__(self, max_rows: int, max_blocks: int) -> None:
+    0 <= num_computed < num_tokens <= limit and num_computed <= capacity, the tokens that the blocks held have room for.
+    The blocks' first num_named tokens are those whose blocks the prefix cache was told of.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
         self._unused = list(range(max_rows - 1, -1, -1))
-        self._block_tables = np.full((max_rows, max_blocks), NULL_BLOCK, dtype=np.int32)
-        self._temperature = np.zeros(max_rows, dtype=np.float32)
-        self._top_k = np.zeros(max_rows, dtype=np.int32)
-        self._top_p = np.ones(max_rows, dtype=np.float32)
-        self._repetition_penalty = np.ones(max_rows, dtype=np.float32)
-        self._seed = np.zeros(max_rows, dtype=np.uint64)
-        self._choice = np.zeros(max_rows, dtype=np.int32)
+        self._block_size = block_size
+        self.num_tokens, self.num_computed, self.num_named, self.capacity, self.limit, self._num_prompt_tokens = (
+            np.zeros(max_rows, dtype=np.int32) for _ in range(6)
+        )
+        # Pages of these that no sequence is long enough to reach are never touched, so they cost nothing.
+        self._tokens = np.zeros((max_rows, max_model_len), dtype=np.int32)
+        self._block_tables = np.full((max_rows, -(-max_model_len // block_size)), NULL_BLOCK, dtype=np.int32)
+        self._settings = {name: np.zeros(max_rows, dtype) for name, dtype in _SETTINGS.items()}
+        self._last = self._gather_settings([], np.empty(0, dtype=np.intp))
+        self._ordinals = np.arange(max_rows + 1, dtype=np.int32)
 
     @property
     def num_unused(self) -> int:
@@ -28,58 +85,101 @@ class RowTable:
         return len(self._unused)
 
     def take(self, seq: Sequence) -> None:
-        """Give a sequence a row."""
+        """Give a sequence a row, nothing of it computed."""
         row = seq.row = self._unused.pop()
-        params = seq.params
-        self._temperature[row] = params.temperature
-        self._top_k[row] = max(params.top_k, 0)
-        self._top_p[row] = params.top_p
-        self._repetition_penalty[row] = params.repetition_penalty
-        self._seed[row] = seq.seed
-        self._choice[row] = seq.choice
+        num_tokens = len(seq.token_ids)
+        self._tokens[row, :num_tokens] = seq.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_computed[row] = self.num_named[row] = self.capacity[row] = 0
+        self.limit[row] = seq.max_num_tokens
+        self._num_prompt_tokens[row] = seq.num_prompt_tokens
+        for name, value in _settings_of(seq).items():
+            self._settings[name][row] = value
 
     def give_back(self, seq: Sequence) -> None:
-        """Take a sequence's row away."""
+        """Take a sequence's row away; it keeps its tokens."""
+        seq.token_ids = self.tokens_of(seq).copy()
         self._block_tables[seq.row] = NULL_BLOCK
         self._unused.append(seq.row)
         seq.row = -1
+
+    def tokens_of(self, seq: Sequence) -> Ints:
+        """A running sequence's tokens, which later tokens do not change."""
+        return self._tokens[seq.row, : self.num_tokens[seq.row]]
 
     def add_blocks(self, seq: Sequence, blocks: list[int]) -> None:
         """Append blocks to a running sequence."""
         held = len(seq.blocks)
         self._block_tables[seq.row, held : held + len(blocks)] = blocks
         seq.blocks += blocks
+        self.capacity[seq.row] = len(seq.blocks) * self._block_size
 
-    def plan(self, seqs: list[Sequence], counts: list[int]) -> StepPlan:
-        """The step that computes the next counts[i] tokens of seqs[i]."""
-        rows = np.array([seq.row for seq in seqs], dtype=np.int32)
-        starts = np.array([seq.num_computed for seq in seqs], dtype=np.int32)
-        ends = starts + np.array(counts, dtype=np.int32)
-        query_starts = np.zeros(len(seqs) + 1, dtype=np.int32)
-        np.cumsum(ends - starts, out=query_starts[1:])
-        shift = np.repeat(starts - query_starts[:-1], ends - starts)
-        samples = [i for i, seq in enumerate(seqs) if counts[i] == seq.num_uncomputed]
+    def ordinals(self, count: int) -> Ints:
+        """0, 1, … below `count`, which is at most the number of rows and one; never to be written to."""
+        return self._ordinals[:count]
+
+    def append(self, rows: Rows, tokens: Ints) -> None:
+        """Add a token to each of some rows."""
+        at = self.num_tokens[rows]
+        self._tokens[rows, at] = tokens
+        self.num_tokens[rows] = at + 1
+
+    def plan(self, step: Step) -> StepPlan:
+        """A step as the runner sees it; nothing in it changes while the step runs."""
+        rows, starts, ends = step.rows, step.starts, step.ends
+        query_starts, owners, positions = self._ordinals[: len(rows) + 1], rows, starts
+        if len(step.sampled) < len(rows) or step.num_prefill_tokens:
+            counts = ends - starts
+            query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
+            np.cumsum(counts, out=query_starts[1:])
+            owners = np.repeat(rows, counts)
+            positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
+        width = -(-int(ends.max()) // self._block_size)
         return StepPlan(
-            token_ids=np.concatenate(
-                [seq.token_ids[start:end] for seq, start, end in zip(seqs, starts, ends, strict=True)]
-            ),
-            positions=np.arange(query_starts[-1], dtype=np.int32) + shift,
+            token_ids=self._tokens[owners, positions],
+            positions=positions,
             query_starts=query_starts,
             context_lens=ends,
-            block_tables=self._block_tables[rows, : max(len(seq.blocks) for seq in seqs)],
-            sample_seqs=np.array(samples, dtype=np.int32),
-            sampling=self._sampling_rows([seqs[i] for i in samples], rows[samples]),
+            block_tables=self._block_tables[:, :width][rows],
+            sample_seqs=step.sampled,
+            sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
         )
 
-    def _sampling_rows(self, seqs: list[Sequence], rows: NDArray[np.int32]) -> SamplingRows:
-        return SamplingRows(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            repetition_penalty=self._repetition_penalty[rows],
-            seed=self._seed[rows],
-            choice=self._choice[rows],
-            position=np.array([seq.num_output_tokens for seq in seqs], dtype=np.int32),
-            seen=tuple(seq.penalised_ids for seq in seqs),
-            banned=tuple(seq.banned_ids for seq in seqs),
+    def _sampling_rows(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> SamplingRows:
+        # Who runs changes seldom, and as long as it does not the scheduler hands in the same array.
+        if rows is not self._last.rows:
+            self._last = self._gather_settings(seqs, rows)
+        settings = self._last
+        position = num_tokens - settings.num_prompt_tokens
+        seen = banned = settings.none
+        if settings.are_penalised:
+            seen = tuple(self.tokens_of(seq) if seq.is_penalised else NO_TOKENS for seq in seqs)
+        if settings.have_min_tokens:
+            banned = tuple(seq.banned_ids(at) for seq, at in zip(seqs, position.tolist(), strict=True))
+        return SamplingRows(**settings.values, position=position, seen=seen, banned=banned)
+
+    def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
+        return _Settings(
+            rows=rows,
+            values={name: column[rows] for name, column in self._settings.items()},
+            num_prompt_tokens=self._num_prompt_tokens[rows],
+            none=(NO_TOKENS,) * len(seqs),
+            are_penalised=any(seq.is_penalised for seq in seqs),
+            have_min_tokens=any(seq.end_rule.min_tokens for seq in seqs),
         )
+
+
+def _settings_of(seq: Sequence) -> dict[str, float]:
+    params = seq.params
+    return {
+        "temperature": params.temperature,
+        "top_k": max(params.top_k, 0),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "seed": seq.seed,
+        "choice": seq.choice,
+        "num_seen_prompt": seq.num_prompt_tokens if seq.is_penalised else 0,
+    }

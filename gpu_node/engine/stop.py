@@ -11,12 +11,13 @@ class StopStrings:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
+        self._first_chars = frozenset(stop[0] for stop in stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Text that is now safe to show, and whether a stop string was found behind it."""
-        if not self._stops:
-            return text, False
+        if not self._held and self._first_chars.isdisjoint(text):
+            return text, False  # no stop string begins here
         held = self._held + text
         found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
         if found:

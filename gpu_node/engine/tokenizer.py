@@ -8,31 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError
+from penstock.gpu_node.engine.chat_template import ChatTemplate
 from penstock.gpu_node.engine.detokenizer import Detokenizer
+from penstock.gpu_node.engine.tokenizer_files import read_tokenizer_files
 
 _METASPACE = "\u2581"
 
 
 class Tokenizer:
-    """Wraps the tokenizer that transformers loads from a model folder. Its methods may be called from any thread."""
+    """Wraps a model folder's tokenizer. Its methods may be called from any thread."""
 
     def __init__(self, folder: Path, *, vocab_size: int = 0) -> None:
         """`vocab_size` is the model's, which may be padded past the tokenizer's: those ids stand for nothing.
 
-        Raises ConfigError for a folder without a tokenizer.json or one of an unknown kind.
+        Raises ConfigError for a folder without a usable tokenizer or with one of an unknown kind.
         """
-        from transformers import AutoTokenizer
+        # Late, because a folder whose files do not say all by themselves brings transformers in.
+        from penstock.gpu_node.model.tokenizer_export import plain_tokenizer
 
-        try:
-            self._hf: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"no usable tokenizer in {folder}: {error}") from error
-        if not self._hf.is_fast:
-            raise ConfigError(f"the tokenizer in {folder} has no tokenizer.json")
-        self._backend: Any = self._hf.backend_tokenizer
-        # A tokenizer.json may say how its author trained: prompts must not be cut or filled up by that.
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        files = read_tokenizer_files(plain_tokenizer(folder))
+        self._backend: Any = files.backend
+        self._special_tokens = files.special_tokens
+        self._template = (
+            None if files.chat_template is None else ChatTemplate(files.chat_template, files.special_tokens)
+        )
         self._decoder_steps = _decoder_steps(self._backend)
         self.token_bytes = self._token_table(vocab_size)
         """What each token stands for; empty for special tokens and for ids without a token."""
@@ -43,14 +42,14 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Tokens of a chat up to where the assistant speaks. `developer` is read as `system`."""
-        if self._hf.chat_template is None:
+        if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
         turns = [
             {"role": "system" if turn["role"] == "developer" else turn["role"], "content": turn["content"]}
             for turn in messages
         ]
         try:
-            text = self._hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self._template.render(turns)
         except Exception as error:
             # Templates are the model's own code: they refuse what they cannot render by raising what they like.
             raise RequestError(
@@ -80,8 +79,9 @@ class Tokenizer:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """The end-of-sequence id that the tokenizer itself names, if any."""
-        eos = self._hf.eos_token_id
-        return frozenset() if eos is None else frozenset((eos,))
+        eos = self._special_tokens.get("eos_token")
+        token_id = None if eos is None else self._backend.token_to_id(eos)
+        return frozenset() if token_id is None else frozenset((token_id,))
 
     def _token_table(self, vocab_size: int) -> list[bytes]:
         to_bytes = _byte_level if self._is_byte_level else _byte_fallback

@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING, Self
 from penstock.cli.processes import Event
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
+    from rich.progress import Progress
 
 
 class LoadingBar:
     """One bar on stderr, moved by a node's progress events."""
 
     def __init__(self, model: str) -> None:
+        self._model = model
+        self._progress: Progress | None = None
+
+    def update(self, event: Event) -> None:
+        """Takes one progress event: `stage`, and `fraction` of the whole."""
+        fraction, stage = event.get("fraction"), event.get("stage")
+        if self._progress is not None and isinstance(fraction, int | float) and isinstance(stage, str):
+            self._progress.update(self._progress.task_ids[0], completed=min(1.0, float(fraction)), stage=stage)
+
+    def __enter__(self) -> Self:
+        # Only here, because what is to be waited for should be under way by then.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -27,18 +38,10 @@ class LoadingBar:
             console=Console(stderr=True),
             transient=True,
         )
-        description = f"Loading {Path(model).name}"
-        self._task: TaskID = self._progress.add_task(description, total=1.0, stage="starting")
-
-    def update(self, event: Event) -> None:
-        """Takes one progress event: `stage`, and `fraction` of the whole."""
-        fraction, stage = event.get("fraction"), event.get("stage")
-        if isinstance(fraction, int | float) and isinstance(stage, str):
-            self._progress.update(self._task, completed=min(1.0, float(fraction)), stage=stage)
-
-    def __enter__(self) -> Self:
+        self._progress.add_task(f"Loading {Path(self._model).name}", total=1.0, stage="starting")
         self._progress.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()

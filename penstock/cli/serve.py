@@ -55,10 +55,11 @@ async def start_all(
     supervisor: Supervisor, redis_url: str, model: str, arguments: tuple[str, ...], host: str, port: int
 ) -> tuple[Event, Event]:
     """Starts a node and a gateway, with a progress bar; their ready events."""
-    with LoadingBar(model) as bar:
-        node = await supervisor.start(node_command(model, redis_url, arguments=arguments, on_progress=bar.update))
-        # Started last, so that it is stopped first: no request comes in while the node gives its jobs back.
-        gateway = await supervisor.start(gateway_command(redis_url, host=host, port=port))
+    bar = LoadingBar(model)
+    node = await supervisor.start(node_command(model, redis_url, arguments=arguments, on_progress=bar.update))
+    # Started last, so that it is stopped first: no request comes in while the node gives its jobs back.
+    gateway = await supervisor.start(gateway_command(redis_url, host=host, port=port))
+    with bar:
         return await asyncio.gather(node.ready(), gateway.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
 
 

@@ -57,7 +57,9 @@ class _Door(BaseModel):
 class SamplingParams(_Door):
     """How tokens are chosen and when a choice ends. Names and meanings follow vLLM's.
 
-    `temperature == 0` is greedy. `top_k` of 0 or -1 means no limit. `max_tokens` of None runs to the model's limit.
+    `temperature == 0` is greedy. `top_k` of 0 or -1 means no limit. `min_p` drops tokens less likely than that share of
+    the likeliest one. The repetition penalty counts prompt and output, the other two the output only; a negative one
+    favours what was said. `max_tokens` of None runs to the model's limit.
     With no `seed` the job's id gives it, so that a job submitted twice is the same job.
     """
 
@@ -65,7 +67,10 @@ class SamplingParams(_Door):
     temperature: float = Field(1.0, ge=0.0, le=10.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=-1, lt=1 << 31)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_LIMIT)
     min_tokens: int = Field(0, ge=0, le=MAX_TOKENS_LIMIT)

@@ -13,19 +13,19 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
 
 from penstock.contract import keys
 from penstock.contract.broker.connection import translated
+from penstock.contract.broker.line import Line
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.job import pool_of
-from penstock.contract.wire import WireError, decode_chunks
+from penstock.contract.packing import WireError
+from penstock.contract.wire import decode_chunks
 from penstock.producer.client.echo import Echoes
 from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.settings import ClientSettings
@@ -124,8 +124,8 @@ class Inbox:
 
     async def open(self) -> None:
         """Subscribes; raises UnavailableError when Redis is away."""
-        pubsub = await self._subscribe()
-        self._tasks = asyncio.create_task(self._run(pubsub), name=f"penstock inbox {self.name}")
+        line = await self._subscribe()
+        self._tasks = asyncio.create_task(self._run(line), name=f"penstock inbox {self.name}")
 
     async def close(self) -> None:
         """Detaches from what is still read, unsubscribes, and ends every task; readers get UnavailableError."""
@@ -139,11 +139,11 @@ class Inbox:
         tasks.cancel()
         await asyncio.wait([tasks])
 
-    async def _run(self, pubsub: PubSub) -> None:
+    async def _run(self, line: Line) -> None:
         settings = self._settings
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._listen(pubsub))
+                group.create_task(self._listen(line))
                 group.create_task(self._detach_forever())
                 group.create_task(self._every(settings.echo_interval_s, self._echo))
                 group.create_task(self._every(settings.read_beat_interval_s, self._beat))
@@ -166,47 +166,41 @@ class Inbox:
 
     # Listening --------------------------------------------------------------------------------------
 
-    async def _subscribe(self) -> PubSub:
-        pubsub = self._redis.pubsub()
-        try:
-            with translated():
-                await pubsub.subscribe(self._channel)
-                if await pubsub.get_message(timeout=_SUBSCRIBE_TIMEOUT_S) is None:
-                    raise UnavailableError("Redis does not confirm the subscription", code="redis_away")
-        except BaseException:
-            await _drop(pubsub)
-            raise
-        return pubsub
+    async def _subscribe(self) -> Line:
+        with translated():
+            line = await Line.open(self._redis, self.dispatch)
+            try:
+                async with asyncio.timeout(_SUBSCRIBE_TIMEOUT_S):
+                    await line.call("SUBSCRIBE", self._channel)
+            except BaseException:
+                line.close()
+                raise
+        return line
 
-    async def _listen(self, pubsub: PubSub) -> None:
+    async def _listen(self, line: Line) -> None:
         while True:
             try:
-                with suppress(PenstockError), translated():
-                    await self._read_until_lost(pubsub)
+                await self._until_lost(line)
             finally:
-                await _drop(pubsub)
-            pubsub = await self._subscribe_again()
+                line.close()
+            line = await self._subscribe_again()
             self.stats.resubscribes += 1
             self._nudge_all()
 
-    async def _read_until_lost(self, pubsub: PubSub) -> None:
-        """Returns when an echo has stayed away for too long."""
+    async def _until_lost(self, line: Line) -> None:
+        """Returns when the connection is gone, or an echo has stayed away for too long."""
         interval_s = self._settings.echo_interval_s
         clock = asyncio.get_running_loop().time
         self._echoes.restart()
-        while True:
-            message = await pubsub.get_message(timeout=interval_s)
-            if message is None and self._echoes.is_overdue(clock()):
+        while not line.lost.done():
+            await asyncio.wait((line.lost,), timeout=interval_s)
+            if self._echoes.is_overdue(clock()):
                 # Where this process was held up, what it waits for lies in the buffer.
-                message = await pubsub.get_message(timeout=_LAST_LOOK_S)
-                if message is None:
+                await asyncio.sleep(_LAST_LOOK_S)
+                if self._echoes.is_overdue(clock()):
                     return
-            if message is not None and message["type"] == "message":
-                self.dispatch(message["data"])
-                # Messages that lie in the buffer are read without a pause: readers get their turn here.
-                await asyncio.sleep(0)
 
-    async def _subscribe_again(self) -> PubSub:
+    async def _subscribe_again(self) -> Line:
         patience = pauses()
         while True:
             await asyncio.sleep(next(patience))
@@ -250,10 +244,15 @@ class Inbox:
             self._beaten_s[pool] = now_s
 
     async def _watch(self) -> None:
-        silent_since_s = asyncio.get_running_loop().time() - self._settings.silent_after_s
+        """Nudges readers that have waited for long; boxes keep no time, because they are waited for at every token."""
+        now_s = asyncio.get_running_loop().time()
         for feed in list(self._feeds.values()):
             for box in feed.boxes:
-                if box.waiting_since_s is not None and box.waiting_since_s <= silent_since_s:
+                if not box.is_waited_for:
+                    continue
+                if box.seen_waiting_s is None:
+                    box.seen_waiting_s = now_s
+                elif now_s - box.seen_waiting_s >= self._settings.silent_after_s:
                     box.nudge()
 
     def _nudge_all(self) -> None:
@@ -282,7 +281,3 @@ class Inbox:
             # A failed one is made up for: the next chunk that nobody reads brings the job back here.
             with suppress(PenstockError):
                 await self.detach(job_id)
-
-
-async def _drop(pubsub: Any) -> None:
-    await pubsub.aclose()

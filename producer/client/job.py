@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 
 from penstock.contract.broker.producer import JobStatus
 from penstock.contract.errors import error_of
@@ -32,10 +32,11 @@ class AsyncJob:
     async def stream(self) -> AsyncGenerator[Chunk, None]:
         """The job's chunks in order; behind the last one, raises the job's error when it did not end `done`."""
         outcome: Outcome | None = None
-        async with aclosing(self.chunks()) as chunks:
-            async for chunk in chunks:
-                outcome = chunk.outcome
-                yield chunk
+        async with aclosing(self.batches()) as batches:
+            async for batch in batches:
+                outcome = batch[-1].outcome
+                for chunk in batch:
+                    yield chunk
         if outcome is not None and outcome.state != "done":
             raise error_of(outcome)
 
@@ -46,16 +47,10 @@ class AsyncJob:
                 for chunk in batch:
                     yield chunk
 
-    async def batches(self) -> AsyncGenerator[list[Chunk], None]:
+    def batches(self) -> AsyncGenerator[list[Chunk], None]:
         """The job's chunks in order, as many at once as have arrived."""
-        box = self._take_first_box() or self._open_box(behind=True)
-        reader = StreamReader(self._source, box, StreamCursor(self._start), self._inbox.stats)
-        try:
-            async with aclosing(reader.batches()) as batches:
-                async for batch in batches:
-                    yield batch
-        finally:
-            self._inbox.close_box(self._source.feed, box)
+        # Not a generator around the reader's: it would cost as much as a token's whole way through the reader.
+        return StreamReader(self._source, self._box_to_read, StreamCursor(self._start), self._inbox.stats).batches()
 
     async def result(self, *, check: bool = True) -> Result:
         """The job's result once it has ended; raises the job's error when it did not end `done`, unless told not to."""
@@ -89,6 +84,14 @@ class AsyncJob:
             self._inbox.close_box(self._source.feed, box)
         if not self._source.feed.boxes:
             await self._inbox.detach(self.id)
+
+    @contextmanager
+    def _box_to_read(self) -> Iterator[Mailbox]:
+        box = self._take_first_box() or self._open_box(behind=True)
+        try:
+            yield box
+        finally:
+            self._inbox.close_box(self._source.feed, box)
 
     def _take_first_box(self) -> Mailbox | None:
         box, self._first_box = self._first_box, None

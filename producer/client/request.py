@@ -43,7 +43,10 @@ class SubmitOptions(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
     seed: int | None
     max_tokens: int | None
     min_tokens: int

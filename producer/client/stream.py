@@ -6,7 +6,8 @@ Chunks come from the mailbox; a gap is filled from the log; when the log's life 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from penstock.contract.broker.producer import Attached
@@ -39,27 +40,35 @@ class Source(Protocol):
 class StreamReader:
     """One reader of one job."""
 
-    def __init__(self, source: Source, box: Mailbox, cursor: StreamCursor, stats: ClientStats) -> None:
+    def __init__(
+        self,
+        source: Source,
+        open_box: Callable[[], AbstractContextManager[Mailbox]],
+        cursor: StreamCursor,
+        stats: ClientStats,
+    ) -> None:
         self._source = source
-        self._box = box
+        self._open_box = open_box
         self._cursor = cursor
         self._stats = stats
         self._arrived: deque[Chunk] = deque()
 
     async def batches(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks as they become available, none of the lists empty; the terminal chunk ends the last."""
-        while self._cursor.outcome is None:
-            await self._box.wait(self._source.feed.poll_s)
-            self._arrived.extend(self._box.take_all())
-            if self._box.take_nudge():
-                async for batch in self._catch_up():
-                    yield batch
-            while self._arrived:
-                if ready := self._take_arrived():
-                    yield ready
-                if self._arrived:
-                    async for batch in self._fill_gap():
+        with self._open_box() as box:
+            self._box = box
+            while self._cursor.outcome is None:
+                await box.wait(self._source.feed.poll_s)
+                self._arrived.extend(box.take_all())
+                if box.take_nudge():
+                    async for batch in self._catch_up():
                         yield batch
+                while self._arrived:
+                    if ready := self._take_arrived():
+                        yield ready
+                    if self._arrived:
+                        async for batch in self._fill_gap():
+                            yield batch
 
     def _take_arrived(self) -> list[Chunk]:
         """What can be delivered of what has arrived, up to the first gap."""

@@ -1,6 +1,6 @@
 """What a body may say, in a file and over HTTP. A name that is unknown, or known but not honoured, is refused by name.
 
-Fields that only ask for what happens anyway (`frequency_penalty: 0`) are accepted with exactly those values; fields
+Fields that only ask for what happens anyway (`logit_bias: {}`) are accepted with exactly those values; fields
 that identify the caller (`user`, `metadata`) are accepted and have no effect. Ranges of the sampling options are
 checked in one place, `SamplingParams`.
 """
@@ -90,7 +90,10 @@ class _Generation(Wire):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -103,9 +106,6 @@ class _Generation(Wire):
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    frequency_penalty: Annotated[Any, only(None, 0)] = None
-    presence_penalty: Annotated[Any, only(None, 0)] = None
-    min_p: Annotated[Any, only(None, 0)] = None
     logit_bias: Annotated[Any, only(None, {})] = None
     skip_special_tokens: Annotated[Any, only(None, True)] = None
     include_stop_str_in_output: Annotated[Any, only(None, False)] = None

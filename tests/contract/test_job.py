@@ -46,6 +46,13 @@ def problem_of(model: type[Any], fields: dict[str, Any]) -> tuple[str, str]:
         ("top_k", 1 << 31, str(1 << 31)),
         ("repetition_penalty", 0.0, "0"),
         ("repetition_penalty", float("inf"), "finite"),
+        ("min_p", -0.1, "0"),
+        ("min_p", 1.1, "1"),
+        ("presence_penalty", -2.1, "-2"),
+        ("presence_penalty", 2.1, "2"),
+        ("frequency_penalty", -2.1, "-2"),
+        ("frequency_penalty", 2.1, "2"),
+        ("frequency_penalty", float("nan"), "finite"),
         ("seed", 1 << 63, str(1 << 63)),
         ("max_tokens", 0, "1"),
         ("max_tokens", MAX_TOKENS_LIMIT + 1, str(MAX_TOKENS_LIMIT)),
@@ -75,7 +82,7 @@ def test_wrong_item_is_named_by_its_place(field: str, value: object, where: str)
     assert problem_of(SamplingParams, {field: value})[0] == where
 
 
-@pytest.mark.parametrize("field", ["min_p", "best_of", "presence_penalty", "Temperature"])
+@pytest.mark.parametrize("field", ["top_a", "best_of", "length_penalty", "Temperature"])
 def test_parameter_that_is_not_honoured_is_refused_by_name(field: str) -> None:
     assert problem_of(SamplingParams, {field: 1})[0] == field
 
@@ -93,7 +100,10 @@ def test_limits_themselves_are_accepted() -> None:
         temperature=10,
         top_p=1,
         top_k=-1,
+        min_p=1,
         repetition_penalty=10,
+        presence_penalty=-2,
+        frequency_penalty=2,
         seed=-(1 << 63),
         max_tokens=MAX_TOKENS_LIMIT,
         stop=("x" * 256,) * MAX_STOP_STRINGS,

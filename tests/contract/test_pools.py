@@ -11,6 +11,7 @@ from penstock.contract import keys, wire
 from penstock.contract.broker.node import NodeBroker
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import TooLargeError
+from penstock.contract.packing import MAX_BYTES
 
 
 async def test_a_pool_is_alive_while_one_of_its_nodes_gives_signs_of_life(queue: Queue) -> None:
@@ -50,7 +51,7 @@ async def test_an_unreadable_pool_record_hides_no_other(
 
 async def test_a_request_above_the_wire_s_limit_is_refused_with_the_limit(queue: Queue) -> None:
     await queue.node()
-    with pytest.raises(TooLargeError, match=f"limit is {wire.MAX_BYTES}") as caught:
-        await queue.producer.submit(new_job(prompt="x" * wire.MAX_BYTES), cost=1)
+    with pytest.raises(TooLargeError, match=f"limit is {MAX_BYTES}") as caught:
+        await queue.producer.submit(new_job(prompt="x" * MAX_BYTES), cost=1)
     assert caught.value.param == "prompt"
     assert await queue.redis.keys(f"{keys.prefix(POOL)}:in:*") == []

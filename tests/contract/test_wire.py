@@ -65,6 +65,18 @@ def test_request_bytes(prompt: dict[str, Any], golden: bytes) -> None:
     assert wire.encode_request(job) == b"\x84\xa1v\x01\xa4kind\xa8generate" + golden + params
 
 
+def test_options_stand_in_a_request_in_their_order_and_only_where_they_ask_for_something() -> None:
+    params = SamplingParams(frequency_penalty=-2, presence_penalty=0.5, min_p=0.25, top_k=5, temperature=1, top_p=1.0)
+    golden = (
+        b"\x84\xa5top_k\x05\xa5min_p\xcb\x3f\xd0\x00\x00\x00\x00\x00\x00"
+        b"\xb0presence_penalty\xcb\x3f\xe0\x00\x00\x00\x00\x00\x00"
+        b"\xb1frequency_penalty\xcb\xc0\x00\x00\x00\x00\x00\x00\x00"
+    )
+    assert wire.encode_request(new_job(params=params)).endswith(b"\xa6params" + golden)
+    neutral = SamplingParams(min_p=0, presence_penalty=-0.0, frequency_penalty=0, repetition_penalty=1)
+    assert wire.encode_request(new_job(params=neutral)).endswith(b"\xa6params\x80")
+
+
 def test_result_bytes() -> None:
     data = wire.encode_result((Choice(0, "hi", (5, 6), "stop"),), Usage(1, 2), [(0, 2, 2)])
     assert data == (
@@ -103,6 +115,9 @@ sampling = st.builds(
     n=st.integers(1, 16),
     temperature=st.floats(0, 10),
     top_k=st.integers(-1, 1000),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
     stop_token_ids=st.lists(small_ints, max_size=3).map(tuple),

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from penstock.contract import wire
 from penstock.contract.job import Choice, Chunk, Outcome, SamplingParams, Usage
-from penstock.contract.wire import NodePressure, PoolRecord, WireError
+from penstock.contract.packing import MAX_BYTES, WireError
+from penstock.contract.wire import NodePressure, PoolRecord
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 DECODERS = {
@@ -91,7 +92,7 @@ def test_another_version_is_refused(kind: str, version: object) -> None:
         ({"prompt": None, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
         ({"params": None}, "params: "),
         ({"params": {"temperature": 99}}, "params.temperature: "),
-        ({"params": {"min_p": 0.1}}, "params.min_p: "),
+        ({"params": {"top_a": 0.1}}, "params.top_a: "),
     ],
 )
 def test_request_that_cannot_be_honoured_is_refused(change: dict[str, Any], message: str) -> None:
@@ -136,7 +137,7 @@ def test_depth_is_bounded(opening: bytes, levels: int, fine: bool) -> None:
 
 def test_oversized_message_is_refused_unread() -> None:
     with pytest.raises(WireError, match="exceeds"):
-        wire.decode_chunks(b"\xc1" * (wire.MAX_BYTES + 1))
+        wire.decode_chunks(b"\xc1" * (MAX_BYTES + 1))
 
 
 @pytest.mark.parametrize(

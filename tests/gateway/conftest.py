@@ -63,6 +63,7 @@ class EchoEngine:
         self.num_kv_tokens = 1 << 16
         self.revision = "echo"
         self.step_s = 0.0
+        self.last_params: SamplingParams | None = None
         self._live: list[_Live] = []
         self._num_steps = 0
 
@@ -77,6 +78,7 @@ class EchoEngine:
     ) -> None:
         if len(prompt_token_ids) >= self.max_model_len:
             raise PromptTooLongError(f"prompt has {len(prompt_token_ids)} tokens, too many", param="prompt")
+        self.last_params = params
         self._live += [_Live(request_id, choice, prompt_token_ids, params) for choice in range(params.n)]
 
     def abort(self, request_id: str) -> None:
@@ -84,6 +86,9 @@ class EchoEngine:
 
     def has_work(self) -> bool:
         return bool(self._live)
+
+    def wait(self) -> None:
+        pass
 
     def step(self) -> list[StepOutput]:
         time.sleep(self.step_s)

@@ -7,6 +7,8 @@ import asyncio
 import openai
 import pytest
 
+from penstock.contract.job import SamplingParams
+
 MODEL = "acme/echo"
 NASTY = 'line one\nline two\r\n\r\ndata: [DONE]\n\n"quoted" \\ \u2028 \x85 \x00 żółć 漢字 🐢👩‍👩‍👧 end'
 
@@ -119,6 +121,17 @@ def test_stop_and_extensions_reach_the_engine(api):
         extra_body={"top_k": 5, "repetition_penalty": 1.1, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [1]},
     )
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("abc", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_sampling_option_reaches_the_engine(api, engine, stream):
+    options = {"temperature": 0.5, "top_p": 0.9, "presence_penalty": -1.5, "frequency_penalty": 0.25, "seed": 3}
+    extensions = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
+    said = api.completions.create(
+        model=MODEL, prompt="a", max_tokens=9, stream=stream, **options, extra_body=extensions
+    )
+    assert "".join(part.choices[0].text for part in (said if stream else [said])) == "a"
+    assert engine.last_params == SamplingParams(max_tokens=9, **options, **extensions)
 
 
 def test_an_answer_can_be_sent_back_as_it_came(api):

@@ -20,6 +20,7 @@ from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Job, Result, SamplingParams
 from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.inbox import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
 
@@ -323,7 +324,7 @@ async def test_a_stop_while_prompts_are_read_gives_them_back_at_once(redis_url: 
         return list(text.encode())
 
     engine.tokenizer.encode = encode  # type: ignore[method-assign]
-    jobs = [new_job(max_tokens=3000) for _ in range(4)]
+    jobs = [new_job("hello " * MAX_CHARS_ON_LOOP, max_tokens=3000) for _ in range(4)]
     async with running(redis_url, engine, drain_s=0.3):
         for job in jobs:
             await broker.submit(job, cost=50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
 
 import pytest
 from fakes.reference_engine import ReferenceEngine
@@ -54,3 +55,29 @@ def test_a_paused_engine_answers_but_does_not_step(worker: EngineWorker, deliver
     worker.set_paused(False)
     while worker.stats().result(5).steps < 1:
         pass
+
+
+def test_what_is_asked_while_a_step_runs_is_done_before_the_next_one() -> None:
+    class Flying(ReferenceEngine):
+        """Its first wait ends when somebody has asked for something."""
+
+        def wait(self) -> None:
+            if self.has_work() and not self.batches:
+                waiting.set()
+                asked.wait(5)
+
+    waiting, asked, delivered = Event(), Event(), []
+    engine = Flying()
+    worker = EngineWorker(engine, delivered.extend)
+    worker.start()
+    params = SamplingParams(max_tokens=1)
+    worker.add("1", [1], params, 1, [])
+    assert waiting.wait(5)
+    added = worker.add("2", [1], params, 1, [])
+    asked.set()
+    added.result(5)
+    while worker.call(lambda: len(delivered)).result(5) < 2:
+        pass
+    worker.stop()
+    worker.stopped.result(5)
+    assert engine.batches == [2]

@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from penstock.contract.broker.line import REPLY_TIMEOUT_S, SharedRedis
 from penstock.contract.broker.tasks import heeding_cancel
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
 
 CONNECT_TIMEOUT_S = 3.0
-REPLY_TIMEOUT_S = 10.0
 HEALTH_CHECK_S = 15
 _AWAY = (
     exceptions.ConnectionError,
@@ -29,7 +29,7 @@ _AWAY = (
 )
 
 # At the head of a reply, or inside the report of a script that met it.
-_AWAY_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY) ")
+_AWAY_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
 
 
 def connect(url: str) -> Redis:
@@ -37,7 +37,7 @@ def connect(url: str) -> Redis:
     by those who know what they ask. Raises ConfigError for an URL that is none.
     """
     try:
-        return Redis.from_url(
+        return SharedRedis.from_url(
             url,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=REPLY_TIMEOUT_S,

@@ -34,7 +34,10 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One job given to this node; `lease` goes into every write, `num_chunks` is what an earlier node logged."""
+    """One job given to this node; `lease` goes into every write, `num_chunks` is what an earlier node logged.
+
+    `request` is empty where it is too long to come along; see `NodeBroker.requests`.
+    """
 
     job_id: str
     lease: str
@@ -42,6 +45,7 @@ class Taken:
     num_chunks: int
     cost: int
     deadline_in_ms: int
+    request: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class NodeBroker:
             raise SweptError
         if answer[0] != b"OK":
             raise InvariantError(f"take {call} answered {answer[0]!r}")
-        jobs = tuple(Taken(row[0].decode(), row[1].decode(), *map(int, row[2:])) for row in answer[1])
+        jobs = tuple(Taken(row[0].decode(), row[1].decode(), *map(int, row[2:6]), row[6]) for row in answer[1])
         depth = answer[2]
         return TakeAnswer(jobs, (depth[0], depth[1], depth[2]), int(answer[3]))
 

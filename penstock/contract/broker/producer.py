@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from dataclasses import asdict, dataclass
@@ -21,7 +22,8 @@ from penstock.contract.errors import (
     TooLargeError,
 )
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
-from penstock.contract.wire import PoolPressure, PoolRecord, WireError
+from penstock.contract.packing import MAX_BYTES, WireError
+from penstock.contract.wire import PoolPressure, PoolRecord
 
 _LOG = logging.getLogger(__name__)
 _STATUS_FIELDS = (
@@ -90,8 +92,8 @@ class ProducerBroker:
         BusyError (caps, Redis full), TooLargeError, RequestError (id too old or from the future).
         """
         request = wire.encode_request(job)
-        if len(request) > wire.MAX_BYTES:
-            raise TooLargeError(f"the request has {len(request)} bytes; the limit is {wire.MAX_BYTES}", param="prompt")
+        if len(request) > MAX_BYTES:
+            raise TooLargeError(f"the request has {len(request)} bytes; the limit is {MAX_BYTES}", param="prompt")
         body = hashlib.blake2b(request, digest_size=16).hexdigest()
         idem = job.idempotency_key or ""
         answer = await scripts.call(
@@ -162,8 +164,9 @@ class ProducerBroker:
 
     async def read_beat(self, pool: str, inbox: str) -> None:
         """Says that this reading process lives, and sweeps: jobs move on as long as anybody is alive."""
-        await scripts.call(self._redis, "read_beat", pool, inbox)
-        await scripts.call(self._redis, "sweep", pool)
+        await asyncio.gather(
+            scripts.call(self._redis, "read_beat", pool, inbox), scripts.call(self._redis, "sweep", pool)
+        )
 
     async def pressure(self, pool: str) -> PoolPressure:
         """Admission's input: the records of all live nodes and the queued cost per class.
@@ -171,13 +174,14 @@ class ProducerBroker:
         A node that has been silent for a lease does not count, though nobody may have swept it yet.
         """
         with translated():
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.time()
-                pipe.hget(keys.schema(pool), "lease_ms")
-                pipe.zrange(keys.nodes(pool), 0, -1, withscores=True)
-                pipe.hgetall(keys.pressure(pool))
-                pipe.hmget(keys.backlog(pool), [str(p) for p in range(keys.NUM_PRIORITIES)])
-                time, lease_ms, beats, records, backlog = await pipe.execute()
+            redis = cast(Any, self._redis)
+            time, lease_ms, beats, records, backlog = await asyncio.gather(
+                redis.time(),
+                redis.hget(keys.schema(pool), "lease_ms"),
+                redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
+                redis.hgetall(keys.pressure(pool)),
+                redis.hmget(keys.backlog(pool), [str(p) for p in range(keys.NUM_PRIORITIES)]),
+            )
         alive_since_ms = _alive_since_ms(time, lease_ms)
         alive = [records[node] for node, beat_ms in beats if beat_ms >= alive_since_ms and node in records]
         costs = [max(0, int(value or 0)) for value in backlog]
@@ -186,17 +190,17 @@ class ProducerBroker:
     async def pools(self) -> dict[str, ServedPool]:
         """Every pool that a node has ever announced, by name, those with a live node first."""
         with translated():
-            announced = await cast(Any, self._redis.hgetall(keys.POOLS))
+            redis = cast(Any, self._redis)
+            time, announced = await asyncio.gather(redis.time(), redis.hgetall(keys.POOLS))
             records = self._readable(announced)
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.time()
-                for pool in records:
-                    pipe.hget(keys.schema(pool), "lease_ms")
-                    pipe.zrevrange(keys.nodes(pool), 0, 0, withscores=True)
-                time, *found = await pipe.execute()
+            found = await asyncio.gather(
+                *(redis.hget(keys.schema(pool), "lease_ms") for pool in records),
+                *(redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True) for pool in records),
+            )
+        count = len(records)
         served = [
             ServedPool(**asdict(record), is_alive=bool(beats) and beats[0][1] >= _alive_since_ms(time, lease_ms))
-            for record, lease_ms, beats in zip(records.values(), found[::2], found[1::2], strict=True)
+            for record, lease_ms, beats in zip(records.values(), found[:count], found[count:], strict=True)
         ]
         by_name = dict(zip(records, served, strict=True))
         return dict(sorted(by_name.items(), key=lambda item: not item[1].is_alive))

@@ -14,6 +14,8 @@ local MAX_MESSAGE_BYTES = 262144
 local JOB_FIELDS = {'state', 'tenant', 'p', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background', 'inboxes',
   'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'mark', 'preemptions',
   'cancel', 'revision', 'first', 'taken', 'body'}
+local SCHEMA_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms', 'log_ttl_ms', 'result_ttl_ms',
+  'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms'}
 
 local function clock()
   local t = redis.call('TIME')
@@ -35,9 +37,9 @@ local function read_job(id, fields)
   return job
 end
 
-local function read_schema()
-  local names = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms', 'log_ttl_ms', 'result_ttl_ms',
-    'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms'}
+-- The pool's times and limits, or nil. `names` starts with 'version'.
+local function read_schema(names)
+  names = names or SCHEMA_FIELDS
   local values = redis.call('HMGET', KEYS[1], unpack(names))
   if not values[1] then return nil end
   local schema = {}
@@ -60,30 +62,43 @@ end
 -- Messages ---------------------------------------------------------------------------------------
 -- Chunks for one reader are gathered over the whole script and leave as few messages as the size limit allows.
 
-local outgoing, outgoing_order = {}, {}
+local outgoing, outgoing_order, boxes_of = {}, {}, {}
 
-local function publish(job, chunk)
-  for inbox in string.gmatch(job.inboxes, '%S+') do
+-- The boxes of a job's readers. The jobs of a batch have few different lists of readers, so each is cut up once.
+local function find_boxes(inboxes)
+  local boxes = {}
+  for inbox in string.gmatch(inboxes, '%S+') do
     local box = outgoing[inbox]
     if not box then
-      box = {size = 0, parts = {}}
+      box = {size = 0, parts = {}, count = 0, channel = 'penstock:inbox:' .. inbox}
       outgoing[inbox] = box
-      outgoing_order[#outgoing_order + 1] = inbox
+      outgoing_order[#outgoing_order + 1] = box
     end
-    if box.size + #chunk > MAX_MESSAGE_BYTES and box.size > 0 then
-      redis.call('PUBLISH', 'penstock:inbox:' .. inbox, table.concat(box.parts))
-      box.size, box.parts = 0, {}
-    end
-    box.size = box.size + #chunk
-    box.parts[#box.parts + 1] = chunk
+    boxes[#boxes + 1] = box
+  end
+  boxes_of[inboxes] = boxes
+  return boxes
+end
+
+local function send(box)
+  redis.call('PUBLISH', box.channel, table.concat(box.parts, '', 1, box.count))
+  box.size, box.count = 0, 0
+end
+
+local function publish(job, chunk)
+  local size = #chunk
+  local boxes = boxes_of[job.inboxes] or find_boxes(job.inboxes)
+  for i = 1, #boxes do
+    local box = boxes[i]
+    if box.size + size > MAX_MESSAGE_BYTES and box.size > 0 then send(box) end
+    box.size, box.count = box.size + size, box.count + 1
+    box.parts[box.count] = chunk
   end
   if job.channel == '1' then redis.call('PUBLISH', P .. ':ch:' .. job.id, chunk) end
 end
 
 local function flush()
-  for _, inbox in ipairs(outgoing_order) do
-    redis.call('PUBLISH', 'penstock:inbox:' .. inbox, table.concat(outgoing[inbox].parts))
-  end
+  for _, box in ipairs(outgoing_order) do send(box) end
 end
 
 -- The queue --------------------------------------------------------------------------------------
@@ -185,20 +200,24 @@ local function may_judge(schema, now)
   return judging
 end
 
--- Whether a job that must not run for nobody has no reader that lives. `silent` remembers inboxes over one script.
+-- Whether no reader of a list lives. `silent` remembers lists over one script.
 local silent = {}
+local function are_silent(inboxes, schema, now)
+  for inbox in string.gmatch(inboxes, '%S+') do
+    local last = redis.call('ZSCORE', P .. ':readers', inbox)
+    if last and now - tonumber(last) <= schema.abandon_after_ms then return false end
+  end
+  return true
+end
+
+-- Whether a job that must not run for nobody has no reader that lives.
 local function is_unheard(job, schema, now)
   if job.background ~= '0' or not may_judge(schema, now) then return false end
   if job.unread ~= '' then return is_unread(job, schema, now) end
   if job.channel == '1' then return false end
-  for inbox in string.gmatch(job.inboxes, '%S+') do
-    if silent[inbox] == nil then
-      local last = redis.call('ZSCORE', P .. ':readers', inbox)
-      silent[inbox] = not last or now - tonumber(last) > schema.abandon_after_ms
-    end
-    if not silent[inbox] then return false end
-  end
-  return true
+  local inboxes = job.inboxes
+  if silent[inboxes] == nil then silent[inboxes] = are_silent(inboxes, schema, now) end
+  return silent[inboxes]
 end
 
 -- State, code and message of a job that may not run any more; nil of one that may.

@@ -1,9 +1,10 @@
 -- take: gives a node the oldest queued jobs that fit, class by class. What does not fit stays, and nobody passes it:
 -- a job counts at most as the node's whole KV cache, so a node that runs dry can always take the head.
 -- ARGV: node call nonce room0 room1 room2 slots0 slots1 slots2 kv_total slots_total revision
--- Answer: {OK, {{id, lease, losses, chunks, cost, deadline_in_ms}…}, {depth0, depth1, depth2}, again_in_ms}
+-- Answer: {OK, {{id, lease, losses, chunks, cost, deadline_in_ms, request}…}, {depth0, depth1, depth2}, again_in_ms}
 --       | {UNKNOWN_NODE} | {STALE}
-local MAX_TAKEN, MAX_LOOKED, PAGE = 128, 256, 32
+-- A request above MAX_REQUEST_BYTES is answered as '' and read apart.
+local MAX_TAKEN, MAX_LOOKED, PAGE, MAX_REQUEST_BYTES = 128, 256, 32, 16384
 
 local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local room = {tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])}
@@ -22,7 +23,10 @@ end
 
 local function row(job)
   local deadline_in = job.deadline == '' and 0 or math.max(1, tonumber(job.deadline) - now)
-  return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in}
+  local request_key = P .. ':in:' .. job.id
+  local request = redis.call('STRLEN', request_key) <= MAX_REQUEST_BYTES and redis.call('GET', request_key)
+  return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in,
+    request or ''}
 end
 
 -- The same call again: the same answer, less what has moved on since.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fakes.engine_runs import check_idle, drain, tokens_of
 
 from penstock.contract.errors import ConfigError, ConflictError, NotFoundError, PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams, Usage
@@ -20,29 +22,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=5)
 
 MakeEngine = Callable[..., Engine]
-
-
-def _drain(engine: Engine) -> list[StepOutput]:
-    outputs = []
-    while engine.has_work():
-        outputs += engine.step()
-    return outputs
-
-
-def _tokens(outputs: list[StepOutput], request_id: str, choice: int = 0) -> list[int]:
-    return [
-        token_id
-        for output in outputs
-        if (output.request_id, output.choice) == (request_id, choice)
-        for token_id in output.token_ids
-    ]
-
-
-def _check_idle(engine: Engine) -> None:
-    engine.check_integrity()
-    stats = engine.stats()
-    assert stats.kv_blocks_free == stats.kv_blocks_total
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +54,7 @@ def test_how_requests_are_batched_does_not_change_what_they_say(
     for _ in range(2):
         got = engine.generate(PROMPTS, GREEDY)
         assert [generation.choices[0].token_ids for generation in got] == greedy_alone
-    _check_idle(engine)
+    check_idle(engine)
 
 
 def test_small_pools_do_preempt_and_known_prompts_are_not_computed_again(make_engine: MakeEngine) -> None:
@@ -116,11 +95,11 @@ def test_sequences_join_and_leave_between_steps(plain: Engine, greedy_alone: lis
         plain.add(str(i), plain.tokenizer.encode(prompt), GREEDY, seed=0)
         for _ in range(3):
             outputs += plain.step()
-    outputs += _drain(plain)
-    assert [tuple(_tokens(outputs, str(i))) for i in range(len(PROMPTS))] == greedy_alone
+    outputs += drain(plain)
+    assert [tuple(tokens_of(outputs, str(i))) for i in range(len(PROMPTS))] == greedy_alone
     positions = [output.position for output in outputs if output.request_id == "1"]
     assert positions == list(range(24))
-    _check_idle(plain)
+    check_idle(plain)
 
 
 def test_abort_gives_all_blocks_back_wherever_the_request_is(make_engine: MakeEngine) -> None:
@@ -134,17 +113,17 @@ def test_abort_gives_all_blocks_back_wherever_the_request_is(make_engine: MakeEn
         engine.abort(str(i))
         engine.abort(str(i))
         engine.check_integrity()
-    assert not engine.has_work() and engine.step() == []
-    _check_idle(engine)
+    assert drain(engine) == [] and engine.step() == []
+    check_idle(engine)
 
 
 def test_step_runs_in_any_thread(plain: Engine, greedy_alone: list[tuple[int, ...]]) -> None:
     plain.add("x", plain.tokenizer.encode(PROMPTS[0]), GREEDY, seed=0)
     outputs: list[StepOutput] = []
-    thread = threading.Thread(target=lambda: outputs.extend(_drain(plain)))
+    thread = threading.Thread(target=lambda: outputs.extend(drain(plain)))
     thread.start()
     thread.join(30)
-    assert tuple(_tokens(outputs, "x")) == greedy_alone[0]
+    assert tuple(tokens_of(outputs, "x")) == greedy_alone[0]
 
 
 def test_min_tokens_bans_the_end_and_ignore_eos_runs_over_it(plain: Engine) -> None:
@@ -222,6 +201,7 @@ def test_an_id_is_taken_once(plain: Engine) -> None:
 
 def test_usage_is_known_until_the_step_after_the_last(plain: Engine) -> None:
     plain.add("x", [5, 6, 7], GREEDY.model_copy(update={"max_tokens": 1}), seed=0)
+    assert plain.step() == []
     (last,) = plain.step()
     assert last.usage == plain.usage("x") == Usage(3, 1, 0)
     plain.step()
@@ -244,19 +224,20 @@ def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> No
     embedding[300] = torch.nan
     engine.add("bad", [10] * 20 + [300], GREEDY, seed=0)
     engine.add("good", engine.tokenizer.encode("the gate"), GREEDY, seed=0)
-    outputs = _drain(engine)
+    outputs = drain(engine)
     embedding[300] = kept
     bad = [output for output in outputs if output.request_id == "bad"]
     assert [(output.finish_reason, output.token_ids) for output in bad] == [("error", ())]
     assert bad[0].usage == Usage(21, 0, 0)
-    assert tuple(_tokens(outputs, "good")) == want
+    assert tuple(tokens_of(outputs, "good")) == want
     again = engine.generate([[10] * 20 + [300]] * 20, GREEDY)
     assert {generation.choices[0].finish_reason for generation in again} == {"length"}
-    _check_idle(engine)
+    check_idle(engine)
 
 
+@pytest.mark.parametrize("fails_at_once", [False, True])
 def test_a_runner_that_fails_once_loses_no_request(
-    make_engine: MakeEngine, greedy_alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, greedy_alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, fails_at_once: bool
 ) -> None:
     engine = make_engine(max_num_batched_tokens=32, max_num_seqs=8)
     for i, prompt in enumerate(PROMPTS):
@@ -264,9 +245,13 @@ def test_a_runner_that_fails_once_loses_no_request(
     submit, outputs, calls = engine._runner.submit, [], iter(range(10_000))
 
     def flaky(plan: Any) -> Any:
-        if next(calls) % 5 == 4:
+        if next(calls) % 5 != 4:
+            return submit(plan)
+        if fails_at_once:
             raise RuntimeError("the card fell off the bus")
-        return submit(plan)
+        failed: Future[Any] = Future()
+        failed.set_exception(RuntimeError("the card fell off the bus"))
+        return failed
 
     monkeypatch.setattr(engine._runner, "submit", flaky)
     while engine.has_work():
@@ -274,8 +259,8 @@ def test_a_runner_that_fails_once_loses_no_request(
             outputs += engine.step()
         except RuntimeError:
             engine.check_integrity()
-    assert [tuple(_tokens(outputs, str(i))) for i in range(len(PROMPTS))] == greedy_alone
-    _check_idle(engine)
+    assert [tuple(tokens_of(outputs, str(i))) for i in range(len(PROMPTS))] == greedy_alone
+    check_idle(engine)
 
 
 def test_revision_names_files_and_dtype_and_nothing_else(make_engine: MakeEngine, plain: Engine) -> None:
@@ -297,6 +282,8 @@ def test_stats_count_what_was_done(make_engine: MakeEngine) -> None:
     stats = engine.stats()
     assert (stats.prefill_tokens, stats.decode_tokens, stats.steps) == (40, 24, 24)
     assert 0 < stats.step_ms_p50 <= stats.step_ms_p99
+    parts = (stats.schedule_ms, stats.prepare_ms, stats.forward_ms, stats.sample_ms, stats.output_ms)
+    assert min(parts) > 0 and stats.forward_ms + stats.sample_ms < stats.step_ms_p99
     assert (stats.kv_blocks_total, stats.block_size, stats.kv_blocks_cached) == (256, 16, 3)
 
 

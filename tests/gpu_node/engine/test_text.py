@@ -8,19 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.choice import ChoiceOutput
 from penstock.gpu_node.engine.detokenizer import Detokenizer
+from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.stop import StopStrings
 
 BYTES = [bytes((i,)) for i in range(256)] + [b""]
 EOS = 256
 
 
-def _output(*, end_ids: frozenset[int] = frozenset((EOS,)), max_tokens: int = 1000, **params: object) -> ChoiceOutput:
-    return ChoiceOutput(
-        SamplingParams.model_validate(params), Detokenizer(BYTES), end_ids=end_ids, max_tokens=max_tokens
-    )
+def _output(
+    *,
+    end_ids: frozenset[int] = frozenset((EOS,)),
+    max_tokens: int = 1000,
+    min_tokens: int = 0,
+    stop: tuple[str, ...] = (),
+) -> ChoiceOutput:
+    return ChoiceOutput(EndRule(end_ids, min_tokens, max_tokens), stop, Detokenizer(BYTES))
 
 
 def _say(output: ChoiceOutput, text: str | bytes) -> list[str]:

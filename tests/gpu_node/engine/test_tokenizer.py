@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.contract.errors import ConfigError, RequestError
@@ -31,6 +34,159 @@ def test_encodes_as_transformers_does(tokenizer: Tokenizer, tiny_model: Path) ->
         assert tokenizer.encode(text) == theirs(text).input_ids
     want = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert tokenizer.encode_chat(CHAT) == want
+
+
+@pytest.mark.model
+def test_encodes_as_transformers_does_with_the_demo_models_tokenizer(demo_model: Path) -> None:
+    ours, theirs = Tokenizer(demo_model), AutoTokenizer.from_pretrained(demo_model)
+    rng = random.Random(0)
+    texts = ["", " ", "1234567", "<|im_start|>user\n", "水門 🌊\r\n\tx", "a<|endoftext|>b"]
+    texts += ["".join(chr(rng.randrange(1, 0x3000)) for _ in range(40)) for _ in range(50)]
+    for text in texts:
+        assert ours.encode(text) == theirs(text).input_ids
+        chat = [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
+        for messages in (chat, [{"role": "system", "content": text}, *chat]):
+            want = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            assert ours.encode_chat(messages) == want
+    assert ours.eos_token_ids == {theirs.eos_token_id}
+
+
+def _edit(folder: Path, name: str, **changes: Any) -> None:
+    path = folder / name
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({key: value for key, value in (config | changes).items() if value is not None}))
+
+
+@pytest.fixture
+def model_copy(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "copy"))
+
+
+ADDED = {"content": "the gate", "lstrip": False, "normalized": False, "rstrip": True, "single_word": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tokenizer_config.json", {"bos_token": "<new>", "eos_token": "the"}),
+        ("tokenizer_config.json", {"bos_token": {"__type": "AddedToken", **ADDED}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"384": ADDED | {"special": False}}}),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"384": ADDED | {"special": True}}, "eos_token": "the gate"},
+        ),
+        ("tokenizer_config.json", {"additional_special_tokens": ["gate", "<unseen>"], "extra_special_tokens": None}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<image>"}}),
+        ("tokenizer_config.json", {"add_bos_token": True, "bos_token": "<|im_start|>"}),
+        ("tokenizer_config.json", {"split_special_tokens": True}),
+        ("special_tokens_map.json", {"eos_token": "gate", "pad_token": ADDED}),
+    ],
+)
+def test_what_the_configs_say_of_tokens_is_heard_as_transformers_hears_it(
+    name: str, changes: dict[str, Any], model_copy: Path
+) -> None:
+    _edit(model_copy, name, **changes)
+    ours, theirs = Tokenizer(model_copy), AutoTokenizer.from_pretrained(model_copy)
+    for text in ("the gate opens", "the gate  <new><unseen> x<image>", "<|im_end|>the<|im_start|>gate"):
+        tokens = ours.encode(text)
+        assert tokens == theirs(text).input_ids
+        assert ours.decode(tokens) == theirs.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    assert ours.eos_token_ids == {theirs.eos_token_id}
+
+
+def test_a_post_processors_tokens_stand_around_a_prompt_and_not_around_a_chat(model_copy: Path) -> None:
+    backend: Any = Backend.from_file(str(model_copy / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    backend.save(str(model_copy / "tokenizer.json"))
+    ours, theirs = Tokenizer(model_copy), AutoTokenizer.from_pretrained(model_copy)
+    assert ours.encode("the gate") == theirs("the gate").input_ids
+    assert ours.encode("the gate")[0] == 0
+    assert 0 not in ours.encode_chat(CHAT)
+
+
+TEMPLATES = {
+    "variables": "{{ bos_token }}|{{ eos_token }}|{{ image_token }}|{{ messages[0].content }}",
+    "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}<b>",
+    "loop controls": "{% for m in messages %}{% if loop.index == 2 %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+    "blocks": "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n\n",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "tools": "{% if tools is none %}no tools{% endif %}{{ add_generation_prompt }}{{ tools is defined }}",
+    "dates": "{{ strftime_now('%Y') | length }}",
+}
+
+
+@pytest.mark.parametrize("feature", TEMPLATES)
+def test_templates_render_as_in_transformers(feature: str, model_copy: Path) -> None:
+    (model_copy / "chat_template.jinja").write_text(TEMPLATES[feature])
+    _edit(model_copy, "tokenizer_config.json", bos_token="<s>", image_token="<image>")
+    theirs: Any = AutoTokenizer.from_pretrained(model_copy)
+    want = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert Tokenizer(model_copy).encode_chat(CHAT) == want
+
+
+def test_the_default_one_of_many_templates_is_used(model_copy: Path) -> None:
+    (model_copy / "chat_template.jinja").unlink()
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "the gate"}]
+    _edit(model_copy, "tokenizer_config.json", chat_template=named)
+    tokenizer = Tokenizer(model_copy)
+    assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == "the gate"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('only users may speak') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append('x') }}",
+        "{{ messages[9].content.x }}",
+    ],
+)
+def test_what_a_template_refuses_or_may_not_do_is_the_requests_fault(template: str, model_copy: Path) -> None:
+    (model_copy / "chat_template.jinja").write_text(template)
+    with pytest.raises(RequestError, match="refuses these messages"):
+        Tokenizer(model_copy).encode_chat(CHAT)
+
+
+def test_a_template_that_is_no_template_is_the_models_fault(model_copy: Path) -> None:
+    (model_copy / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ConfigError, match="template"):
+        Tokenizer(model_copy)
+
+
+def test_files_that_do_not_say_all_are_completed_by_transformers_once(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class of its own builds normalizer and decoder itself; vocabulary and merges are no tokenizer.json."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    of_llama, of_gpt2 = tmp_path / "llama", tmp_path / "gpt2"
+    _write_sentencepiece_like(of_llama)
+    _edit(of_llama, "tokenizer_config.json", tokenizer_class="LlamaTokenizer", unk_token="<unk>")
+    of_gpt2.mkdir()
+    model = json.loads((tiny_model / "tokenizer.json").read_text())["model"]
+    (of_gpt2 / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [" ".join(pair) for pair in model["merges"]]
+    (of_gpt2 / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    _edit(of_gpt2, "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", eos_token="<|im_end|>")
+    for folder in (of_llama, of_gpt2):
+        ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        for text in ("the gate", "gates", " the <|im_end|>"):
+            assert ours.encode(text) == theirs(text).input_ids
+        assert ours.eos_token_ids == {theirs.eos_token_id}
+        assert "transformers" not in _modules_after(f"Tokenizer(Path({str(folder)!r}))")
+
+
+def _modules_after(statement: str) -> set[str]:
+    code = (
+        "import sys; from pathlib import Path; from penstock.gpu_node.engine.tokenizer import Tokenizer;"
+        f"{statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
 
 
 def test_a_tokenizer_saved_with_limits_neither_cuts_nor_fills_up_prompts(tiny_model: Path, tmp_path: Path) -> None:

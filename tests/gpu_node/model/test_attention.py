@@ -5,23 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fakes.sampling import rows_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
-from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import StepPlan
 from penstock.kernels.reference.attention import paged_attention, store_kv
-
-NO_ROWS = SamplingRows(
-    temperature=np.empty(0, np.float32),
-    top_k=np.empty(0, np.int32),
-    top_p=np.empty(0, np.float32),
-    repetition_penalty=np.empty(0, np.float32),
-    seed=np.empty(0, np.uint64),
-    choice=np.empty(0, np.int32),
-    position=np.empty(0, np.int32),
-    seen=(),
-    banned=(),
-)
 
 
 def _plan(counts: list[int], contexts: list[int], block_size: int, rng: np.random.Generator) -> tuple[StepPlan, int]:
@@ -40,7 +29,7 @@ def _plan(counts: list[int], contexts: list[int], block_size: int, rng: np.rando
         context_lens=np.array(contexts, np.int32),
         block_tables=tables,
         sample_seqs=np.empty(0, np.int32),
-        sampling=NO_ROWS,
+        sampling=rows_of(0),
     ), total
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -22,11 +22,21 @@ from penstock.gpu_node.model import source
 from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
-from penstock.gpu_node.model.rope import rope_table
-from penstock.gpu_node.model.source import resolve_model
+from penstock.gpu_node.model.revision import revision_of
+from penstock.gpu_node.model.rope import rope_angles
+from penstock.gpu_node.model.source import ModelSource, dequantised_folder, resolve_model
 
 OPTIONS = RunnerOptions(
-    dtype="float32", block_size=16, num_blocks=8, kv_cache_gib=1.0, max_model_len=None, max_num_seqs=4, num_threads=None
+    runner="torch",
+    dtype="float32",
+    quantization="auto",
+    kv_cache_dtype="auto",
+    block_size=16,
+    num_blocks=8,
+    kv_cache_gib=1.0,
+    max_model_len=None,
+    max_num_seqs=4,
+    num_threads=None,
 )
 
 
@@ -121,10 +131,10 @@ def test_a_device_that_is_left_idle_is_warned_about(
 
 
 def test_auto_dtype_is_the_checkpoints_or_float32(model_copy: Path) -> None:
-    assert _load(model_copy, dtype="auto").dtype == "float32"
+    assert _load(model_copy, dtype="auto").arithmetic == "torch-float32"
     _edit_config(model_copy, dtype="bfloat16")
     fast = torch.cpu._is_avx512_bf16_supported()
-    assert _load(model_copy, dtype="auto").dtype == ("bfloat16" if fast else "float32")
+    assert _load(model_copy, dtype="auto").arithmetic == ("torch-bfloat16" if fast else "torch-float32")
 
 
 def test_revision_changes_with_any_of_the_files(model_copy: Path) -> None:
@@ -173,8 +183,9 @@ def test_rotary_angles_are_transformers(rope: dict[str, Any]) -> None:
     raw = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     spec = family_of(raw).spec_of(raw)
     want = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(512)[None])
-    for ours, theirs in zip(rope_table(spec, 512, torch.float32), want, strict=True):
-        torch.testing.assert_close(ours, theirs[0])
+    for ours, theirs in zip(rope_angles(spec, 512), want, strict=True):
+        # A frequency's last bit counts once a position.
+        np.testing.assert_allclose(np.concatenate((ours, ours), axis=1), theirs[0].numpy(), rtol=0, atol=512 * 2**-23)
 
 
 def test_configs_of_older_transformers_are_read() -> None:
@@ -208,14 +219,22 @@ def test_names_of_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_two_processes_may_convert_one_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    gguf = tmp_path / "m.gguf"
-    gguf.write_bytes(b"GGUF")
+def _described(gguf: Path) -> Path:
+    return resolve_model(str(gguf), lambda stage, fraction: None).folder
 
-    def convert(gguf: Path, folder: Path, progress: Any) -> None:
+
+@pytest.fixture
+def some_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that nobody can read, and an empty cache."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(100_000))
+    return tmp_path / "m.gguf"
+
+
+def test_two_processes_may_convert_one_file_at_once(some_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(gguf: Path, folder: Path, progress: Any) -> None:
         """The other process is done first, and this one finds its place taken."""
-        monkeypatch.setattr(source, "convert_gguf", write)
+        monkeypatch.setattr(source, "describe_gguf", write)
         resolve_model(str(gguf), progress)
         write(gguf, folder, progress)
 
@@ -223,47 +242,77 @@ def test_two_processes_may_convert_one_file_at_once(tmp_path: Path, monkeypatch:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(source, "convert_gguf", convert)
-    folder = resolve_model(str(gguf), lambda stage, fraction: None)
+    monkeypatch.setattr(source, "describe_gguf", describe)
+    folder = _described(some_gguf)
     assert (folder / "config.json").is_file()
-    assert list((tmp_path / "cache/models").iterdir()) == [folder]
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_what_a_dead_conversion_left_is_swept_and_a_running_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    some_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    monkeypatch.setattr(source, "convert_gguf", lambda gguf, folder, progress: folder.mkdir())
-    gguf = tmp_path / "m.gguf"
-    gguf.write_bytes(b"GGUF")
-    dead, running = (tmp_path / "models" / name for name in (".m-dead", ".m-running"))
+    monkeypatch.setattr(source, "describe_gguf", lambda gguf, folder, progress: folder.mkdir())
+    models = some_gguf.parent / "cache/models"
+    dead, running = (models / name for name in (".m-dead", ".m-running"))
     for folder in (dead, running):
         (folder / "model").mkdir(parents=True)
     two_days_ago = time.time() - 2 * 24 * 60 * 60
     os.utime(dead, (two_days_ago, two_days_ago))
-    folder = resolve_model(str(gguf), lambda stage, fraction: None)
-    assert set((tmp_path / "models").iterdir()) == {running, folder}
+    assert set(models.iterdir()) == {dead, running}
+    folder = _described(some_gguf)
+    assert set(models.iterdir()) == {running, folder}
 
 
-def test_another_converter_converts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    monkeypatch.setattr(source, "convert_gguf", lambda gguf, folder, progress: folder.mkdir())
-    gguf = tmp_path / "m.gguf"
-    gguf.write_bytes(b"GGUF")
-    older = resolve_model(str(gguf), lambda stage, fraction: None)
+def test_another_converter_converts_again(some_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "describe_gguf", lambda gguf, folder, progress: folder.mkdir())
+    older = _described(some_gguf)
+    assert _described(some_gguf) == older
     monkeypatch.setattr(source, "_CONVERTER_VERSION", source._CONVERTER_VERSION + 1)
-    assert resolve_model(str(gguf), lambda stage, fraction: None) != older
+    assert _described(some_gguf) != older
+
+
+def test_a_file_that_was_changed_is_converted_again(some_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "describe_gguf", lambda gguf, folder, progress: folder.mkdir())
+    folders = [_described(some_gguf)]
+    some_gguf.write_bytes(b"GGUF" + bytes(100_001))
+    folders.append(_described(some_gguf))
+    changed_at = some_gguf.stat().st_mtime_ns
+    some_gguf.write_bytes(b"GGUF" + bytes(99_996) + b"other")
+    os.utime(some_gguf, ns=(changed_at, changed_at))
+    folders.append(_described(some_gguf))
+    os.utime(some_gguf, ns=(changed_at + 1, changed_at + 1))
+    folders.append(_described(some_gguf))
+    assert len(set(folders)) == 4
+
+
+def test_a_folder_is_its_own_dequantised_folder(tiny_model: Path) -> None:
+    found = resolve_model(str(tiny_model), lambda stage, fraction: None)
+    assert found == ModelSource(tiny_model)
+    assert dequantised_folder(found, lambda stage, fraction: None) == tiny_model
+
+
+def test_revision_knows_a_gguf_file_by_content_and_arithmetic_not_by_place(tiny_model: Path, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.gguf", "b.gguf", "c.gguf")]
+    for path in files:
+        path.write_bytes(bytes(50_000) + (b"c" if path.name == "c.gguf" else b"a"))
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "elsewhere"))
+    first = revision_of(ModelSource(tiny_model, files[0]), "x")
+    assert revision_of(ModelSource(folder, files[1]), "x") == first
+    assert revision_of(ModelSource(tiny_model, files[2]), "x") != first
+    assert revision_of(ModelSource(tiny_model, files[0]), "y") != first
 
 
 @pytest.mark.model
-def test_a_gguf_file_is_converted_once_with_its_values_kept(demo_gguf: Path, demo_model: Path) -> None:
+def test_a_gguf_file_is_converted_once_and_says_what_transformers_says(demo_gguf: Path, demo_model: Path) -> None:
     stages: list[str] = []
-    assert resolve_model(str(demo_gguf), lambda stage, fraction: stages.append(stage)) == demo_model
-    assert stages == []
-    ours = load_file(demo_model / "model.safetensors")
-    theirs = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in GGUFReader(demo_gguf).tensors}
-    up = torch.from_numpy(theirs["blk.3.ffn_up.weight"])
-    assert torch.equal(ours["model.layers.3.mlp.up_proj.weight"], up.bfloat16())
-    # GGUF keeps the two halves of each head interleaved.
-    q = torch.from_numpy(theirs["blk.3.attn_q.weight"]).view(9, 32, 2, 576).transpose(1, 2).reshape(576, 576)
-    assert torch.equal(ours["model.layers.3.self_attn.q_proj.weight"], q.bfloat16())
+    found = resolve_model(str(demo_gguf), lambda stage, fraction: stages.append(stage))
+    assert dequantised_folder(found, lambda stage, fraction: stages.append(stage)) == demo_model
+    assert stages == [] and found.gguf == demo_gguf
+    assert not list(found.folder.glob("*.safetensors"))
+    config = LlamaConfig.from_pretrained(found.folder)
+    assert (config.architectures, config.num_key_value_heads, config.tie_word_embeddings) == (
+        ["LlamaForCausalLM"],
+        3,
+        True,
+    )
+    assert json.loads((found.folder / "generation_config.json").read_text())["eos_token_id"] == 2

@@ -1,4 +1,4 @@
-"""The sampler: supports, distributions, and rows that do not see each other."""
+"""The sampler: the reference's tokens, transformers' distributions, and rows that do not see each other."""
 
 from __future__ import annotations
 
@@ -7,32 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.sampling import SamplingCase, rows_of, sampling_cases
+from hypothesis import given, settings
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, SamplingRows
+from penstock.gpu_node.model.protocol import FAILED_TOKEN
 from penstock.gpu_node.model.sampler import sample
 
-NO_IDS = np.empty(0, np.int32)
 
-
-def _rows(count: int, **columns: Any) -> SamplingRows:
-    """Rows that sample plainly at positions 0, 1, 2, …; `columns` overrides, scalars for all rows."""
-    plain: dict[str, tuple[Any, Any]] = {
-        "temperature": (1.0, np.float32),
-        "top_k": (0, np.int32),
-        "top_p": (1.0, np.float32),
-        "repetition_penalty": (1.0, np.float32),
-        "seed": (11, np.uint64),
-        "choice": (0, np.int32),
-        "position": (np.arange(count), np.int32),
-    }
-    arrays = {
-        name: np.broadcast_to(np.asarray(columns.pop(name, value), dtype), (count,)).copy()
-        for name, (value, dtype) in plain.items()
-    }
-    return SamplingRows(
-        **arrays, seen=columns.get("seen", (NO_IDS,) * count), banned=columns.get("banned", (NO_IDS,) * count)
-    )
+@settings(max_examples=300, deadline=None)
+@given(sampling_cases())
+def test_tokens_are_the_references(case: SamplingCase) -> None:
+    assert case.disagreements(sample(torch.from_numpy(case.logits.copy()), case.rows)) == []
 
 
 def _processed(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
@@ -54,7 +40,7 @@ def test_tokens_follow_the_distribution_that_transformers_defines(temperature: f
     torch.manual_seed(3)
     logits, count = torch.randn(40) * 2, 20_000
     want = _processed(logits, temperature, top_k, top_p).numpy() * count
-    rows = _rows(count, temperature=temperature, top_k=top_k, top_p=top_p)
+    rows = rows_of(count, temperature=temperature, top_k=top_k, top_p=top_p)
     counts = np.bincount(sample(logits.repeat(count, 1), rows), minlength=40)
     assert not counts[want == 0].any()
     likely = want > 5
@@ -69,7 +55,7 @@ def test_large_vocabularies_keep_the_same_tokens_as_transformers(top_p: float, s
     torch.manual_seed(0)
     logits = torch.randn(5000) * spread
     support = set(_processed(logits, 1.0, 0, top_p).nonzero().squeeze(1).tolist())
-    drawn = sample(logits.repeat(2000, 1), _rows(2000, top_p=top_p))
+    drawn = sample(logits.repeat(2000, 1), rows_of(2000, top_p=top_p))
     missing = set(drawn.tolist()) - support
     # Two sums of thousands of shares may disagree about the token at the very edge.
     assert len(missing) <= 1
@@ -77,7 +63,7 @@ def test_large_vocabularies_keep_the_same_tokens_as_transformers(top_p: float, s
 
 def test_zero_temperature_takes_the_best_and_small_ones_do_not_break() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.9, -1.0]])
-    assert sample(logits.repeat(3, 1), _rows(3, temperature=[0.0, 1e-30, 0.001])).tolist() == [1, 1, 1]
+    assert sample(logits.repeat(3, 1), rows_of(3, temperature=[0.0, 1e-30, 0.001])).tolist() == [1, 1, 1]
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -87,10 +73,11 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         "temperature": np.resize([0.0, 0.7, 1.3], 30),
         "top_k": np.resize([0, 3, 0, 2000], 30),
         "top_p": np.resize([1.0, 0.5, 0.99, 1.0, 0.2], 30),
+        "min_p": np.resize([0.0, 0.01], 30),
     }
-    together = sample(logits.clone(), _rows(30, **columns))
+    together = sample(logits.clone(), rows_of(30, **columns))
     for i in range(30):
-        alone = sample(logits[i : i + 1].clone(), _rows(1, position=i, **{k: v[i] for k, v in columns.items()}))
+        alone = sample(logits[i : i + 1].clone(), rows_of(1, position=i, **{k: v[i] for k, v in columns.items()}))
         assert alone.tolist() == [together[i]]
 
 
@@ -103,17 +90,29 @@ def test_a_limit_on_one_row_looks_at_no_more_than_it_needs(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.Tensor, "topk", counting)
     logits = torch.randn(2, 50_000) * 9
-    sample(logits.clone(), _rows(2, top_k=[40, 3]))
-    sample(logits.clone(), _rows(2, top_k=[40, 0], top_p=[0.5, 1.0]))
-    sample(logits.clone(), _rows(2, top_k=[40, 0], top_p=[1.0, 0.5]))
+    sample(logits.clone(), rows_of(2, top_k=[40, 3]))
+    sample(logits.clone(), rows_of(2, top_k=[40, 0], top_p=[0.5, 1.0]))
+    sample(logits.clone(), rows_of(2, top_k=[40, 0], top_p=[1.0, 0.5]))
     assert looked_at == [40, 40, 512]
+
+
+def test_rows_that_need_more_candidates_and_rows_that_do_not_are_the_references() -> None:
+    spread = np.resize([0.01, 0.01, 9.0], (60, 1))
+    logits = (np.random.default_rng(4).standard_normal((60, 1500)) * spread).astype(np.float32)
+    rows = rows_of(
+        60,
+        top_p=np.resize([0.9, 0.5, 1.0, 0.99], 60),
+        top_k=np.resize([0, 40, 0, 700, 0], 60),
+        min_p=np.resize([0.0, 0.98], 60),
+    )
+    assert SamplingCase(logits, rows).disagreements(sample(torch.from_numpy(logits.copy()), rows)) == []
 
 
 def test_repetition_penalty_is_transformers() -> None:
     torch.manual_seed(2)
     logits, seen = torch.randn(1, 50), np.array([3, 3, 7, 49], np.int32)
     want = RepetitionPenaltyLogitsProcessor(1.7)(torch.from_numpy(seen)[None].long(), logits.clone())
-    rows = _rows(1, temperature=0.0, repetition_penalty=1.7, seen=(seen,))
+    rows = rows_of(1, temperature=0.0, repetition_penalty=1.7, seen=(seen,))
     penalised = logits.clone()
     assert sample(penalised, rows).tolist() == want.argmax(-1).tolist()
     torch.testing.assert_close(penalised, want)
@@ -122,7 +121,7 @@ def test_repetition_penalty_is_transformers() -> None:
 def test_banned_tokens_are_never_taken() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0]])
     banned = np.array([0, 1], np.int32)
-    rows = _rows(2, temperature=[0.0, 1.0], banned=(banned, banned))
+    rows = rows_of(2, temperature=[0.0, 1.0], banned=(banned, banned))
     assert sample(logits.repeat(2, 1), rows).tolist() == [2, 2]
 
 
@@ -131,4 +130,19 @@ def test_a_row_that_is_not_finite_fails_alone(poison: float) -> None:
     logits = torch.zeros(3, 10)
     logits[:, 4] = 9.0
     logits[1, 2] = poison
-    assert sample(logits, _rows(3, temperature=[0.0, 1.0, 0.0])).tolist() == [4, FAILED_TOKEN, 4]
+    assert sample(logits, rows_of(3, temperature=[0.0, 1.0, 0.0])).tolist() == [4, FAILED_TOKEN, 4]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_penalty_overflows_or_that_bans_everything_fails_alone(temperature: float) -> None:
+    all_ids = np.arange(3, dtype=np.int32)
+    rows = rows_of(
+        3,
+        temperature=temperature,
+        top_k=[0, 0, 1],
+        repetition_penalty=[1e-39, 1.0, 1.0],
+        seen=(all_ids, all_ids, all_ids),
+        banned=(all_ids[:0], all_ids, all_ids[:1]),
+    )
+    logits = torch.tensor([[5.0, 4.0, 3.0]])
+    assert sample(logits.repeat(3, 1), rows).tolist() == [FAILED_TOKEN, FAILED_TOKEN, 1]

@@ -29,6 +29,8 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         {"repetition_penalty": 1.1, "max_tokens": None},
         {"user": "me", "metadata": {"a": [1]}, "stream": False, "stream_options": None, "stop": None},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "min_p": 0, "logit_bias": {}},
+        {"frequency_penalty": -2, "presence_penalty": 0.5, "min_p": 0.1},
+        {"frequency_penalty": None, "presence_penalty": None, "min_p": None},
     ],
 )
 def test_a_body_means_the_same_in_a_file_and_over_http(options: dict[str, Any]) -> None:
@@ -76,7 +78,10 @@ def test_an_answer_looks_the_same_in_a_file_and_over_http(reason: Any) -> None:
         (CHAT_URL, {"messages": "hello"}, "messages"),
         (CHAT_URL, {"messages": [1, 2]}, "messages[0]"),
         (CHAT_URL, {"messages": MESSAGES, "priority": "batch"}, "priority"),
-        (CHAT_URL, {"messages": MESSAGES, "frequency_penalty": 0.5}, "frequency_penalty"),
+        (CHAT_URL, {"messages": MESSAGES, "frequency_penalty": 2.5}, "frequency_penalty"),
+        (CHAT_URL, {"messages": MESSAGES, "presence_penalty": "0.5"}, "presence_penalty"),
+        (COMPLETIONS_URL, {"prompt": "x", "min_p": -0.1}, "min_p"),
+        (CHAT_URL, {"messages": MESSAGES, "logit_bias": {"5": 1}}, "logit_bias"),
         (CHAT_URL, {"messages": MESSAGES, "temperature": float("nan")}, "temperature"),
         (CHAT_URL, {}, "messages"),
         (CHAT_URL, {"messages": MESSAGES, "model": 5}, "model"),

@@ -1,0 +1,67 @@
+"""A model's chat template: the Jinja program that turns messages into the text that the model was trained on.
+
+The dialect is the one that transformers gives templates, so that a checkpoint renders here as it renders there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.contract.errors import ConfigError
+
+
+class ChatTemplate:
+    """One compiled template. It comes with the model, so it runs in a sandbox."""
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        """`variables` are the special tokens by name (`bos_token`, …). Raises ConfigError for what does not compile."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        try:
+            self._template = environment.from_string(source, globals=dict(variables))
+        except TemplateError as error:
+            raise ConfigError(f"the model's chat template does not compile: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The chat up to where the assistant speaks. Raises whatever the template raises."""
+        return self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant said, for training; here it only stands around its body."""
+
+    tags = {"generation"}  # noqa: RUF012  as Jinja declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which a model would read literally."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

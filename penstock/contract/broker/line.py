@@ -1,0 +1,181 @@
+"""A connection to Redis that many calls share: none waits for another's answer, and a message costs one callback.
+
+redis-py opens, encrypts and authenticates the connection; hiredis packs and parses. What this leaves out is redis-py's
+round for each call (a connection from the pool, locks, a task and two clocks, hooks for retries and for metrics), which
+costs five times as much as the call itself, at every step of an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import hiredis
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.connection import Connection
+
+REPLY_TIMEOUT_S = 10.0
+MAX_BUFFERED_BYTES = 1 << 20
+"""Of messages that readers have not had their turn for."""
+_UNFINISHED = object()
+_REPLY_ERRORS = {
+    "NOSCRIPT": exceptions.NoScriptError,
+    "NOPERM": exceptions.NoPermissionError,
+    "NOAUTH": exceptions.AuthenticationError,
+    "OOM": exceptions.OutOfMemoryError,
+}
+
+
+class Line(asyncio.Protocol):
+    """Answers come in the order of the calls. Raises redis-py's errors, a lost line ConnectionError or TimeoutError."""
+
+    def __init__(self, writer: asyncio.StreamWriter, on_message: Callable[[bytes], None] | None) -> None:
+        # Held because it closes the connection when nobody does.
+        self._writer = writer
+        self._transport = cast(asyncio.Transport, writer.transport)
+        self._transport.set_protocol(self)
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._reader = hiredis.Reader(
+            protocolError=exceptions.InvalidResponse, replyError=_error_of, notEnoughData=_UNFINISHED
+        )
+        self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
+        self._clock: asyncio.TimerHandle | None = None
+        self._num_buffered = 0
+        """Bytes that came since the buffer was last empty."""
+        self._goes_on = False
+        """Whether the buffer is read on in a moment."""
+        self._paused = False
+        self.lost: asyncio.Future[Exception] = self._loop.create_future()
+        """Done when nothing can be called or heard any more; carries the reason."""
+
+    @classmethod
+    async def open(cls, redis: Redis, on_message: Callable[[bytes], None] | None = None) -> Line:
+        """Connects as `redis` would; `on_message` is called with each message of a subscription."""
+        connection = cast(Connection, redis.connection_pool.make_connection())
+        await connection.connect()
+        writer = connection._writer
+        # From here on the connection is ours.
+        connection._reader = connection._writer = None
+        return cls(cast(asyncio.StreamWriter, writer), on_message)
+
+    def call(self, *command: Any) -> asyncio.Future[Any]:
+        """Sends a command; the future carries its answer. Giving up on the future harms no other call."""
+        answer = self._loop.create_future()
+        if self.lost.done():
+            answer.set_exception(self.lost.result())
+            return answer
+        self._waiting.append((answer, self._loop.time()))
+        if self._clock is None:
+            self._clock = self._loop.call_later(REPLY_TIMEOUT_S, self._check_clock)
+        self._transport.write(hiredis.pack_command(command))
+        return answer
+
+    def close(self, reason: Exception | None = None) -> None:
+        """Ends the connection; calls under way fail."""
+        if not self.lost.done():
+            self.lost.set_result(reason or exceptions.ConnectionError("the connection was closed"))
+        if self._clock is not None:
+            self._clock.cancel()
+        self._writer.close()
+        while self._waiting:
+            answer, _ = self._waiting.popleft()
+            if not answer.done():
+                answer.set_exception(self.lost.result())
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        self._reader.feed(data)
+        self._num_buffered += len(data)
+        if not self._goes_on:
+            self._read_on()
+        elif self._num_buffered > MAX_BUFFERED_BYTES and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The other side has gone."""
+        self.close(exceptions.ConnectionError(str(exc) if exc else "Redis closed the connection"))
+
+    def _read_on(self) -> None:
+        self._goes_on = False
+        try:
+            while (reply := self._reader.gets()) is not _UNFINISHED:
+                if self._on_message is None or type(reply) is not list or reply[0] != b"message":
+                    self._answer(reply)
+                    continue
+                self._on_message(reply[2])
+                if self._reader.has_data():
+                    # Readers get their turn between two messages, or a heap of them would overflow mailboxes.
+                    self._goes_on = True
+                    self._loop.call_soon(self._read_on)
+                    return
+        except exceptions.RedisError as error:
+            self.close(error)
+        self._num_buffered = 0
+        if self._paused and not self.lost.done():
+            self._paused = False
+            self._transport.resume_reading()
+
+    def _answer(self, reply: Any) -> None:
+        if not self._waiting:
+            raise exceptions.InvalidResponse("Redis answered what was not asked")
+        answer, _ = self._waiting.popleft()
+        if answer.done():
+            return
+        if isinstance(reply, Exception):
+            answer.set_exception(reply)
+        else:
+            answer.set_result(reply)
+
+    def _check_clock(self) -> None:
+        """One clock for all calls: a time-out of its own would cost a call as much as all the rest."""
+        self._clock = None
+        if not self._waiting:
+            return
+        left_s = self._waiting[0][1] + REPLY_TIMEOUT_S - self._loop.time()
+        if left_s <= 0:
+            self.close(exceptions.TimeoutError("Redis does not answer"))
+        else:
+            self._clock = self._loop.call_later(left_s, self._check_clock)
+
+
+def _error_of(text: str) -> exceptions.ResponseError:
+    kind = _REPLY_ERRORS.get(text.partition(" ")[0], exceptions.ResponseError)
+    return cast(exceptions.ResponseError, kind(text))
+
+
+class SharedRedis(Redis):
+    """redis-py's commands over one line. Pipelines and subscriptions of redis-py have connections of their own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._line: Line | None = None
+        self._opening = asyncio.Lock()
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Sends one command and awaits its answer."""
+        line = self._line
+        if line is None or line.lost.done():
+            line = await self._open_line()
+        name, *rest = args
+        # redis-py writes some names in two words ("CLIENT LIST").
+        reply = await line.call(*name.split(), *rest)
+        options.pop("keys", None)
+        translate = self.response_callbacks.get(name)
+        return reply if translate is None else translate(reply, **options)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Ends all connections."""
+        if self._line is not None:
+            self._line.close()
+        await super().aclose(close_connection_pool)
+
+    async def _open_line(self) -> Line:
+        async with self._opening:
+            if self._line is None or self._line.lost.done():
+                self._line = await Line.open(self)
+            return self._line

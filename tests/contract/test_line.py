@@ -1,0 +1,131 @@
+"""The connection that many calls share: order, loss, silence, and messages in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from redis import exceptions
+from redis.asyncio import Redis
+
+from penstock.contract.broker import line as line_module
+from penstock.contract.broker.connection import connect, translated
+from penstock.contract.broker.line import Line
+from penstock.contract.errors import UnavailableError
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture
+async def line(redis: Redis) -> AsyncIterator[Line]:
+    opened = await Line.open(redis)
+    yield opened
+    opened.close()
+
+
+async def test_answers_come_to_their_calls_in_order(line: Line) -> None:
+    calls = [line.call("ECHO", str(i)) for i in range(1000)]
+    assert await asyncio.gather(*calls) == [str(i).encode() for i in range(1000)]
+
+
+async def test_a_refused_call_harms_no_other(line: Line) -> None:
+    before, bad, after = line.call("ECHO", "1"), line.call("NONSENSE"), line.call("ECHO", "2")
+    assert await before == b"1"
+    with pytest.raises(exceptions.ResponseError, match="unknown command"):
+        await bad
+    assert await after == b"2"
+
+
+async def test_a_call_given_up_does_not_shift_the_answers(line: Line) -> None:
+    calls = [line.call("ECHO", str(i)) for i in range(10)]
+    calls[3].cancel()
+    done = await asyncio.gather(*calls, return_exceptions=True)
+    assert [a for a in done if isinstance(a, bytes)] == [str(i).encode() for i in range(10) if i != 3]
+
+
+async def test_calls_under_way_and_later_ones_fail_when_the_connection_is_cut(line: Line, redis: Redis) -> None:
+    number = await line.call("CLIENT", "ID")
+    waits = line.call("BLPOP", "nothing", "0")
+    await redis.client_kill_filter(_id=number)
+    for call in (waits, line.call("PING")):
+        with pytest.raises(UnavailableError), translated():
+            await call
+
+
+async def test_commands_go_on_over_a_new_line_when_one_was_cut(redis_url: str, redis: Redis) -> None:
+    other = connect(redis_url)
+    await redis.client_kill_filter(_id=await other.client_id())
+    with pytest.raises(exceptions.ConnectionError):
+        while True:  # until the cut is noticed
+            await other.ping()
+    assert await other.ping() is True
+    await other.aclose()
+
+
+async def test_messages_come_in_order_and_readers_get_their_turn_between_two(redis: Redis) -> None:
+    heard: list[bytes] = []
+    most_at_once = at_once = 0
+
+    def hear(message: bytes) -> None:
+        nonlocal at_once, most_at_once
+        at_once += 1
+        most_at_once = max(most_at_once, at_once)
+        heard.append(message)
+        asyncio.get_running_loop().call_soon(turn)
+
+    def turn() -> None:
+        nonlocal at_once
+        at_once = 0
+
+    subscription = await Line.open(redis, hear)
+    await subscription.call("SUBSCRIBE", "news")
+    sent = [str(i).encode() * 500 for i in range(2000)]
+    await asyncio.gather(*(redis.publish("news", message) for message in sent))
+    await subscription.call("PING")
+    while len(heard) < len(sent):
+        await asyncio.sleep(0)
+    assert heard == sent
+    assert most_at_once == 1
+    subscription.close()
+
+
+@asynccontextmanager
+async def served(folder: Path, serve: Serve) -> AsyncIterator[Redis]:
+    """Somebody who only looks like Redis."""
+    path = folder / "s"
+    server = await asyncio.start_unix_server(serve, path)
+    redis = connect(f"unix://{path}?lib_name=&lib_version=")
+    try:
+        yield redis
+    finally:
+        server.close()
+        await redis.aclose()
+
+
+async def test_a_redis_that_does_not_answer_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "REPLY_TIMEOUT_S", 0.05)
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with served(tmp_path, silent) as redis:
+        first, second = redis.ping(), redis.ping()
+        for answer in await asyncio.gather(first, second, return_exceptions=True):
+            assert isinstance(answer, exceptions.TimeoutError)
+
+
+@pytest.mark.parametrize("nonsense", [b"?what\r\n", b"+OK\r\n+OK\r\n"])
+async def test_nonsense_ends_the_line(tmp_path: Path, nonsense: bytes) -> None:
+    async def lying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            writer.write(nonsense)
+        writer.close()
+
+    async with served(tmp_path, lying) as redis:
+        opened = await Line.open(redis)
+        opened.call("PING").add_done_callback(lambda answer: answer.exception())
+        assert isinstance(await opened.lost, exceptions.InvalidResponse)

@@ -1,0 +1,118 @@
+"""The engine while a step runs: what may happen meanwhile, and that nothing of it is seen by a client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fakes.engine_runs import check_idle, drain, tokens_of
+
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine
+
+PROMPTS = ["the gate opens by pressure", "水門 🌊", "the gate opens and the turbine " * 6]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def plain(make_engine: MakeEngine) -> Engine:
+    """An engine with room for everything."""
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def greedy_alone(plain: Engine) -> list[tuple[int, ...]]:
+    """Each prompt's greedy tokens, run alone."""
+    return [plain.generate([prompt], GREEDY)[0].choices[0].token_ids for prompt in PROMPTS]
+
+
+def test_what_a_step_gave_is_handed_out_while_the_next_one_runs(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_land, submit, plans = threading.Semaphore(0), plain._runner.submit, []
+
+    class Held:
+        def __init__(self, plan: Any) -> None:
+            plans.append(plan)
+            self._handle = submit(plan)
+
+        def result(self) -> Any:
+            may_land.acquire()
+            return self._handle.result()
+
+    monkeypatch.setattr(plain._runner, "submit", Held)
+    plain.add("x", [5, 6, 7], GREEDY.model_copy(update={"max_tokens": 3}), seed=0)
+    assert plain.step() == [] and len(plans) == 1
+    for num_submitted in (2, 3, 3):
+        may_land.release()
+        (output,) = plain.step()
+        assert len(plans) == num_submitted
+    assert output.finish_reason == "length" and not plain.has_work()
+
+
+def test_a_token_sampled_behind_a_stop_string_is_neither_shown_nor_counted(plain: Engine) -> None:
+    whole = plain.generate([PROMPTS[0]], GREEDY)[0].choices[0]
+    stop = whole.text[6:9]
+    sampled_before = plain.stats().decode_tokens
+    plain.add("x", plain.tokenizer.encode(PROMPTS[0]), GREEDY.model_copy(update={"stop": (stop,), "n": 2}), seed=0)
+    outputs = drain(plain)
+    for choice in (0, 1):
+        tokens = tokens_of(outputs, "x", choice)
+        assert tuple(tokens) == whole.token_ids[: len(tokens)]
+    assert outputs[-1].usage is not None
+    assert outputs[-1].usage.completion_tokens == len(tokens_of(outputs, "x")) * 2 < 48
+    assert plain.stats().decode_tokens - sampled_before == outputs[-1].usage.completion_tokens + 2
+    check_idle(plain)
+
+
+def test_an_id_may_come_back_while_a_step_of_its_first_life_runs(
+    plain: Engine, greedy_alone: list[tuple[int, ...]]
+) -> None:
+    plain.add("x", plain.tokenizer.encode(PROMPTS[1]), GREEDY, seed=0)
+    for _ in range(3):
+        plain.step()
+    plain.abort("x")
+    plain.add("x", plain.tokenizer.encode(PROMPTS[0]), GREEDY, seed=0)
+    outputs = drain(plain)
+    assert tuple(tokens_of(outputs, "x")) == greedy_alone[0]
+    assert [output.position for output in outputs] == list(range(24))
+    check_idle(plain)
+
+
+def test_an_aborted_requests_step_may_still_fail(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt = make_engine(), [10] * 40
+    want = engine.generate([prompt], GREEDY)[0].choices[0].token_ids
+    fresh = make_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh._runner, "submit", lambda plan: 1 / 0)
+        fresh.add("x", prompt, GREEDY, seed=0)
+        fresh.step()
+        fresh.abort("x")
+        with pytest.raises(ZeroDivisionError):
+            fresh.step()
+    again = fresh.generate([prompt], GREEDY)[0]
+    assert (again.choices[0].token_ids, again.usage.cached_tokens) == (want, 0)
+    check_idle(fresh)
+
+
+def test_an_interrupt_while_a_step_runs_leaves_an_engine_that_goes_on(
+    plain: Engine, greedy_alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, interrupts = plain._runner.submit, iter([True])
+
+    class Interrupted:
+        def __init__(self, plan: Any) -> None:
+            self._handle = submit(plan)
+
+        def result(self) -> Any:
+            if next(interrupts, False):
+                raise KeyboardInterrupt
+            return self._handle.result()
+
+    monkeypatch.setattr(plain._runner, "submit", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plain.generate(PROMPTS, GREEDY)
+    assert [generation.choices[0].token_ids for generation in plain.generate(PROMPTS, GREEDY)] == greedy_alone
+    check_idle(plain)

@@ -1,0 +1,74 @@
+"""Sampling options on their way to a node: the same through every door. HTTP is left to the gateway's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from fakes.fake_node import FakeNode
+from fakes.node_process import NodeProcess
+from fakes.tiny_model import make_tiny_model
+
+from penstock.contract.job import SamplingParams
+from penstock.producer.batch.celery_app import make_app
+from penstock.producer.batch.records import Batch
+from penstock.producer.batch.runner import run_batch
+from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.batch.tasks import GENERATE
+from penstock.producer.client import AsyncClient
+
+OPTIONS = {"min_p": 0.25, "presence_penalty": -1.5, "frequency_penalty": 0.5, "max_tokens": 1}
+
+
+async def _by_client(url: str, _folder: Path) -> None:
+    async with AsyncClient(url) as client:
+        await (await client.submit("hello", **OPTIONS)).result()
+
+
+async def _by_batch(url: str, folder: Path) -> None:
+    row = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hello", **OPTIONS}}
+    (folder / "in.jsonl").write_text(json.dumps(row))
+    await run_batch(url, Batch(str(folder / "in.jsonl"), str(folder / "out.jsonl")))
+
+
+async def _by_task(url: str, _folder: Path) -> None:
+    with make_app(CelerySettings.load(), url) as app:
+        task = app.tasks[GENERATE]
+        await asyncio.to_thread(task.apply, args=["hello"], kwargs=OPTIONS, throw=True)
+
+
+async def _by_command(url: str, _folder: Path) -> None:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    command = ("-m", "penstock", "submit", "hello", "--raw", "--redis-url", url, *options)
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.DEVNULL)
+    assert await process.wait() == 0
+
+
+@pytest.mark.parametrize("door", [_by_client, _by_batch, _by_task, _by_command])
+async def test_sampling_options_reach_the_node(
+    redis_url: str, tmp_path: Path, door: Callable[[str, Path], Awaitable[None]]
+) -> None:
+    async with FakeNode(redis_url, auto=False) as node, asyncio.TaskGroup() as group:
+        group.create_task(door(redis_url, tmp_path))
+        [job] = await node.take()
+        await job.say()
+        await job.finish()
+    assert job.request.params == SamplingParams(**OPTIONS)
+
+
+async def test_a_job_with_a_frequency_penalty_repeats_less_and_with_a_negative_one_more(
+    redis_url: str, tmp_path: Path
+) -> None:
+    numbers = []
+    with NodeProcess(redis_url, model=make_tiny_model(tmp_path / "tiny"), pool="tiny", dtype="float32"):
+        async with AsyncClient(redis_url) as client:
+            for penalty in (-2.0, 0.0, 2.0):
+                job = await client.submit(
+                    "the gate opens", seed=1, max_tokens=60, ignore_eos=True, temperature=0.7, frequency_penalty=penalty
+                )
+                numbers.append(len(set((await job.result()).choices[0].token_ids)))
+    assert numbers[0] < numbers[1] < numbers[2]
