@@ -1,5 +1,6 @@
 #include "activations.h"
 
+#include <cmath>
 #include <vector>
 
 namespace penstock {
@@ -13,7 +14,9 @@ float quantise_row(const float* values, int count, int8_t* q, int32_t* total) {
     poison = fma(x, zeros(), poison);
   }
   const float largest_value = largest(most);
-  const Floats inverse = broadcast(largest_value > 0 ? 127.f / largest_value : 0.f);
+  // Of a row so small that this overflows nothing is left.
+  const float steps = 127.f / largest_value;
+  const Floats inverse = broadcast(std::isfinite(steps) ? steps : 0.f);
   Ints sums = broadcast_int(0);
   for (int i = 0; i < count; i += kLanes) {
     const Ints rounded = to_ints(load(values + i) * inverse);
@@ -38,21 +41,24 @@ void Activations::prepare(int rows, int columns, Format format) {
 
 void Activations::set_row(int row, const float* values) {
   const int tile = tiling_.tile_of(row), first = tiling_.first(tile), stride = tiling_.size(tile), at = row - first;
-  thread_local std::vector<uint32_t> staged;
-  if ((int)staged.size() < words_) staged.resize(words_);
+  const int run = run_words(format_);
+  uint32_t* out = data_.data() + (size_t)first * words_ + at * run;
   if (format_ == Format::kBf16) {
-    for (int i = 0; i < padded_; i += kLanes) store_bf16(reinterpret_cast<bf16*>(staged.data()) + i, load(values + i));
-  } else {
-    const int group = padded_ / groups_;
-    for (int g = 0; g < groups_; ++g) {
-      const size_t i = (size_t)first * groups_ + g * stride + at;
-      int8_t* q = reinterpret_cast<int8_t*>(staged.data()) + g * group;
-      scales_[i] = quantise_row(values + g * group, group, q, &sums_[i]);
-      offsets_[i] = scales_[i] * sums_[i];
+    for (int i = 0; i < padded_; i += kGroup, out += stride * run) {
+      store_bf16(reinterpret_cast<bf16*>(out), load(values + i));
+      store_bf16(reinterpret_cast<bf16*>(out) + kLanes, load(values + i + kLanes));
     }
+    return;
   }
-  uint32_t* out = data_.data() + (size_t)first * words_ + at;
-  for (int i = 0; i < words_; ++i) out[i * stride] = staged[i];
+  const int group = padded_ / groups_;
+  thread_local std::vector<int8_t> q;
+  q.resize(padded_);
+  for (int g = 0; g < groups_; ++g) {
+    const size_t i = (size_t)first * groups_ + g * stride + at;
+    scales_[i] = quantise_row(values + g * group, group, q.data() + g * group, &sums_[i]);
+    offsets_[i] = scales_[i] * sums_[i];
+  }
+  for (int i = 0; i < padded_; i += kGroup, out += stride * run) std::memcpy(out, q.data() + i, kGroup);
 }
 
 Tile Activations::tile(int i) const {

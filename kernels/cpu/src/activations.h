@@ -1,8 +1,8 @@
 // The left side of a matrix product, in the order in which the dot instructions read it.
 //
-// Rows are cut into tiles as large as the registers hold. In a tile the rows are interleaved word by word (two bf16, or
-// four quantised bytes), so that a kernel reads one stream. Quantisation looks at nothing but its own row: a row's product
-// is the same alone and in a batch.
+// Rows are cut into tiles as large as the registers hold. In a tile the rows alternate every 32 columns, so that a kernel
+// reads one stream; words are two bf16 or four quantised bytes. Quantisation looks at nothing but its own row: a row's
+// product is the same alone and in a batch.
 #pragma once
 #include "weights.h"
 
@@ -14,6 +14,9 @@ constexpr int max_tile_rows(Format format) {
   if (kRegisters >= 32) return grouped ? 6 : 12;
   return grouped ? 2 : 4;
 }
+
+// Words of one row that lie together: those of 32 columns.
+constexpr int run_words(Format format) { return format == Format::kBf16 ? kGroup / 2 : kGroup / 4; }
 
 // `rows` rows in as few tiles as possible, whose sizes differ by at most one.
 struct Tiling {
@@ -27,7 +30,7 @@ struct Tiling {
 
 struct Tile {
   int rows;
-  const uint32_t* words;    // [words of a row][rows]
+  const uint32_t* words;    // [columns / 32][rows][run_words]
   const float* scales;      // [groups][rows]; one group a row for int8
   const int32_t* sums;      // [groups][rows]: sum of the quantised values
   const float* offsets;     // [groups][rows]: scale * sum

@@ -30,7 +30,18 @@ struct ChunkPages {
   }
 };
 
-void prefetch_page(const uint8_t* page, size_t at) { _mm_prefetch(page + at, _MM_HINT_T0); }
+// Asks for what is read next of two pages: their values, and the keys of the pages one chunk on.
+struct Ahead {
+  const uint8_t* lines[4];
+
+  Ahead(const KvCache& cache, int head, const ChunkPages& chunk, const ChunkPages& next, int i)
+      : lines{cache.values(chunk.pages[i], head), cache.values(chunk.pages[i + 1], head),
+              cache.keys(next.pages[i], head), cache.keys(next.pages[i + 1], head)} {}
+
+  PENSTOCK_INLINE void ask(const Ahead& ahead, size_t at) {
+    for (const uint8_t* line : ahead.lines) _mm_prefetch(line + at, _MM_HINT_T0);
+  }
+};
 
 // Scores of all rows against a chunk's pages, as sixteen tokens a vector.
 template <int R, int D>
@@ -46,15 +57,14 @@ struct Bf16Cache {
       for (int d = 0; d < dim; d += kLanes) store_bf16(q[r] + d, load(rows.queries + r * dim + d));
   }
 
-  void scores(const ChunkPages& chunk, int i, Floats (&s)[R][kChunkPages]) {
+  void scores(const ChunkPages& chunk, const ChunkPages& next, int i, Floats (&s)[R][kChunkPages]) {
     const uint8_t* keys[2] = {cache.keys(chunk.pages[i], rows.head), cache.keys(chunk.pages[i + 1], rows.head)};
-    const uint8_t* values[2] = {cache.values(chunk.pages[i], rows.head), cache.values(chunk.pages[i + 1], rows.head)};
+    const Ahead ahead(cache, rows.head, chunk, next, i);
     Floats acc[R][2];
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
 #pragma GCC unroll 1
     for (int k = 0; k < dim / 2; ++k) {
-      prefetch_page(values[0], k * 64);
-      prefetch_page(values[1], k * 64);
+      Ahead::ask(ahead, k * 64);
       const Bytes k0 = load_bytes(keys[0] + k * 64), k1 = load_bytes(keys[1] + k * 64);
       for (int r = 0; r < R; ++r) {
         uint32_t word;
@@ -103,15 +113,14 @@ struct Int8Cache {
     for (int r = 0; r < R; ++r) q_scale[r] = rows.scale * quantise_row(rows.queries + r * dim, dim, q[r], &q_sum[r]);
   }
 
-  void scores(const ChunkPages& chunk, int i, Floats (&s)[R][kChunkPages]) {
+  void scores(const ChunkPages& chunk, const ChunkPages& next, int i, Floats (&s)[R][kChunkPages]) {
     const uint8_t* keys[2] = {cache.keys(chunk.pages[i], rows.head), cache.keys(chunk.pages[i + 1], rows.head)};
-    const uint8_t* values[2] = {cache.values(chunk.pages[i], rows.head), cache.values(chunk.pages[i + 1], rows.head)};
+    const Ahead ahead(cache, rows.head, chunk, next, i);
     Ints acc[R][2];
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = broadcast_int(-128 * q_sum[r]);
 #pragma GCC unroll 1
     for (int k = 0; k < dim / 4; ++k) {
-      prefetch_page(values[0], k * 64);
-      prefetch_page(values[1], k * 64);
+      Ahead::ask(ahead, k * 64);
       const Bytes k0 = load_bytes(keys[0] + k * 64), k1 = load_bytes(keys[1] + k * 64);
       for (int r = 0; r < R; ++r) {
         uint32_t word;
@@ -168,20 +177,21 @@ void run_span(const KvCache& kv, const QueryRows& rows, int begin, int end, RowS
   constexpr int kVectors = (D ? D : kMaxHeadDim) / kLanes;
   Cache<R, D> cache(kv, rows);
   const int vectors = cache.dim / kLanes;
-  float top[R], total[R];
-  Floats acc[R][kVectors];
+  float top[R];
+  Floats total[R], acc[R][kVectors];
   for (int r = 0; r < R; ++r) {
     top[r] = kMasked;
-    total[r] = 0;
+    total[r] = zeros();
     for (int j = 0; j < vectors; ++j) acc[r][j] = zeros();
   }
   const int first_limit = *std::min_element(rows.limits, rows.limits + R);
   for (int at = begin; at < end; at += kChunk) {
     const ChunkPages chunk(kv.shape(), rows.block_table, at, end);
+    const ChunkPages next(kv.shape(), rows.block_table, at + kChunk < end ? at + kChunk : at, end);
     Floats s[R][kChunkPages];
     for (int i = 0; i < kChunkPages; i += 2) {
       if (i < chunk.count) {
-        cache.scores(chunk, i, s);
+        cache.scores(chunk, next, i, s);
       } else {
         for (int r = 0; r < R; ++r) s[r][i] = s[r][i + 1] = broadcast(kMasked);
       }
@@ -201,22 +211,21 @@ void run_span(const KvCache& kv, const QueryRows& rows, int begin, int end, RowS
       if (m > top[r]) {
         const float fade = std::exp(top[r] - m);
         top[r] = m;
-        total[r] *= fade;
+        total[r] = total[r] * broadcast(fade);
         for (int j = 0; j < vectors; ++j) acc[r][j] = acc[r][j] * broadcast(fade);
       }
-      Floats weights[kChunkPages], weight = zeros();
+      Floats weights[kChunkPages];
       for (int i = 0; i < kChunkPages; ++i) {
         weights[i] = exp_of_negative(s[r][i] - broadcast(m));
         if (masks) weights[i] = select(seen[i], weights[i], zeros());
-        weight = weight + weights[i];
+        total[r] = total[r] + weights[i];
       }
-      total[r] += sum(weight);
       cache.set_weights(r, chunk, weights);
     }
     cache.add_values(chunk, acc);
   }
   for (int r = 0; r < R; ++r) {
-    out[r].total = total[r];
+    out[r].total = sum(total[r]);
     out[r].largest = top[r];
     for (int j = 0; j < vectors; ++j) store(out[r].values + j * kLanes, acc[r][j]);
   }

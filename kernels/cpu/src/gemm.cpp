@@ -12,6 +12,8 @@ constexpr int kLine = 64;
 // Few rows wait for memory: how far ahead the panel is asked for.
 constexpr int kPrefetchBytes = 2048;
 constexpr int kMaxMemoryBoundRows = 3;
+// Of quantised rows.
+constexpr int kRun = run_words(Format::kInt8);
 
 template <int R>
 PENSTOCK_INLINE void prefetch(const uint8_t* at) {
@@ -28,14 +30,18 @@ struct Bf16Kernel {
     Floats acc[R][kHalves];
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < kHalves; ++h) acc[r][h] = zeros();
-    for (int k = 0; k < columns / 2; ++k, w += 2 * kLine, x += R) {
-      prefetch<R>(w);
-      Bytes wk[kHalves];
-      for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
+    constexpr int kPairs = run_words(Format::kBf16);
+    for (int i = 0; i < columns; i += kGroup, x += (R - 1) * kPairs) {
+#pragma GCC unroll 2
+      for (int k = 0; k < kPairs; ++k, w += 2 * kLine, ++x) {
+        prefetch<R>(w);
+        Bytes wk[kHalves];
+        for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const Bytes xk = broadcast_word(x[r]);
-        for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_bf16(acc[r][h], wk[h], xk);
+        for (int r = 0; r < R; ++r) {
+          const Bytes xk = broadcast_word(x[r * kPairs]);
+          for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_bf16(acc[r][h], wk[h], xk);
+        }
       }
     }
     for (int r = 0; r < R; ++r)
@@ -51,14 +57,17 @@ struct Int8Kernel {
     Ints acc[R][kHalves];
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(-128 * tile.sums[r]);
-    for (int k = 0; k < columns / 4; ++k, w += 2 * kLine, x += R) {
-      prefetch<R>(w);
-      Bytes wk[kHalves];
-      for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
+    for (int i = 0; i < columns; i += kGroup, x += (R - 1) * kRun) {
+#pragma GCC unroll 2
+      for (int k = 0; k < kRun; ++k, w += 2 * kLine, ++x) {
+        prefetch<R>(w);
+        Bytes wk[kHalves];
+        for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const Bytes xk = broadcast_word(x[r]);
-        for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], wk[h], xk);
+        for (int r = 0; r < R; ++r) {
+          const Bytes xk = broadcast_word(x[r * kRun]);
+          for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], wk[h], xk);
+        }
       }
     }
     const float* scales = reinterpret_cast<const float*>(panel + (size_t)columns * kPanel);
@@ -86,16 +95,17 @@ struct Int8GroupKernel {
       for (int r = 0; r < R; ++r)
         for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(-128 * tile.sums[g * R + r]);
 #pragma GCC unroll 8
-      for (int k = 0; k < kGroup / 4; ++k, w += 2 * kLine, x += R) {
+      for (int k = 0; k < kRun; ++k, w += 2 * kLine, ++x) {
         prefetch<R>(w);
         Bytes wk[kHalves];
         for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const Bytes xk = broadcast_word(x[r]);
+          const Bytes xk = broadcast_word(x[r * kRun]);
           for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], wk[h], xk);
         }
       }
+      x += (R - 1) * kRun;
       for (int h = 0; h < kHalves; ++h) {
         const Floats scale = load_f16(scales + h * kLanes);
         for (int r = 0; r < R; ++r) {
@@ -124,7 +134,7 @@ struct Int4GroupKernel {
       for (int r = 0; r < R; ++r)
         for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(0);
 #pragma GCC unroll 4
-      for (int k = 0; k < kGroup / 8; ++k, w += 2 * kLine, x += 2 * R) {
+      for (int k = 0; k < kRun / 2; ++k, w += 2 * kLine, x += 2) {
         prefetch<R>(w);
         Bytes low[kHalves], high[kHalves];
         for (int h = 0; h < kHalves; ++h) {
@@ -134,11 +144,12 @@ struct Int4GroupKernel {
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const Bytes x_low = broadcast_word(x[r]), x_high = broadcast_word(x[R + r]);
+          const Bytes x_low = broadcast_word(x[r * kRun]), x_high = broadcast_word(x[r * kRun + 1]);
           for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], low[h], x_low);
           for (int h = 0; h < kHalves; ++h) acc[r][h] = dot_u8s8(acc[r][h], high[h], x_high);
         }
       }
+      x += (R - 1) * kRun;
       for (int h = 0; h < kHalves; ++h) {
         const Floats scale = load_f16(scales + h * kLanes), minimum = load_f16(scales + kPanel + h * kLanes);
         for (int r = 0; r < R; ++r) {

@@ -40,8 +40,10 @@ void KvCache::set(int slot, int head, const float* key, const float* value) cons
   }
   alignas(64) int8_t k[kMaxHeadDim], v[kMaxHeadDim];
   int32_t unused;
-  key_scales_[scale_at(page, head) + t] = quantise_row(key, dim, k, &unused);
-  value_scales_[scale_at(page, head) + t] = quantise_row(value, dim, v, &unused);
+  const float value_scale = quantise_row(value, dim, v, &unused);
+  value_scales_[scale_at(page, head) + t] = value_scale;
+  // A value that is not finite shows in the scores: weights lose a NaN when they are quantised.
+  key_scales_[scale_at(page, head) + t] = quantise_row(key, dim, k, &unused) + 0 * value_scale;
   for (int d = 0; d < dim; ++d) keys[key_at(d, t, 4)] = k[d] + 128;
   for (int d = 0; d < dim; ++d) values[value_at(d, t, 4, dim)] = v[d];
 }

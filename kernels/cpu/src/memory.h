@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstring>
 #include <new>
 #include <utility>
 
@@ -14,10 +15,7 @@ class Buffer {
   Buffer() = default;
   explicit Buffer(size_t count) : count_(count) {
     if (count == 0) return;
-    void* mapped = mmap(nullptr, num_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED) throw std::bad_alloc();
-    data_ = static_cast<T*>(mapped);
-    if (num_bytes() >= kHugePage) madvise(data_, num_bytes(), MADV_HUGEPAGE);
+    data_ = static_cast<T*>(allocate(num_bytes()));
   }
   Buffer(Buffer&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
@@ -27,7 +25,7 @@ class Buffer {
     return *this;
   }
   ~Buffer() {
-    if (data_) munmap(data_, num_bytes());
+    if (data_) release(data_, num_bytes());
   }
 
   T* data() const { return data_; }
@@ -43,6 +41,21 @@ class Buffer {
   static constexpr size_t kHugePage = 2 << 20;
   // The kernels prefetch past the end, never read there.
   size_t num_bytes() const { return count_ * sizeof(T); }
+
+#ifdef __SANITIZE_ADDRESS__
+  // A sanitizer watches the ends of what comes from the allocator.
+  static void* allocate(size_t bytes) { return std::memset(::operator new(bytes, kAlignment), 0, bytes); }
+  static void release(void* data, size_t) { ::operator delete(data, kAlignment); }
+  static constexpr std::align_val_t kAlignment{64};
+#else
+  static void* allocate(size_t bytes) {
+    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    if (bytes >= kHugePage) madvise(mapped, bytes, MADV_HUGEPAGE);
+    return mapped;
+  }
+  static void release(void* data, size_t bytes) { munmap(data, bytes); }
+#endif
 
   T* data_ = nullptr;
   size_t count_ = 0;

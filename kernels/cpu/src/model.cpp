@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "gemm.h"
 
@@ -18,6 +19,10 @@ bool rms_norm(const float* x, const float* weight, int padded, int count, float 
   const Floats inverse = broadcast(1.f / std::sqrt(total / count + eps));
   for (int i = 0; i < padded; i += kLanes) store(out + i, load(x + i) * inverse * load(weight + i));
   return std::isfinite(total);
+}
+
+Activations& of(Activations (&left)[kNumInputs][kNumFormats], Input input, const Matrix& right) {
+  return left[input][(int)right.format];
 }
 
 }  // namespace
@@ -42,6 +47,8 @@ Model::Model(const Spec& spec, int num_threads)
 void Model::start(const Plan& plan) {
   plan_ = plan;
   seq_of_token_.resize(plan.num_tokens);
+  all_tokens_.resize(plan.num_tokens);
+  std::iota(all_tokens_.begin(), all_tokens_.end(), 0);
   decodes_only_ = plan.num_tokens == plan.num_seqs;
   for (int s = 0; s < plan.num_seqs; ++s) {
     std::fill(seq_of_token_.begin() + plan.query_starts[s], seq_of_token_.begin() + plan.query_starts[s + 1], s);
@@ -59,10 +66,12 @@ void Model::reserve() {
   attended_.reserve((size_t)rows * attended_stride_);
   gated_.reserve((size_t)rows * gated_stride_);
   for (const Layer& layer : layers_) {
-    left(kNormed, layer.qkv).prepare(rows, spec_.hidden, layer.qkv.format);
-    left(kAttended, layer.o).prepare(rows, spec_.queries(), layer.o.format);
-    left(kNormed, layer.gate_up).prepare(rows, spec_.hidden, layer.gate_up.format);
-    left(kGated, layer.down).prepare(rows, spec_.intermediate, layer.down.format);
+    auto& left = &layer == &layers_.back() ? last_left_ : left_;
+    const int tail_rows = &layer == &layers_.back() ? (int)head_tokens_.size() : rows;
+    of(left_, kNormed, layer.qkv).prepare(rows, spec_.hidden, layer.qkv.format);
+    of(left, kAttended, layer.o).prepare(tail_rows, spec_.queries(), layer.o.format);
+    of(left, kNormed, layer.gate_up).prepare(tail_rows, spec_.hidden, layer.gate_up.format);
+    of(left, kGated, layer.down).prepare(tail_rows, spec_.intermediate, layer.down.format);
   }
   head_in_.prepare(head_tokens_.size(), spec_.hidden, head.format);
   bests_.assign(head_tokens_.size() * team_.size(), {-std::numeric_limits<float>::infinity(), 0, true});
@@ -92,45 +101,56 @@ void Model::embed(Member& member) {
   });
 }
 
-bool Model::norm_into(Activations& left, int row, int source, const Buffer<float>& weight) {
+bool Model::norm_into(Activations& left, int row, int token, const Buffer<float>& weight) {
   thread_local std::vector<float> normed;
   normed.resize(hidden_stride_);
-  const bool finite = rms_norm(hidden_row(source), weight.data(), hidden_stride_, spec_.hidden, spec_.norm_eps, normed.data());
+  const bool finite =
+      rms_norm(hidden_row(token), weight.data(), hidden_stride_, spec_.hidden, spec_.norm_eps, normed.data());
   left.set_row(row, normed.data());
   return finite;
 }
 
 void Model::run_layer(Member& member, Layer& layer) {
-  const int rows = plan_.num_tokens;
+  Activations& left = of(left_, kNormed, layer.qkv);
+  member.for_each(plan_.num_tokens, [&](int i) { norm_into(left, i, i, layer.attention_norm); });
+  multiply(member, left, layer.qkv, [&](int first, int count, int panel, const float* out) {
+    for (int r = 0; r < count; ++r) std::copy_n(out + r * kPanel, kPanel, qkv_row(first + r) + panel * kPanel);
+  });
+  attend_all(member, layer);
+  // Behind the last attention a token matters only where its logits are wanted.
+  if (&layer != &layers_.back()) {
+    run_tail(member, layer, all_tokens_, left_);
+  } else if (!head_tokens_.empty()) {
+    run_tail(member, layer, head_tokens_, last_left_);
+  }
+}
+
+// What follows the attention, for the tokens `rows`.
+void Model::run_tail(Member& member, Layer& layer, const std::vector<int>& rows,
+                     Activations (&left)[kNumInputs][kNumFormats]) {
+  const int num_rows = (int)rows.size();
   const auto add_to_hidden = [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
-      float* h = hidden_row(first + r) + panel * kPanel;
+      float* h = hidden_row(rows[first + r]) + panel * kPanel;
       for (int j = 0; j < kPanel; j += kLanes) store(h + j, load(h + j) + load(out + r * kPanel + j));
     }
   };
 
-  Activations& attention_in = left(kNormed, layer.qkv);
-  member.for_each(rows, [&](int i) { norm_into(attention_in, i, i, layer.attention_norm); });
-  multiply(member, attention_in, layer.qkv, [&](int first, int count, int panel, const float* out) {
-    for (int r = 0; r < count; ++r) std::copy_n(out + r * kPanel, kPanel, qkv_row(first + r) + panel * kPanel);
-  });
-  attend_all(member, layer);
-
-  Activations& attended = left(kAttended, layer.o);
-  member.for_each(rows, [&](int i) { attended.set_row(i, attended_row(i)); });
+  Activations& attended = of(left, kAttended, layer.o);
+  member.for_each(num_rows, [&](int i) { attended.set_row(i, attended_row(rows[i])); });
   multiply(member, attended, layer.o, add_to_hidden);
 
-  Activations& mlp_in = left(kNormed, layer.gate_up);
-  member.for_each(rows, [&](int i) { norm_into(mlp_in, i, i, layer.mlp_norm); });
-  multiply(member, mlp_in, layer.gate_up, [&](int first, int count, int panel, const float* out) {
+  Activations& normed = of(left, kNormed, layer.gate_up);
+  member.for_each(num_rows, [&](int i) { norm_into(normed, i, rows[i], layer.mlp_norm); });
+  multiply(member, normed, layer.gate_up, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
       float* gated = gated_row(first + r) + panel * kLanes;
       store(gated, silu(load(out + r * kPanel)) * load(out + r * kPanel + kLanes));
     }
   });
 
-  Activations& gated = left(kGated, layer.down);
-  member.for_each(rows, [&](int i) { gated.set_row(i, gated_row(i)); });
+  Activations& gated = of(left, kGated, layer.down);
+  member.for_each(num_rows, [&](int i) { gated.set_row(i, gated_row(i)); });
   multiply(member, gated, layer.down, add_to_hidden);
 }
 

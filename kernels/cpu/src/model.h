@@ -85,20 +85,20 @@ class Model {
   void run(Member& member);
   void embed(Member& member);
   void run_layer(Member& member, Layer& layer);
+  void run_tail(Member& member, Layer& layer, const std::vector<int>& rows, Activations (&left)[kNumInputs][kNumFormats]);
   void attend_all(Member& member, Layer& layer);
   void attend_by_span(Member& member, Layer& layer);
   void attend_tile(Layer& layer, const QueryTile& tile, int head);
   void store_key_value(Layer& layer, int token, int head);
   QueryRows query_rows(const QueryTile& tile, int head, float* queries, int* limits) const;
   void write_rows(const QueryTile& tile, int head, const RowState* states);
-  bool norm_into(Activations& left, int row, int source, const Buffer<float>& weight);
+  bool norm_into(Activations& left, int row, int token, const Buffer<float>& weight);
   void project_head(Member& member);
   void note_logits(Member& member, int first, int rows, int panel, float* out);
   void choose(Member& member);
   int32_t best_of_threads(int row) const;
   SamplingRule rule(int row) const;
 
-  Activations& left(Input input, const Matrix& right) { return left_[input][(int)right.format]; }
   bool keeps_logits(int row) const { return logits_row_[row] >= 0; }
   float* logits_of(int row) const { return logits_.data() + (size_t)logits_row_[row] * logits_stride_; }
   float* hidden_row(int row) const { return hidden_.data() + (size_t)row * hidden_stride_; }
@@ -118,6 +118,7 @@ class Model {
   std::vector<int> seq_of_token_;
   std::vector<QueryTile> tiles_;
   std::vector<int> span_starts_;  // first span of each tile among all spans
+  std::vector<int> all_tokens_;
   std::vector<int> head_tokens_;  // tokens whose logits are wanted
   std::vector<int> logits_row_;   // of each head token, -1 where only the best is kept
   std::vector<Best> bests_;       // [threads][head tokens]
@@ -125,6 +126,7 @@ class Model {
   Buffer<float> hidden_, qkv_, attended_, gated_, logits_;
   Buffer<RowState> partials_;
   Activations left_[kNumInputs][kNumFormats];
+  Activations last_left_[kNumInputs][kNumFormats];  // of the last layer's rows behind its attention
   Activations head_in_;
 };
 

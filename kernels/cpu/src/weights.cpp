@@ -85,10 +85,17 @@ f16 scale_at_least(float x) {
   return widen_f16(scale) < x ? f16(scale + 1) : scale;
 }
 
+// Zero, or NaN where a weight is not finite: a largest number is found without a look at NaN.
+float poison_of(const float* w, int count) {
+  float poison = 0;
+  for (int i = 0; i < count; ++i) poison += 0 * w[i];
+  return poison;
+}
+
 Group4 quantise4(const float* w) {
   const auto [low, high] = std::minmax_element(w, w + kGroup);
   Group4 group{};
-  group.minimum = narrow_f16(*low);
+  group.minimum = narrow_f16(*low + poison_of(w, kGroup));
   const float minimum = widen_f16(group.minimum);
   group.scale = scale_at_least(std::max(0.f, *high - minimum) / 15);
   const float scale = widen_f16(group.scale);
@@ -102,7 +109,7 @@ Group8 quantise8(const float* w) {
   float most = 0;
   for (int i = 0; i < kGroup; ++i) most = std::max(most, std::fabs(w[i]));
   Group8 group{};
-  group.scale = scale_at_least(most / 127);
+  group.scale = scale_at_least(most / 127 + poison_of(w, kGroup));
   const float scale = widen_f16(group.scale);
   for (int i = 0; i < kGroup; ++i) group.q[i] = scale > 0 ? std::lrint(w[i] / scale) : 0;
   return group;
@@ -155,7 +162,7 @@ void put_group4(uint8_t* at, int lane, const Group4& group) {
 void put_int8(uint8_t* panel, int lane, const float* w, int padded) {
   float most = 0;
   for (int i = 0; i < padded; ++i) most = std::max(most, std::fabs(w[i]));
-  const float scale = most / 127;
+  const float scale = most / 127 + poison_of(w, padded);
   for (int i = 0; i < padded; ++i) panel[byte_at(i, lane)] = 128 + (scale > 0 ? std::lrint(w[i] / scale) : 0);
   reinterpret_cast<float*>(panel + (size_t)padded * kPanel)[lane] = scale;
 }

@@ -1,0 +1,182 @@
+"""Each native kernel by itself, for tests that hold it against its reference."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.cpu.library import Format, KvFormat, Place, Source
+from penstock.kernels.reference.sampler import SamplingRow
+
+Floats = NDArray[np.float32]
+
+MAX_QUERY_ROWS = 6
+"""kMaxQueryRows of src/attention.h."""
+
+
+class _Rule(c.Structure):
+    """SamplingRule of src/sampler.h."""
+
+    _fields_ = [
+        *((name, c.c_float) for name in ("temperature", "top_p", "min_p")),
+        *((name, c.c_float) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
+        *((name, c.c_int32) for name in ("top_k", "choice", "position")),
+        ("seed", c.c_uint64),
+        ("seen", c.c_void_p),
+        *((name, c.c_int32) for name in ("num_seen", "num_seen_prompt")),
+        ("banned", c.c_void_p),
+        ("num_banned", c.c_int32),
+    ]
+
+
+class Single:
+    """The kernels of a compiled library."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = _open(library)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set that it was compiled for."""
+        name: bytes = self._library.penstock_isa()
+        return name.decode()
+
+    def repack(self, weights: Format, source: Source, data: NDArray[np.uint8], columns: int) -> Floats:
+        """What the kernels see of rows once they are packed. data: [rows, bytes of a row]; [rows, columns]."""
+        out = _poisoned(len(data), columns)
+        self._library.penstock_single_repack(weights, source, *out.shape, *_rows(data), _at(out))
+        return out
+
+    def multiply(
+        self, weights: Format, source: Source, data: NDArray[np.uint8], x: Floats, *, num_threads: int = 1
+    ) -> Floats:
+        """x @ matrix.T. data: [outputs, bytes of a row]; x: [rows, columns]; returns [rows, outputs]."""
+        x, out = _aligned(x), _poisoned(len(x), len(data))
+        shape = (len(data), x.shape[1])
+        call = self._library.penstock_single_multiply
+        call(weights, source, *shape, *_rows(data), _at(x), len(x), num_threads, _at(out))
+        return out
+
+    def quantise(self, row: Floats) -> tuple[float, NDArray[np.int8], int]:
+        """A row's scale, its integers and their sum; its length is a multiple of 16."""
+        row, q, total = _aligned(row), np.full(len(row), 99, np.int8), c.c_int32()
+        scale = self._library.penstock_single_quantise(_at(row), len(row), _at(q), c.byref(total))
+        return scale, q, total.value
+
+    def exp_of_negative(self, x: Floats) -> Floats:
+        """e^x for x <= 0. x: [n]."""
+        x, out = _aligned(x), _poisoned(len(x))
+        self._library.penstock_single_exp(_at(x), len(x), _at(out))
+        return out
+
+    def silu(self, x: Floats) -> Floats:
+        """x / (1 + e^-x). x: [n]."""
+        x, out = _aligned(x), _poisoned(len(x))
+        self._library.penstock_single_silu(_at(x), len(x), _at(out))
+        return out
+
+    def place_row(self, place: Place, first: int, i: int) -> int:
+        """The row of a fused matrix at which row i of a part lies."""
+        row: int = self._library.penstock_single_place(place, first, i)
+        return row
+
+    def sample_row(self, logits: Floats, row: SamplingRow) -> int:
+        """The token that a row chooses. logits: [vocab]."""
+        logits = logits.copy()
+        seen, banned = (np.ascontiguousarray(ids, np.int32) for ids in (row.seen, row.banned))
+        plain = {name: getattr(row, name) for name, _ in _Rule._fields_[:10]} | {
+            "num_seen_prompt": row.num_seen_prompt
+        }
+        rule = _Rule(**plain, seen=_at(seen), num_seen=len(seen), banned=_at(banned), num_banned=len(banned))
+        token: int = self._library.penstock_single_sample(_at(logits), len(logits), c.byref(rule))
+        return token
+
+
+class SingleCache:
+    """Keys and values of one layer. Close it, or its memory stays."""
+
+    def __init__(
+        self, kernels: Single, kept: KvFormat, *, num_heads: int, head_dim: int, block_size: int, num_blocks: int
+    ) -> None:
+        self._library = kernels._library
+        self._head_dim = head_dim
+        make = self._library.penstock_single_cache_new
+        self._cache = c.c_void_p(make(kept, num_heads, head_dim, block_size, num_blocks))
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._library.penstock_single_cache_free(self._cache)
+
+    def set(self, slot: int, head: int, key: Floats, value: Floats) -> None:
+        """Store a token's key and value of one head, each [head_dim]."""
+        key, value = _aligned(key), _aligned(value)
+        self._library.penstock_single_cache_set(self._cache, slot, head, _at(key), _at(value))
+
+    def get(self, slot: int, head: int) -> tuple[Floats, Floats]:
+        """Read them back."""
+        key, value = _poisoned(self._head_dim), _poisoned(self._head_dim)
+        self._library.penstock_single_cache_get(self._cache, slot, head, _at(key), _at(value))
+        return key, value
+
+    def clear(self, block: int) -> None:
+        """Zero a block."""
+        self._library.penstock_single_cache_clear(self._cache, block)
+
+    def attend(
+        self, queries: Floats, limits: Sequence[int], blocks: Sequence[int], head: int, *, by_span: bool = False
+    ) -> Floats:
+        """Rows that each see the first `limits` tokens, all at once or span by span. queries: [rows, head_dim]."""
+        queries, out = _aligned(queries), _poisoned(*queries.shape)
+        seen, table, scale = np.array(limits, np.int32), np.array(blocks, np.int32), self._head_dim**-0.5
+        call = self._library.penstock_single_attend
+        call(self._cache, _at(queries), _at(seen), len(seen), _at(table), head, scale, by_span, _at(out))
+        return out
+
+
+def _poisoned(*shape: int) -> Floats:
+    """What a kernel is to overwrite; an element that it leaves out shows."""
+    return np.full(shape, np.nan, np.float32)
+
+
+def _aligned(values: Floats) -> Floats:
+    return np.ascontiguousarray(values, np.float32)
+
+
+def _rows(data: NDArray[np.uint8]) -> tuple[int, int]:
+    """Address and bytes of a row; the caller keeps `data`."""
+    assert data.flags.c_contiguous
+    return _at(data), data.shape[1]
+
+
+def _at(array: NDArray[Any]) -> int:
+    return array.ctypes.data
+
+
+def _open(path: Path) -> Any:
+    library = c.CDLL(str(path))
+    pointer, number, real = c.c_void_p, c.c_int, c.c_float
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "repack": (None, [*[number] * 4, pointer, c.c_size_t, pointer]),
+        "multiply": (None, [*[number] * 4, pointer, c.c_size_t, pointer, number, number, pointer]),
+        "quantise": (real, [pointer, number, pointer, pointer]),
+        "exp": (None, [pointer, number, pointer]),
+        "silu": (None, [pointer, number, pointer]),
+        "place": (number, [number] * 3),
+        "sample": (c.c_int32, [pointer, number, pointer]),
+        "cache_new": (pointer, [number] * 5),
+        "cache_free": (None, [pointer]),
+        "cache_set": (None, [pointer, number, number, pointer, pointer]),
+        "cache_get": (None, [pointer, number, number, pointer, pointer]),
+        "cache_clear": (None, [pointer, number]),
+        "attend": (None, [*[pointer] * 3, number, pointer, number, real, number, pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"penstock_single_{name}")
+        function.restype, function.argtypes = result, arguments
+    library.penstock_isa.restype = c.c_char_p
+    return library

@@ -1,0 +1,119 @@
+// Each kernel by itself, as tests call it through ctypes. Matrices come as rows of a source, numbers as plain rows.
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "sampler.h"
+
+using namespace penstock;
+
+namespace {
+
+Matrix packed(int format, int source, int rows, int columns, const uint8_t* data, size_t row_bytes) {
+  Matrix matrix((Format)format, rows, columns);
+  for (int i = 0; i < rows; ++i) matrix.set_row(i, (Source)source, data + i * row_bytes);
+  return matrix;
+}
+
+// A vector kernel over any number of values.
+template <class Function>
+void map(const float* x, int count, float* out, const Function& function) {
+  for (int i = 0; i < count; i += kLanes) {
+    float lanes[kLanes] = {};
+    const int n = std::min(kLanes, count - i);
+    std::copy_n(x + i, n, lanes);
+    store(lanes, function(load(lanes)));
+    std::copy_n(lanes, n, out + i);
+  }
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// out: [rows, columns], what the kernels see of packed rows.
+void penstock_single_repack(int format, int source, int rows, int columns, const uint8_t* data, size_t row_bytes,
+                            float* out) {
+  const Matrix matrix = packed(format, source, rows, columns, data, row_bytes);
+  for (int i = 0; i < rows; ++i) matrix.get_row(i, out + (size_t)i * columns);
+}
+
+// x: [rows, columns], weights: [outputs, columns], out: [rows, outputs].
+void penstock_single_multiply(int format, int source, int outputs, int columns, const uint8_t* data, size_t row_bytes,
+                              const float* x, int rows, int num_threads, float* out) {
+  const Matrix matrix = packed(format, source, outputs, columns, data, row_bytes);
+  Activations left;
+  left.prepare(rows, columns, (Format)format);
+  Team team(num_threads);
+  team.start([&](Member& member) {
+    member.for_each(rows, [&](int i) {
+      std::vector<float> padded(matrix.padded_columns());
+      std::copy_n(x + (size_t)i * columns, columns, padded.data());
+      left.set_row(i, padded.data());
+    });
+    multiply(member, left, matrix, [&](int first, int count, int panel, const float* products) {
+      const int begin = panel * kPanel, width = std::min(kPanel, outputs - begin);
+      for (int r = 0; r < count; ++r) {
+        std::copy_n(products + r * kPanel, width, out + (size_t)(first + r) * outputs + begin);
+      }
+    });
+  });
+  team.wait();
+}
+
+float penstock_single_quantise(const float* values, int count, int8_t* q, int32_t* sum) {
+  return quantise_row(values, count, q, sum);
+}
+
+void penstock_single_exp(const float* x, int count, float* out) {
+  map(x, count, out, [](Floats v) { return exp_of_negative(v); });
+}
+
+void penstock_single_silu(const float* x, int count, float* out) {
+  map(x, count, out, [](Floats v) { return silu(v); });
+}
+
+int penstock_single_place(int place, int first, int i) { return place_row((Place)place, first, i); }
+
+int32_t penstock_single_sample(float* logits, int vocab, const SamplingRule* rule) {
+  return sample(logits, vocab, *rule);
+}
+
+KvCache* penstock_single_cache_new(int format, int num_heads, int head_dim, int block_size, int num_blocks) {
+  return new KvCache({(KvFormat)format, num_heads, head_dim, block_size, num_blocks});
+}
+
+void penstock_single_cache_free(KvCache* cache) { delete cache; }
+
+void penstock_single_cache_set(KvCache* cache, int slot, int head, const float* key, const float* value) {
+  cache->set(slot, head, key, value);
+}
+
+void penstock_single_cache_get(KvCache* cache, int slot, int head, float* key, float* value) {
+  cache->get(slot, head, key, value);
+}
+
+void penstock_single_cache_clear(KvCache* cache, int block) { cache->clear_block(block); }
+
+// queries, out: [count, head_dim]; limits: [count]. Span by span in any order, or all of them on the way.
+void penstock_single_attend(const KvCache* cache, const float* queries, const int* limits, int count,
+                            const int32_t* block_table, int head, float scale, int by_span, float* out) {
+  const int dim = cache->shape().head_dim, end = *std::max_element(limits, limits + count);
+  const QueryRows rows{queries, limits, count, block_table, head, scale};
+  std::vector<RowState> states((size_t)num_spans(end) * count);
+  if (by_span) {
+    for (int span = num_spans(end) - 1; span >= 0; --span) {
+      attend_span(*cache, rows, span * kSpan, std::min(end, (span + 1) * kSpan), &states[(size_t)span * count]);
+    }
+    for (int span = 1; span < num_spans(end); ++span)
+      for (int r = 0; r < count; ++r) merge(states[r], states[(size_t)span * count + r], dim);
+  } else {
+    attend(*cache, rows, end, states.data());
+  }
+  for (int r = 0; r < count; ++r) finish(states[r], dim, out + (size_t)r * dim);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

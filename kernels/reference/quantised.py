@@ -1,0 +1,103 @@
+"""Matrices of small integers: how numbers become them, and what a product with them is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+GROUP = 32
+"""Columns that share a scale."""
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantised:
+    """Values of scale * q + minimum, by groups of columns; a row's groups may be one."""
+
+    q: NDArray[np.int64]
+    """[rows, groups, columns of a group]"""
+    scale: Floats
+    """[rows, groups, 1]"""
+    minimum: Floats
+    """[rows, groups, 1]; nothing but int4 has one that is not zero."""
+
+    def values(self) -> Floats:
+        """As plain numbers, [rows, columns of all groups]."""
+        return (self.scale * self.q.astype(np.float32) + self.minimum).reshape(len(self.q), -1)
+
+
+def to_bf16(x: Floats) -> Floats:
+    """The nearest bfloat16, to even between two. x: finite."""
+    bits = x.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return rounded.view(np.float32)
+
+
+def quantise_int8(weights: Floats) -> Quantised:
+    """One scale a row. weights: [rows, columns], padded to groups with zeros."""
+    groups = weights[:, None, :]
+    return _signed(groups, _largest(groups) / np.float32(127))
+
+
+def quantise_int8_groups(weights: Floats) -> Quantised:
+    """A float16 scale for each group."""
+    groups = _grouped(weights)
+    return _signed(groups, _f16_at_least(_largest(groups) / np.float32(127)))
+
+
+def quantise_int4_groups(weights: Floats) -> Quantised:
+    """A float16 scale and a float16 minimum for each group, and q in [0, 15]."""
+    groups = _grouped(weights)
+    minimum = groups.min(-1, keepdims=True).astype(np.float16).astype(np.float32)
+    span = np.maximum(groups.max(-1, keepdims=True) - minimum, np.float32(0))
+    scale = _f16_at_least(span / np.float32(15))
+    q = np.rint(_divided(groups - minimum, scale)).clip(0, 15).astype(np.int64)
+    return Quantised(q, scale, minimum)
+
+
+def quantise_activations(x: Floats, group: int) -> Quantised:
+    """Rows of activations, a scale for each `group` columns, q in [-127, 127]. x: [rows, columns], padded."""
+    groups = x.reshape(len(x), -1, group)
+    most = _largest(groups)
+    with np.errstate(over="ignore"):
+        steps = _divided(np.float32(127), most)
+    # Of a row so small that this overflows nothing is left.
+    q = np.rint(groups * np.where(np.isfinite(steps), steps, 0)).astype(np.int64)
+    return Quantised(q, most / np.float32(127), np.zeros_like(most))
+
+
+def multiply_quantised(x: Floats, weights: Quantised) -> NDArray[np.float64]:
+    """x @ weights.T with x quantised as the weights are grouped; sums of integers are exact. Returns [rows, outputs]."""
+    left = quantise_activations(x, weights.q.shape[-1])
+    dots = np.einsum("rgc,ogc->rog", left.q, weights.q)
+    sums = left.q.sum(-1)[:, None]
+    by_group = dots * weights.scale[None, ..., 0].astype(np.float64) + sums * weights.minimum[None, ..., 0]
+    return (by_group * left.scale[:, None, :, 0]).sum(-1)
+
+
+def _signed(groups: Floats, scale: Floats) -> Quantised:
+    q = np.rint(_divided(groups, scale)).astype(np.int64)
+    return Quantised(q, scale, np.zeros_like(scale))
+
+
+def _largest(groups: Floats) -> Floats:
+    most: Floats = np.abs(groups).max(-1, keepdims=True)
+    return most
+
+
+def _grouped(weights: Floats) -> Floats:
+    return weights.reshape(len(weights), -1, GROUP)
+
+
+def _f16_at_least(x: Floats) -> Floats:
+    """The float16 at or above x, so that what it scales stays in its range."""
+    near = x.astype(np.float16)
+    return np.where(near.astype(np.float32) < x, np.nextafter(near, np.float16(np.inf)), near).astype(np.float32)
+
+
+def _divided(x: Floats | np.float32, by: Floats) -> Floats:
+    """0 where there is nothing to divide by."""
+    return np.divide(x, by, out=np.zeros(np.broadcast_shapes(np.shape(x), by.shape), np.float32), where=by > 0)
