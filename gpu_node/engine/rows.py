@@ -42,7 +42,7 @@ class Step:
     sampled_rows: Rows
     sampled_ends: Ints
     num_prefill_tokens: int
-    """Tokens computed that are not the newest of their sequence or are a whole prompt."""
+    """Tokens computed for sequences that lacked more than their newest one."""
     named_blocks: list[int]
     """Blocks that this step fills and that the prefix cache already knows."""
 
@@ -63,7 +63,7 @@ class RowTable:
     """Tokens, progress, block tables and sampling settings by row.
 
     0 <= num_computed < num_tokens <= limit and num_computed <= capacity, the tokens that the blocks held have room for.
-    The blocks' first num_named tokens are those whose blocks the prefix cache was told of.
+    The prefix cache was told of the blocks of the first num_named tokens.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
@@ -113,10 +113,6 @@ class RowTable:
         self._block_tables[seq.row, held : held + len(blocks)] = blocks
         seq.blocks += blocks
         self.capacity[seq.row] = len(seq.blocks) * self._block_size
-
-    def ordinals(self, count: int) -> Ints:
-        """0, 1, … below `count`, which is at most the number of rows and one; never to be written to."""
-        return self._ordinals[:count]
 
     def append(self, rows: Rows, tokens: Ints) -> None:
         """Add a token to each of some rows."""

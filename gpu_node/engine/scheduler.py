@@ -284,5 +284,6 @@ def _within(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
     spent = np.cumsum(num_tokens - starts)
     if not len(spent) or spent[-1] <= budget:
         return num_tokens
-    ends = num_tokens - np.maximum(spent - budget, 0).astype(np.int32)
-    return ends[ends > starts]
+    ends: Ints = num_tokens - np.maximum(spent - budget, 0).astype(np.int32)
+    served: Ints = ends[ends > starts]
+    return served

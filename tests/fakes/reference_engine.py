@@ -103,6 +103,9 @@ class ReferenceEngine:
         """Whether anything is live."""
         return bool(self._live)
 
+    def wait(self) -> None:
+        """No step runs beside its caller."""
+
     def step(self) -> list[StepOutput]:
         """One token for each of the first `max_num_seqs`."""
         if self._step_s:

@@ -278,7 +278,7 @@ def test_no_more_sequences_run_than_there_are_rows(max_num_seqs: int) -> None:
 
 
 def test_who_is_removed_while_its_step_runs_is_not_removed_again_by_what_the_step_gives() -> None:
-    scheduler, pool = _scheduler(20, budget=64)
+    scheduler, pool = _scheduler(20, max_num_seqs=3, budget=64)
     seqs = [_sequence(name, 8, 1, first_token=100 * i) for i, name in enumerate("abc")]
     for seq in seqs:
         scheduler.add(seq)

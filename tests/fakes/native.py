@@ -1,0 +1,33 @@
+"""The native kernels as tests build them: one library for each instruction set, kept between sessions."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.gpu_node.model.cache import cache_folder
+from penstock.kernels.cpu.build import BuildError, library_path
+from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa, cpu_flags
+
+ISAS: tuple[Isa, ...] = tuple(REQUIRED_FLAGS)
+SANITIZE = "PENSTOCK_TEST_SANITIZE"
+"""Names the sanitizers that the kernels are built with; the process must have preloaded their libraries."""
+
+
+def sanitizer_flags() -> tuple[str, ...]:
+    """Flags for the sanitizers that the environment asks for; a finding ends the process."""
+    wanted = os.environ.get(SANITIZE)
+    return (f"-fsanitize={wanted}", "-fno-sanitize-recover=all", "-g") if wanted else ()
+
+
+def built(isa: Isa) -> Path:
+    """The library for an instruction set; skips the test where it cannot be had or run."""
+    missing = REQUIRED_FLAGS[isa] - cpu_flags()
+    if missing:
+        pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+    try:
+        return library_path(isa, cache_folder() / "native", lambda fraction: None, extra_flags=sanitizer_flags())
+    except BuildError as error:
+        pytest.skip(f"no kernels here: {error}")
