@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.engine import Engine
@@ -32,11 +31,7 @@ async def run_node(settings: NodeSettings) -> None:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         num_threads=settings.num_threads,
     )
-    # On a thread that ends: torch keeps a team of its own for every thread that lives, and teams that are more than the
-    # cores stop spinning at their barriers, which costs a step 40 % of its speed.
-    with ThreadPoolExecutor(1, "penstock-load") as loader:
-        loop = asyncio.get_running_loop()
-        engine = await loop.run_in_executor(loader, lambda: Engine(config, progress=_report_progress))
+    engine = await asyncio.to_thread(Engine, config, progress=_report_progress)
     await serve_engine(settings, engine)
 
 

@@ -16,15 +16,16 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import PenstockError, error_of
-from penstock.contract.job import Chunk, Usage
+from penstock.contract.job import Usage
 from penstock.gateway.openai.errors import error_body
+from penstock.gateway.openai.pieces import PieceWriter
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import batches_of, results_of
 from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import DONE, EventWriter, event
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.openai.render import Renderer, finish_reason_of
+from penstock.producer.openai.render import Renderer
 
 JOB_HEADER = "X-Penstock-Job"
 
@@ -95,13 +96,14 @@ class StreamAnswer(Answer):
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
         renderer = self._renderer(jobs)
+        pieces = PieceWriter(renderer, {job.id: index for index, job in enumerate(jobs)})
         usages: list[Usage] = []
         async with aclosing(batches_of(jobs)) as batches:
-            async for index, batch in batches:
+            async for batch in batches:
                 outcome = batch[-1].outcome
                 failed = outcome is not None and outcome.state != "done"
-                if writer.started or not failed:
-                    await _write_pieces(renderer, index, batch, writer)
+                if (writer.started or not failed) and (events := pieces.events_of(batch)):
+                    await writer.write(events)
                 if outcome is not None and failed:
                     raise error_of(outcome)
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
@@ -112,14 +114,3 @@ class StreamAnswer(Answer):
 
 def _names(jobs: Sequence[AsyncJob]) -> str:
     return ", ".join(job.id for job in jobs)
-
-
-async def _write_pieces(renderer: Renderer, job_index: int, batch: Sequence[Chunk], writer: EventWriter) -> None:
-    events = []
-    for chunk in batch:
-        finish_reason = finish_reason_of(chunk.finish_reason)
-        if chunk.text or finish_reason:
-            piece = renderer.piece(job_index, chunk.choice, chunk.text, finish_reason)
-            events.append(event(piece, f"{chunk.job_id}:{chunk.index}"))
-    if events:
-        await writer.write(b"".join(events))

@@ -12,26 +12,25 @@ from penstock.producer.client import AsyncJob
 MAX_BATCHES = 64
 """Behind this much the client's own bounded mailboxes fill, and past those the log is read."""
 
-Batch = tuple[int, list[Chunk]]
-"""The job's place in the order, and its next chunks, at least one."""
+Batch = list[Chunk]
+"""The next chunks of one job, at least one."""
 
 
-async def batches_of(jobs: Sequence[AsyncJob]) -> AsyncGenerator[Batch, None]:
+def batches_of(jobs: Sequence[AsyncJob]) -> AsyncGenerator[Batch, None]:
     """Batches in the order in which they come, a job's own in the order of its log, until all jobs have ended."""
-    if len(jobs) == 1:
-        async with aclosing(jobs[0].batches()) as batches:
-            async for batch in batches:
-                yield 0, batch
-        return
+    return jobs[0].batches() if len(jobs) == 1 else _merged(jobs)
+
+
+async def _merged(jobs: Sequence[AsyncJob]) -> AsyncGenerator[Batch, None]:
     queue: asyncio.Queue[Batch | Exception] = asyncio.Queue(MAX_BATCHES)
-    readers = [asyncio.create_task(_read(index, job, queue)) for index, job in enumerate(jobs)]
+    readers = [asyncio.create_task(_read(job, queue)) for job in jobs]
     num_open = len(jobs)
     try:
         while num_open:
             item = await queue.get()
             if isinstance(item, Exception):
                 raise item
-            num_open -= item[1][-1].outcome is not None
+            num_open -= item[-1].outcome is not None
             yield item
     finally:
         await _cancel(readers)
@@ -46,11 +45,11 @@ async def results_of(jobs: Sequence[AsyncJob]) -> list[Result]:
         await _cancel(waiting)
 
 
-async def _read(index: int, job: AsyncJob, queue: asyncio.Queue[Batch | Exception]) -> None:
+async def _read(job: AsyncJob, queue: asyncio.Queue[Batch | Exception]) -> None:
     try:
         async with aclosing(job.batches()) as batches:
             async for batch in batches:
-                await queue.put((index, batch))
+                await queue.put(batch)
     except Exception as error:
         # Of any kind: a reader that died silently would leave the caller waiting for ever.
         await queue.put(error)

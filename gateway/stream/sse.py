@@ -36,6 +36,7 @@ class EventWriter:
         self._send = send
         self._silent = True
         self._sending_since_s: float | None = None
+        self._clock = asyncio.get_running_loop().time
 
     async def write(self, data: bytes) -> None:
         """Sends one or more whole events; waits while the reader takes nothing."""
@@ -55,9 +56,8 @@ class EventWriter:
 
         One clock for a whole stream, because a time-out around each event would cost as much as the event.
         """
-        clock = asyncio.get_running_loop().time
         await asyncio.sleep(first_wait_s)
-        while self._sending_since_s is None or clock() - self._sending_since_s < send_timeout_s:
+        while self._sending_since_s is None or self._clock() - self._sending_since_s < send_timeout_s:
             if self._silent:
                 async with asyncio.timeout(send_timeout_s):
                     await self.write(KEEP_ALIVE)
@@ -65,6 +65,6 @@ class EventWriter:
             await asyncio.sleep(interval_s)
 
     async def _put(self, message: Message) -> None:
-        self._sending_since_s = asyncio.get_running_loop().time()
+        self._sending_since_s = self._clock()
         await self._send(message)
         self._sending_since_s = None

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, RunnerOptions
 from penstock.gpu_node.model.revision import revision_of
 from penstock.gpu_node.model.source import ModelSource, Progress, resolve_model
-from penstock.gpu_node.model.description import Description
 
 _log = logging.getLogger(__name__)
 

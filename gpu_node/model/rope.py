@@ -9,7 +9,7 @@ from penstock.gpu_node.model.spec import ModelSpec, RopeScaling
 
 
 def rope_angles(spec: ModelSpec, num_positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosine and sine by position, each [num_positions, head_dim / 2]; both halves of a head turn by the same angles."""
+    """Cosine and sine by position, each [num_positions, head_dim / 2], for both halves of a head."""
     frequencies = (1.0 / spec.rope_theta ** (np.arange(0, spec.head_dim, 2) / spec.head_dim)).astype(np.float32)
     if spec.rope_scaling is not None:
         frequencies = _scale_llama3(frequencies, spec.rope_scaling)

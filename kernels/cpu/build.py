@@ -32,9 +32,7 @@ class BuildError(Exception):
     """The kernels cannot be had here; says why."""
 
 
-def library_path(
-    isa: Isa, cache: Path, progress: Callable[[float], None], *, extra_flags: Sequence[str] = ()
-) -> Path:
+def library_path(isa: Isa, cache: Path, progress: Callable[[float], None], *, extra_flags: Sequence[str] = ()) -> Path:
     """The compiled kernels: a prebuilt library, one of an earlier build in `cache`, or a new one.
 
     `extra_flags` go to compiler and linker, for sanitizers. Raises BuildError without a compiler that can do it.

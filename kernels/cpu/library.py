@@ -50,7 +50,7 @@ class Slot(IntEnum):
     """A model's matrices."""
 
     QKV = 0
-    O = 1
+    OUT = 1
     GATE_UP = 2
     DOWN = 3
     EMBEDDING = 4

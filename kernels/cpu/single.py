@@ -89,9 +89,7 @@ class Single:
         """The token that a row chooses. logits: [vocab]."""
         logits = logits.copy()
         seen, banned = (np.ascontiguousarray(ids, np.int32) for ids in (row.seen, row.banned))
-        plain = {name: getattr(row, name) for name, _ in _Rule._fields_[:10]} | {
-            "num_seen_prompt": row.num_seen_prompt
-        }
+        plain = {name: getattr(row, name) for name, _ in _Rule._fields_[:10]} | {"num_seen_prompt": row.num_seen_prompt}
         rule = _Rule(**plain, seen=_at(seen), num_seen=len(seen), banned=_at(banned), num_banned=len(banned))
         token: int = self._library.penstock_single_sample(_at(logits), len(logits), c.byref(rule))
         return token

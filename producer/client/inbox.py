@@ -124,8 +124,8 @@ class Inbox:
 
     async def open(self) -> None:
         """Subscribes; raises UnavailableError when Redis is away."""
-        line = await self._subscribe()
-        self._tasks = asyncio.create_task(self._run(line), name=f"penstock inbox {self.name}")
+        self._line = await self._subscribe()
+        self._tasks = asyncio.create_task(self._run(), name=f"penstock inbox {self.name}")
 
     async def close(self) -> None:
         """Detaches from what is still read, unsubscribes, and ends every task; readers get UnavailableError."""
@@ -138,12 +138,14 @@ class Inbox:
                 await self._detach_unread(closing=True)
         tasks.cancel()
         await asyncio.wait([tasks])
+        # The tasks do it too, where they had begun.
+        self._line.close()
 
-    async def _run(self, line: Line) -> None:
+    async def _run(self) -> None:
         settings = self._settings
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._listen(line))
+                group.create_task(self._listen())
                 group.create_task(self._detach_forever())
                 group.create_task(self._every(settings.echo_interval_s, self._echo))
                 group.create_task(self._every(settings.read_beat_interval_s, self._beat))
@@ -177,13 +179,13 @@ class Inbox:
                 raise
         return line
 
-    async def _listen(self, line: Line) -> None:
+    async def _listen(self) -> None:
         while True:
             try:
-                await self._until_lost(line)
+                await self._until_lost(self._line)
             finally:
-                line.close()
-            line = await self._subscribe_again()
+                self._line.close()
+            self._line = await self._subscribe_again()
             self.stats.resubscribes += 1
             self._nudge_all()
 

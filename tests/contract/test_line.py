@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import exceptions
@@ -58,9 +59,8 @@ async def test_calls_under_way_and_later_ones_fail_when_the_connection_is_cut(li
 async def test_commands_go_on_over_a_new_line_when_one_was_cut(redis_url: str, redis: Redis) -> None:
     other = connect(redis_url)
     await redis.client_kill_filter(_id=await other.client_id())
-    with pytest.raises(exceptions.ConnectionError):
-        while True:  # until the cut is noticed
-            await other.ping()
+    with suppress(exceptions.ConnectionError):  # where the cut was not noticed yet
+        await other.ping()
     assert await other.ping() is True
     await other.aclose()
 
@@ -93,16 +93,22 @@ async def test_messages_come_in_order_and_readers_get_their_turn_between_two(red
 
 
 @asynccontextmanager
-async def served(folder: Path, serve: Serve) -> AsyncIterator[Redis]:
-    """Somebody who only looks like Redis."""
-    path = folder / "s"
-    server = await asyncio.start_unix_server(serve, path)
-    redis = connect(f"unix://{path}?lib_name=&lib_version=")
-    try:
-        yield redis
-    finally:
-        server.close()
-        await redis.aclose()
+async def line_to(folder: Path, serve: Serve) -> AsyncIterator[Line]:
+    """A line to somebody who only looks like Redis."""
+    serving: set[Any] = set()
+
+    async def noted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())
+        await serve(reader, writer)
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_unix_server(noted, folder / "s"):
+        _, writer = await asyncio.open_unix_connection(folder / "s")
+        line = Line(writer, None)
+        yield line
+        line.close()
+        await asyncio.wait(serving)
 
 
 async def test_a_redis_that_does_not_answer_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +116,9 @@ async def test_a_redis_that_does_not_answer_is_away(tmp_path: Path, monkeypatch:
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
-        writer.close()
 
-    async with served(tmp_path, silent) as redis:
-        first, second = redis.ping(), redis.ping()
-        for answer in await asyncio.gather(first, second, return_exceptions=True):
+    async with line_to(tmp_path, silent) as line:
+        for answer in await asyncio.gather(line.call("PING"), line.call("PING"), return_exceptions=True):
             assert isinstance(answer, exceptions.TimeoutError)
 
 
@@ -123,9 +127,7 @@ async def test_nonsense_ends_the_line(tmp_path: Path, nonsense: bytes) -> None:
     async def lying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(1 << 16):
             writer.write(nonsense)
-        writer.close()
 
-    async with served(tmp_path, lying) as redis:
-        opened = await Line.open(redis)
-        opened.call("PING").add_done_callback(lambda answer: answer.exception())
-        assert isinstance(await opened.lost, exceptions.InvalidResponse)
+    async with line_to(tmp_path, lying) as line:
+        line.call("PING").add_done_callback(lambda answer: answer.exception())
+        assert isinstance(await line.lost, exceptions.InvalidResponse)

@@ -9,16 +9,20 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.contract.errors import BusyError, StreamDivergedError
 from penstock.contract.job import Chunk, SamplingParams
 from penstock.gateway.app import create_app
 from penstock.gateway.openai.errors import error_response
+from penstock.gateway.openai.pieces import PieceWriter
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import batches_of
 from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
+from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
 async def test_a_reader_that_takes_nothing_is_given_up():
@@ -104,6 +108,24 @@ def test_an_event_is_one_line_of_ascii_whatever_it_carries():
     head, data = raw.decode().removesuffix("\n\n").splitlines()
     assert head == "id: job:1"
     assert json.loads(data.removeprefix("data: ")) == {"text": text}
+
+
+@pytest.mark.parametrize("dialect", [ChatRenderer, CompletionRenderer])
+@pytest.mark.parametrize("model", ["acme/echo", 'a "b" \\ c', "with \ue001 inside", "%b%d"])
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]))), include_usage=st.booleans())
+def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, texts, include_usage):
+    chunks = [
+        Chunk(f"job:{i % 2}", i, choice=i % 3, text=text, finish_reason="stop" if i == len(texts) - 1 else None)
+        for i, text in enumerate(texts)
+    ]
+    fields = {"job_id": "job:0", "model": model, "created_s": 1, "choices_per_job": 3, "include_usage": include_usage}
+    pieces, renderer = PieceWriter(dialect(**fields), {"job:0": 0, "job:1": 1}), dialect(**fields)
+    rendered = [
+        event(renderer.piece(i % 2, c.choice, c.text, c.finish_reason), f"{c.job_id}:{c.index}")
+        for i, c in enumerate(chunks)
+        if c.text or c.finish_reason
+    ]
+    assert pieces.events_of(chunks) == b"".join(rendered)
 
 
 @pytest.mark.parametrize(("retry_after_ms", "header"), [(1, "1"), (1000, "1"), (1001, "2"), (59_999, "60")])

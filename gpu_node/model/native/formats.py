@@ -10,12 +10,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.checkpoint import StoredTensor
 from penstock.kernels.cpu.library import Format, Source
 
-_FORMATS = {
-    "none": Format.BF16,
-    "int8": Format.INT8,
-    "int8_group": Format.INT8_GROUP,
-    "int4": Format.INT4_GROUP,
-}
+_FORMATS = {"none": Format.BF16, "int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
 _OWN = {
     **dict.fromkeys(("bfloat16", "float16", "float32"), Format.BF16),
     **dict.fromkeys(("q4_0", "q4_1"), Format.INT4_GROUP),

@@ -29,7 +29,10 @@ class NativeUnavailableError(Exception):
 
 
 def load_native(described: Description, options: RunnerOptions, progress: Progress) -> tuple[NativeRunner, str]:
-    """The runner, and a name for its arithmetic. Raises NativeUnavailableError, and ConfigError for a bad checkpoint."""
+    """The runner, and a name for its arithmetic.
+
+    Raises NativeUnavailableError, and ConfigError for a checkpoint that is missing, cut short or not what it says.
+    """
     _check(described, options)
     isa = best_isa(cpu_flags())
     if isa is None:
@@ -68,9 +71,7 @@ def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
     return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
 
 
-def _native_spec(
-    described: Description, options: RunnerOptions, num_blocks: int, kv_format: KvFormat
-) -> NativeSpec:
+def _native_spec(described: Description, options: RunnerOptions, num_blocks: int, kv_format: KvFormat) -> NativeSpec:
     spec = described.spec
     return NativeSpec(
         num_layers=spec.num_layers,
@@ -135,7 +136,7 @@ class _Packer:
 
         parts = [get(names.q, q_size, hidden), get(names.k, kv_size, hidden), get(names.v, kv_size, hidden)]
         self._fuse(Slot.QKV, layer, parts)
-        self._fuse(Slot.O, layer, [get(names.o, hidden, q_size)])
+        self._fuse(Slot.OUT, layer, [get(names.o, hidden, q_size)])
         self._interleave(Slot.GATE_UP, layer, get(names.gate, inter, hidden), get(names.up, inter, hidden))
         self._fuse(Slot.DOWN, layer, [get(names.down, hidden, inter)])
         self._set_norm(Vector.ATTENTION_NORM, layer, names.attention_norm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,18 +29,17 @@ class NativeRunner:
     def submit(self, plan: StepPlan) -> _Flight:
         """Start a step."""
         tokens, times_ms = np.empty(len(plan.sample_seqs), dtype=np.int32), np.zeros(2, dtype=np.float32)
-        arrays = _addresses(plan) | {"tokens": _address(tokens), "times_ms": _address(times_ms)}
         ragged = _ragged(plan.sampling)
-        native = NativePlan(**_counts(plan), **arrays, **{name: _address(table) for name, table in ragged.items()})
-        self._model.start(native)
+        self._model.start(NativePlan(*_step(plan), *map(_address, ragged), _address(tokens), None, _address(times_ms)))
         return _Flight(self._model, plan, ragged, tokens, times_ms)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
         logits = np.empty((len(plan.token_ids), self._vocab_size), dtype=np.float32)
         times_ms = np.zeros(2, dtype=np.float32)
-        arrays = _addresses(plan) | {"logits": _address(logits), "times_ms": _address(times_ms)}
-        self._model.start(NativePlan(**_counts(plan), **arrays))
+        self._model.start(
+            NativePlan(*_step(plan), *map(_address, _NOTHING_RAGGED), None, _address(logits), _address(times_ms))
+        )
         self._model.wait()
         return logits
 
@@ -66,47 +65,36 @@ class _Flight:
         return StepResult(tokens, *times_ms.tolist())
 
 
-def _counts(plan: StepPlan) -> dict[str, int]:
-    return {
-        "num_tokens": len(plan.token_ids),
-        "num_seqs": len(plan.context_lens),
-        "num_samples": len(plan.sample_seqs),
-        "block_table_stride": plan.block_tables.strides[0] // plan.block_tables.itemsize,
-    }
+def _step(plan: StepPlan) -> tuple[int | None, ...]:
+    """The fields of a NativePlan up to its ragged ones."""
+    rows = plan.sampling
+    return (
+        *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_seqs)),
+        plan.block_tables.strides[0] // plan.block_tables.itemsize,
+        *map(_address, (plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_seqs)),
+        *map(_address, (rows.temperature, rows.top_p, rows.min_p)),
+        *map(_address, (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)),
+        *map(_address, (rows.top_k, rows.choice, rows.position, rows.seed)),
+    )
 
 
-def _addresses(plan: StepPlan) -> dict[str, int]:
-    arrays = (plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_seqs)
-    names = ("token_ids", "positions", "query_starts", "block_tables", "sample_seqs")
-    found = dict(zip(names, map(_address, arrays), strict=True))
-    for name in _SAMPLING_COLUMNS:
-        found[name] = _address(getattr(plan.sampling, name))
-    return found
+_Table: TypeAlias = NDArray[Any] | None
+_NOTHING_RAGGED: tuple[_Table, ...] = (None,) * 5
 
 
-_SAMPLING_COLUMNS = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("top_k", "choice", "position", "seed"),
-)
-
-
-def _ragged(rows: SamplingRows) -> dict[str, NDArray[Any]]:
+def _ragged(rows: SamplingRows) -> tuple[_Table, ...]:
     """The rows' lists of tokens as tables of addresses and lengths; nothing where all are empty."""
-    found: dict[str, NDArray[Any]] = {}
-    if any(map(len, rows.seen)):
-        found |= _table("seen", rows.seen) | {"num_seen_prompt": rows.num_seen_prompt}
-    if any(map(len, rows.banned)):
-        found |= _table("banned", rows.banned)
-    return found
+    has_seen, has_banned = any(map(len, rows.seen)), any(map(len, rows.banned))
+    if not (has_seen or has_banned):
+        return _NOTHING_RAGGED
+    seen = (*_table(rows.seen), rows.num_seen_prompt) if has_seen else (None, None, None)
+    return *seen, *(_table(rows.banned) if has_banned else (None, None))
 
 
-def _table(name: str, lists: Sequence[NDArray[np.int32]]) -> dict[str, NDArray[Any]]:
-    return {
-        name: np.array([_address(ids) for ids in lists], dtype=np.uint64),
-        f"num_{name}": np.array([len(ids) for ids in lists], dtype=np.int32),
-    }
+def _table(lists: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+    addresses = np.array([_address(ids) for ids in lists], dtype=np.uint64)
+    return addresses, np.array([len(ids) for ids in lists], dtype=np.int32)
 
 
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+def _address(array: _Table) -> int | None:
+    return None if array is None else array.__array_interface__["data"][0]

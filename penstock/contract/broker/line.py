@@ -15,7 +15,6 @@ from typing import Any, cast
 import hiredis
 from redis import exceptions
 from redis.asyncio import Redis
-from redis.asyncio.connection import Connection
 
 REPLY_TIMEOUT_S = 10.0
 MAX_BUFFERED_BYTES = 1 << 20
@@ -55,7 +54,7 @@ class Line(asyncio.Protocol):
     @classmethod
     async def open(cls, redis: Redis, on_message: Callable[[bytes], None] | None = None) -> Line:
         """Connects as `redis` would; `on_message` is called with each message of a subscription."""
-        connection = cast(Connection, redis.connection_pool.make_connection())
+        connection = cast(Any, redis.connection_pool).make_connection()
         await connection.connect()
         writer = connection._writer
         # From here on the connection is ours.
@@ -155,6 +154,7 @@ class SharedRedis(Redis):
         super().__init__(*args, **options)
         self._line: Line | None = None
         self._opening = asyncio.Lock()
+        self._is_closing = False
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Sends one command and awaits its answer."""
@@ -169,7 +169,8 @@ class SharedRedis(Redis):
         return reply if translate is None else translate(reply, **options)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Ends all connections."""
+        """Ends all connections; one that is being opened is closed at once."""
+        self._is_closing = True
         if self._line is not None:
             self._line.close()
         await super().aclose(close_connection_pool)
@@ -178,4 +179,6 @@ class SharedRedis(Redis):
         async with self._opening:
             if self._line is None or self._line.lost.done():
                 self._line = await Line.open(self)
+                if self._is_closing:
+                    self._line.close()
             return self._line

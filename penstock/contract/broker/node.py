@@ -122,7 +122,7 @@ class NodeBroker:
             raise SweptError
         if answer[0] != b"OK":
             raise InvariantError(f"take {call} answered {answer[0]!r}")
-        jobs = tuple(Taken(row[0].decode(), row[1].decode(), *map(int, row[2:6]), row[6]) for row in answer[1])
+        jobs = tuple(Taken(row[0].decode(), row[1].decode(), *row[2:]) for row in answer[1])
         depth = answer[2]
         return TakeAnswer(jobs, (depth[0], depth[1], depth[2]), int(answer[3]))
 

@@ -1,0 +1,84 @@
+"""Native runners on small random models, loaded once for all tests that ask for the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from fakes.native import ISAS, built
+from fakes.random_llama import make_llama
+
+from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.native import load as native_load
+from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
+from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags
+
+LoadNative = Callable[..., NativeRunner]
+OPTIONS: dict[str, Any] = {
+    "runner": "native",
+    "dtype": "bfloat16",
+    "quantization": "none",
+    "kv_cache_dtype": "auto",
+    "block_size": 16,
+    "num_blocks": 160,
+    "kv_cache_gib": 1.0,
+    "max_model_len": None,
+    "max_num_seqs": 16,
+    "num_threads": 1,
+}
+
+
+@pytest.fixture(scope="session", params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Isa:
+    """An instruction set that this CPU has and that the kernels can be built for."""
+    built(request.param)
+    chosen: Isa = request.param
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a random Llama of given shapes."""
+
+    @cache
+    def make(**shapes: Any) -> Path:
+        return make_llama(tmp_path_factory.mktemp("llama"), **shapes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def load_native(isa: Isa) -> Iterator[LoadNative]:
+    """Loads a model for an instruction set, once for each set of options."""
+    loaded: list[NativeRunner] = []
+
+    @cache
+    def load(folder: Path, **options: Any) -> NativeRunner:
+        with (
+            mock.patch.object(native_load, "best_isa", lambda flags: isa),
+            mock.patch.object(native_load, "library_path", lambda isa, *_: built(isa)),
+        ):
+            model: LoadedModel = load_model(
+                str(folder), RunnerOptions(**OPTIONS | options), lambda stage, fraction: None
+            )
+        assert isinstance(model.runner, NativeRunner)
+        loaded.append(model.runner)
+        return model.runner
+
+    yield load
+    for runner in loaded:
+        runner.close()
+
+
+@pytest.fixture(scope="session")
+def best_library() -> Path:
+    """The library that an engine takes on this machine; skips where there is none."""
+    best = best_isa(cpu_flags())
+    if best is None:
+        pytest.skip("this CPU has none of the kernels' instruction sets")
+    return built(best)

@@ -1,0 +1,148 @@
+"""Which runner a model gets, and what is said where it is not the native one."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.native import built
+from fakes.plans import Track, logits_alone, tokens_of_step
+from fakes.sampling import rows_of
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.native import load as native_load
+from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
+from penstock.kernels.cpu.probe import Isa
+
+Llama = Callable[..., Path]
+OPTIONS = RunnerOptions(
+    runner="auto",
+    dtype="bfloat16",
+    quantization="auto",
+    kv_cache_dtype="auto",
+    block_size=16,
+    num_blocks=8,
+    kv_cache_gib=1.0,
+    max_model_len=None,
+    max_num_seqs=4,
+    num_threads=1,
+)
+
+
+def _load(folder: Path, **options: Any) -> LoadedModel:
+    return load_model(str(folder), replace(OPTIONS, **options), lambda stage, fraction: None)
+
+
+@pytest.fixture
+def this_isa(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> Isa:
+    monkeypatch.setattr(native_load, "best_isa", lambda flags: isa)
+    monkeypatch.setattr(native_load, "library_path", lambda isa, *_: built(isa))
+    return isa
+
+
+@pytest.mark.parametrize(
+    ("options", "arithmetic"),
+    [
+        ({}, "bf16-kv-bf16"),
+        ({"quantization": "none", "kv_cache_dtype": "bfloat16"}, "bf16-kv-bf16"),
+        ({"quantization": "int8", "kv_cache_dtype": "int8"}, "int8-kv-int8"),
+        ({"quantization": "int8_group"}, "int8_group-kv-bf16"),
+        ({"quantization": "int4", "block_size": 32}, "int4_group-kv-bf16"),
+    ],
+)
+def test_the_arithmetic_is_named_and_logged(
+    llama: Llama, this_isa: Isa, options: dict[str, Any], arithmetic: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        model = _load(llama(), **options)
+    assert model.arithmetic == f"native-{this_isa}-{arithmetic}"
+    assert isinstance(model.runner, NativeRunner)
+    assert model.runner.num_blocks == 9
+    assert f"{model.arithmetic} kv_blocks=8 threads=1" in caplog.text
+    model.runner.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "float32"}, "bfloat16, not float32"),
+        ({"kv_cache_dtype": "float32"}, "bfloat16 or int8, not float32"),
+        ({"block_size": 8}, "multiple of 16"),
+    ],
+)
+def test_options_that_the_kernels_have_not_are_named(
+    llama: Llama, this_isa: Isa, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"runner native: .*{reason}"):
+        _load(llama(), runner="native", **options)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 272])
+def test_heads_that_the_kernels_have_not_are_named(llama: Llama, this_isa: Isa, head_dim: int) -> None:
+    folder = llama(head_dim=head_dim)
+    with pytest.raises(ConfigError, match=f"head_dim {head_dim}"):
+        _load(folder, runner="native")
+    assert _load(folder).arithmetic == "torch-bfloat16"
+
+
+def _no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("penstock.kernels.cpu.build.PREBUILT", tmp_path)
+    return re.escape("no C++ compiler: looked for no-such-compiler")
+
+
+def _other_cpu(monkeypatch: pytest.MonkeyPatch, _tmp_path: Path) -> str:
+    monkeypatch.setattr(native_load, "cpu_flags", frozenset)
+    return "the CPU has neither AVX-512 with BF16 and VNNI nor AVX2"
+
+
+@pytest.mark.parametrize("break_it", [_no_compiler, _other_cpu])
+def test_without_kernels_torch_computes_and_a_line_says_why(
+    llama: Llama,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    break_it: Callable[[pytest.MonkeyPatch, Path], str],
+) -> None:
+    folder, reason = llama(), break_it(monkeypatch, tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert _load(folder).arithmetic == "torch-bfloat16"
+    (line,) = [record.getMessage() for record in caplog.records if "no native kernels" in record.getMessage()]
+    assert re.search(reason, line)
+    with pytest.raises(ConfigError, match=f"runner native: {reason}"):
+        _load(folder, runner="native")
+    with pytest.raises(ConfigError, match="quantization int8 needs the native runner"):
+        _load(folder, quantization="int8")
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int8_group", "int4"])
+def test_a_poisoned_row_fails_alone_and_its_blocks_can_be_used_again(
+    llama: Llama, load_native: Callable[..., NativeRunner], quantization: str, odd: float
+) -> None:
+    poisoned, healthy = 77, [5, 9, 60, 3]
+    for kept in ("bfloat16", "int8"):
+        runner = load_native(
+            llama(poison=((poisoned, odd),)), quantization=quantization, kv_cache_dtype=kept, num_threads=2
+        )
+        want = logits_alone(runner, healthy)
+        prompts = [healthy, [4, poisoned, 8], [8, 5, poisoned], [9] * 20]
+        tracks = [Track(ids, [10 + 2 * i, 11 + 2 * i]) for i, ids in enumerate(prompts)]
+        alone = [int(logits_alone(runner, ids)[-1].argmax()) for ids in (healthy, [9] * 20)]
+        rows = rows_of(4, temperature=[0.0, 0.0, 1.0, 0.0])
+        tokens = tokens_of_step(runner, [(track, track.left) for track in tracks], rows)
+        assert tokens.tolist() == [alone[0], -1, -1, alone[1]]
+        runner.zero_blocks([block for track in tracks[1:3] for block in track.blocks])
+        again = Track(healthy, [14])
+        tokens = tokens_of_step(runner, [(again, 4)], rows_of(1, temperature=0.0))
+        assert tokens.tolist() == [alone[0]]
+        np.testing.assert_array_equal(logits_alone(runner, healthy), want)

@@ -1,0 +1,162 @@
+"""Building: once for what it depends on, whole or not at all, and a named error where it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.kernels.cpu import build
+from penstock.kernels.cpu.build import BuildError, library_path, prebuild
+
+ISA: build.Isa = "avx2"
+TINY = 'extern "C" __attribute__((visibility("default"))) int answer() { return %s; }\n'
+
+
+def _silent(_fraction: float) -> None:
+    """Progress that nobody watches."""
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources that compile in no time, in place of the kernels, and no prebuilt library."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "answer.cpp").write_text('#include "value.h"\n' + TINY % "VALUE")
+    (folder / "other.cpp").write_text("int other() { return 1; }\n")
+    (folder / "value.h").write_text("#define VALUE 42\n")
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    monkeypatch.setenv("CXX", "g++")
+    return folder
+
+
+@pytest.fixture
+def compiler_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Stands a compiler in front of the real one that notes what it is called for."""
+    log, wrapper = tmp_path / "calls", tmp_path / "counting-g++"
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in --version) ;; *) echo x >> {log};; esac\nexec g++ "$@"\n')
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(wrapper))
+    return lambda: len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def _answer(path: Path) -> int:
+    return int(ctypes.CDLL(str(path)).answer())
+
+
+def test_a_second_call_compiles_nothing(sources: Path, tmp_path: Path, compiler_calls: Callable[[], int]) -> None:
+    fractions: list[float] = []
+    path = library_path(ISA, tmp_path / "cache", fractions.append)
+    assert _answer(path) == 42
+    assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
+    assert compiler_calls() == 3  # two sources, one link
+    fractions.clear()
+    assert library_path(ISA, tmp_path / "cache", fractions.append) == path
+    assert (compiler_calls(), fractions) == (3, [])
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_change_of_source_header_flags_or_instruction_set_builds_anew(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    paths = [library_path(ISA, cache, _silent), library_path("avx512", cache, _silent)]
+    paths.append(library_path(ISA, cache, _silent, extra_flags=("-g",)))
+    (sources / "value.h").write_text("#define VALUE 43\n")
+    paths.append(library_path(ISA, cache, _silent))
+    assert _answer(paths[-1]) == 43
+    (sources / "other.cpp").write_text("int other() { return 2; }\n")
+    paths.append(library_path(ISA, cache, _silent))
+    assert len(set(paths)) == 5
+
+
+def test_another_version_of_the_compiler_builds_anew(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = set()
+    for version in ("1", "2"):
+        compiler = tmp_path / f"g++-{version}"
+        compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nexec g++ "$@"\n')
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        paths.add(library_path(ISA, tmp_path / "cache", _silent))
+    assert len(paths) == 2
+
+
+def test_a_prebuilt_library_comes_first_and_needs_no_compiler(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prebuilt = prebuild(ISA)
+    assert prebuilt.parent == tmp_path / "prebuilt"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert library_path(ISA, tmp_path / "cache", _silent) == prebuilt
+    assert not (tmp_path / "cache").exists()
+    # One of other sources is not taken.
+    (sources / "value.h").write_text("#define VALUE 44\n")
+    with pytest.raises(BuildError, match="no-such-compiler"):
+        library_path(ISA, tmp_path / "cache", _silent)
+
+
+def test_without_a_compiler_it_is_said_which_were_looked_for(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler: looked for g\+\+, clang\+\+"):
+        library_path(ISA, tmp_path / "cache", _silent)
+
+
+def test_what_the_compiler_says_is_said_and_nothing_is_left(sources: Path, tmp_path: Path) -> None:
+    (sources / "other.cpp").write_text("this is no C++;\n")
+    with pytest.raises(BuildError, match="this"):
+        library_path(ISA, tmp_path / "cache", _silent)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_compiler_that_cannot_be_started_is_a_build_error(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_bytes(b"\0not a program")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(BuildError, match="broken"):
+        library_path(ISA, tmp_path / "cache", _silent)
+
+
+BUILD_AT_ONCE = """
+import pathlib, sys
+from penstock.kernels.cpu import build
+sources, cache = map(pathlib.Path, sys.argv[1:])
+build.SOURCES, build.PREBUILT = sources, cache / "none"
+print("ready", flush=True)
+sys.stdin.read()
+print(build.library_path("avx2", cache, lambda fraction: None))
+"""
+
+
+def test_processes_may_build_at_once(sources: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BUILD_AT_ONCE, str(sources), str(tmp_path / "cache")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+    paths = set()
+    for process in processes:
+        with process:
+            assert process.stdout is not None
+            paths.add(Path(process.stdout.read().strip()))
+        assert process.returncode == 0
+    (path,) = paths
+    assert _answer(path) == 42
+    assert list(path.parent.iterdir()) == [path]

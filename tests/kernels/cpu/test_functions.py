@@ -1,0 +1,37 @@
+"""Exponential and silu, sixteen lanes at a time, against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.kernels.cpu.single import Single
+
+
+def test_the_exponential_is_as_precise_as_it_says(kernels: Single) -> None:
+    x = np.concatenate((np.linspace(-87, 0, 400_001), -np.geomspace(1e-30, 1, 10_000))).astype(np.float32)
+    want = np.exp(x.astype(np.float64))
+    assert (np.abs(kernels.exp_of_negative(x) - want) / want <= 3e-7 + 8e-8 * np.abs(x)).all()
+    assert kernels.exp_of_negative(np.zeros(5, np.float32)).tolist() == [1.0] * 5
+
+
+def test_the_exponential_ends_in_almost_nothing_and_keeps_nan(kernels: Single) -> None:
+    low = kernels.exp_of_negative(np.array([-88, -1e4, -3e38, -np.inf], np.float32))
+    assert (low >= 0).all() and (low < 2e-38).all()
+    assert np.isnan(kernels.exp_of_negative(np.array([np.nan], np.float32))).all()
+
+
+def test_silu_is_as_precise_as_its_exponential(kernels: Single) -> None:
+    x = np.concatenate((np.linspace(-86, 100, 300_001), np.geomspace(1e-30, 1e30, 10_000))).astype(np.float32)
+    wide = x.astype(np.float64)
+    want = wide / (1 + np.exp(-wide))
+    assert (np.abs(kernels.silu(x) - want) <= (5e-7 + 8e-8 * np.maximum(-x, 0)) * np.abs(want)).all()
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17])
+def test_silu_of_extremes(kernels: Single, count: int) -> None:
+    assert (kernels.silu(np.full(count, 3e38, np.float32)) == np.float32(3e38)).all()
+    assert (np.abs(kernels.silu(np.full(count, -1e4, np.float32))) < 1e-30).all()
+    assert np.isnan(kernels.silu(np.full(count, np.nan, np.float32))).all()
+    assert (kernels.silu(np.full(count, np.inf, np.float32)) == np.inf).all()
+    assert (kernels.silu(np.zeros(count, np.float32)) == 0).all()

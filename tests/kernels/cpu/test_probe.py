@@ -1,0 +1,78 @@
+"""What the machine can do, and how much of it this process may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.kernels.cpu.probe import REQUIRED_FLAGS, best_isa, cpu_flags, usable_cores
+
+CPUINFO = """processor\t: 0
+model name\t: made up
+flags\t\t: fpu sse avx2 fma f16c
+bugs\t\t: none
+
+processor\t: 1
+flags\t\t: fpu other
+"""
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+
+
+def test_flags_are_the_first_processors(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(CPUINFO)
+    assert cpu_flags(path) == {"fpu", "sse", "avx2", "fma", "f16c"}
+    path.write_text("processor\t: 0\nFeatures\t: fp asimd\n")
+    assert cpu_flags(path) == frozenset()
+    assert cpu_flags(tmp_path / "none") == frozenset()
+
+
+def test_the_best_instruction_set_is_taken_and_each_needs_all_its_flags() -> None:
+    assert best_isa(REQUIRED_FLAGS["avx512"]) == "avx512"
+    assert best_isa(REQUIRED_FLAGS["avx2"]) == "avx2"
+    assert best_isa(REQUIRED_FLAGS["avx512"] - {"avx512_bf16"}) == "avx2"
+    assert best_isa(REQUIRED_FLAGS["avx512"] - {"f16c"}) is None
+    assert best_isa([]) is None
+
+
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [
+        ("max 100000", 8),
+        ("200000 100000", 2),
+        ("150000 100000", 2),
+        ("10000 100000", 1),
+        ("1600000 100000", 8),
+        ("nonsense", 8),
+        ("", 8),
+    ],
+)
+def test_cores_are_limited_by_a_control_group_of_version_2(tmp_path: Path, limit: str, cores: int) -> None:
+    (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    assert usable_cores(tmp_path) == cores
+
+
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(("quota", "period", "cores"), [(-1, 100_000, 8), (250_000, 100_000, 3), (5_000, 100_000, 1)])
+def test_cores_are_limited_by_a_control_group_of_version_1(
+    tmp_path: Path, quota: int, period: int, cores: int
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text(f"{period}\n")
+    assert usable_cores(tmp_path) == cores
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_without_a_limit_the_affinity_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable_cores(tmp_path) == 8
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    (tmp_path / "cpu.max").write_text("400000 100000\n")
+    assert usable_cores(tmp_path) == 1

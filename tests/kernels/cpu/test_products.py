@@ -1,0 +1,138 @@
+"""Products with packed matrices against the references, over shapes that fill no tile, group or panel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fakes.matrices import padded, quantised, random_floats, stored
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.cpu.library import Format, Source
+from penstock.kernels.cpu.single import Floats, Single
+from penstock.kernels.reference.quantised import multiply_quantised, quantise_activations, to_bf16
+
+NUM_ROWS = (*range(1, 14), 17, 64, 97)
+SHAPES = ((1, 1), (31, 33), (32, 32), (33, 64), (70, 200))
+"""(outputs, columns)"""
+QUANTISED = (Format.INT8, Format.INT8_GROUP, Format.INT4_GROUP)
+
+
+def _product(kernels: Single, weights: Format, x: Floats, matrix: Floats, num_threads: int = 1) -> Floats:
+    return kernels.multiply(weights, Source.FLOAT32, stored(Source.FLOAT32, matrix), x, num_threads=num_threads)
+
+
+def _assert_is_reference(got: Floats, weights: Format, x: Floats, matrix: Floats) -> None:
+    """Sums of float32 products may differ in their last bits, by no more than the terms' sizes allow."""
+    if weights is Format.BF16:
+        left, right = to_bf16(x).astype(np.float64), to_bf16(matrix).astype(np.float64)
+        want, terms = left @ right.T, np.abs(left) @ np.abs(right.T)
+    else:
+        packed = quantised(weights, matrix)
+        want = multiply_quantised(padded(x), packed)
+        terms = np.abs(padded(x)) @ np.abs(packed.values().T) + np.abs(padded(x)).sum(-1, keepdims=True) * np.abs(
+            packed.minimum
+        ).max()
+    assert (np.abs(got - want) <= 2e-6 * terms + 1e-30).all()
+
+
+@pytest.mark.parametrize("rows", NUM_ROWS)
+@pytest.mark.parametrize("weights", Format)
+def test_products_are_the_references(kernels: Single, weights: Format, rows: int) -> None:
+    for outputs, columns in SHAPES:
+        x, matrix = random_floats(rows, columns, seed=rows), random_floats(outputs, columns, seed=columns)
+        _assert_is_reference(_product(kernels, weights, x, matrix), weights, x, matrix)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    weights=st.sampled_from(Format),
+    rows=st.integers(1, 120),
+    outputs=st.integers(1, 150),
+    columns=st.integers(1, 700),
+    seed=st.integers(0, 1 << 32),
+    num_threads=st.sampled_from([1, 2, 3]),
+)
+def test_products_of_any_shape_are_the_references(
+    kernels: Single, weights: Format, rows: int, outputs: int, columns: int, seed: int, num_threads: int
+) -> None:
+    x, matrix = random_floats(rows, columns, seed=seed), random_floats(outputs, columns, seed=seed + 1)
+    _assert_is_reference(_product(kernels, weights, x, matrix, num_threads), weights, x, matrix)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 13])
+@pytest.mark.parametrize("weights", QUANTISED)
+def test_sums_of_integers_are_exact(kernels: Single, weights: Format, rows: int) -> None:
+    """Scales of one: each group's largest number is 127, so that the products are sums of integers."""
+    rng = np.random.default_rng(rows)
+    columns, outputs = 2048, 70
+    top = 15 if weights is Format.INT4_GROUP else 127
+    x = rng.integers(-127, 128, (rows, columns)).astype(np.float32)
+    matrix = rng.integers(0 if top == 15 else -127, top + 1, (outputs, columns)).astype(np.float32)
+    x[:, ::32] = 127 * np.where(x[:, ::32] < 0, -1, 1)
+    matrix[:, 5::32] = top
+    matrix[:, 6::32] = 0 if top == 15 else -127
+    want = x.astype(np.int64) @ matrix.T.astype(np.int64)
+    assert np.abs(want).max() < 1 << 24
+    np.testing.assert_array_equal(_product(kernels, weights, x, matrix), want)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("weights", QUANTISED)
+def test_the_largest_sums_do_not_overflow(kernels: Single, weights: Format, sign: int) -> None:
+    columns = 8192
+    x = np.full((5, columns), 127.0, np.float32)
+    matrix = np.full((3, columns), sign * 127.0, np.float32)
+    got = _product(kernels, weights, x, matrix)
+    np.testing.assert_allclose(got, x @ matrix.T, rtol=2e-3 if weights is Format.INT4_GROUP else 1e-5)
+
+
+@pytest.mark.parametrize("weights", Format)
+@pytest.mark.parametrize("num_threads", [2, 3, 5])
+def test_a_rows_bits_do_not_depend_on_rows_beside_it_or_threads(
+    kernels: Single, weights: Format, num_threads: int
+) -> None:
+    x, matrix = random_floats(41, 300), random_floats(97, 300, seed=1)
+    alone = np.concatenate([_product(kernels, weights, x[i : i + 1], matrix) for i in range(len(x))])
+    for rows in (2, 3, 7, 12, 13, 41):
+        np.testing.assert_array_equal(_product(kernels, weights, x[:rows], matrix, num_threads), alone[:rows])
+
+
+@pytest.mark.parametrize("weights", Format)
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row(kernels: Single, weights: Format, odd: float) -> None:
+    x, matrix = random_floats(14, 100), np.abs(random_floats(40, 100, seed=1)) + 0.1
+    clean = _product(kernels, weights, x, matrix)
+    x[4, 37] = odd
+    got = _product(kernels, weights, x, matrix)
+    assert not np.isfinite(got[4]).any()
+    others = np.arange(14) != 4
+    np.testing.assert_array_equal(got[others], clean[others])
+
+
+@pytest.mark.parametrize("count", [16, 32, 48, 576])
+def test_rows_are_quantised_as_the_reference_does(kernels: Single, count: int) -> None:
+    for seed in range(20):
+        row = random_floats(count, seed=seed)
+        want = quantise_activations(row[None], count)
+        scale, q, total = kernels.quantise(row)
+        assert np.float32(scale) == want.scale.item()
+        np.testing.assert_array_equal(q, want.q[0, 0])
+        assert total == want.q.sum()
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-38, 1e-37, 3e-37, 1e38, 3.4e38])
+def test_rows_of_any_size_are_quantised(kernels: Single, largest: float) -> None:
+    row = np.zeros(32, np.float32)
+    row[3], row[9] = largest, -largest / 2
+    scale, q, total = kernels.quantise(row)
+    assert abs(q).max() <= 127 and total == q.astype(int).sum()
+    np.testing.assert_allclose(scale * q.astype(np.float64), row, atol=max(largest / 254 * 1.01, 1e-36))
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_the_scale_of_a_row_that_is_not_finite_is_nan(kernels: Single, odd: float) -> None:
+    for place in (0, 15, 17, 47):
+        row = random_floats(48)
+        row[place] = odd
+        assert np.isnan(kernels.quantise(row)[0])
