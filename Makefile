@@ -4,7 +4,8 @@
 #   make test        the test suite (a few minutes on two cores)
 #   make check       format, lint, types
 #   make check-full  all of it, slow tests included
-#   make bench       measure this machine
+#   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses
+#   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
 #   make lock        choose the versions in requirements.lock anew
 #   make clean       remove what was built
 #
@@ -22,7 +23,7 @@ STAMP := $(VENV)/.penstock-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check check-full bench lock clean
+.PHONY: demo test check check-full bench bench-peers lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -39,7 +40,10 @@ check-full: check
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900
 
 bench: $(STAMP)
-	PYTHONPATH=ops $(BIN)/python -m bench
+	PYTHONPATH=ops $(BIN)/python -m bench $(BENCH)
+
+bench-peers: $(STAMP)
+	PYTHONPATH=ops $(BIN)/python -m bench.peers $(PEERS)
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

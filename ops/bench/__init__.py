@@ -1,5 +1,4 @@
-"""Benchmarks: `PYTHONPATH=ops python -m bench` (or `make bench`); results go to ops/bench/results/.
+"""Benchmarks of penstock beside other engines; README.md in this folder says how to run and read them.
 
-`workload` says what is asked, `runners` runs it on one engine in a process of its own, `machine` says where and
-whether other load spoiled the run, `report` writes JSON and a table. Never a test: nothing here passes or fails.
+Never a test: nothing here passes or fails.
 """

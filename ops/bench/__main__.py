@@ -1,50 +1,71 @@
-"""`python -m bench`: engine, queue and transformers on the same workloads in one run."""
+"""`python -m bench`: penstock and its peers on the same workloads, side by side.
+
+Goes on where an earlier start was broken off: runs are kept in build/bench/<campaign>.jsonl.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
+import shlex
+import signal
 import sys
 from pathlib import Path
 
-from bench import machine, report
-from bench.runners import RUNNERS, WORKLOADS
+from bench import campaign, figures, machine, peers, report
+from bench.contestants import CONTESTANTS
+from bench.journal import Journal
+from bench.workload import WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
 
 
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options; engines are chosen by how their names begin."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("--model", help="folder or .gguf file; the demo model if not given")
+    parser.add_argument("--engines", nargs="+", metavar="NAME", default=[""], help="names or beginnings: " + names())
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tries", type=int, default=3, help="most runs of one engine, workload and repeat if dirty")
+    parser.add_argument("--campaign", default="main", help="which journal to go on with")
+    parser.add_argument("--redo", action="store_true", help="forget the chosen engines' runs first")
+    parser.add_argument("--report", action="store_true", help="run nothing, write the tables of what was run")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)
+
+
+def names() -> str:
+    """All engines."""
+    return ", ".join(CONTESTANTS)
+
+
 def main() -> None:
-    """Runs everything `--repeats` times, in turn, so that a slow spell of the machine meets all alike."""
+    """Runs what is missing, writes the reports."""
     from penstock.cli.demo_model import demo_model
 
-    parser = argparse.ArgumentParser(prog="bench", description=main.__doc__)
-    parser.add_argument("--model", default=None, help="hub id, folder or .gguf file; the demo model if not given")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=list(RUNNERS), choices=list(RUNNERS))
-    parser.add_argument("--name", default="offline", help="results/<name>.json and .md")
-    options = parser.parse_args()
-    model = options.model or str(demo_model())
-    runs: report.Runs = {}
-    for _ in range(options.repeats):
-        for workload in WORKLOADS:
-            for kind in options.only:
-                result = _run(kind, model, options.dtype, workload)
-                runs.setdefault(f"{kind} {workload}", []).append(result)
-                print(f"{kind} {workload}: {result}", file=sys.stderr)
-    print(report.write(RESULTS, options.name, machine.describe(), runs, "make bench"))
+    options = parse(sys.argv[1:])
+    # An exception, so that the run under way is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    chosen = [one for one in CONTESTANTS.values() if one.name.startswith(tuple(options.engines))]
+    journal = Journal(peers.BUILD / "bench" / f"{options.campaign}.jsonl")
+    if options.redo:
+        journal.forget({one.name for one in chosen})
+    runs = campaign.Campaign(journal, options.model or str(demo_model()), chosen, max_tries=options.tries)
+    if not options.report:
+        runs.run(options.workloads, options.repeats)
+    scene = report.Scene(
+        machine=machine.describe(),
+        command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        peers={one.peer: peers.versions(one.peer) for one in CONTESTANTS.values() if one.peer and one.is_installed},
+        missing=runs.missing(),
+    )
+    print(report.write(options.results, scene, journal.runs, CONTESTANTS.values()))
+    try:
+        from bench import plots
 
-
-def _run(kind: str, model: str, dtype: str, workload: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.runners", kind, model, dtype, workload]
-    # Each engine waits at its barriers as it likes best, whatever we were started with.
-    env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    with machine.ForeignCpu() as foreign:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result | {"foreign_cpu": round(foreign.share, 3)}
+        plots.write(options.results, figures.medians(journal.runs))
+    except ModuleNotFoundError as error:
+        print(f"no plots: {error.name} is not installed (the bench extra)", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 import time
 from pathlib import Path
 
 import psutil
 
 PACKAGES = ("penstock", "torch", "transformers", "redis", "numpy", "tokenizers")
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 
 
 def describe() -> dict[str, object]:
@@ -19,16 +21,22 @@ def describe() -> dict[str, object]:
         (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor()
     )
     flags = next((line.split() for line in _cpuinfo() if line.startswith("flags")), [])
-    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": model,
-        "cpu_features": [flag for flag in wanted if flag in flags],
+        "cpu_features": [flag for flag in CPU_FEATURES if flag in flags],
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def revision() -> str:
+    """The commit of these sources, marked when they were changed since; `unknown` outside a clone."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude", "*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def _cpuinfo() -> list[str]:
@@ -37,30 +45,32 @@ def _cpuinfo() -> list[str]:
 
 
 class ForeignCpu:
-    """Share of all cores that processes outside this one's tree used since the start of the block."""
+    """Share of all cores that others took from processes of this one's tree, from its making to `share`.
 
-    def __enter__(self) -> ForeignCpu:
-        self._busy_s, self._own_s, self._start_s = _busy_s(), self._tree_s(), time.monotonic()
-        return self
+    Others are processes of this machine and, on a virtual one, its host's other guests (steal).
+    """
 
-    def __exit__(self, *_: object) -> None:
+    def __init__(self) -> None:
+        self._busy_s, self._own_s, self._start_s = _busy_s(), _tree_s(), time.monotonic()
+
+    def share(self) -> float:
+        """Until now."""
         elapsed_s = time.monotonic() - self._start_s
-        foreign_s = (_busy_s() - self._busy_s) - (self._tree_s() - self._own_s)
-        self.share = max(0.0, foreign_s / (elapsed_s * (psutil.cpu_count() or 1)))
+        foreign_s = (_busy_s() - self._busy_s) - (_tree_s() - self._own_s)
+        return max(0.0, foreign_s / (elapsed_s * (psutil.cpu_count() or 1)))
 
-    @staticmethod
-    def _tree_s() -> float:
-        own = psutil.Process()
-        times = [own.cpu_times()]
-        for child in own.children(recursive=True):
-            try:
-                times.append(child.cpu_times())
-            except psutil.NoSuchProcess:
-                continue
-        ended = own.cpu_times()
-        return sum(t.user + t.system for t in times) + ended.children_user + ended.children_system
+
+def _tree_s() -> float:
+    own = psutil.Process()
+    times = [own.cpu_times()]
+    for child in own.children(recursive=True):
+        try:
+            times.append(child.cpu_times())
+        except psutil.NoSuchProcess:
+            continue
+    return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
 
 def _busy_s() -> float:
     times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + times.irq + times.softirq)
+    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)

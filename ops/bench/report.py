@@ -1,75 +1,169 @@
-"""Results as JSON and as a table."""
+"""Results as JSON and as tables, under ops/bench/results/: offline, latency, startup, memory, targets."""
 
 from __future__ import annotations
 
 import json
-import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-MAX_FOREIGN_CPU = 0.05
-METRICS = ("tokens_per_s", "ttft_ms", "itl_ms")
+from bench.contestants import Contestant
+from bench.figures import Cell, Medians, Verdict, medians, verdicts
+from bench.journal import MAX_FOREIGN_CPU, Run
 
-Runs = dict[str, list[dict[str, Any]]]
+Columns = dict[str, tuple[str, str]]
+"""A metric's heading and format."""
 
+_SPEED: Columns = {
+    "tokens_per_s": ("output tokens/s", ".0f"),
+    "ttft_p50_ms": ("TTFT p50, ms", ".0f"),
+    "itl_mean_ms": ("ITL mean, ms", ".1f"),
+}
+_LATENCY: Columns = {
+    "ttft_p50_ms": ("TTFT p50, ms", ".1f"),
+    "ttft_p90_ms": ("p90", ".1f"),
+    "ttft_p99_ms": ("p99", ".1f"),
+    "itl_mean_ms": ("ITL mean, ms", ".2f"),
+    "itl_p50_ms": ("p50", ".2f"),
+    "itl_p90_ms": ("p90", ".2f"),
+    "itl_p99_ms": ("p99", ".2f"),
+    "goodput": ("goodput", ".2f"),
+    "tokens_per_s": ("tokens/s", ".0f"),
+}
+_START: Columns = {"ready_s": ("start to ready, s", ".2f"), "first_token_s": ("start to first token, s", ".2f")}
+_MEMORY: Columns = {"rss_load_mib": ("RSS loaded, MiB", ".0f"), "rss_peak_mib": ("RSS peak, MiB", ".0f")}
+_GROWTH: Columns = {
+    "rss_2000_mib": ("RSS after 2,000 requests, MiB", ".1f"),
+    "rss_10000_mib": ("after 10,000", ".1f"),
+    "tokens_per_s": ("tokens/s", ".0f"),
+}
 
-def medians(runs: Runs) -> dict[str, dict[str, float]]:
-    """Per engine and workload the median of each metric over its clean runs, or over all when none was clean."""
-    table = {}
-    for name, results in runs.items():
-        clean = [r for r in results if r["foreign_cpu"] < MAX_FOREIGN_CPU] or results
-        table[name] = {metric: statistics.median(r[metric] for r in clean) for metric in METRICS}
-        table[name]["dirty_runs"] = sum(r["foreign_cpu"] >= MAX_FOREIGN_CPU for r in results)
-        table[name]["runs"] = len(results)
-    return table
-
-
-def ratios(table: dict[str, dict[str, float]]) -> dict[str, float]:
-    """What the figures mean, as ratios within one run."""
-
-    def tokens(name: str) -> float:
-        return table[name]["tokens_per_s"]
-
-    found = {}
-    if "queue mix" in table and "engine mix" in table:
-        found["through Redis ÷ bare engine, tokens/s"] = tokens("queue mix") / tokens("engine mix")
-        found["added TTFT through Redis, one stream, ms"] = (
-            table["queue single"]["ttft_ms"] - table["engine single"]["ttft_ms"]
-        )
-    if "transformers mix" in table:
-        found["64 requests through Redis ÷ transformers one by one"] = tokens("queue mix") / tokens("transformers mix")
-    return found
-
-
-def markdown(machine: dict[str, Any], table: dict[str, dict[str, float]], command: str) -> str:
-    """The table that goes beside the JSON."""
-    lines = [
-        f"# Bench of {machine['date']}",
-        "",
-        f"`{command}` on {machine['cpu']} ({machine['cores']} cores, {', '.join(machine['cpu_features'])}), "
-        f"Python {machine['python']}, "
-        + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-        + ". Medians; a run during which other processes took 5 % of the CPU or more is dirty and left out "
-        "unless all were.",
-        "",
-        "| engine, workload | output tokens/s | TTFT ms (median) | ITL ms (median) | runs (dirty) |",
-        "|---|---|---|---|---|",
-    ]
-    for name, row in table.items():
-        lines.append(
-            f"| {name} | {row['tokens_per_s']:.0f} | {row['ttft_ms']:.0f} | {row['itl_ms']:.1f} "
-            f"| {row['runs']:.0f} ({row['dirty_runs']:.0f}) |"
-        )
-    lines += ["", *(f"- {text}: {value:.2f}" for text, value in ratios(table).items()), ""]
-    return "\n".join(lines)
+REPORTS: dict[str, dict[str, Columns]] = {
+    "offline": {"mix": _SPEED, "prefix": _SPEED, "long": _SPEED},
+    "latency": {"single": _LATENCY, "poisson": _LATENCY},
+    "startup": {"startup": _START},
+    "memory": {"mix": _MEMORY, "tiny": _GROWTH},
+}
+DESCRIPTIONS = {
+    "mix": "64 requests at once, prompts of 16–512 and outputs of 16–256 tokens, a third share 128 tokens",
+    "prefix": "32 requests at once that share a prefix of 1,024 tokens, 32 tokens out",
+    "long": "one prompt of 8,000 tokens, 64 tokens out",
+    "single": "one stream at a time, 32 → 128",
+    "poisson": "120 requests like the mix's, 4 a second on average; goodput: TTFT ≤ 200 ms and mean ITL ≤ 50 ms",
+    "startup": "from the start of the process, caches warm; one prompt of 32 tokens",
+    "tiny": "10,000 requests of 8 → 2, 64 at a time",
+}
 
 
-def write(folder: Path, name: str, machine: dict[str, Any], runs: Runs, command: str) -> str:
-    """Writes `<name>.json` and `<name>.md`; answers the table."""
+@dataclass(frozen=True)
+class Scene:
+    """What all reports say of where and how the runs were made."""
+
+    machine: dict[str, Any]
+    command: str
+    peers: dict[str, str]
+    missing: dict[str, str]
+
+
+def write(folder: Path, scene: Scene, runs: list[Run], contestants: Iterable[Contestant]) -> str:
+    """Writes every report that there are runs for; answers the table of targets."""
     folder.mkdir(parents=True, exist_ok=True)
     table = medians(runs)
-    content = {"machine": machine, "command": command, "runs": runs, "medians": table, "ratios": ratios(table)}
-    (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    text = markdown(machine, table, command)
-    (folder / f"{name}.md").write_text(text)
+    for name, workloads in REPORTS.items():
+        if not any(workload in table for workload in workloads):
+            continue
+        chosen = [run for run in runs if run.workload in workloads]
+        content = asdict(scene) | {
+            "medians": {w: {n: asdict(cell) for n, cell in table.get(w, {}).items()} for w in workloads},
+            "runs": [asdict(run) for run in chosen],
+        }
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        sections = [section(workload, columns, table) for workload, columns in workloads.items() if workload in table]
+        (folder / f"{name}.md").write_text("\n".join([head(name, scene, chosen), *sections]))
+    found = verdicts(table, contestants)
+    text = "\n".join([head("targets", scene, runs), targets_table(found), _not_measured(scene, runs)])
+    (folder / "targets.md").write_text(text)
+    (folder / "targets.json").write_text(
+        json.dumps([asdict(one) | {"is_met": one.is_met} for one in found], indent=1) + "\n"
+    )
     return text
+
+
+def head(name: str, scene: Scene, runs: list[Run]) -> str:
+    """Title, machine, versions, method."""
+    machine = scene.machine
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+    revisions = ", ".join(sorted({run.revision for run in runs}))
+    return "\n".join(
+        [
+            f"# Bench: {name}, {machine['date']}",
+            "",
+            f"`{scene.command}` on {machine['cpu']} ({machine['cores']} cores, {', '.join(machine['cpu_features'])}; "
+            f"{machine['memory_gib']} GiB), Python {machine['python']}, {versions}; peers: "
+            f"{'; '.join(scene.peers.values()) or 'none installed'}. Revision {revisions}.",
+            "",
+            "Each run in a process of its own, engines in turn within each repeat, all on the same cores; medians. A "
+            f"run of which other processes took {MAX_FOREIGN_CPU:.0%} of the CPU is dirty: repeated, and left out "
+            "unless all were. Commands and single runs are in the JSON beside this.",
+            "",
+        ]
+    )
+
+
+def section(workload: str, columns: Columns, table: Medians) -> str:
+    """One workload's table; the best first."""
+    cells = table[workload]
+    first = next(iter(columns))
+    ordered = sorted(cells, key=lambda name: cells[name].values.get(first, 0.0), reverse=first == "tokens_per_s")
+    return "\n".join(
+        [
+            f"## {workload}: {DESCRIPTIONS[workload]}",
+            "",
+            "| engine | " + " | ".join(heading for heading, _ in columns.values()) + " | runs (dirty) |",
+            "|---" * (len(columns) + 2) + "|",
+            *(_row(name, cells[name], columns) for name in ordered),
+            "",
+            *_breakdown(cells),
+        ]
+    )
+
+
+def _row(name: str, cell: Cell, columns: Columns) -> str:
+    figures = [format(cell.values[m], spec) if m in cell.values else "–" for m, (_, spec) in columns.items()]
+    return f"| {name} | {' | '.join(figures)} | {cell.num_runs} ({cell.num_dirty}) |"
+
+
+def _breakdown(cells: dict[str, Cell]) -> list[str]:
+    """Where the time of our engine's steps went."""
+    lines = []
+    for name, cell in cells.items():
+        steps = {key: value for key, value in cell.values.items() if key.startswith("step_")}
+        if steps:
+            parts = ", ".join(
+                f"{key.removeprefix('step_').removeprefix('ms_').removesuffix('_ms')} {value:.2f}"
+                for key, value in steps.items()
+            )
+            lines.append(f"- {name}, ms a step: {parts}")
+    return [*lines, ""] if lines else []
+
+
+def targets_table(found: list[Verdict]) -> str:
+    """Ours beside the best peer beside the target."""
+    lines = ["| target | ours | against | result | bound | |", "|---|---|---|---|---|---|"]
+    for one in found:
+        sign = "≤" if one.target.lowest else "≥"
+        against = "" if one.other_figure is None else f"{one.other_figure:.2f} ({one.other})"
+        lines.append(
+            f"| {one.target.text} | {one.figure:.2f} ({one.ours}) | {against} | {one.value:.2f} "
+            f"| {sign} {one.target.bound:g} | {'met' if one.is_met else '**missed**'} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _not_measured(scene: Scene, runs: list[Run]) -> str:
+    worked = {(run.contestant, run.workload) for run in runs if not run.error}
+    failed = {(r.contestant, r.workload): r.error for r in runs if r.error and (r.contestant, r.workload) not in worked}
+    lines = [f"- {name}: skipped, {why}" for name, why in scene.missing.items()]
+    lines += [f"- {name}, {workload}: failed, {why}" for (name, workload), why in failed.items()]
+    return "\n".join(["Not measured:", "", *lines, ""]) if lines else ""

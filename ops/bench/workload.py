@@ -1,10 +1,11 @@
-"""What is asked: the offline mix and the single stream. Deterministic: the same seed gives the same requests."""
+"""What is asked, in token ids. Deterministic: the same seed gives the same requests. Greedy, end tokens ignored."""
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 FIRST_ORDINARY_TOKEN = 1000
 LAST_ORDINARY_TOKEN = 40_000
@@ -12,10 +13,29 @@ LAST_ORDINARY_TOKEN = 40_000
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """A prompt in token ids, and how many tokens to generate (greedy, eos ignored)."""
+    """A prompt, how many tokens to generate, and when it is asked, counted from the start of the run."""
 
     prompt: list[int]
     num_output: int
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests, and how they are put to an engine."""
+
+    requests: list[BenchRequest]
+    max_in_flight: int | None = None
+    """None: each is sent at its time, whatever is still open. Else the next waits for an earlier one's end."""
+    warm: bool = True
+    """Whether the engine answers something else first, unmeasured."""
+    rss_after: tuple[int, ...] = ()
+    """After how many finished requests the memory is looked at."""
+
+    def most_tokens(self, num_slots: int) -> int:
+        """The most that prompts and outputs of requests under way can come to, `num_slots` of them at once."""
+        lengths = sorted((len(r.prompt) + r.num_output for r in self.requests), reverse=True)
+        return sum(lengths[: min(num_slots, self.max_in_flight or num_slots)])
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
@@ -38,6 +58,38 @@ def offline_mix(num_requests: int = 64, *, seed: int = 0) -> list[BenchRequest]:
     return requests
 
 
-def single_stream(*, seed: int = 1) -> list[BenchRequest]:
-    """One request, 32 → 128."""
-    return [BenchRequest(_tokens(random.Random(seed), 32), 128)]
+def poisson(num_requests: int = 120, *, per_s: float = 4.0, seed: int = 3) -> list[BenchRequest]:
+    """Requests like the mix's that come by chance, `per_s` of them a second on average."""
+    rng = random.Random(seed)
+    at_s = 0.0
+    requests = []
+    for request in offline_mix(num_requests, seed=seed):
+        requests.append(replace(request, at_s=at_s))
+        at_s += rng.expovariate(per_s)
+    return requests
+
+
+def shared_prefix(num_requests: int = 32, *, num_shared: int = 1024, seed: int = 4) -> list[BenchRequest]:
+    """One long prefix, 16–64 tokens of each request's own, 32 tokens out."""
+    rng = random.Random(seed)
+    prefix = _tokens(rng, num_shared)
+    return [BenchRequest(prefix + _tokens(rng, _log_uniform(rng, 16, 64)), 32) for _ in range(num_requests)]
+
+
+def alike(num_requests: int, num_prompt: int, num_output: int, *, seed: int) -> list[BenchRequest]:
+    """Requests of one shape that share nothing."""
+    rng = random.Random(seed)
+    return [BenchRequest(_tokens(rng, num_prompt), num_output) for _ in range(num_requests)]
+
+
+WARM_UP = Workload(alike(2, 24, 8, seed=100), max_in_flight=1)
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "mix": lambda: Workload(offline_mix()),
+    "prefix": lambda: Workload(shared_prefix()),
+    "long": lambda: Workload(alike(1, 8000, 64, seed=5)),
+    "single": lambda: Workload(alike(6, 32, 128, seed=1), max_in_flight=1),
+    "poisson": lambda: Workload(poisson()),
+    "startup": lambda: Workload(alike(1, 32, 1, seed=6), warm=False),
+    "tiny": lambda: Workload(alike(10_000, 8, 2, seed=7), max_in_flight=64, rss_after=(2_000, 10_000)),
+}

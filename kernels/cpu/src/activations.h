@@ -28,12 +28,19 @@ struct Tiling {
   int tile_of(int row) const { return (int)(((int64_t)(row + 1) * tiles - 1) / rows); }
 };
 
+// What a kernel asks memory for, besides what it reads: a few rows are done as soon as their panel is there, so it is
+// asked for a little ahead; more rows leave time to fetch the next panel.
+enum class Fetch { kNothing, kThisPanel, kNextPanel };
+
 struct Tile {
   int rows;
   const uint32_t* words;    // [columns / 32][rows][run_words]
   const float* scales;      // [groups][rows]; one group a row for int8
   const int32_t* sums;      // [groups][rows]: sum of the quantised values
   const float* offsets;     // [groups][rows]: scale * sum
+  // What should be fetched while the tile is computed.
+  Fetch fetch = Fetch::kNothing;
+  const uint8_t* ahead[2] = {nullptr, nullptr};  // for kNextPanel: where two streams of lines begin
 };
 
 class Activations {

@@ -1,5 +1,6 @@
 #include "gemm.h"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -9,24 +10,36 @@ namespace {
 // Halves of a panel that one pass over the columns computes.
 constexpr int kHalves = kRegisters >= 32 ? 2 : 1;
 constexpr int kLine = 64;
-// Few rows wait for memory: how far ahead the panel is asked for.
-constexpr int kPrefetchBytes = 2048;
-constexpr int kMaxMemoryBoundRows = 3;
 // Of quantised rows.
 constexpr int kRun = run_words(Format::kInt8);
 
-template <int R>
-PENSTOCK_INLINE void prefetch(const uint8_t* at) {
-  if constexpr (R <= kMaxMemoryBoundRows) {
-    for (int h = 0; h < kHalves; ++h) _mm_prefetch(at + kPrefetchBytes + h * kLine, _MM_HINT_T0);
-  }
-}
+constexpr int kNearBytes = 2048;
 
-template <int R>
+// Asks for two lines with each two lines of the panel.
+template <Fetch F>
+struct Prefetcher {
+  const uint8_t *first, *second;
+
+  explicit Prefetcher(const Tile& tile) : first(tile.ahead[0]), second(tile.ahead[1]) {}
+  PENSTOCK_INLINE void step(Prefetcher& it, const uint8_t* at) {
+    if constexpr (F == Fetch::kThisPanel) {
+      _mm_prefetch(at + kNearBytes, _MM_HINT_T0);
+      _mm_prefetch(at + kNearBytes + kLine, _MM_HINT_T0);
+    } else if constexpr (F == Fetch::kNextPanel) {
+      _mm_prefetch(it.first, _MM_HINT_T1);
+      _mm_prefetch(it.second, _MM_HINT_T1);
+      it.first += kLine;
+      it.second += kLine;
+    }
+  }
+};
+
+template <int R, Fetch F>
 struct Bf16Kernel {
   static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
     const uint8_t* w = panel + half * kLine;
     const uint32_t* x = tile.words;
+    Prefetcher<F> ahead(tile);
     Floats acc[R][kHalves];
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < kHalves; ++h) acc[r][h] = zeros();
@@ -34,7 +47,7 @@ struct Bf16Kernel {
     for (int i = 0; i < columns; i += kGroup, x += (R - 1) * kPairs) {
 #pragma GCC unroll 2
       for (int k = 0; k < kPairs; ++k, w += 2 * kLine, ++x) {
-        prefetch<R>(w);
+        Prefetcher<F>::step(ahead, w);
         Bytes wk[kHalves];
         for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
 #pragma GCC unroll 16
@@ -49,18 +62,19 @@ struct Bf16Kernel {
   }
 };
 
-template <int R>
+template <int R, Fetch F>
 struct Int8Kernel {
   static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
     const uint8_t* w = panel + half * kLine;
     const uint32_t* x = tile.words;
+    Prefetcher<F> ahead(tile);
     Ints acc[R][kHalves];
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(-128 * tile.sums[r]);
     for (int i = 0; i < columns; i += kGroup, x += (R - 1) * kRun) {
 #pragma GCC unroll 2
       for (int k = 0; k < kRun; ++k, w += 2 * kLine, ++x) {
-        prefetch<R>(w);
+        Prefetcher<F>::step(ahead, w);
         Bytes wk[kHalves];
         for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
 #pragma GCC unroll 16
@@ -80,11 +94,12 @@ struct Int8Kernel {
   }
 };
 
-template <int R>
+template <int R, Fetch F>
 struct Int8GroupKernel {
   static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
     const uint8_t* at = panel;
     const uint32_t* x = tile.words;
+    Prefetcher<F> ahead(tile);
     Floats total[R][kHalves];
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < kHalves; ++h) total[r][h] = zeros();
@@ -96,7 +111,7 @@ struct Int8GroupKernel {
         for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(-128 * tile.sums[g * R + r]);
 #pragma GCC unroll 8
       for (int k = 0; k < kRun; ++k, w += 2 * kLine, ++x) {
-        prefetch<R>(w);
+        Prefetcher<F>::step(ahead, w);
         Bytes wk[kHalves];
         for (int h = 0; h < kHalves; ++h) wk[h] = load_bytes(w + h * kLine);
 #pragma GCC unroll 8
@@ -119,11 +134,12 @@ struct Int8GroupKernel {
   }
 };
 
-template <int R>
+template <int R, Fetch F>
 struct Int4GroupKernel {
   static void run(const uint8_t* panel, const Tile& tile, int columns, int half, float* out) {
     const uint8_t* at = panel;
     const uint32_t* x = tile.words;
+    Prefetcher<F> ahead(tile);
     Floats total[R][kHalves];
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < kHalves; ++h) total[r][h] = zeros();
@@ -135,7 +151,7 @@ struct Int4GroupKernel {
         for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(0);
 #pragma GCC unroll 4
       for (int k = 0; k < kRun / 2; ++k, w += 2 * kLine, x += 2) {
-        prefetch<R>(w);
+        Prefetcher<F>::step(ahead, w);
         Bytes low[kHalves], high[kHalves];
         for (int h = 0; h < kHalves; ++h) {
           const Bytes pairs = load_bytes(w + h * kLine);
@@ -164,31 +180,46 @@ struct Int4GroupKernel {
   }
 };
 
-template <template <int> class Kernel, int R>
+template <template <int, Fetch> class Kernel, int R, Fetch F>
 void run_kernel(const uint8_t* panel, const Tile& tile, int columns, float* out) {
-  for (int half = 0; half < 2; half += kHalves) Kernel<R>::run(panel, tile, columns, half, out);
+  for (int half = 0; half < 2; half += kHalves) Kernel<R, F>::run(panel, tile, columns, half, out);
 }
 
-template <template <int> class Kernel, int... R>
+template <template <int, Fetch> class Kernel, Fetch F, int... R>
 constexpr std::array<TileKernel, sizeof...(R)> kernels_of(std::integer_sequence<int, R...>) {
-  return {run_kernel<Kernel, R + 1>...};
+  return {run_kernel<Kernel, R + 1, F>...};
 }
 
-template <template <int> class Kernel, Format F>
-constexpr auto kKernels = kernels_of<Kernel>(std::make_integer_sequence<int, max_tile_rows(F)>());
+template <template <int, Fetch> class Kernel, Format F>
+TileKernel kernel_of(const Tile& tile) {
+  constexpr int kMaxRows = max_tile_rows(F);
+  constexpr auto kAll = std::make_integer_sequence<int, kMaxRows>();
+  constexpr auto kFew = std::make_integer_sequence<int, std::min(kMaxRows, kMemoryBoundRows)>();
+  static constexpr auto kThis = kernels_of<Kernel, Fetch::kThisPanel>(kFew);
+  static constexpr auto kNext = kernels_of<Kernel, Fetch::kNextPanel>(kAll);
+  static constexpr auto kNothing = kernels_of<Kernel, Fetch::kNothing>(kAll);
+  switch (tile.fetch) {
+    case Fetch::kThisPanel:
+      return kThis[tile.rows - 1];
+    case Fetch::kNextPanel:
+      return kNext[tile.rows - 1];
+    default:
+      return kNothing[tile.rows - 1];
+  }
+}
 
 }  // namespace
 
-TileKernel tile_kernel(Format format, int rows) {
+TileKernel tile_kernel(Format format, const Tile& tile) {
   switch (format) {
     case Format::kBf16:
-      return kKernels<Bf16Kernel, Format::kBf16>[rows - 1];
+      return kernel_of<Bf16Kernel, Format::kBf16>(tile);
     case Format::kInt8:
-      return kKernels<Int8Kernel, Format::kInt8>[rows - 1];
+      return kernel_of<Int8Kernel, Format::kInt8>(tile);
     case Format::kInt8Group:
-      return kKernels<Int8GroupKernel, Format::kInt8Group>[rows - 1];
+      return kernel_of<Int8GroupKernel, Format::kInt8Group>(tile);
     case Format::kInt4Group:
-      return kKernels<Int4GroupKernel, Format::kInt4Group>[rows - 1];
+      return kernel_of<Int4GroupKernel, Format::kInt4Group>(tile);
   }
   return nullptr;
 }

@@ -11,8 +11,23 @@ namespace penstock {
 // out: [tile.rows][kPanel].
 using TileKernel = void (*)(const uint8_t* panel, const Tile& tile, int padded_columns, float* out);
 
-// The kernel for tiles of `rows` rows; 1 <= rows <= max_tile_rows(format).
-TileKernel tile_kernel(Format format, int rows);
+// The kernel for a tile of at most max_tile_rows(format) rows.
+TileKernel tile_kernel(Format format, const Tile& tile);
+
+// Tiles of at most so many rows wait for memory.
+constexpr int kMemoryBoundRows = 4;
+
+// Says what a tile should fetch, `index` being its place among those that meet a panel: the first two share the next panel.
+inline void look_ahead(Tile& tile, int index, int num_tiles, const uint8_t* panel, size_t panel_bytes) {
+  const uint8_t *next = panel + panel_bytes, *middle = next + panel_bytes / 2;
+  if (num_tiles == 1 && tile.rows <= kMemoryBoundRows) {
+    tile.fetch = Fetch::kThisPanel;
+  } else if (index < 2) {
+    tile.fetch = Fetch::kNextPanel;
+    tile.ahead[0] = index == 0 ? next : middle;
+    tile.ahead[1] = num_tiles == 1 ? middle : panel;
+  }
+}
 
 // Rows whose activations stay in the second-level cache while panels pass by.
 constexpr int kRowsPerPass = 96;
@@ -29,8 +44,9 @@ void multiply(Member& member, const Activations& left, const Matrix& right, cons
     alignas(64) float out[max_tile_rows(Format::kBf16) * kPanel];
     const int end = std::min(tiling.tiles, (pass + 1) * tiles_per_pass);
     for (int i = pass * tiles_per_pass; i < end; ++i) {
-      const Tile tile = left.tile(i);
-      tile_kernel(right.format, tile.rows)(right.panel(panel), tile, right.padded_columns(), out);
+      Tile tile = left.tile(i);
+      look_ahead(tile, i - pass * tiles_per_pass, tiling.tiles, right.panel(panel), right.panel_bytes());
+      tile_kernel(right.format, tile)(right.panel(panel), tile, right.padded_columns(), out);
       finish(tiling.first(i), tile.rows, panel, out);
     }
   });

@@ -1,0 +1,93 @@
+"""One engine, one workload, one process: what every module of `bench.engines` runs as its main.
+
+It is told a Spec in JSON as its only argument and says events as lines on stdout that start with EVENT: `begin` and
+`end` around what is measured, `result` with the figures. Everything else an engine prints is its log. It runs in a
+peer's environment too, so only the standard library may be imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from bench import memory
+from bench.stopwatch import Stopwatch
+from bench.workload import WARM_UP, WORKLOADS, Workload
+
+EVENT = "bench: "
+EXIT_ABSENT = 3
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one run is told."""
+
+    workload: str
+    weights: str
+    options: dict[str, Any] = field(default_factory=dict)
+    max_requests: int | None = None
+    """Of a workload's requests only the first few: for engines that would need minutes for all."""
+    spawned_s: float = 0.0
+    """On the machine's monotonic clock, when this process was started."""
+
+    def requests_of(self) -> Workload:
+        """The workload, cut to `max_requests`."""
+        workload = WORKLOADS[self.workload]()
+        return replace(workload, requests=workload.requests[: self.max_requests])
+
+
+class Session(Protocol):
+    """A loaded engine."""
+
+    in_own_process: bool
+    """Whether the engine lives in this process, whose memory then counts."""
+
+    def run(self, workload: Workload, watch: Stopwatch) -> None:
+        """Answer a workload."""
+
+    def extra(self) -> dict[str, float]:
+        """What else the engine knows about its run."""
+
+
+Open = Callable[[Spec], AbstractContextManager[Session]]
+
+
+def main(open_session: Open) -> None:
+    """Loads, warms up, measures, says what came out. A package that is missing here is said by name."""
+    spec = Spec(**json.loads(sys.argv[1]))
+    try:
+        with open_session(spec) as session:
+            _emit("result", result=measure(session, spec))
+    except ModuleNotFoundError as error:
+        print(f"{error.name} is not installed in this environment: make bench-peers", file=sys.stderr)
+        sys.exit(EXIT_ABSENT)
+
+
+def measure(session: Session, spec: Spec) -> dict[str, float]:
+    """The figures of one run."""
+    ready_s = time.monotonic() - spec.spawned_s
+    workload = spec.requests_of()
+    if workload.warm:
+        session.run(WARM_UP, Stopwatch(WARM_UP))
+    found = {"ready_s": ready_s, "rss_load_mib": memory.resident_mib(with_own=session.in_own_process)}
+
+    def look(num_finished: int) -> None:
+        if num_finished in workload.rss_after:
+            found[f"rss_{num_finished}_mib"] = memory.resident_mib(with_own=session.in_own_process)
+
+    _emit("begin")
+    watch = Stopwatch(workload, on_finished=look)
+    session.run(workload, watch)
+    _emit("end")
+    found["first_token_s"] = watch.first_arrival_s - spec.spawned_s
+    found["rss_peak_mib"] = memory.peak_mib(with_own=session.in_own_process)
+    return found | watch.measured() | session.extra()
+
+
+def _emit(event: str, **said: object) -> None:
+    print(EVENT + json.dumps({"event": event} | said), flush=True)

@@ -1,0 +1,48 @@
+"""The bare engine, in process. Options are fields of EngineConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from bench.child import Spec, main
+from bench.drive import Saw
+from bench.engines.stepped import SteppedSession
+from bench.workload import BenchRequest
+
+
+class _Penstock(SteppedSession):
+    def __init__(self, spec: Spec) -> None:
+        from penstock.contract.job import SamplingParams
+        from penstock.gpu_node.engine.config import EngineConfig
+        from penstock.gpu_node.engine.engine import Engine
+
+        self._params = SamplingParams
+        self._engine = Engine(EngineConfig(model=spec.weights, **spec.options))
+
+    def add(self, i: int, request: BenchRequest) -> None:
+        params = self._params(temperature=0, max_tokens=request.num_output, ignore_eos=True)
+        self._engine.add(str(i), request.prompt, params, seed=0)
+
+    def has_work(self) -> bool:
+        return self._engine.has_work()
+
+    def step(self, saw: Saw) -> None:
+        for output in self._engine.step():
+            if output.token_ids:
+                saw(int(output.request_id), len(output.token_ids))
+
+    def extra(self) -> dict[str, float]:
+        """The step's breakdown."""
+        stats = asdict(self._engine.stats())
+        return {f"step_{name.removeprefix('step_')}": value for name, value in stats.items() if "_ms" in name}
+
+
+@contextmanager
+def open_session(spec: Spec) -> Iterator[_Penstock]:
+    yield _Penstock(spec)
+
+
+if __name__ == "__main__":
+    main(open_session)

@@ -1,0 +1,76 @@
+"""Client → Redis → node → Redis → client. Options are fields of the node's settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from bench.child import Spec, main
+from bench.drive import drive_streams
+from bench.stopwatch import Stopwatch
+from bench.workload import BenchRequest, Workload
+
+if TYPE_CHECKING:
+    from penstock import AsyncClient
+
+
+class _Queued:
+    in_own_process = False
+
+    def __init__(self, client: AsyncClient, runner: asyncio.Runner) -> None:
+        self._client = client
+        self._runner = runner
+
+    def run(self, workload: Workload, watch: Stopwatch) -> None:
+        self._runner.run(drive_streams(self._ask, workload, watch))
+
+    def extra(self) -> dict[str, float]:
+        return {}
+
+    async def _ask(self, i: int, request: BenchRequest, watch: Stopwatch) -> None:
+        answer = self._client.stream(request.prompt, temperature=0, max_tokens=request.num_output, ignore_eos=True)
+        async for chunk in answer:
+            if chunk.token_ids:
+                watch.saw(i, len(chunk.token_ids))
+
+
+@contextmanager
+def _node(redis_url: str, spec: Spec) -> Iterator[None]:
+    settings = {"model": spec.weights, "progress": "json"} | spec.options
+    env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
+    node = subprocess.Popen(
+        [sys.executable, "-m", "penstock.gpu_node"],
+        env=os.environ | {"PENSTOCK_REDIS_URL": redis_url} | env,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        if not any(json.loads(line)["event"] == "ready" for line in node.stdout or ()):
+            raise RuntimeError(f"the node ended with status {node.wait()}")
+        yield
+    finally:
+        node.terminate()
+        node.wait(60)
+
+
+@contextmanager
+def open_session(spec: Spec) -> Iterator[_Queued]:
+    from penstock import AsyncClient
+    from penstock.contract.embedded import EmbeddedRedis
+
+    with EmbeddedRedis() as redis, _node(redis.url, spec), asyncio.Runner() as runner:
+        client = AsyncClient(redis.url)
+        runner.run(client.connect())
+        try:
+            yield _Queued(client, runner)
+        finally:
+            runner.run(client.close())
+
+
+if __name__ == "__main__":
+    main(open_session)

@@ -1,0 +1,156 @@
+"""From runs to medians, and from medians to what the targets ask."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from bench.contestants import Contestant, Door, Kind
+from bench.journal import Run
+
+Medians = Mapping[str, Mapping[str, "Cell"]]
+"""By workload, then by contestant."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One engine on one workload: each metric's median over its clean runs, or over all where none was clean."""
+
+    values: dict[str, float]
+    num_runs: int
+    num_dirty: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether dirty runs were left out."""
+        return self.num_dirty < self.num_runs
+
+
+def medians(runs: Iterable[Run]) -> Medians:
+    """The table of all runs that gave a result."""
+    groups: dict[str, dict[str, list[Run]]] = {}
+    for run in runs:
+        if not run.error:
+            groups.setdefault(run.workload, {}).setdefault(run.contestant, []).append(run)
+    return {
+        workload: {name: _cell(cell_runs) for name, cell_runs in by_name.items()}
+        for workload, by_name in groups.items()
+    }
+
+
+def _cell(runs: list[Run]) -> Cell:
+    counted = [run for run in runs if not run.is_dirty] or runs
+    names = counted[0].result.keys()
+    values = {name: statistics.median(run.result[name] for run in counted if name in run.result) for name in names}
+    return Cell(values, len(runs), sum(run.is_dirty for run in runs))
+
+
+def best(
+    table: Medians, workload: str, metric: str, among: Iterable[Contestant], *, lowest: bool = False
+) -> tuple[str, float] | None:
+    """Name and figure of the best of some contestants; None where none of them was measured."""
+    cells = table.get(workload, {})
+    found = [(cells[one.name].values[metric], one.name) for one in among if one.name in cells]
+    if not found:
+        return None
+    value, name = min(found) if lowest else max(found)
+    return name, value
+
+
+@dataclass(frozen=True)
+class Target:
+    """What our best contestant of a door and kind is held against."""
+
+    text: str
+    workload: str
+    metric: str
+    door: Door
+    kind: Kind
+    bound: float
+    lowest: bool = False
+    """Whether a low figure is a good one."""
+    against: Literal["best peer", "transformers one by one", "bare engine", "itself"] = "best peer"
+    """`itself`: the bound is on the figure; else on its ratio to another's, or what the queue adds to a latency."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a target stands; `value` is a ratio, a difference or the figure itself."""
+
+    target: Target
+    ours: str
+    figure: float
+    other: str
+    other_figure: float | None
+    value: float
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the bound holds."""
+        return self.value <= self.target.bound if self.target.lowest else self.value >= self.target.bound
+
+
+TARGETS = (
+    Target("offline mix in process, bf16", "mix", "tokens_per_s", "process", "bf16", 1.8),
+    Target("offline mix in process, quantised", "mix", "tokens_per_s", "process", "quantised", 3.0),
+    Target("offline mix through HTTP, bf16", "mix", "tokens_per_s", "http", "bf16", 1.5),
+    Target("offline mix through HTTP, quantised", "mix", "tokens_per_s", "http", "quantised", 2.2),
+    Target("single stream ITL, bf16", "single", "itl_mean_ms", "process", "bf16", 0.75, lowest=True),
+    Target("single stream ITL, quantised", "single", "itl_mean_ms", "process", "quantised", 0.4, lowest=True),
+    Target("single stream TTFT, HTTP", "single", "ttft_p50_ms", "http", "bf16", 15, True, "itself"),
+    Target("Poisson TTFT p99, HTTP", "poisson", "ttft_p99_ms", "http", "bf16", 100, True, "itself"),
+    Target("Poisson ITL p99, HTTP", "poisson", "itl_p99_ms", "http", "bf16", 40, True, "itself"),
+    Target("process start to ready, s", "startup", "ready_s", "http", "bf16", 3, True, "itself"),
+    Target("peak RSS of the mix, MiB", "mix", "rss_peak_mib", "http", "bf16", 800, True, "itself"),
+    Target(
+        "offline mix ÷ transformers one by one",
+        "mix",
+        "tokens_per_s",
+        "process",
+        "bf16",
+        60,
+        against="transformers one by one",
+    ),
+    Target("through Redis ÷ bare engine", "mix", "tokens_per_s", "queue", "bf16", 0.97, against="bare engine"),
+    Target("TTFT that Redis adds, ms", "single", "ttft_p50_ms", "queue", "bf16", 2, True, "bare engine"),
+)
+
+
+def verdicts(table: Medians, contestants: Iterable[Contestant]) -> list[Verdict]:
+    """Each target that both sides were measured for."""
+    everyone = list(contestants)
+    return [found for target in TARGETS if (found := _verdict(target, table, everyone)) is not None]
+
+
+def _verdict(target: Target, table: Medians, everyone: list[Contestant]) -> Verdict | None:
+    ours = best(
+        table,
+        target.workload,
+        target.metric,
+        (one for one in everyone if one.is_ours and (one.door, one.kind) == (target.door, target.kind)),
+        lowest=target.lowest,
+    )
+    if ours is None:
+        return None
+    if target.against == "itself":
+        return Verdict(target, *ours, "", None, ours[1])
+    other = best(
+        table, target.workload, target.metric, filter(_opponent(target, ours[0]), everyone), lowest=target.lowest
+    )
+    if other is None:
+        return None
+    is_difference = target.against == "bare engine" and target.lowest
+    return Verdict(target, *ours, *other, ours[1] - other[1] if is_difference else ours[1] / other[1])
+
+
+def _opponent(target: Target, ours: str) -> Callable[[Contestant], bool]:
+    if target.against == "best peer":
+        # A quantised setting has to beat the best peer of any kind.
+        return lambda one: (
+            not one.is_ours and one.door == target.door and (one.kind == "bf16" or target.kind == "quantised")
+        )
+    if target.against == "bare engine":
+        return lambda one: one.name == ours.replace("penstock-queue", "penstock")
+    return lambda one: one.name == target.against

@@ -1,0 +1,120 @@
+"""The engines we are measured beside, each in a virtual environment of its own under build/peers/, versions pinned.
+
+`make bench-peers` (or `python -m bench.peers NAME…`) installs those that are missing, then makes every engine's weights
+from ours. Running it again does only what is still to do. A peer that fails to install is named, and the others go on.
+Where pip's index has no CPU builds of torch, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+BUILD = Path(__file__).resolve().parents[2] / "build"
+FOLDER = BUILD / "peers"
+REQUIREMENTS = Path(__file__).parent / "requirements"
+INSTALLED = "installed.txt"
+
+LLAMA_BUILD = FOLDER / "src" / "llama-build"
+LLAMA_TARGETS = ("llama", "llama-bench", "llama-quantize", "llama-server")
+LLAMA_OPTIONS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "GGML_NATIVE": "ON",
+    "BUILD_SHARED_LIBS": "ON",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_APP": "OFF",
+    "LLAMA_BUILD_TOOLS": "ON",
+    "LLAMA_BUILD_SERVER": "ON",
+    "LLAMA_USE_PREBUILT_UI": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+}
+UNUSED = {"vllm": ("torchvision", "torchaudio", "torchcodec"), "openvino-export": ("torchvision",)}
+"""Installed only because they are required: a text model needs none, and their CUDA builds break a CPU torch."""
+PEERS = ("llamacpp", "openvino", "openvino-export", "vllm")
+
+
+def interpreter(peer: str) -> Path | None:
+    """The Python of an installed peer."""
+    return _python(peer) if (FOLDER / peer / INSTALLED).exists() else None
+
+
+def llama_binary(name: str) -> Path:
+    """A program of the llama.cpp that the binding comes with."""
+    return LLAMA_BUILD / "bin" / name
+
+
+def versions(peer: str) -> str:
+    """What is installed for a peer: the pins of its requirements file."""
+    lines = (REQUIREMENTS / f"{peer}.txt").read_text().splitlines()
+    return ", ".join(line for line in lines if "==" in line and not line.startswith("#"))
+
+
+def install(peer: str) -> None:
+    """Makes the peer's environment unless its requirements are those that it was made from."""
+    requirements = REQUIREMENTS / f"{peer}.txt"
+    made_from = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    stamp = FOLDER / peer / INSTALLED
+    if stamp.exists() and stamp.read_text() == made_from:
+        return
+    stamp.unlink(missing_ok=True)
+    _run(sys.executable, "-m", "venv", FOLDER / peer)
+    if peer == "llamacpp":
+        _build_llama(requirements)
+    _pip(peer, "install", "--requirement", requirements)
+    if unused := UNUSED.get(peer):
+        _pip(peer, "uninstall", "--yes", *unused)
+    stamp.write_text(made_from)
+
+
+def _build_llama(requirements: Path) -> None:
+    """Compiles libllama once, for the binding and for the programs."""
+    sources = FOLDER / "src"
+    if not any(sources.glob("llama_cpp_python-*.tar.gz")):
+        _pip("llamacpp", "download", "--no-deps", "--dest", sources, "--requirement", requirements)
+    [archive] = sources.glob("llama_cpp_python-*.tar.gz")
+    folder = sources / archive.name.removesuffix(".tar.gz")
+    if not folder.exists():
+        with tarfile.open(archive) as file:
+            file.extractall(sources, filter="data")
+    options = [f"-D{name}={value}" for name, value in LLAMA_OPTIONS.items()]
+    _run("cmake", "-S", folder / "vendor" / "llama.cpp", "-B", LLAMA_BUILD, *options)
+    _run("cmake", "--build", LLAMA_BUILD, "--parallel", str(os.cpu_count()), "--target", *LLAMA_TARGETS)
+
+
+def _python(peer: str) -> Path:
+    return FOLDER / peer / "bin" / "python"
+
+
+def _pip(peer: str, *arguments: str | Path) -> None:
+    # The library that the binding would build is there already; a wheel without it must not stay in pip's cache.
+    env = {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF", "PIP_NO_CACHE_DIR": "1"}
+    _run(_python(peer), "-m", "pip", *arguments, "--quiet", env=env)
+
+
+def _run(*command: str | Path, env: dict[str, str] | None = None) -> None:
+    print(" ".join(map(str, command)), file=sys.stderr)
+    subprocess.run(command, check=True, env=os.environ | (env or {}))
+
+
+def main() -> int:
+    """Installs the named peers, or all, and makes the weights; answers how many steps failed."""
+    from bench import weights
+
+    failed = []
+    for peer in sys.argv[1:] or PEERS:
+        try:
+            install(peer)
+        except (OSError, subprocess.CalledProcessError) as error:
+            failed.append(f"{peer}: {error}")
+    failed += weights.make_all()
+    print("\n".join(["", *(f"not there: {line}" for line in failed)]), file=sys.stderr)
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""One model in every format that an engine wants, each made once from ours, under build/bench/weights/.
+
+The model is a .gguf file or a Hugging Face folder; llama.cpp's formats need the file.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import peers
+
+FOLDER = peers.BUILD / "bench" / "weights"
+GGUF_TYPES = {"gguf-bf16": "BF16", "gguf-q8_0": "Q8_0"}
+OPENVINO_ARGUMENTS = {
+    "openvino-fp16": ("--weight-format", "fp16"),
+    "openvino-int8": ("--weight-format", "int8"),
+    # The width of the demo model is no multiple of the usual 128.
+    "openvino-int4": ("--weight-format", "int4", "--group-size", "64"),
+}
+
+
+def path(kind: str, model: str) -> Path | None:
+    """Where weights of a kind are; None where they were not made."""
+    if kind == "ours":
+        return Path(model)
+    if kind == "gguf":
+        return Path(model) if model.endswith(".gguf") else None
+    found = FOLDER / Path(model).stem / kind
+    return found if found.exists() else None
+
+
+def make_all(model: str | None = None) -> list[str]:
+    """Makes what is missing; answers what could not be made, and why."""
+    from penstock.cli.demo_model import demo_model
+
+    model = model or str(demo_model())
+    makers: dict[str, Callable[[str, Path], None]] = {"hf-bf16": _make_hf}
+    makers |= dict.fromkeys(GGUF_TYPES, _make_gguf) | dict.fromkeys(OPENVINO_ARGUMENTS, _make_openvino)
+    failed = []
+    for kind, make in makers.items():
+        place = FOLDER / Path(model).stem / kind
+        if place.exists():
+            continue
+        building = place.with_name(f".{kind}")
+        building.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(building, ignore_errors=True)
+        try:
+            make(model, building)
+        except (OSError, subprocess.CalledProcessError) as error:
+            failed.append(f"{kind}: {error}")
+        else:
+            building.rename(place)
+    return failed
+
+
+def _make_hf(model: str, place: Path) -> None:
+    from penstock.gpu_node.model.source import dequantised_folder, resolve_model
+
+    def silent(_stage: str, _fraction: float) -> None:
+        pass
+
+    shutil.copytree(dequantised_folder(resolve_model(model, silent), silent), place)
+
+
+def _make_gguf(model: str, place: Path) -> None:
+    if not model.endswith(".gguf"):
+        raise OSError(f"{model} is no .gguf file")
+    kind = GGUF_TYPES[place.name.removeprefix(".")]
+    subprocess.run([peers.llama_binary("llama-quantize"), "--allow-requantize", model, place, kind], check=True)
+
+
+def _make_openvino(model: str, place: Path) -> None:
+    python = peers.interpreter("openvino-export")
+    if python is None:
+        raise OSError("openvino-export is not installed")
+    command = (python.with_name("optimum-cli"), "export", "openvino", "--task", "text-generation-with-past")
+    source = FOLDER / Path(model).stem / "hf-bf16"
+    arguments = OPENVINO_ARGUMENTS[place.name.removeprefix(".")]
+    subprocess.run([*command, "--model", source, *arguments, place], check=True)
