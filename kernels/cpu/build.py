@@ -48,6 +48,13 @@ def library_path(isa: Isa, cache: Path, progress: Callable[[float], None], *, ex
     return path
 
 
+def origin_of(isa: Isa) -> str:
+    """Where `library_path` would take the kernels from, in words. Raises BuildError where it could not."""
+    if (PREBUILT / _prebuilt_name(isa)).is_file():
+        return "prebuilt"
+    return f"built by {_compiler()} at the first start"
+
+
 def prebuild(isa: Isa) -> Path:
     """Compile into the package itself, as an image does while it is made."""
     path = PREBUILT / _prebuilt_name(isa)

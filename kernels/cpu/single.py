@@ -48,15 +48,15 @@ class Single:
 
     def repack(self, weights: Format, source: Source, data: NDArray[np.uint8], columns: int) -> Floats:
         """What the kernels see of rows once they are packed. data: [rows, bytes of a row]; [rows, columns]."""
-        out = _poisoned(len(data), columns)
+        data, out = np.ascontiguousarray(data), _poisoned(len(data), columns)
         self._library.penstock_single_repack(weights, source, *out.shape, *_rows(data), _at(out))
         return out
 
     def multiply(
         self, weights: Format, source: Source, data: NDArray[np.uint8], x: Floats, *, num_threads: int = 1
     ) -> Floats:
-        """x @ matrix.T. data: [outputs, bytes of a row]; x: [rows, columns]; returns [rows, outputs]."""
-        x, out = _aligned(x), _poisoned(len(x), len(data))
+        """Products x @ matrix.T. data: [outputs, bytes of a row]; x: [rows, columns]; returns [rows, outputs]."""
+        data, x, out = np.ascontiguousarray(data), _aligned(x), _poisoned(len(x), len(data))
         shape = (len(data), x.shape[1])
         call = self._library.penstock_single_multiply
         call(weights, source, *shape, *_rows(data), _at(x), len(x), num_threads, _at(out))
@@ -75,7 +75,7 @@ class Single:
         return out
 
     def silu(self, x: Floats) -> Floats:
-        """x / (1 + e^-x). x: [n]."""
+        """The gate x / (1 + e^-x). x: [n]."""
         x, out = _aligned(x), _poisoned(len(x))
         self._library.penstock_single_silu(_at(x), len(x), _at(out))
         return out
@@ -147,7 +147,6 @@ def _aligned(values: Floats) -> Floats:
 
 def _rows(data: NDArray[np.uint8]) -> tuple[int, int]:
     """Address and bytes of a row; the caller keeps `data`."""
-    assert data.flags.c_contiguous
     return _at(data), data.shape[1]
 
 

@@ -9,14 +9,15 @@ import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from penstock.cli.demo_model import demo_model
-from penstock.cli.host import cpu_flags, gpus, usable_cores
+from penstock.cli.host import gpus
 from penstock.contract.errors import ConfigError, PenstockError
+from penstock.kernels.cpu.build import BuildError, origin_of
+from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
 
 MIN_REDIS = (6, 2)
 EXTRAS = ("gateway", "node", "embedded", "batch")
@@ -92,28 +93,33 @@ def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
 
 
 def check_machine() -> Iterator[Check]:
-    """Processor, cores and graphics cards."""
-    try:
-        flags = cpu_flags(Path("/proc/cpuinfo").read_text())
-    except OSError:
-        flags = frozenset()
-    yield judge_cpu(platform.machine(), flags)
+    """Processor, kernels, cores and graphics cards."""
+    isa = best_isa(cpu_flags())
+    yield judge_cpu(platform.machine(), isa)
+    if isa is not None:
+        yield check_kernels(isa)
     cores = usable_cores()
     advice = "a node wants two: one for the model, one for the queue" if cores < 2 else ""
-    yield Check("warn" if advice else "ok", "cores", f"{cores:g} usable", advice)
+    yield Check("warn" if advice else "ok", "cores", f"{cores} usable", advice)
     yield judge_gpus(gpus(), _version_of("torch"))
 
 
-def judge_cpu(machine: str, flags: frozenset[str]) -> Check:
-    """How fast this processor multiplies matrices of small numbers."""
-    if machine not in ("x86_64", "AMD64"):
-        return Check("ok", "processor", machine)
-    useful = [flag for flag in ("avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "avx2") if flag in flags]
-    if not useful:
-        return Check("warn", "processor", "no AVX2", "a model will run, but very slowly: use another machine")
-    if useful == ["avx2"]:
-        return Check("ok", "processor", "avx2 (float32 is the fast dtype here)")
-    return Check("ok", "processor", ", ".join(useful))
+def judge_cpu(machine: str, isa: Isa | None) -> Check:
+    """Which of the native kernels this processor runs."""
+    if isa is None:
+        advice = "torch runs the models, several times slower: use another machine"
+        return Check("warn", "processor", f"{machine}, without AVX-512 (BF16, VNNI) or AVX2", advice)
+    return Check("ok", "processor", f"{machine}, {isa} kernels")
+
+
+def check_kernels(isa: Isa) -> Check:
+    """Whether the native kernels are there or can be built."""
+    try:
+        return Check("ok", "kernels", origin_of(isa))
+    except BuildError as error:
+        return Check(
+            "warn", "kernels", str(error), "install g++; until then torch runs the models, several times slower"
+        )
 
 
 def judge_gpus(names: list[str], torch_version: str | None) -> Check:

@@ -20,7 +20,12 @@ def node(
     pool: Annotated[str | None, typer.Option(help="Pool to work for; default: the model's name.")] = None,
     name: Annotated[str | None, typer.Option(help="This node's name in logs and records.")] = None,
     alias: Annotated[list[str] | None, typer.Option(help="Further name for the model; may be repeated.")] = None,
+    runner: Annotated[str | None, typer.Option(help="auto, native or torch.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="auto (as stored), none, int8, int8_group or int4; native runner.")
+    ] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or int8; native runner.")] = None,
     kv_cache_gib: Annotated[float | None, typer.Option(help="Memory for the KV cache.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
@@ -40,7 +45,10 @@ def node(
         pool=pool,
         name=name,
         aliases=tuple(alias) if alias else None,
+        runner=runner,
         dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         kv_cache_gib=kv_cache_gib,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

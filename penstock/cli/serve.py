@@ -27,6 +27,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="auto (as stored), none, int8, int8_group or int4.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or int8.")] = "auto",
     kv_cache_gib: Annotated[float, typer.Option(help="Memory for the KV cache.")] = 1.0,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
@@ -39,7 +41,10 @@ def serve(
     ] = DEFAULT_MAXMEMORY_MIB,
 ) -> None:
     """Serve a model on this machine, all in one."""
-    arguments = ("--dtype", dtype, "--kv-cache-gib", f"{kv_cache_gib:g}")
+    arguments = (
+        *("--dtype", dtype, "--quantization", quantization),
+        *("--kv-cache-dtype", kv_cache_dtype, "--kv-cache-gib", f"{kv_cache_gib:g}"),
+    )
     with resolve_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as url:
         run_until_stopped(_serve(url, model or str(demo_model()), arguments, host, port))
 
