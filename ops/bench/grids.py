@@ -80,8 +80,8 @@ def scale(tensors: Tensors, config: dict[str, Any]) -> None:
 def rotate(tensors: Tensors, config: dict[str, Any]) -> None:
     """Turn the stream between the layers by a Hadamard matrix per MIX channels, as QuaRot does (arXiv:2404.00456).
 
-    The norms' weights go into the matrices behind them. It spreads outliers, so a quantiser finds it easier than most
-    models' own weights.
+    The norms' weights go into the matrices behind them. It spreads outliers, those of activations above all, and makes
+    weights Gaussian.
     """
     turn = _hadamard_blocks(config["hidden_size"])
     for prefix in _layers(config):

@@ -152,7 +152,7 @@ def score(read: Reader, windows: list[NDArray[np.int32]], reference: Path, *, is
         nll.append(float(-ours.gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None]).mean()))
         if i not in COMPARED:
             continue
-        part = reference.with_suffix(f".{i}.npy")
+        part = _part(reference, i)
         if is_reference:
             part.parent.mkdir(parents=True, exist_ok=True)
             np.save(part, ours.numpy())
@@ -162,9 +162,16 @@ def score(read: Reader, windows: list[NDArray[np.int32]], reference: Path, *, is
     return Score(nll, statistics.mean(kl), statistics.mean(same))
 
 
+def _part(reference: Path, window: int) -> Path:
+    return reference.with_suffix(f".{window}.npy")
+
+
 def measure(setting: Setting, model: str, windows: list[NDArray[np.int32]]) -> dict[str, Any]:
     """One setting, as it goes into the results."""
     place = FOLDER / Path(model).stem
+    if setting != REFERENCE and not all(_part(place / "reference", i).exists() for i in COMPARED):
+        # The results may have come with the clone; the distributions, 800 MB, do not.
+        measure(REFERENCE, model, windows)
     source = dequantised_folder(resolve_model(model, _silent), _silent)
     folder, temporary = source, None
     if setting.grid != STORED:

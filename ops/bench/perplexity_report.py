@@ -74,23 +74,25 @@ def verdicts(runs: dict[str, dict[str, Any]]) -> dict[tuple[str, str], dict[str,
 
 
 _HEADINGS = {
-    STORED: "As the file stores them (Q4_1 and Q8_0): `auto` and int4 find the file's own grid",
+    STORED: "As the file stores them: layers in Q4_1, embedding and head in Q8_0",
     "scaled": "Scaled: every matrix off that grid, outliers kept",
     "rotated": "Rotated: every matrix off that grid, outliers spread",
 }
 _LIMITS = """\
-Ratios are of the same windows, ± 95 % over the choice of windows. `native` is the runner itself, activations in int8
-with every quantised format; `rounded` has the weights quantised and dequantised by other code and computes in
-bfloat16, so it is the weights' share alone.
+Ratios are of the same windows, ± 95 % over the choice of windows; each grid's figures are compared with transformers on
+the stored weights, because its function is the same. `native` is the runner itself, whose activations are in int8 with
+every quantised format: one scale a token with `int8`, one for 32 channels with the groups. `rounded` has the weights
+quantised and dequantised by other code and computes in bfloat16: the weights' share alone.
 
 What this does not say:
 
-- The demo weights were on a 4-bit grid before we had them. What 4 bits cost against the model as it was trained is in
-  every row here, the reference too, and cannot be measured with this file. `auto` loses nothing of *the file*.
-- For the same reason int4 of the stored weights finds its own grid again. The other two tables change the weights but
-  not the function: `scaled` multiplies channels by random factors (widening a group's range, so rather pessimistic),
-  `rotated` mixes 64 channels (making weights Gaussian, so rather optimistic). They show what rounding to a fresh grid
-  costs this model; a checkpoint that was never quantised lies near them, but is another matter.
+- The demo model's layers were on a 4-bit grid before we had them. What 4 bits cost against the model as it was trained
+  is in every row here, the reference too, and cannot be measured with this file. `auto` loses nothing of *the file*.
+- For the same reason int4 of the stored layers finds their own grid again; of the embedding and the head it does not.
+  The other two tables change the weights but not the function: `scaled` multiplies channels by random factors, which
+  keeps outliers and widens a group's range; `rotated` mixes 64 channels, which spreads outliers of activations too and
+  makes weights Gaussian. They show what rounding to a fresh grid costs this model, a second time. A checkpoint that was
+  never quantised is another matter, but nothing here says that it would lose less.
 - The embedding's rows stay as stored in `scaled`; the head's do not.
 - It is one model of 135M parameters and one English text, part of which it will have seen in training. Larger models
   mostly lose less by quantisation.

@@ -30,16 +30,14 @@ class NativeRunner:
         """Start a step."""
         tokens, times_ms = np.empty(len(plan.sample_seqs), dtype=np.int32), np.zeros(2, dtype=np.float32)
         ragged = _ragged(plan.sampling)
-        self._model.start(NativePlan(*_step(plan), *map(_address, ragged), _address(tokens), None, _address(times_ms)))
+        self._model.start(NativePlan(*_step(plan), *_addresses(*ragged, tokens, None, times_ms)))
         return _Flight(self._model, plan, ragged, tokens, times_ms)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
         logits = np.empty((len(plan.token_ids), self._vocab_size), dtype=np.float32)
         times_ms = np.zeros(2, dtype=np.float32)
-        self._model.start(
-            NativePlan(*_step(plan), *map(_address, _NOTHING_RAGGED), None, _address(logits), _address(times_ms))
-        )
+        self._model.start(NativePlan(*_step(plan), *_addresses(*_NOTHING_RAGGED, None, logits, times_ms)))
         self._model.wait()
         return logits
 
@@ -71,10 +69,10 @@ def _step(plan: StepPlan) -> tuple[int | None, ...]:
     return (
         *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_seqs)),
         plan.block_tables.strides[0] // plan.block_tables.itemsize,
-        *map(_address, (plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_seqs)),
-        *map(_address, (rows.temperature, rows.top_p, rows.min_p)),
-        *map(_address, (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)),
-        *map(_address, (rows.top_k, rows.choice, rows.position, rows.seed)),
+        *_addresses(plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_seqs),
+        *_addresses(rows.temperature, rows.top_p, rows.min_p),
+        *_addresses(rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty),
+        *_addresses(rows.top_k, rows.choice, rows.position, rows.seed),
     )
 
 
@@ -92,9 +90,8 @@ def _ragged(rows: SamplingRows) -> tuple[_Table, ...]:
 
 
 def _table(lists: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    addresses = np.array([_address(ids) for ids in lists], dtype=np.uint64)
-    return addresses, np.array([len(ids) for ids in lists], dtype=np.int32)
+    return np.array(_addresses(*lists), dtype=np.uint64), np.array([len(ids) for ids in lists], dtype=np.int32)
 
 
-def _address(array: _Table) -> int | None:
-    return None if array is None else array.__array_interface__["data"][0]
+def _addresses(*arrays: _Table) -> list[int | None]:
+    return [None if array is None else array.__array_interface__["data"][0] for array in arrays]

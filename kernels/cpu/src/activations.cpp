@@ -19,7 +19,8 @@ float quantise_row(const float* values, int count, int8_t* q, int32_t* total) {
   const Floats inverse = broadcast(std::isfinite(steps) ? steps : 0.f);
   Ints sums = broadcast_int(0);
   for (int i = 0; i < count; i += kLanes) {
-    const Ints rounded = to_ints(load(values + i) * inverse);
+    // The maximum instruction answers its second operand for a NaN, whose integer would overflow the sum.
+    const Ints rounded = to_ints(max(load(values + i) * inverse, broadcast(-127.f)));
     sums = sums + rounded;
     store_s8(q + i, rounded);
   }
@@ -35,7 +36,7 @@ void Activations::prepare(int rows, int columns, Format format) {
   groups_ = format == Format::kBf16 || format == Format::kInt8 ? 1 : padded_ / kGroup;
   data_.reserve((size_t)rows * words_);
   scales_.reserve((size_t)rows * groups_);
-  sums_.reserve((size_t)rows * groups_);
+  biases_.reserve((size_t)rows * groups_);
   offsets_.reserve((size_t)rows * groups_);
 }
 
@@ -55,8 +56,10 @@ void Activations::set_row(int row, const float* values) {
   q.resize(padded_);
   for (int g = 0; g < groups_; ++g) {
     const size_t i = (size_t)first * groups_ + g * stride + at;
-    scales_[i] = quantise_row(values + g * group, group, q.data() + g * group, &sums_[i]);
-    offsets_[i] = scales_[i] * sums_[i];
+    int32_t total;
+    scales_[i] = quantise_row(values + g * group, group, q.data() + g * group, &total);
+    biases_[i] = -128 * total;
+    offsets_[i] = scales_[i] * total;
   }
   for (int i = 0; i < padded_; i += kGroup, out += stride * run) std::memcpy(out, q.data() + i, kGroup);
 }
@@ -64,7 +67,7 @@ void Activations::set_row(int row, const float* values) {
 Tile Activations::tile(int i) const {
   const size_t first = tiling_.first(i);
   return {tiling_.size(i), data_.data() + first * words_, scales_.data() + first * groups_,
-          sums_.data() + first * groups_, offsets_.data() + first * groups_};
+          biases_.data() + first * groups_, offsets_.data() + first * groups_};
 }
 
 }  // namespace penstock

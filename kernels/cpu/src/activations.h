@@ -36,7 +36,7 @@ struct Tile {
   int rows;
   const uint32_t* words;    // [columns / 32][rows][run_words]
   const float* scales;      // [groups][rows]; one group a row for int8
-  const int32_t* sums;      // [groups][rows]: sum of the quantised values
+  const int32_t* biases;    // [groups][rows]: -128 * sum of the quantised values, for weights kept as 128 + q
   const float* offsets;     // [groups][rows]: scale * sum
   // What should be fetched while the tile is computed.
   Fetch fetch = Fetch::kNothing;
@@ -62,7 +62,7 @@ class Activations {
   int groups_ = 0;
   Buffer<uint32_t> data_;
   Buffer<float> scales_;
-  Buffer<int32_t> sums_;
+  Buffer<int32_t> biases_;
   Buffer<float> offsets_;
 };
 

@@ -70,7 +70,7 @@ struct Int8Kernel {
     Prefetcher<F> ahead(tile);
     Ints acc[R][kHalves];
     for (int r = 0; r < R; ++r)
-      for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(-128 * tile.sums[r]);
+      for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(tile.biases[r]);
     for (int i = 0; i < columns; i += kGroup, x += (R - 1) * kRun) {
 #pragma GCC unroll 2
       for (int k = 0; k < kRun; ++k, w += 2 * kLine, ++x) {
@@ -108,7 +108,7 @@ struct Int8GroupKernel {
       const uint8_t* w = at + kPanel * sizeof(f16) + half * kLine;
       Ints acc[R][kHalves];
       for (int r = 0; r < R; ++r)
-        for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(-128 * tile.sums[g * R + r]);
+        for (int h = 0; h < kHalves; ++h) acc[r][h] = broadcast_int(tile.biases[g * R + r]);
 #pragma GCC unroll 8
       for (int k = 0; k < kRun; ++k, w += 2 * kLine, ++x) {
         Prefetcher<F>::step(ahead, w);
