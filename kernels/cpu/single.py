@@ -19,13 +19,16 @@ MAX_QUERY_ROWS = 6
 """kMaxQueryRows of src/attention.h."""
 
 
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_INTEGERS = ("top_k", "choice", "position")
+
+
 class _Rule(c.Structure):
     """SamplingRule of src/sampler.h."""
 
     _fields_ = [
-        *((name, c.c_float) for name in ("temperature", "top_p", "min_p")),
-        *((name, c.c_float) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
-        *((name, c.c_int32) for name in ("top_k", "choice", "position")),
+        *((name, c.c_float) for name in _FLOATS),
+        *((name, c.c_int32) for name in _INTEGERS),
         ("seed", c.c_uint64),
         ("seen", c.c_void_p),
         *((name, c.c_int32) for name in ("num_seen", "num_seen_prompt")),
@@ -89,7 +92,7 @@ class Single:
         """The token that a row chooses. logits: [vocab]."""
         logits = logits.copy()
         seen, banned = (np.ascontiguousarray(ids, np.int32) for ids in (row.seen, row.banned))
-        plain = {name: getattr(row, name) for name, _ in _Rule._fields_[:10]} | {"num_seen_prompt": row.num_seen_prompt}
+        plain = {name: getattr(row, name) for name in (*_FLOATS, *_INTEGERS, "seed", "num_seen_prompt")}
         rule = _Rule(**plain, seen=_at(seen), num_seen=len(seen), banned=_at(banned), num_banned=len(banned))
         token: int = self._library.penstock_single_sample(_at(logits), len(logits), c.byref(rule))
         return token

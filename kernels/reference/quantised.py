@@ -70,12 +70,13 @@ def quantise_activations(x: Floats, group: int) -> Quantised:
 
 
 def multiply_quantised(x: Floats, weights: Quantised) -> NDArray[np.float64]:
-    """x @ weights.T with x quantised as the weights are grouped; sums of integers are exact. Returns [rows, outputs]."""
+    """Products x @ weights.T, x quantised as the weights are grouped, sums of integers exact; [rows, outputs]."""
     left = quantise_activations(x, weights.q.shape[-1])
     dots = np.einsum("rgc,ogc->rog", left.q, weights.q)
     sums = left.q.sum(-1)[:, None]
     by_group = dots * weights.scale[None, ..., 0].astype(np.float64) + sums * weights.minimum[None, ..., 0]
-    return (by_group * left.scale[:, None, :, 0]).sum(-1)
+    products: NDArray[np.float64] = (by_group * left.scale[:, None, :, 0]).sum(-1)
+    return products
 
 
 def _signed(groups: Floats, scale: Floats) -> Quantised:

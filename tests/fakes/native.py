@@ -19,7 +19,7 @@ SANITIZE = "PENSTOCK_TEST_SANITIZE"
 def sanitizer_flags() -> tuple[str, ...]:
     """Flags for the sanitizers that the environment asks for; a finding ends the process."""
     wanted = os.environ.get(SANITIZE)
-    return (f"-fsanitize={wanted}", "-fno-sanitize-recover=all", "-g") if wanted else ()
+    return (f"-fsanitize={wanted}", "-fno-sanitize-recover=all", "-O1", "-g") if wanted else ()
 
 
 def built(isa: Isa) -> Path:

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fakes.prompts import mixed_prompts
 from fakes.ties import num_departures
 from transformers import AutoModelForCausalLM
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, EngineStats, Generation
-
-TEXT = (
-    "A penstock is the gated pipe that feeds a turbine. Requests stand in a reservoir, the gate opens by pressure, "
-    "and the turbine never starves and never floods. Explain in a few words why that is so, and what happens when "
-    "the water is low. "
-)
-
-
-def _mixed_prompts(engine: Engine, count: int) -> list[list[int]]:
-    """Prompts of 4 to 110 tokens, a third of which begin alike."""
-    rng = random.Random(1)
-    words = TEXT.split()
-    prompts = []
-    for i in range(count):
-        text = " ".join(rng.choices(words, k=rng.randrange(4, 50)))
-        prompts.append(engine.tokenizer.encode((TEXT if i % 3 == 0 else "") + text))
-    return prompts
 
 
 def _pairs(generations: list[Generation]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -47,7 +30,7 @@ def test_the_tiny_model_says_what_transformers_generate_says(
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model)
     engine = make_engine(num_kv_blocks=40, max_num_batched_tokens=48, max_num_seqs=16)
     params = SamplingParams(temperature=0.0, max_tokens=20)
-    prompts = _mixed_prompts(engine, 60)
+    prompts = mixed_prompts(engine, 60)
     generations = engine.generate(prompts, params)
     assert _all_was_on(engine.stats())
     different = 0
@@ -90,7 +73,7 @@ def test_the_demo_model_says_what_transformers_says(demo_model: Path) -> None:
         )
     )
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    generations = engine.generate(_mixed_prompts(engine, 50), params)
+    generations = engine.generate(mixed_prompts(engine, 50), params)
     assert _all_was_on(engine.stats())
     model: Any = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     assert num_departures(model, _pairs(generations)) <= 1

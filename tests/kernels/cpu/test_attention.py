@@ -41,7 +41,9 @@ NewCache = Callable[..., SingleCache]
 def new_cache(kernels: Single) -> Iterator[NewCache]:
     made: list[SingleCache] = []
 
-    def make(kept: KvFormat, head_dim: int, num_blocks: int, *, num_heads: int = 2, block_size: int = 16) -> SingleCache:
+    def make(
+        kept: KvFormat, head_dim: int, num_blocks: int, *, num_heads: int = 2, block_size: int = 16
+    ) -> SingleCache:
         sizes = {"num_heads": num_heads, "head_dim": head_dim, "block_size": block_size, "num_blocks": num_blocks}
         made.append(SingleCache(kernels, kept, **sizes))
         return made[-1]

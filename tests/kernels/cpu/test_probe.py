@@ -61,9 +61,7 @@ def test_cores_are_limited_by_a_control_group_of_version_2(tmp_path: Path, limit
 
 @pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize(("quota", "period", "cores"), [(-1, 100_000, 8), (250_000, 100_000, 3), (5_000, 100_000, 1)])
-def test_cores_are_limited_by_a_control_group_of_version_1(
-    tmp_path: Path, quota: int, period: int, cores: int
-) -> None:
+def test_cores_are_limited_by_a_control_group_of_version_1(tmp_path: Path, quota: int, period: int, cores: int) -> None:
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text(f"{period}\n")

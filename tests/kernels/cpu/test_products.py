@@ -30,9 +30,10 @@ def _assert_is_reference(got: Floats, weights: Format, x: Floats, matrix: Floats
     else:
         packed = quantised(weights, matrix)
         want = multiply_quantised(padded(x), packed)
-        terms = np.abs(padded(x)) @ np.abs(packed.values().T) + np.abs(padded(x)).sum(-1, keepdims=True) * np.abs(
-            packed.minimum
-        ).max()
+        terms = (
+            np.abs(padded(x)) @ np.abs(packed.values().T)
+            + np.abs(padded(x)).sum(-1, keepdims=True) * np.abs(packed.minimum).max()
+        )
     assert (np.abs(got - want) <= 2e-6 * terms + 1e-30).all()
 
 

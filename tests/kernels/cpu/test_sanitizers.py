@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes.native import SANITIZE
+from fakes.native import ISAS, SANITIZE, built
 
 from penstock.kernels.cpu import build
+from penstock.kernels.cpu.probe import REQUIRED_FLAGS, cpu_flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -40,19 +42,43 @@ def _library(gcc: str, name: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.fixture(scope="module")
+def watched_libraries(gcc: str) -> Iterator[str]:
+    """Builds them before the sanitizers are loaded in front of all, compilers too; names the sanitizers."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(SANITIZE, "address,undefined")
+        environment.setenv("CXX", gcc)
+        for isa in ISAS:
+            if cpu_flags() >= REQUIRED_FLAGS[isa]:
+                built(isa)
+        yield "address,undefined"
+
+
 @pytest.mark.parametrize("path", WATCHED, ids=lambda path: path.stem)
-def test_no_kernel_leaves_its_memory_or_the_language(gcc: str, path: Path) -> None:
+def test_no_kernel_leaves_its_memory_or_the_language(gcc: str, watched_libraries: str, path: Path) -> None:
     # libstdc++ in front too: torch throws before it would be loaded.
     preloaded = [_library(gcc, name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
     environment = {
-        SANITIZE: "address,undefined",
+        SANITIZE: watched_libraries,
         "CXX": gcc,
         "LD_PRELOAD": " ".join(preloaded),
         # Python keeps what it has until it ends.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "1200", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--capture=sys",
+        "--timeout",
+        "1200",
+        str(path),
+    ]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
 

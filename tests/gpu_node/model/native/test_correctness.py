@@ -12,23 +12,20 @@ import pytest
 import torch
 from fakes.matrices import kept
 from fakes.plans import logits_alone
+from fakes.prompts import TEXT, mixed_prompts
 from fakes.ties import num_departures
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.kernels.cpu.library import Format
 
 Llama = Callable[..., Path]
 LoadNative = Callable[..., NativeRunner]
 
-TEXT = (
-    "A penstock is the gated pipe that feeds a turbine. Requests stand in a reservoir, the gate opens by pressure, "
-    "and the turbine never starves and never floods. Explain in a few words why that is so, and what happens when "
-    "the water is low. "
-)
 SHAPES: dict[str, dict[str, Any]] = {
     "groups of 1": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "groups of 3": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32},
@@ -102,14 +99,6 @@ def test_quantised_weights_mean_what_the_references_say(
     assert _error(logits_alone(runner, token_ids), _logits(model, token_ids)) < 0.035
 
 
-def _mixed_prompts(engine: Engine, count: int) -> list[list[int]]:
-    """Prompts of 4 to 110 tokens, a third of which begin alike."""
-    rng = random.Random(1)
-    words = TEXT.split()
-    texts = [" ".join(rng.choices(words, k=rng.randrange(4, 50))) for _ in range(count)]
-    return [engine.tokenizer.encode((TEXT if i % 3 == 0 else "") + text) for i, text in enumerate(texts)]
-
-
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("quantization", ["none", *QUANTISED])
 def test_choices_survive_preemption_and_prefix_hits_to_the_token(
@@ -124,7 +113,7 @@ def test_choices_survive_preemption_and_prefix_hits_to_the_token(
         {"num_kv_blocks": 400, "max_num_batched_tokens": 512, "num_threads": 3, "enable_prefix_caching": False},
     ):
         engine = Engine(EngineConfig(**plain | arithmetic | limits))
-        prompts = _mixed_prompts(engine, 40)
+        prompts = mixed_prompts(engine, 40)
         generations = engine.generate(prompts[:20], greedy) + engine.generate(prompts[20:], drawn)
         tokens.append([generation.choices[0].token_ids for generation in generations])
         stats = engine.stats()
@@ -133,20 +122,51 @@ def test_choices_survive_preemption_and_prefix_hits_to_the_token(
     assert tokens[0] == tokens[1]
 
 
-def test_greedy_tokens_leave_transformers_path_only_at_ties(tiny_model: Path, best_library: Path) -> None:
-    """And the torch runner's: its bfloat16 knows the same ties."""
+def _greedy(folder: Path, count: int, **settings: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Prompts and what an engine goes on with, 16 tokens each."""
+    engine = Engine(EngineConfig(model=str(folder), dtype="bfloat16", kv_cache_tokens=2048, **settings))
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    generations = engine.generate(mixed_prompts(engine, count), params)
+    return [(generation.prompt_token_ids, generation.choices[0].token_ids) for generation in generations]
+
+
+def test_greedy_tokens_leave_transformers_path_at_ties_and_no_more_often_than_torch(
+    tiny_model: Path, best_library: Path
+) -> None:
+    """What is a tie to bfloat16: its logits, two apart from each other, err by a few hundredths."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model).to(torch.bfloat16).float()
-    def tops(model, pairs):
-        gaps=[]
-        for prompt, output in pairs:
-            with torch.inference_mode():
-                l = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-            wrong=(l.argmax(-1) != torch.tensor(list(output))).nonzero()
-            if len(wrong):
-                b,c=l[wrong[0,0]].topk(2).values.tolist(); gaps.append(b-c)
-        return sorted(gaps), float(l.std())
-    for runner in ("native", "torch"):
-        engine = Engine(EngineConfig(model=str(tiny_model), runner=runner, dtype="bfloat16", num_kv_blocks=256))
-        generations = engine.generate(_mixed_prompts(engine, 40), SamplingParams(temperature=0.0, max_tokens=20))
-        pairs = [(generation.prompt_token_ids, generation.choices[0].token_ids) for generation in generations]
-        print(runner, num_departures(model, pairs, max_gap=100.0), tops(model, pairs))
+    ours, theirs = (
+        num_departures(model, _greedy(tiny_model, 40, runner=runner, quantization="none"), max_gap=0.5)
+        for runner in ("native", "torch")
+    )
+    assert ours <= theirs + 3
+
+
+@pytest.mark.model
+def test_the_demo_model_errs_no_more_than_transformers_bfloat16(demo_model: Path, load_native: LoadNative) -> None:
+    token_ids = Tokenizer(demo_model).encode(TEXT * 3)
+    want, theirs = (_logits(_model(demo_model, dtype), token_ids) for dtype in (torch.float32, torch.bfloat16))
+    runner = load_native(demo_model, num_threads=2)
+    got = logits_alone(runner, token_ids)
+    assert _error(got, want) <= _error(theirs, want)
+    assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.97
+
+
+@pytest.mark.model
+def test_the_demo_models_own_blocks_say_what_its_dequantised_weights_say(
+    demo_gguf: Path, demo_model: Path, load_native: LoadNative
+) -> None:
+    """Rows of heads in GGUF's order, blocks as they are: activations are rounded to int8 and nothing else is."""
+    token_ids = Tokenizer(demo_model).encode(TEXT * 3)
+    want = _logits(_model(demo_model, torch.float32), token_ids)
+    got = logits_alone(load_native(demo_gguf, quantization="auto", num_threads=2), token_ids)
+    assert _error(got, want) < 0.12
+    assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.95
+
+
+@pytest.mark.model
+def test_the_demo_models_greedy_tokens_leave_transformers_path_only_at_ties(
+    demo_model: Path, best_library: Path
+) -> None:
+    pairs = _greedy(demo_model, 12, runner="native", quantization="none", max_num_seqs=8)
+    assert num_departures(_model(demo_model, torch.float32), pairs, max_gap=0.2) <= 4

@@ -164,9 +164,7 @@ def test_tokens_are_the_samplers_of_the_logits_alone_and_together(
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
-def test_greedy_rows_take_the_lowest_of_equal_logits(
-    llama: Llama, load_native: LoadNative, num_threads: int
-) -> None:
+def test_greedy_rows_take_the_lowest_of_equal_logits(llama: Llama, load_native: LoadNative, num_threads: int) -> None:
     """Which thread sees which of them makes no difference."""
     runner = load_native(llama(equal_logits=True), num_threads=num_threads)
     tracks = [Track([3, 4, 5], [1 + i]) for i in range(5)]
