@@ -102,8 +102,7 @@ PENSTOCK_API const char* penstock_step_start(Model* model, const Plan* plan) {
 PENSTOCK_API void penstock_step_wait(Model* model) { model->wait(); }
 
 PENSTOCK_API void penstock_clear_blocks(Model* model, const int32_t* blocks, int count) {
-  for (int l = 0; l < model->spec().num_layers; ++l)
-    for (int i = 0; i < count; ++i) model->layer(l).cache.clear_block(blocks[i]);
+  for (int i = 0; i < count; ++i) model->cache().clear_block(blocks[i]);
 }
 
 }  // extern "C"

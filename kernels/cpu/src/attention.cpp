@@ -15,17 +15,17 @@ constexpr int kChunk = kChunkPages * kPage;
 // Stands for a score that is masked: finite, so that a difference of two is no NaN.
 constexpr float kMasked = -1e30f;
 
-// The pages of a chunk of at most kChunk tokens; those past the context repeat the last one.
-struct ChunkPages {
-  int first_token, count;
-  int pages[kChunkPages];
+// The cells of a chunk of at most kChunk tokens; those past the context repeat the last one.
+struct Chunk {
+  int count;
+  uint8_t* cells[kChunkPages];
 
-  ChunkPages(const KvShape& shape, const int32_t* block_table, int first_token, int end) : first_token(first_token) {
-    count = std::min(kChunkPages, (end - first_token + kPage - 1) / kPage);
-    const int per_block = shape.pages_per_block();
+  Chunk(const KvCache& cache, const QueryRows& rows, int first_token, int end)
+      : count(std::min(kChunkPages, (end - first_token + kPage - 1) / kPage)) {
+    const int per_block = cache.shape().pages_per_block();
     for (int i = 0; i < kChunkPages; ++i) {
       const int page = first_token / kPage + std::min(i, count - 1);
-      pages[i] = block_table[page / per_block] * per_block + page % per_block;
+      cells[i] = cache.cell(rows.layer, rows.block_table[page / per_block] * per_block + page % per_block, rows.head);
     }
   }
 };
@@ -34,9 +34,8 @@ struct ChunkPages {
 struct Ahead {
   const uint8_t* lines[4];
 
-  Ahead(const KvCache& cache, int head, const ChunkPages& chunk, const ChunkPages& next, int i)
-      : lines{cache.values(chunk.pages[i], head), cache.values(chunk.pages[i + 1], head),
-              cache.keys(next.pages[i], head), cache.keys(next.pages[i + 1], head)} {}
+  Ahead(const KvCache& cache, const Chunk& chunk, const Chunk& next, int i)
+      : lines{cache.values(chunk.cells[i]), cache.values(chunk.cells[i + 1]), next.cells[i], next.cells[i + 1]} {}
 
   PENSTOCK_INLINE void ask(const Ahead& ahead, size_t at) {
     for (const uint8_t* line : ahead.lines) _mm_prefetch(line + at, _MM_HINT_T0);
@@ -57,9 +56,9 @@ struct Bf16Cache {
       for (int d = 0; d < dim; d += kLanes) store_bf16(q[r] + d, load(rows.queries + r * dim + d));
   }
 
-  void scores(const ChunkPages& chunk, const ChunkPages& next, int i, Floats (&s)[R][kChunkPages]) {
-    const uint8_t* keys[2] = {cache.keys(chunk.pages[i], rows.head), cache.keys(chunk.pages[i + 1], rows.head)};
-    const Ahead ahead(cache, rows.head, chunk, next, i);
+  void scores(const Chunk& chunk, const Chunk& next, int i, Floats (&s)[R][kChunkPages]) {
+    const uint8_t* keys[2] = {chunk.cells[i], chunk.cells[i + 1]};
+    const Ahead ahead(cache, chunk, next, i);
     Floats acc[R][2];
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
 #pragma GCC unroll 1
@@ -79,14 +78,14 @@ struct Bf16Cache {
       for (int j = 0; j < 2; ++j) s[r][i + j] = acc[r][j] * scale;
   }
 
-  void set_weights(int r, const ChunkPages&, const Floats (&weights)[kChunkPages]) {
+  void set_weights(int r, const Chunk&, const Floats (&weights)[kChunkPages]) {
     for (int i = 0; i < kChunkPages; ++i) store_bf16(p[r] + i * kPage, weights[i]);
   }
 
   template <class Acc>
-  void add_values(const ChunkPages& chunk, Acc& acc) {
+  void add_values(const Chunk& chunk, Acc& acc) {
     for (int i = 0; i < chunk.count; ++i) {
-      const uint8_t* values = cache.values(chunk.pages[i], rows.head);
+      const uint8_t* values = cache.values(chunk.cells[i]);
       for (int t = 0; t < kPage; t += 2, values += dim * 4) {
         uint32_t words[R];
         for (int r = 0; r < R; ++r) std::memcpy(&words[r], &p[r][i * kPage + t], sizeof words[r]);
@@ -113,9 +112,9 @@ struct Int8Cache {
     for (int r = 0; r < R; ++r) q_scale[r] = rows.scale * quantise_row(rows.queries + r * dim, dim, q[r], &q_sum[r]);
   }
 
-  void scores(const ChunkPages& chunk, const ChunkPages& next, int i, Floats (&s)[R][kChunkPages]) {
-    const uint8_t* keys[2] = {cache.keys(chunk.pages[i], rows.head), cache.keys(chunk.pages[i + 1], rows.head)};
-    const Ahead ahead(cache, rows.head, chunk, next, i);
+  void scores(const Chunk& chunk, const Chunk& next, int i, Floats (&s)[R][kChunkPages]) {
+    const uint8_t* keys[2] = {chunk.cells[i], chunk.cells[i + 1]};
+    const Ahead ahead(cache, chunk, next, i);
     Ints acc[R][2];
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = broadcast_int(-128 * q_sum[r]);
 #pragma GCC unroll 1
@@ -131,16 +130,16 @@ struct Int8Cache {
       }
     }
     for (int j = 0; j < 2; ++j) {
-      const Floats scale = load(cache.key_scales(chunk.pages[i + j], rows.head));
+      const Floats scale = load(cache.key_scales(chunk.cells[i + j]));
       for (int r = 0; r < R; ++r) s[r][i + j] = to_floats(acc[r][j]) * scale * broadcast(q_scale[r]);
     }
   }
 
   // The values' scales go into the weights, which are then quantised over the chunk.
-  void set_weights(int r, const ChunkPages& chunk, const Floats (&weights)[kChunkPages]) {
+  void set_weights(int r, const Chunk& chunk, const Floats (&weights)[kChunkPages]) {
     Floats scaled[kChunkPages], most = zeros();
     for (int i = 0; i < kChunkPages; ++i) {
-      const Floats product = weights[i] * load(cache.value_scales(chunk.pages[i], rows.head));
+      const Floats product = weights[i] * load(cache.value_scales(chunk.cells[i]));
       scaled[i] = select(equal(weights[i], zeros()), zeros(), product);
       most = max(most, scaled[i]);
     }
@@ -151,13 +150,13 @@ struct Int8Cache {
   }
 
   template <class Acc>
-  void add_values(const ChunkPages& chunk, Acc& acc) {
+  void add_values(const Chunk& chunk, Acc& acc) {
     constexpr int kVectors = (D ? D : kMaxHeadDim) / kLanes;
     Ints sums[R][kVectors];
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < dim / kLanes; ++j) sums[r][j] = broadcast_int(0);
     for (int i = 0; i < chunk.count; ++i) {
-      const uint8_t* values = cache.values(chunk.pages[i], rows.head);
+      const uint8_t* values = cache.values(chunk.cells[i]);
       for (int t = 0; t < kPage; t += 4, values += dim * 4) {
         uint32_t words[R];
         for (int r = 0; r < R; ++r) std::memcpy(&words[r], &p[r][i * kPage + t], sizeof words[r]);
@@ -186,8 +185,8 @@ void run_span(const KvCache& kv, const QueryRows& rows, int begin, int end, RowS
   }
   const int first_limit = *std::min_element(rows.limits, rows.limits + R);
   for (int at = begin; at < end; at += kChunk) {
-    const ChunkPages chunk(kv.shape(), rows.block_table, at, end);
-    const ChunkPages next(kv.shape(), rows.block_table, at + kChunk < end ? at + kChunk : at, end);
+    const Chunk chunk(kv, rows, at, end);
+    const Chunk next(kv, rows, at + kChunk < end ? at + kChunk : at, end);
     Floats s[R][kChunkPages];
     for (int i = 0; i < kChunkPages; i += 2) {
       if (i < chunk.count) {

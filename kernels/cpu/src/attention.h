@@ -16,7 +16,7 @@ struct QueryRows {
   const int* limits;          // [count]: tokens that each row sees
   int count;                  // at most kMaxQueryRows
   const int32_t* block_table; // of the sequence
-  int head;                   // key/value head
+  int layer, head;            // key/value head
   float scale;                // of the scores
 };
 

@@ -39,7 +39,7 @@ void multiply(Member& member, const Activations& left, const Matrix& right, cons
   const int tiles_per_pass = std::max(1, kRowsPerPass / max_tile_rows(right.format));
   const int passes = (tiling.tiles + tiles_per_pass - 1) / tiles_per_pass;
   const int num_panels = right.num_panels();
-  member.for_each(passes * num_panels, [&](int unit) {
+  const auto unit_of_work = [&](int unit) {
     const int pass = unit / num_panels, panel = unit % num_panels;
     alignas(64) float out[max_tile_rows(Format::kBf16) * kPanel];
     const int end = std::min(tiling.tiles, (pass + 1) * tiles_per_pass);
@@ -49,7 +49,12 @@ void multiply(Member& member, const Activations& left, const Matrix& right, cons
       tile_kernel(right.format, tile)(right.panel(panel), tile, right.padded_columns(), out);
       finish(tiling.first(i), tile.rows, panel, out);
     }
-  });
+  };
+  if (tiling.rows <= kMemoryBoundRows) {
+    member.for_each_evenly(num_panels, unit_of_work);
+  } else {
+    member.for_each(passes * num_panels, unit_of_work);
+  }
 }
 
 }  // namespace penstock

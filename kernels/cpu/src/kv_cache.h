@@ -1,6 +1,7 @@
-// Keys and values of one layer, paged, in the order in which the dot instructions read them.
+// Keys and values of all layers, paged, in the order in which the dot instructions read them.
 //
-// Pages are runs of 16 tokens; a scheduler's block is one or more pages that lie together. Of a page and head:
+// A block holds the same tokens of every layer in one run of memory: [layers][pages][heads] cells, a page being 16 tokens.
+// A cell is
 //
 //   bf16   keys [head_dim / 2][16 tokens][2], values [8 token pairs][head_dim][2]
 //   int8   keys [head_dim / 4][16 tokens][4] u8 (128 + q), values [4 token quadruples][head_dim][4] s8,
@@ -18,36 +19,44 @@ enum class KvFormat : int { kBf16 = 0, kInt8 = 1 };
 
 struct KvShape {
   KvFormat format;
-  int num_heads, head_dim, block_size, num_blocks;
+  int num_layers, num_heads, head_dim, block_size, num_blocks;
 
   int pages_per_block() const { return block_size / kPage; }
-  size_t page_elements() const { return (size_t)kPage * head_dim; }
-  size_t element_bytes() const { return format == KvFormat::kBf16 ? sizeof(bf16) : 1; }
+  // Of a cell's keys, and as many of its values.
+  size_t half_bytes() const { return (size_t)kPage * head_dim * (format == KvFormat::kBf16 ? sizeof(bf16) : 1); }
+  size_t cell_bytes() const {
+    return 2 * half_bytes() + (format == KvFormat::kInt8 ? 2 * kPage * sizeof(float) : 0);
+  }
+  size_t layer_bytes() const { return pages_per_block() * num_heads * cell_bytes(); }
+  size_t block_bytes() const { return num_layers * layer_bytes(); }
 };
 
 class KvCache {
  public:
-  explicit KvCache(const KvShape& shape);
+  explicit KvCache(const KvShape& shape)
+      : shape_(shape), half_bytes_(shape.half_bytes()), memory_(shape.num_blocks * shape.block_bytes()) {}
 
-  // Stores a token's key and value [head_dim] of one head at `slot` = block * block_size + offset.
-  void set(int slot, int head, const float* key, const float* value) const;
+  // Stores a token's key and value [head_dim] at `slot` = block * block_size + offset.
+  void set(int layer, int slot, int head, const float* key, const float* value) const;
   // Reads them back, dequantised.
-  void get(int slot, int head, float* key, float* value) const;
+  void get(int layer, int slot, int head, float* key, float* value) const;
   void clear_block(int block) const;
 
-  const uint8_t* keys(int page, int head) const { return keys_.data() + at(page, head) * shape_.element_bytes(); }
-  const uint8_t* values(int page, int head) const { return values_.data() + at(page, head) * shape_.element_bytes(); }
-  const float* key_scales(int page, int head) const { return key_scales_.data() + scale_at(page, head); }
-  const float* value_scales(int page, int head) const { return value_scales_.data() + scale_at(page, head); }
+  // Where a cell begins: its keys. `page` counts the pages of all blocks.
+  uint8_t* cell(int layer, int page, int head) const {
+    const int block = page / shape_.pages_per_block(), part = page % shape_.pages_per_block();
+    return memory_.data() + block * shape_.block_bytes() + layer * shape_.layer_bytes() +
+           ((size_t)part * shape_.num_heads + head) * shape_.cell_bytes();
+  }
+  uint8_t* values(uint8_t* cell) const { return cell + half_bytes_; }
+  float* key_scales(uint8_t* cell) const { return reinterpret_cast<float*>(cell + 2 * half_bytes_); }
+  float* value_scales(uint8_t* cell) const { return key_scales(cell) + kPage; }
   const KvShape& shape() const { return shape_; }
 
  private:
-  size_t at(int page, int head) const { return ((size_t)page * shape_.num_heads + head) * shape_.page_elements(); }
-  size_t scale_at(int page, int head) const { return ((size_t)page * shape_.num_heads + head) * kPage; }
-
-  KvShape shape_;
-  Buffer<uint8_t> keys_, values_;
-  Buffer<float> key_scales_, value_scales_;
+  const KvShape shape_;
+  const size_t half_bytes_;
+  Buffer<uint8_t> memory_;
 };
 
 }  // namespace penstock

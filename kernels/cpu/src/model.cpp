@@ -33,14 +33,15 @@ Model::Model(const Spec& spec, int num_threads)
       sin((size_t)spec.max_position * spec.head_dim / 2),
       spec_(spec),
       team_(num_threads),
+      cache_({(KvFormat)spec.kv_format, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.block_size,
+              spec.num_blocks}),
       hidden_stride_(round_up(spec.hidden, kPanel)),
       qkv_stride_(round_up(spec.queries() + 2 * spec.num_kv_heads * spec.head_dim, kPanel)),
       attended_stride_(round_up(spec.queries(), kPanel)),
       gated_stride_(round_up(spec.intermediate, kPanel)),
       logits_stride_(round_up(spec.vocab, kPanel)) {
-  const KvShape shape{(KvFormat)spec.kv_format, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.num_blocks};
   for (int i = 0; i < spec.num_layers; ++i) {
-    layers_.push_back({Buffer<float>(hidden_stride_), Buffer<float>(hidden_stride_), {}, {}, {}, {}, KvCache(shape)});
+    layers_.push_back({Buffer<float>(hidden_stride_), Buffer<float>(hidden_stride_), {}, {}, {}, {}});
   }
 }
 
@@ -81,7 +82,7 @@ void Model::reserve() {
 void Model::run(Member& member) {
   const auto began = std::chrono::steady_clock::now();
   embed(member);
-  for (size_t i = 0; i < layers_.size(); ++i) run_layer(member, layers_[i]);
+  for (int i = 0; i < spec_.num_layers; ++i) run_layer(member, i);
   if (!head_tokens_.empty()) project_head(member);
   const auto projected = std::chrono::steady_clock::now();
   if (!head_tokens_.empty()) choose(member);
@@ -110,15 +111,16 @@ bool Model::norm_into(Activations& left, int row, int token, const Buffer<float>
   return finite;
 }
 
-void Model::run_layer(Member& member, Layer& layer) {
+void Model::run_layer(Member& member, int index) {
+  Layer& layer = layers_[index];
   Activations& left = of(left_, kNormed, layer.qkv);
   member.for_each(plan_.num_tokens, [&](int i) { norm_into(left, i, i, layer.attention_norm); });
   multiply(member, left, layer.qkv, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) std::copy_n(out + r * kPanel, kPanel, qkv_row(first + r) + panel * kPanel);
   });
-  attend_all(member, layer);
+  attend_all(member, index);
   // Behind the last attention a token matters only where its logits are wanted.
-  if (&layer != &layers_.back()) {
+  if (index + 1 < spec_.num_layers) {
     run_tail(member, layer, all_tokens_, left_);
   } else if (!head_tokens_.empty()) {
     run_tail(member, layer, head_tokens_, last_left_);

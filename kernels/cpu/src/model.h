@@ -26,7 +26,6 @@ struct Layer {
   Matrix o;
   Matrix gate_up;  // interleaved by half panels
   Matrix down;
-  KvCache cache;
 };
 
 // One step as penstock.gpu_node.model.protocol.StepPlan says it; the arrays live until the step is done.
@@ -62,6 +61,7 @@ class Model {
   const Spec& spec() const { return spec_; }
   Team& team() { return team_; }
   Layer& layer(int i) { return layers_[i]; }
+  const KvCache& cache() const { return cache_; }
 
   Buffer<float> final_norm;
   Buffer<float> cos, sin;  // [max_position, head_dim / 2]
@@ -84,13 +84,13 @@ class Model {
   void reserve();
   void run(Member& member);
   void embed(Member& member);
-  void run_layer(Member& member, Layer& layer);
+  void run_layer(Member& member, int index);
   void run_tail(Member& member, Layer& layer, const std::vector<int>& rows, Activations (&left)[kNumInputs][kNumFormats]);
-  void attend_all(Member& member, Layer& layer);
-  void attend_by_span(Member& member, Layer& layer);
-  void attend_tile(Layer& layer, const QueryTile& tile, int head);
-  void store_key_value(Layer& layer, int token, int head);
-  QueryRows query_rows(const QueryTile& tile, int head, float* queries, int* limits) const;
+  void attend_all(Member& member, int layer);
+  void attend_by_span(Member& member, int layer);
+  void attend_tile(int layer, const QueryTile& tile, int head);
+  void store_key_value(int layer, int token, int head);
+  QueryRows query_rows(const QueryTile& tile, int layer, int head, float* queries, int* limits) const;
   void write_rows(const QueryTile& tile, int head, const RowState* states);
   bool norm_into(Activations& left, int row, int token, const Buffer<float>& weight);
   void project_head(Member& member);
@@ -110,6 +110,7 @@ class Model {
   const Spec spec_;
   Team team_;
   std::vector<Layer> layers_;
+  const KvCache cache_;
   const int hidden_stride_, qkv_stride_, attended_stride_, gated_stride_, logits_stride_;
 
   Plan plan_{};

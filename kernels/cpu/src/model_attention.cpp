@@ -51,15 +51,15 @@ int Model::slot_of(int token) const {
   return table[position / spec_.block_size] * spec_.block_size + position % spec_.block_size;
 }
 
-void Model::store_key_value(Layer& layer, int token, int head) {
+void Model::store_key_value(int layer, int token, int head) {
   const int dim = spec_.head_dim, half = dim / 2, position = plan_.positions[token];
   alignas(64) float key[kMaxHeadDim];
   const float* keys = qkv_row(token) + spec_.queries();
   rotate(keys + head * dim, &cos[(size_t)position * half], &sin[(size_t)position * half], dim, key);
-  layer.cache.set(slot_of(token), head, key, keys + (spec_.num_kv_heads + head) * dim);
+  cache_.set(layer, slot_of(token), head, key, keys + (spec_.num_kv_heads + head) * dim);
 }
 
-QueryRows Model::query_rows(const QueryTile& tile, int head, float* queries, int* limits) const {
+QueryRows Model::query_rows(const QueryTile& tile, int layer, int head, float* queries, int* limits) const {
   const int dim = spec_.head_dim, half = dim / 2, group = spec_.group();
   for (int r = 0; r < tile.rows; ++r) {
     const int token = plan_.query_starts[tile.seq] + (tile.first_row + r) / group;
@@ -69,7 +69,7 @@ QueryRows Model::query_rows(const QueryTile& tile, int head, float* queries, int
            queries + r * dim);
   }
   const int32_t* table = plan_.block_tables + (size_t)tile.seq * plan_.block_table_stride;
-  return {queries, limits, tile.rows, table, head, 1.f / std::sqrt((float)dim)};
+  return {queries, limits, tile.rows, table, layer, head, 1.f / std::sqrt((float)dim)};
 }
 
 void Model::write_rows(const QueryTile& tile, int head, const RowState* states) {
@@ -81,15 +81,15 @@ void Model::write_rows(const QueryTile& tile, int head, const RowState* states) 
   }
 }
 
-void Model::attend_tile(Layer& layer, const QueryTile& tile, int head) {
+void Model::attend_tile(int layer, const QueryTile& tile, int head) {
   alignas(64) float queries[kMaxQueryRows * kMaxHeadDim];
   int limits[kMaxQueryRows];
   RowState states[kMaxQueryRows];
-  attend(layer.cache, query_rows(tile, head, queries, limits), tile.context, states);
+  attend(cache_, query_rows(tile, layer, head, queries, limits), tile.context, states);
   write_rows(tile, head, states);
 }
 
-void Model::attend_all(Member& member, Layer& layer) {
+void Model::attend_all(Member& member, int layer) {
   const int heads = spec_.num_kv_heads, num_tiles = (int)tiles_.size();
   // A decoding sequence reads no block that another one writes in this step, so its keys can be stored on the way.
   const bool stores_on_the_way = decodes_only_ && num_tiles == plan_.num_seqs && !splits_spans_;
@@ -103,7 +103,7 @@ void Model::attend_all(Member& member, Layer& layer) {
   });
 }
 
-void Model::attend_by_span(Member& member, Layer& layer) {
+void Model::attend_by_span(Member& member, int layer) {
   const int heads = spec_.num_kv_heads;
   const auto partial = [&](int span, int head) { return &partials_[((size_t)span * heads + head) * kMaxQueryRows]; };
   member.for_each(span_starts_.back() * heads, [&](int i) {
@@ -112,7 +112,7 @@ void Model::attend_by_span(Member& member, Layer& layer) {
     const int begin = (span - span_starts_[t]) * kSpan;
     alignas(64) float queries[kMaxQueryRows * kMaxHeadDim];
     int limits[kMaxQueryRows];
-    attend_span(layer.cache, query_rows(tiles_[t], head, queries, limits), begin,
+    attend_span(cache_, query_rows(tiles_[t], layer, head, queries, limits), begin,
                 std::min(begin + kSpan, tiles_[t].context), partial(span, head));
   });
   member.for_each((int)tiles_.size() * heads, [&](int i) {

@@ -82,17 +82,17 @@ int32_t penstock_single_sample(float* logits, int vocab, const SamplingRule* rul
 }
 
 KvCache* penstock_single_cache_new(int format, int num_heads, int head_dim, int block_size, int num_blocks) {
-  return new KvCache({(KvFormat)format, num_heads, head_dim, block_size, num_blocks});
+  return new KvCache({(KvFormat)format, 1, num_heads, head_dim, block_size, num_blocks});
 }
 
 void penstock_single_cache_free(KvCache* cache) { delete cache; }
 
 void penstock_single_cache_set(KvCache* cache, int slot, int head, const float* key, const float* value) {
-  cache->set(slot, head, key, value);
+  cache->set(0, slot, head, key, value);
 }
 
 void penstock_single_cache_get(KvCache* cache, int slot, int head, float* key, float* value) {
-  cache->get(slot, head, key, value);
+  cache->get(0, slot, head, key, value);
 }
 
 void penstock_single_cache_clear(KvCache* cache, int block) { cache->clear_block(block); }
@@ -101,7 +101,7 @@ void penstock_single_cache_clear(KvCache* cache, int block) { cache->clear_block
 void penstock_single_attend(const KvCache* cache, const float* queries, const int* limits, int count,
                             const int32_t* block_table, int head, float scale, int by_span, float* out) {
   const int dim = cache->shape().head_dim, end = *std::max_element(limits, limits + count);
-  const QueryRows rows{queries, limits, count, block_table, head, scale};
+  const QueryRows rows{queries, limits, count, block_table, 0, head, scale};
   std::vector<RowState> states((size_t)num_spans(end) * count);
   if (by_span) {
     for (int span = num_spans(end) - 1; span >= 0; --span) {
