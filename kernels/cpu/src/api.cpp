@@ -87,7 +87,7 @@ PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot,
         matrix.set_row(place_row((Place)place, first, i), (Source)source, data + row * row_bytes);
       });
     });
-    model->team().wait();
+    model->team().join();
   });
 }
 

@@ -70,7 +70,7 @@ class Model {
 
   // Starts a step on the team; `wait` must come before the next one.
   void start(const Plan& plan);
-  void wait() { team_.wait(); }
+  void wait() { team_.join(); }
 
  private:
   struct Best {

@@ -60,7 +60,7 @@ void penstock_single_multiply(int format, int source, int outputs, int columns, 
       }
     });
   });
-  team.wait();
+  team.join();
 }
 
 float penstock_single_quantise(const float* values, int count, int8_t* q, int32_t* sum) {

@@ -42,7 +42,7 @@ class Member {
 class Team {
  public:
   explicit Team(int size) : size_(size) {
-    for (int i = 0; i < size; ++i) threads_.emplace_back([this, i] { serve(i); });
+    for (int i = 1; i < size; ++i) threads_.emplace_back([this, i] { serve(i); });
   }
 
   ~Team() {
@@ -53,15 +53,17 @@ class Team {
 
   int size() const { return size_; }
 
-  // Starts `program` on all threads; `wait` must have come back from the one before.
+  // Starts `program` on the team's own threads; `join` must have come back from the one before.
   void start(std::function<void(Member&)> program) {
     program_ = std::move(program);
     launch();
   }
 
-  // Sleeps until all threads have left the program.
-  void wait() {
-    for (int left; (left = running_.load(std::memory_order_acquire)) != 0;) running_.wait(left);
+  // Runs the caller's share of the program, and comes back when all threads have left it.
+  void join() {
+    Member member(*this, 0);
+    program_(member);
+    for (int i = 0; running_.load(std::memory_order_acquire) != 0; ++i) pause_or_yield(i);
   }
 
  private:
@@ -76,7 +78,7 @@ class Team {
   };
 
   void launch() {
-    running_.store(size_, std::memory_order_relaxed);
+    running_.store(size_ - 1, std::memory_order_relaxed);
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();
   }
@@ -90,7 +92,7 @@ class Team {
       if (!program_) return;
       Member member(*this, index);
       program_(member);
-      if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_all();
+      running_.fetch_sub(1, std::memory_order_release);
     }
   }
 
@@ -116,13 +118,15 @@ class Team {
       turn_.store(turn + 1, std::memory_order_release);
       return;
     }
-    for (int i = 0; turn_.load(std::memory_order_acquire) == turn; ++i) {
-      // A thread that spins on would keep the core from the one it waits for.
-      if (i < kPauses) {
-        _mm_pause();
-      } else {
-        sched_yield();
-      }
+    for (int i = 0; turn_.load(std::memory_order_acquire) == turn; ++i) pause_or_yield(i);
+  }
+
+  // A thread that spins on would keep the core from the one it waits for.
+  static void pause_or_yield(int attempt) {
+    if (attempt < kPauses) {
+      _mm_pause();
+    } else {
+      sched_yield();
     }
   }
 

@@ -31,7 +31,7 @@ void run(int size, int count, int rounds) {
         member.for_each(count, [&](int i) { values[i] = sums[i] - values[i]; });
       }
     });
-    team.wait();
+    team.join();
     check(leaders == 1, "not one leader");
     // Each loop turns the values by one place.
     check(std::accumulate(values.begin(), values.end(), 0L) == want, "an item was lost or done twice");
