@@ -1,6 +1,8 @@
 #include "activations.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 namespace penstock {
@@ -28,6 +30,45 @@ float quantise_row(const float* values, int count, int8_t* q, int32_t* total) {
   return largest_value / 127.f + sum(poison);
 }
 
+void quantise_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums) {
+  constexpr int kBatch = kLanes;
+  const Floats infinity = broadcast(std::numeric_limits<float>::infinity());
+  Floats poison = zeros();
+  // Sixteen groups at a time, so that their sums over lanes are taken together.
+  for (int first = 0; first < groups; first += kBatch) {
+    const int count = std::min(kBatch, groups - first);
+    const float* x = values + first * kGroup;
+    Floats most[kBatch];
+    for (int g = 0; g < kBatch; ++g) {
+      most[g] = zeros();
+      if (g >= count) continue;
+      const Floats a = load(x + g * kGroup), b = load(x + g * kGroup + kLanes);
+      most[g] = max(abs(a), abs(b));
+      poison = fma(b, zeros(), fma(a, zeros(), poison));
+    }
+    const Floats largest_values = largest_of_each(most), steps = broadcast(127.f) / largest_values;
+    alignas(64) float inverse[kBatch], scale[kBatch];
+    store(inverse, select(greater(infinity, steps), steps, zeros()));
+    store(scale, largest_values / broadcast(127.f));
+    Ints totals[kBatch];
+    for (int g = 0; g < kBatch; ++g) {
+      totals[g] = broadcast_int(0);
+      if (g >= count) continue;
+      for (int i = g * kGroup; i < (g + 1) * kGroup; i += kLanes) {
+        const Ints rounded = to_ints(max(load(x + i) * broadcast(inverse[g]), broadcast(-127.f)));
+        totals[g] = totals[g] + rounded;
+        store_s8(q + first * kGroup + i, rounded);
+      }
+    }
+    alignas(64) int32_t total[kBatch];
+    store_ints(total, sum_of_each(totals));
+    std::copy_n(scale, count, scales + first);
+    std::copy_n(total, count, sums + first);
+  }
+  const float not_finite = sum(poison);
+  if (not_finite != 0) std::fill_n(scales, groups, not_finite);
+}
+
 void Activations::prepare(int rows, int columns, Format format) {
   format_ = format;
   tiling_ = Tiling(std::max(rows, 1), format);
@@ -51,15 +92,22 @@ void Activations::set_row(int row, const float* values) {
     }
     return;
   }
-  const int group = padded_ / groups_;
   thread_local std::vector<int8_t> q;
+  thread_local std::vector<float> scales;
+  thread_local std::vector<int32_t> totals;
   q.resize(padded_);
+  scales.resize(groups_);
+  totals.resize(groups_);
+  if (groups_ == 1) {
+    scales[0] = quantise_row(values, padded_, q.data(), totals.data());
+  } else {
+    quantise_groups(values, groups_, q.data(), scales.data(), totals.data());
+  }
   for (int g = 0; g < groups_; ++g) {
     const size_t i = (size_t)first * groups_ + g * stride + at;
-    int32_t total;
-    scales_[i] = quantise_row(values + g * group, group, q.data() + g * group, &total);
-    biases_[i] = -128 * total;
-    offsets_[i] = scales_[i] * total;
+    scales_[i] = scales[g];
+    biases_[i] = -128 * totals[g];
+    offsets_[i] = scales[g] * totals[g];
   }
   for (int i = 0; i < padded_; i += kGroup, out += stride * run) std::memcpy(out, q.data() + i, kGroup);
 }

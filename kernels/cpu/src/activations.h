@@ -70,4 +70,7 @@ class Activations {
 // Answers the scale, and the sum of q in `sum`.
 float quantise_row(const float* values, int count, int8_t* q, int32_t* sum);
 
+// The same for each of `groups` groups of 32; but one value that is not finite makes all scales NaN.
+void quantise_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums);
+
 }  // namespace penstock

@@ -173,4 +173,20 @@ PENSTOCK_INLINE uint32_t bits(Mask m) {
   return (uint32_t)_mm256_movemask_ps(m.a) | (uint32_t)_mm256_movemask_ps(m.b) << 8;
 }
 
+// Lane i is the reduction of all lanes of x[i].
+PENSTOCK_INLINE Floats largest_of_each(const Floats (&x)[16]) {
+  float lanes[16];
+  for (int i = 0; i < 16; ++i) lanes[i] = largest(x[i]);
+  return load(lanes);
+}
+PENSTOCK_INLINE Ints sum_of_each(const Ints (&x)[16]) {
+  int32_t lanes[16];
+  for (int i = 0; i < 16; ++i) lanes[i] = sum(x[i]);
+  return load_ints(lanes);
+}
+PENSTOCK_INLINE void store_ints(int32_t* p, Ints x) {
+  _mm256_storeu_si256((__m256i*)p, x.a);
+  _mm256_storeu_si256((__m256i*)(p + 8), x.b);
+}
+
 }  // namespace penstock

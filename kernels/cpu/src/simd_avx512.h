@@ -91,4 +91,35 @@ PENSTOCK_INLINE Mask equal(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v,
 PENSTOCK_INLINE Floats select(Mask m, Floats yes, Floats no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
 PENSTOCK_INLINE uint32_t bits(Mask m) { return m.v; }
 
+// Lane i is the reduction of all lanes of x[i]: halves are combined until each quarter holds four of them, then across.
+template <class Op>
+PENSTOCK_INLINE __m512 reduce_each(const __m512 (&x)[16], const Op& op) {
+  __m512 pairs[8], quads[4];
+  for (int i = 0; i < 8; ++i) {
+    pairs[i] = op(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+    quads[i] = op(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  const auto across = [&](__m512 a, __m512 b) {
+    return op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  };
+  const __m512 low = across(quads[0], quads[1]), high = across(quads[2], quads[3]);
+  return op(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+PENSTOCK_INLINE Floats largest_of_each(const Floats (&x)[16]) {
+  __m512 lanes[16];
+  for (int i = 0; i < 16; ++i) lanes[i] = x[i].v;
+  return {reduce_each(lanes, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); })};
+}
+PENSTOCK_INLINE Ints sum_of_each(const Ints (&x)[16]) {
+  __m512 lanes[16];
+  for (int i = 0; i < 16; ++i) lanes[i] = _mm512_castsi512_ps(x[i].v);
+  return {_mm512_castps_si512(reduce_each(lanes, [](__m512 a, __m512 b) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+  }))};
+}
+PENSTOCK_INLINE void store_ints(int32_t* p, Ints a) { _mm512_storeu_si512(p, a.v); }
+
 }  // namespace penstock
