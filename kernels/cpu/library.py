@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -104,11 +105,11 @@ class NativeModel:
         self._spec = spec
         self._handle = c.c_void_p()
         self._check(self._library.penstock_model_new(c.byref(spec), num_threads, c.byref(self._handle)))
+        self._free = weakref.finalize(self, self._library.penstock_model_free, self._handle)
 
     def close(self) -> None:
-        """End the threads and free all memory; the model cannot be used afterwards."""
-        handle, self._handle = self._handle, c.c_void_p()
-        self._library.penstock_model_free(handle)
+        """End the threads and free all memory; the model cannot be used afterwards. Happens with the object's end too."""
+        self._free()
 
     def allocate(self, slot: Slot, layer: int, weights: Format, rows: int, columns: int) -> None:
         """Make room for a matrix of zeros."""

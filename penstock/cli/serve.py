@@ -26,9 +26,9 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="auto (as stored), none, int8, int8_group or int4.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bfloat16 or int8.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="auto (as stored), none, int8, int8_group or int4.")] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or int8.")] = None,
     kv_cache_gib: Annotated[float, typer.Option(help="Memory for the KV cache.")] = 1.0,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
@@ -41,10 +41,13 @@ def serve(
     ] = DEFAULT_MAXMEMORY_MIB,
 ) -> None:
     """Serve a model on this machine, all in one."""
-    arguments = (
-        *("--dtype", dtype, "--quantization", quantization),
-        *("--kv-cache-dtype", kv_cache_dtype, "--kv-cache-gib", f"{kv_cache_gib:g}"),
-    )
+    flags = {
+        "--dtype": dtype,
+        "--quantization": quantization,
+        "--kv-cache-dtype": kv_cache_dtype,
+        "--kv-cache-gib": f"{kv_cache_gib:g}",
+    }
+    arguments = tuple(word for flag, value in flags.items() if value is not None for word in (flag, value))
     with resolve_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as url:
         run_until_stopped(_serve(url, model or str(demo_model()), arguments, host, port))
 

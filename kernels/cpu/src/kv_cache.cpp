@@ -11,6 +11,13 @@ size_t value_at(int d, int t, int per_word, int head_dim) {
   return ((size_t)t / per_word * head_dim + d) * per_word + t % per_word;
 }
 
+// Puts each of the integers x into its word at `words`, the low `width` bits of it at bit `at`.
+void put_into_words(uint8_t* words, Ints x, int width, int at) {
+  int32_t* out = reinterpret_cast<int32_t*>(words);
+  const uint32_t others = ~(((1u << width) - 1) << at);
+  store_ints(out, (load_ints(out) & broadcast_int((int32_t)others)) | shift_left(x, at));
+}
+
 }  // namespace
 
 void KvCache::set(int layer, int slot, int head, const float* key, const float* value) const {
@@ -23,7 +30,8 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
       store_bf16(v + d, load(value + d));
     }
     for (int d = 0; d < dim; d += 2) std::memcpy(keys + key_at(d, t, 2) * sizeof(bf16), k + d, 2 * sizeof(bf16));
-    for (int d = 0; d < dim; ++d) reinterpret_cast<bf16*>(out)[value_at(d, t, 2, dim)] = v[d];
+    uint8_t* pairs = out + value_at(0, t - t % 2, 2, dim) * sizeof(bf16);
+    for (int d = 0; d < dim; d += kLanes) put_into_words(pairs + d * 4, widen_u16(v + d), 16, t % 2 * 16);
     return;
   }
   alignas(64) int8_t k[kMaxHeadDim], v[kMaxHeadDim];
@@ -32,8 +40,15 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
   value_scales(keys)[t] = value_scale;
   // A value that is not finite shows in the scores: weights lose a NaN when they are quantised.
   key_scales(keys)[t] = quantise_row(key, dim, k, &unused) + 0 * value_scale;
-  for (int d = 0; d < dim; ++d) keys[key_at(d, t, 4)] = k[d] + 128;
-  for (int d = 0; d < dim; ++d) out[value_at(d, t, 4, dim)] = v[d];
+  for (int d = 0; d < dim; d += 4) {
+    uint32_t word;
+    std::memcpy(&word, k + d, sizeof word);
+    // Bytes of 128 + q.
+    word ^= 0x80808080;
+    std::memcpy(keys + key_at(d, t, 4), &word, sizeof word);
+  }
+  uint8_t* quads = out + value_at(0, t - t % 4, 4, dim);
+  for (int d = 0; d < dim; d += kLanes) put_into_words(quads + d * 4, widen_u8(v + d), 8, t % 4 * 8);
 }
 
 void KvCache::get(int layer, int slot, int head, float* key, float* value) const {

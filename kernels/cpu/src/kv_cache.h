@@ -13,6 +13,8 @@
 namespace penstock {
 
 constexpr int kPage = kLanes;
+// Tokens at positions with the same quotient by this may share words of values: one thread must store them.
+constexpr int kTokensPerWord = 4;
 constexpr int kMaxHeadDim = 256;
 
 enum class KvFormat : int { kBf16 = 0, kInt8 = 1 };

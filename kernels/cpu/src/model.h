@@ -117,6 +117,7 @@ class Model {
   bool decodes_only_ = false;
   bool splits_spans_ = false;
   std::vector<int> seq_of_token_;
+  std::vector<int> store_runs_;  // where runs of tokens begin whose values may share words of the cache, and the end
   std::vector<QueryTile> tiles_;
   std::vector<int> span_starts_;  // first span of each tile among all spans
   std::vector<int> all_tokens_;

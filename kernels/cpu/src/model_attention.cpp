@@ -13,6 +13,14 @@ constexpr int kTilesPerThread = 4;
 // Rotates the pairs (i, i + dim / 2), as the Hugging Face checkpoints of Llama are laid out.
 void rotate(const float* x, const float* cos, const float* sin, int dim, float* out) {
   const int half = dim / 2;
+  if (half % kLanes == 0) {
+    for (int i = 0; i < half; i += kLanes) {
+      const Floats a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+      store(out + i, a * c - b * s);
+      store(out + half + i, b * c + a * s);
+    }
+    return;
+  }
   for (int i = 0; i < half; ++i) {
     const float a = x[i], b = x[half + i];
     out[i] = a * cos[i] - b * sin[i];
@@ -25,8 +33,13 @@ void rotate(const float* x, const float* cos, const float* sin, int dim, float* 
 void Model::plan_attention() {
   tiles_.clear();
   span_starts_.clear();
+  store_runs_.clear();
   int spans = 0, longest = 0;
   for (int s = 0; s < plan_.num_seqs; ++s) {
+    for (int token = plan_.query_starts[s]; token < plan_.query_starts[s + 1]; ++token) {
+      const bool continues = token > plan_.query_starts[s] && plan_.positions[token] % kTokensPerWord != 0;
+      if (!continues) store_runs_.push_back(token);
+    }
     const int rows = (plan_.query_starts[s + 1] - plan_.query_starts[s]) * spec_.group();
     const int count = (rows + kMaxQueryRows - 1) / kMaxQueryRows;
     for (int t = 0; t < count; ++t) {
@@ -39,6 +52,7 @@ void Model::plan_attention() {
       longest = std::max(longest, context);
     }
   }
+  store_runs_.push_back(plan_.num_tokens);
   span_starts_.push_back(spans);
   const int units = (int)tiles_.size() * spec_.num_kv_heads;
   splits_spans_ = longest > kSpan && units < kTilesPerThread * team_.size();
@@ -94,7 +108,10 @@ void Model::attend_all(Member& member, int layer) {
   // A decoding sequence reads no block that another one writes in this step, so its keys can be stored on the way.
   const bool stores_on_the_way = decodes_only_ && num_tiles == plan_.num_seqs && !splits_spans_;
   if (!stores_on_the_way) {
-    member.for_each(plan_.num_tokens * heads, [&](int i) { store_key_value(layer, i / heads, i % heads); });
+    member.for_each(((int)store_runs_.size() - 1) * heads, [&](int i) {
+      const int run = i / heads;
+      for (int token = store_runs_[run]; token < store_runs_[run + 1]; ++token) store_key_value(layer, token, i % heads);
+    });
   }
   if (splits_spans_) return attend_by_span(member, layer);
   member.for_each(num_tiles * heads, [&](int i) {

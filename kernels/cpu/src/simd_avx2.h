@@ -97,7 +97,22 @@ PENSTOCK_INLINE Ints broadcast_int(int32_t x) { return {_mm256_set1_epi32(x), _m
 PENSTOCK_INLINE Ints load_ints(const int32_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
 }
+PENSTOCK_INLINE void store_ints(int32_t* p, Ints x) {
+  _mm256_storeu_si256((__m256i*)p, x.a);
+  _mm256_storeu_si256((__m256i*)(p + 8), x.b);
+}
 PENSTOCK_INLINE Ints operator+(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+PENSTOCK_INLINE Ints operator&(Ints x, Ints y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+PENSTOCK_INLINE Ints operator|(Ints x, Ints y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+PENSTOCK_INLINE Ints shift_left(Ints x, int bits) { return {_mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits)}; }
+PENSTOCK_INLINE Ints widen_u8(const void* p) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+PENSTOCK_INLINE Ints widen_u16(const void* p) {
+  const __m128i* words = (const __m128i*)p;
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(words)), _mm256_cvtepu16_epi32(_mm_loadu_si128(words + 1))};
+}
 PENSTOCK_INLINE Ints lane_numbers() {
   return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
 }
@@ -183,10 +198,6 @@ PENSTOCK_INLINE Ints sum_of_each(const Ints (&x)[16]) {
   int32_t lanes[16];
   for (int i = 0; i < 16; ++i) lanes[i] = sum(x[i]);
   return load_ints(lanes);
-}
-PENSTOCK_INLINE void store_ints(int32_t* p, Ints x) {
-  _mm256_storeu_si256((__m256i*)p, x.a);
-  _mm256_storeu_si256((__m256i*)(p + 8), x.b);
 }
 
 }  // namespace penstock

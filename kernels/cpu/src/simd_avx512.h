@@ -57,7 +57,13 @@ PENSTOCK_INLINE Floats load_f16(const uint16_t* p) {
 
 PENSTOCK_INLINE Ints broadcast_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 PENSTOCK_INLINE Ints load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+PENSTOCK_INLINE void store_ints(int32_t* p, Ints a) { _mm512_storeu_si512(p, a.v); }
 PENSTOCK_INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+PENSTOCK_INLINE Ints operator&(Ints a, Ints b) { return {_mm512_and_si512(a.v, b.v)}; }
+PENSTOCK_INLINE Ints operator|(Ints a, Ints b) { return {_mm512_or_si512(a.v, b.v)}; }
+PENSTOCK_INLINE Ints shift_left(Ints a, int bits) { return {_mm512_slli_epi32(a.v, bits)}; }
+PENSTOCK_INLINE Ints widen_u8(const void* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+PENSTOCK_INLINE Ints widen_u16(const void* p) { return {_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))}; }
 PENSTOCK_INLINE Ints lane_numbers() {
   return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
 }
@@ -120,6 +126,5 @@ PENSTOCK_INLINE Ints sum_of_each(const Ints (&x)[16]) {
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
   }))};
 }
-PENSTOCK_INLINE void store_ints(int32_t* p, Ints a) { _mm512_storeu_si512(p, a.v); }
 
 }  // namespace penstock
