@@ -59,8 +59,8 @@ $(STAMP): requirements.lock pyproject.toml
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/pip install --quiet '.[all,dev]' '$(TORCH)'
-	{ echo "# Everything that [all,dev] needs, for Python 3.11 and later. Made by: make lock"; \
+	build/lock/bin/pip install --quiet '.[all,dev,bench]' '$(TORCH)'
+	{ echo "# Everything that [all,dev,bench] needs, for Python 3.11 and later. Made by: make lock"; \
 	  build/lock/bin/pip freeze --all --exclude penstock --exclude pip \
 	  | grep -Ev '^(nvidia-|triton|cuda-)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
 	rm -rf build/lock

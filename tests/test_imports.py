@@ -44,8 +44,6 @@ BANNED = {
     CLI: WEB | TORCH | QUEUES | {"numpy"},
     TOP: WEB | TORCH | QUEUES | {"numpy"},
 }
-LATE = {ENGINE: {"transformers"}}
-"""Third-party names that a room may import inside a function although it may not at its top."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def test_imports_follow_the_arrows() -> None:
 def test_rooms_stay_clear_of_foreign_packages() -> None:
     def is_banned(room: str, found: Import) -> bool:
         package = found.target.partition(".")[0]
-        return package in BANNED[room] and not (found.late and package in LATE.get(room, set()))
+        return package in BANNED[room]
 
     assert [at(module, found) for module, room, found in all_imports() if is_banned(room, found)] == []
 

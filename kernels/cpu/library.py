@@ -108,7 +108,7 @@ class NativeModel:
         self._free = weakref.finalize(self, self._library.penstock_model_free, self._handle)
 
     def close(self) -> None:
-        """End the threads and free all memory; the model cannot be used afterwards. Happens with the object's end too."""
+        """End the threads and free all memory, as the end of the object does; it cannot be used afterwards."""
         self._free()
 
     def allocate(self, slot: Slot, layer: int, weights: Format, rows: int, columns: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -11,11 +12,12 @@ from typing import Self, Unpack
 from penstock.contract.admission import estimate_cost
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
+from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.settings import RedisSettings
 from penstock.contract.wire import PoolPressure
-from penstock.producer.client.copies import Copy, Door
+from penstock.producer.client.copies import POOLS_TTL_S, Copy, Door, Warmer
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.inbox import Inbox
 from penstock.producer.client.job import AsyncJob
@@ -23,8 +25,6 @@ from penstock.producer.client.request import Prompt, SubmitOptions, build_job, c
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.source import JobSource, Submission, submit
 from penstock.producer.client.stats import ClientStats
-
-POOLS_TTL_S = 1.0
 
 
 class AsyncClient:
@@ -52,17 +52,22 @@ class AsyncClient:
         self._inbox = Inbox(self._redis, broker, settings, self.stats)
         self._pools = Copy(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
         self._doors: dict[str, Door] = {}
+        self._warmer = Warmer(self._pools, self._doors)
+        self._warming: asyncio.Task[None] | None = None
 
     async def connect(self) -> Self:
         """Subscribes; raises UnavailableError when Redis is away. `async with` does it too."""
         if not self._courier.is_open:
             await self._inbox.open()
+            self._warming = asyncio.create_task(self._warmer.run())
         self._courier.is_open = True
         return self
 
     async def close(self) -> None:
         """Ends every stream, task and connection of this client; jobs go on unless they were not `background`."""
         self._courier.is_open = False
+        if self._warming is not None:
+            await cancel_until_done((self._warming,))
         await self._inbox.close()
         await self._redis.aclose()
 
@@ -99,6 +104,7 @@ class AsyncClient:
         cost = estimate_cost(job, record)
         await self._courier.ask(lambda _: self._inbox.greet(job.pool))
         await self._door(job.pool).admit(cost, job.priority)
+        self._warmer.want()
         return await self._enqueue(Submission(job, cost, options.get("channel", False)))
 
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

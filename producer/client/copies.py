@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from penstock.contract import admission
 from penstock.contract.errors import PenstockError
@@ -15,6 +16,11 @@ from penstock.contract.wire import PoolPressure
 
 T = TypeVar("T")
 PRESSURE_TTL_S = 0.25
+POOLS_TTL_S = 1.0
+WARM_S = 30.0
+"""For so long after a job's submission the copies it needed are kept fresh, so that the next one waits for none."""
+_EARLY_S = 0.05
+"""Copies are fetched anew this long before they run out."""
 
 
 @dataclass(slots=True)
@@ -49,6 +55,11 @@ class Copy(Generic[T]):
                 raise flight.error
         return self._held[0]
 
+    async def refresh(self) -> None:
+        """Fetch anew although the value may still be good, so that nobody has to wait for it; raises as `get` does."""
+        if self._flight is None:
+            await self._fly()
+
     async def _fly(self) -> None:
         flight = self._flight = _Flight()
         try:
@@ -81,7 +92,43 @@ class Door:
         admission.decide(pressure, cost=cost, priority=priority, admitted_since=admitted_since)
         self._admitted_cost[priority] += cost
 
+    async def refresh(self) -> None:
+        """Fetch the pressure anew, so that the next job need not wait for it."""
+        await self._copy.refresh()
+
     async def _read(self) -> PoolPressure:
         pressure = await self._fetch()
         self._admitted_cost = [0] * NUM_PRIORITIES
         return pressure
+
+
+class Warmer:
+    """Keeps what a job's submission reads fresh while jobs are submitted now and then."""
+
+    def __init__(self, pools: Copy[Any], doors: Mapping[str, Door]) -> None:
+        self._pools = pools
+        self._doors = doors
+        self._wanted = asyncio.Event()
+        self._until_s = 0.0
+
+    def want(self) -> None:
+        """A job was submitted: more may follow."""
+        self._until_s = asyncio.get_running_loop().time() + WARM_S
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Until cancelled. What cannot be fetched is left to whoever needs it, and to the error they get."""
+        clock = asyncio.get_running_loop().time
+        pools_due_s = 0.0
+        while True:
+            await self._wanted.wait()
+            if clock() > self._until_s:
+                self._wanted.clear()
+                continue
+            with suppress(PenstockError):
+                if clock() >= pools_due_s:
+                    pools_due_s = clock() + POOLS_TTL_S - PRESSURE_TTL_S
+                    await self._pools.refresh()
+                for door in list(self._doors.values()):
+                    await door.refresh()
+            await asyncio.sleep(PRESSURE_TTL_S - _EARLY_S)

@@ -22,10 +22,8 @@ struct Chunk {
 
   Chunk(const KvCache& cache, const QueryRows& rows, int first_token, int end)
       : count(std::min(kChunkPages, (end - first_token + kPage - 1) / kPage)) {
-    const int per_block = cache.shape().pages_per_block();
     for (int i = 0; i < kChunkPages; ++i) {
-      const int page = first_token / kPage + std::min(i, count - 1);
-      cells[i] = cache.cell(rows.layer, rows.block_table[page / per_block] * per_block + page % per_block, rows.head);
+      cells[i] = cache.cell(rows.layer, rows.block_table, first_token / kPage + std::min(i, count - 1), rows.head);
     }
   }
 };
@@ -83,13 +81,15 @@ struct Bf16Cache {
   }
 
   template <class Acc>
-  void add_values(const Chunk& chunk, Acc& acc) {
+  void add_values(const Chunk& chunk, const Chunk& next, Acc& acc) {
     for (int i = 0; i < chunk.count; ++i) {
-      const uint8_t* values = cache.values(chunk.cells[i]);
-      for (int t = 0; t < kPage; t += 2, values += dim * 4) {
+      const uint8_t *values = cache.values(chunk.cells[i]), *later = cache.values(next.cells[i]);
+      for (int t = 0; t < kPage; t += 2, values += dim * 4, later += dim * 4) {
         uint32_t words[R];
         for (int r = 0; r < R; ++r) std::memcpy(&words[r], &p[r][i * kPage + t], sizeof words[r]);
         for (int j = 0; j < dim / kLanes; ++j) {
+          // A full tile is a prompt's, whose keys and values are in cache.
+          if constexpr (R < kMaxQueryRows) _mm_prefetch(later + j * 64, _MM_HINT_T0);
           const Bytes v = load_bytes(values + j * 64);
           for (int r = 0; r < R; ++r) acc[r][j] = dot_bf16(acc[r][j], v, broadcast_word(words[r]));
         }
@@ -144,23 +144,25 @@ struct Int8Cache {
       most = max(most, scaled[i]);
     }
     const float m = largest(most);
-    p_scale[r] = m / 255.f;
+    p_scale[r] = m * (1 / 255.f);
     const Floats inverse = broadcast(m > 0 ? 255.f / m : 0.f);
     for (int i = 0; i < kChunkPages; ++i) store_u8(p[r] + i * kPage, to_ints(scaled[i] * inverse));
   }
 
   template <class Acc>
-  void add_values(const Chunk& chunk, Acc& acc) {
+  void add_values(const Chunk& chunk, const Chunk& next, Acc& acc) {
     constexpr int kVectors = (D ? D : kMaxHeadDim) / kLanes;
     Ints sums[R][kVectors];
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < dim / kLanes; ++j) sums[r][j] = broadcast_int(0);
     for (int i = 0; i < chunk.count; ++i) {
-      const uint8_t* values = cache.values(chunk.cells[i]);
-      for (int t = 0; t < kPage; t += 4, values += dim * 4) {
+      const uint8_t *values = cache.values(chunk.cells[i]), *later = cache.values(next.cells[i]);
+      for (int t = 0; t < kPage; t += 4, values += dim * 4, later += dim * 4) {
         uint32_t words[R];
         for (int r = 0; r < R; ++r) std::memcpy(&words[r], &p[r][i * kPage + t], sizeof words[r]);
         for (int j = 0; j < dim / kLanes; ++j) {
+          // A full tile is a prompt's, whose keys and values are in cache.
+          if constexpr (R < kMaxQueryRows) _mm_prefetch(later + j * 64, _MM_HINT_T0);
           const Bytes v = load_bytes(values + j * 64);
           for (int r = 0; r < R; ++r) sums[r][j] = dot_u8s8(sums[r][j], broadcast_word(words[r]), v);
         }
@@ -221,7 +223,7 @@ void run_span(const KvCache& kv, const QueryRows& rows, int begin, int end, RowS
       }
       cache.set_weights(r, chunk, weights);
     }
-    cache.add_values(chunk, acc);
+    cache.add_values(chunk, next, acc);
   }
   for (int r = 0; r < R; ++r) {
     out[r].total = sum(total[r]);

@@ -22,7 +22,7 @@ void put_into_words(uint8_t* words, Ints x, int width, int at) {
 
 void KvCache::set(int layer, int slot, int head, const float* key, const float* value) const {
   const int t = slot % kPage, dim = shape_.head_dim;
-  uint8_t *keys = cell(layer, slot / kPage, head), *out = values(keys);
+  uint8_t *keys = cell_of_slot(layer, slot, head), *out = values(keys);
   if (shape_.format == KvFormat::kBf16) {
     alignas(64) bf16 k[kMaxHeadDim], v[kMaxHeadDim];
     for (int d = 0; d < dim; d += kLanes) {
@@ -53,7 +53,7 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
 
 void KvCache::get(int layer, int slot, int head, float* key, float* value) const {
   const int t = slot % kPage, dim = shape_.head_dim;
-  uint8_t *k = cell(layer, slot / kPage, head), *v = values(k);
+  uint8_t *k = cell_of_slot(layer, slot, head), *v = values(k);
   for (int d = 0; d < dim; ++d) {
     if (shape_.format == KvFormat::kBf16) {
       key[d] = widen(reinterpret_cast<const bf16*>(k)[key_at(d, t, 2)]);

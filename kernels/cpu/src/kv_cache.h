@@ -7,6 +7,8 @@
 //   int8   keys [head_dim / 4][16 tokens][4] u8 (128 + q), values [4 token quadruples][head_dim][4] s8,
 //          and a float scale a token for each
 #pragma once
+#include <bit>
+
 #include "memory.h"
 #include "simd.h"
 
@@ -36,7 +38,13 @@ struct KvShape {
 class KvCache {
  public:
   explicit KvCache(const KvShape& shape)
-      : shape_(shape), half_bytes_(shape.half_bytes()), memory_(shape.num_blocks * shape.block_bytes()) {}
+      : shape_(shape),
+        half_bytes_(shape.half_bytes()),
+        cell_bytes_(shape.cell_bytes()),
+        layer_bytes_(shape.layer_bytes()),
+        block_bytes_(shape.block_bytes()),
+        pages_shift_(std::countr_zero((unsigned)shape.pages_per_block())),
+        memory_(shape.num_blocks * shape.block_bytes()) {}
 
   // Stores a token's key and value [head_dim] at `slot` = block * block_size + offset.
   void set(int layer, int slot, int head, const float* key, const float* value) const;
@@ -44,11 +52,16 @@ class KvCache {
   void get(int layer, int slot, int head, float* key, float* value) const;
   void clear_block(int block) const;
 
-  // Where a cell begins: its keys. `page` counts the pages of all blocks.
-  uint8_t* cell(int layer, int page, int head) const {
-    const int block = page / shape_.pages_per_block(), part = page % shape_.pages_per_block();
-    return memory_.data() + block * shape_.block_bytes() + layer * shape_.layer_bytes() +
-           ((size_t)part * shape_.num_heads + head) * shape_.cell_bytes();
+  // Where the cell of a sequence's page begins: its keys. Blocks have 1, 2, 4, ... pages.
+  uint8_t* cell(int layer, const int32_t* block_table, int page, int head) const {
+    return cell_of_block(layer, block_table[page >> pages_shift_], page & ((1 << pages_shift_) - 1), head);
+  }
+  uint8_t* cell_of_block(int layer, int block, int page, int head) const {
+    return memory_.data() + block * block_bytes_ + layer * layer_bytes_ +
+           ((size_t)page * shape_.num_heads + head) * cell_bytes_;
+  }
+  uint8_t* cell_of_slot(int layer, int slot, int head) const {
+    return cell_of_block(layer, slot / shape_.block_size, slot % shape_.block_size / kPage, head);
   }
   uint8_t* values(uint8_t* cell) const { return cell + half_bytes_; }
   float* key_scales(uint8_t* cell) const { return reinterpret_cast<float*>(cell + 2 * half_bytes_); }
@@ -57,7 +70,8 @@ class KvCache {
 
  private:
   const KvShape shape_;
-  const size_t half_bytes_;
+  const size_t half_bytes_, cell_bytes_, layer_bytes_, block_bytes_;
+  const int pages_shift_;
   Buffer<uint8_t> memory_;
 };
 

@@ -55,7 +55,13 @@ class Line(asyncio.Protocol):
     async def open(cls, redis: Redis, on_message: Callable[[bytes], None] | None = None) -> Line:
         """Connects as `redis` would; `on_message` is called with each message of a subscription."""
         connection = cast(Any, redis.connection_pool).make_connection()
-        await connection.connect()
+        try:
+            await connection.connect()
+        except BaseException:
+            # Given up half way, it would leave its socket to the garbage collector.
+            if connection._writer is not None:
+                connection._writer.close()
+            raise
         writer = connection._writer
         # From here on the connection is ours.
         connection._reader = connection._writer = None
@@ -107,11 +113,10 @@ class Line(asyncio.Protocol):
                     self._answer(reply)
                     continue
                 self._on_message(reply[2])
-                if self._reader.has_data():
-                    # Readers get their turn between two messages, or a heap of them would overflow mailboxes.
-                    self._goes_on = True
-                    self._loop.call_soon(self._read_on)
-                    return
+                # Readers get their turn between two messages, or a heap of them would overflow mailboxes.
+                self._goes_on = True
+                self._loop.call_soon(self._read_on)
+                return
         except exceptions.RedisError as error:
             self.close(error)
         self._num_buffered = 0

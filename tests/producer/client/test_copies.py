@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.contract.wire import NodePressure, PoolPressure
-from penstock.producer.client.copies import Copy, Door
+from penstock.producer.client.copies import Copy, Door, Warmer
 
 
 class Fetch:
@@ -84,3 +85,33 @@ async def test_the_door_counts_what_it_let_in_by_class() -> None:
     await door.admit(80, Priority.INTERACTIVE)  # batch jobs do not stand before it
     with pytest.raises(BusyError):
         await door.admit(80, Priority.INTERACTIVE)
+
+
+async def test_copies_are_fetched_ahead_of_need_while_jobs_come() -> None:
+    fetched: asyncio.Queue[str] = asyncio.Queue()
+
+    async def pools() -> None:
+        fetched.put_nowait("pools")
+
+    async def pressure() -> PoolPressure:
+        fetched.put_nowait("pressure")
+        return PoolPressure(())
+
+    warmer = Warmer(Copy(pools, ttl_s=60), {"pool": Door(pressure)})
+    running = asyncio.create_task(warmer.run())
+    await asyncio.sleep(0)
+    assert fetched.empty(), "nothing is fetched for a client that submits nothing"
+    warmer.want()
+    async with asyncio.timeout(10):
+        assert [await fetched.get() for _ in range(3)] == ["pools", "pressure", "pressure"]
+    await cancel_until_done((running,))
+
+
+async def test_a_refreshed_copy_needs_no_fetch() -> None:
+    fetch = Fetch()
+    fetch.gate.set()
+    copy = Copy(fetch, ttl_s=60)
+    await copy.refresh()
+    await copy.refresh()
+    assert await copy.get() == 2
+    assert fetch.num_calls == 2
