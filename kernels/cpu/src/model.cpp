@@ -21,8 +21,27 @@ bool rms_norm(const float* x, const float* weight, int padded, int count, float 
   return std::isfinite(total);
 }
 
-Activations& of(Activations (&left)[kNumInputs][kNumFormats], Input input, const Matrix& right) {
-  return left[input][(int)right.format];
+// So few rows are written by every thread for itself: that costs less than waiting for each other.
+constexpr int kRowsToRepeat = 2;
+
+void prepare(std::vector<Inputs>& inputs, Input input, int rows, int columns, Format format) {
+  for (Inputs& own : inputs) {
+    own[input][(int)format].prepare(rows, columns, format);
+    if (rows > kRowsToRepeat) return;
+  }
+}
+
+// Has `write(activations, row)` called for each row; the activations to multiply with.
+template <class Write>
+Activations& fill(Member& member, std::vector<Inputs>& inputs, Input input, Format format, int rows, const Write& write) {
+  if (rows <= kRowsToRepeat) {
+    Activations& own = inputs[member.index()][input][(int)format];
+    for (int i = 0; i < rows; ++i) write(own, i);
+    return own;
+  }
+  Activations& shared = inputs[0][input][(int)format];
+  member.for_each(rows, [&](int i) { write(shared, i); });
+  return shared;
 }
 
 }  // namespace
@@ -39,7 +58,9 @@ Model::Model(const Spec& spec, int num_threads)
       qkv_stride_(round_up(spec.queries() + 2 * spec.num_kv_heads * spec.head_dim, kPanel)),
       attended_stride_(round_up(spec.queries(), kPanel)),
       gated_stride_(round_up(spec.intermediate, kPanel)),
-      logits_stride_(round_up(spec.vocab, kPanel)) {
+      logits_stride_(round_up(spec.vocab, kPanel)),
+      inputs_(num_threads),
+      last_inputs_(num_threads) {
   for (int i = 0; i < spec.num_layers; ++i) {
     layers_.push_back({Buffer<float>(hidden_stride_), Buffer<float>(hidden_stride_), {}, {}, {}, {}});
   }
@@ -66,15 +87,17 @@ void Model::reserve() {
   qkv_.reserve((size_t)rows * qkv_stride_);
   attended_.reserve((size_t)rows * attended_stride_);
   gated_.reserve((size_t)rows * gated_stride_);
+  const int head_rows = (int)head_tokens_.size();
   for (const Layer& layer : layers_) {
-    auto& left = &layer == &layers_.back() ? last_left_ : left_;
-    const int tail_rows = &layer == &layers_.back() ? (int)head_tokens_.size() : rows;
-    of(left_, kNormed, layer.qkv).prepare(rows, spec_.hidden, layer.qkv.format);
-    of(left, kAttended, layer.o).prepare(tail_rows, spec_.queries(), layer.o.format);
-    of(left, kNormed, layer.gate_up).prepare(tail_rows, spec_.hidden, layer.gate_up.format);
-    of(left, kGated, layer.down).prepare(tail_rows, spec_.intermediate, layer.down.format);
+    const bool is_last = &layer == &layers_.back();
+    auto& tail = is_last ? last_inputs_ : inputs_;
+    const int tail_rows = is_last ? head_rows : rows;
+    prepare(inputs_, kNormed, rows, spec_.hidden, layer.qkv.format);
+    prepare(tail, kAttended, tail_rows, spec_.queries(), layer.o.format);
+    prepare(tail, kNormed, tail_rows, spec_.hidden, layer.gate_up.format);
+    prepare(tail, kGated, tail_rows, spec_.intermediate, layer.down.format);
   }
-  head_in_.prepare(head_tokens_.size(), spec_.hidden, head.format);
+  head_in_.prepare(head_rows, spec_.hidden, head.format);
   bests_.assign(head_tokens_.size() * team_.size(), {-std::numeric_limits<float>::infinity(), 0, true});
   poisoned_.assign(head_tokens_.size(), 0);
 }
@@ -113,23 +136,24 @@ bool Model::norm_into(Activations& left, int row, int token, const Buffer<float>
 
 void Model::run_layer(Member& member, int index) {
   Layer& layer = layers_[index];
-  Activations& left = of(left_, kNormed, layer.qkv);
-  member.for_each(plan_.num_tokens, [&](int i) { norm_into(left, i, i, layer.attention_norm); });
-  multiply(member, left, layer.qkv, [&](int first, int count, int panel, const float* out) {
+  const Activations& normed =
+      fill(member, inputs_, kNormed, layer.qkv.format, plan_.num_tokens,
+           [&](Activations& left, int i) { norm_into(left, i, i, layer.attention_norm); });
+  multiply(member, normed, layer.qkv, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) std::copy_n(out + r * kPanel, kPanel, qkv_row(first + r) + panel * kPanel);
   });
   attend_all(member, index);
   // Behind the last attention a token matters only where its logits are wanted.
   if (index + 1 < spec_.num_layers) {
-    run_tail(member, layer, all_tokens_, left_);
+    run_tail(member, layer, all_tokens_, inputs_);
   } else if (!head_tokens_.empty()) {
-    run_tail(member, layer, head_tokens_, last_left_);
+    run_tail(member, layer, head_tokens_, last_inputs_);
   }
 }
 
 // What follows the attention, for the tokens `rows`.
 void Model::run_tail(Member& member, Layer& layer, const std::vector<int>& rows,
-                     Activations (&left)[kNumInputs][kNumFormats]) {
+                     std::vector<Inputs>& inputs) {
   const int num_rows = (int)rows.size();
   const auto add_to_hidden = [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
@@ -138,12 +162,14 @@ void Model::run_tail(Member& member, Layer& layer, const std::vector<int>& rows,
     }
   };
 
-  Activations& attended = of(left, kAttended, layer.o);
-  member.for_each(num_rows, [&](int i) { attended.set_row(i, attended_row(rows[i])); });
+  const Activations& attended =
+      fill(member, inputs, kAttended, layer.o.format, num_rows,
+           [&](Activations& left, int i) { left.set_row(i, attended_row(rows[i])); });
   multiply(member, attended, layer.o, add_to_hidden);
 
-  Activations& normed = of(left, kNormed, layer.gate_up);
-  member.for_each(num_rows, [&](int i) { norm_into(normed, i, rows[i], layer.mlp_norm); });
+  const Activations& normed =
+      fill(member, inputs, kNormed, layer.gate_up.format, num_rows,
+           [&](Activations& left, int i) { norm_into(left, i, rows[i], layer.mlp_norm); });
   multiply(member, normed, layer.gate_up, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
       float* gated = gated_row(first + r) + panel * kLanes;
@@ -151,8 +177,8 @@ void Model::run_tail(Member& member, Layer& layer, const std::vector<int>& rows,
     }
   });
 
-  Activations& gated = of(left, kGated, layer.down);
-  member.for_each(num_rows, [&](int i) { gated.set_row(i, gated_row(i)); });
+  const Activations& gated = fill(member, inputs, kGated, layer.down.format, num_rows,
+                                  [&](Activations& left, int i) { left.set_row(i, gated_row(i)); });
   multiply(member, gated, layer.down, add_to_hidden);
 }
 

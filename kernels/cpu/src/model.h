@@ -1,5 +1,6 @@
 // A decoder with RMS norms, rotary positions, grouped queries and a gated MLP: its weights, its cache, one step of it.
 #pragma once
+#include <array>
 #include <vector>
 
 #include "activations.h"
@@ -48,6 +49,7 @@ struct Plan {
 // What a matrix of a layer multiplies with: the normed hidden state, the attended values, the gated product.
 enum Input { kNormed = 0, kAttended = 1, kGated = 2 };
 constexpr int kNumInputs = 3;
+using Inputs = std::array<std::array<Activations, kNumFormats>, kNumInputs>;
 
 // Query rows of one sequence that attend together: [first_row, first_row + rows), a row is token * group + query head.
 struct QueryTile {
@@ -85,7 +87,7 @@ class Model {
   void run(Member& member);
   void embed(Member& member);
   void run_layer(Member& member, int index);
-  void run_tail(Member& member, Layer& layer, const std::vector<int>& rows, Activations (&left)[kNumInputs][kNumFormats]);
+  void run_tail(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs);
   void attend_all(Member& member, int layer);
   void attend_by_span(Member& member, int layer);
   void attend_tile(int layer, const QueryTile& tile, int head);
@@ -127,8 +129,8 @@ class Model {
   std::vector<char> poisoned_;    // of each head token: its hidden state is not finite
   Buffer<float> hidden_, qkv_, attended_, gated_, logits_;
   Buffer<RowState> partials_;
-  Activations left_[kNumInputs][kNumFormats];
-  Activations last_left_[kNumInputs][kNumFormats];  // of the last layer's rows behind its attention
+  // One for each thread, of which all but the first are for few rows.
+  std::vector<Inputs> inputs_, last_inputs_;  // `last`: of the last layer's rows behind its attention
   Activations head_in_;
 };
 
