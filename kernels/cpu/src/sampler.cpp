@@ -173,7 +173,9 @@ class Candidates {
     float lowest = 0;
     for (int i = 0; i < vocab_; ++i)
       if (kept(i)) lowest = std::min(lowest, logs_[i]);
-    per_unit_ = lowest < 0 ? kBuckets / -lowest : 0;
+    // Logits that hardly differ share one bucket.
+    per_unit_ = kBuckets / -lowest;
+    if (!std::isfinite(per_unit_)) per_unit_ = 0;
     sizes_.assign(kBuckets, 0);
     masses_.assign(kBuckets, 0);
     for (int i = 0; i < vocab_; ++i) {

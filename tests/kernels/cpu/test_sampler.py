@@ -46,6 +46,14 @@ def test_vocabularies_of_every_size(kernels: Single, vocab: int, rules: str) -> 
     assert case.disagreements(_tokens(kernels, case)) == []
 
 
+@pytest.mark.parametrize("rules", ["top_k", "top_p", "all"])
+def test_logits_may_differ_by_less_than_can_be_divided(kernels: Single, rules: str) -> None:
+    logits = np.zeros((4, 40), np.float32)
+    logits[:, ::3] = -np.float32(1e-44)
+    case = SamplingCase(logits, rows_of(4, seed=np.arange(4), **RULES[rules]))
+    assert case.disagreements(_tokens(kernels, case)) == []
+
+
 def test_penalties_are_two_rounded_steps(kernels: Single) -> None:
     """Fused into one, or the other way around, another token would win by the last bit."""
     rng = np.random.default_rng(0)
