@@ -117,6 +117,7 @@ class Model {
 
   Plan plan_{};
   bool decodes_only_ = false;
+  bool fills_block_ = false;
   bool splits_spans_ = false;
   std::vector<int> seq_of_token_;
   std::vector<int> store_runs_;  // where runs of tokens begin whose values may share words of the cache, and the end

@@ -52,6 +52,8 @@ void Model::plan_attention() {
       longest = std::max(longest, context);
     }
   }
+  fills_block_ = std::any_of(plan_.positions, plan_.positions + plan_.num_tokens,
+                             [&](int position) { return (position + 1) % spec_.block_size == 0; });
   store_runs_.push_back(plan_.num_tokens);
   span_starts_.push_back(spans);
   const int units = (int)tiles_.size() * spec_.num_kv_heads;
@@ -105,8 +107,8 @@ void Model::attend_tile(int layer, const QueryTile& tile, int head) {
 
 void Model::attend_all(Member& member, int layer) {
   const int heads = spec_.num_kv_heads, num_tiles = (int)tiles_.size();
-  // A decoding sequence reads no block that another one writes in this step, so its keys can be stored on the way.
-  const bool stores_on_the_way = decodes_only_ && num_tiles == plan_.num_seqs && !splits_spans_;
+  // Only a block that this step fills may be read by another sequence of it: else keys can be stored on the way.
+  const bool stores_on_the_way = decodes_only_ && !fills_block_ && num_tiles == plan_.num_seqs && !splits_spans_;
   if (!stores_on_the_way) {
     member.for_each(((int)store_runs_.size() - 1) * heads, [&](int i) {
       const int run = i / heads;

@@ -170,3 +170,18 @@ def test_greedy_rows_take_the_lowest_of_equal_logits(llama: Llama, load_native: 
     tracks = [Track([3, 4, 5], [1 + i]) for i in range(5)]
     tokens = tokens_of_step(runner, [(track, 3) for track in tracks], rows_of(5, temperature=0.0))
     assert tokens.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("kept", KV_CACHE_DTYPES)
+def test_a_block_is_read_in_the_step_that_fills_it(llama: Llama, load_native: LoadNative, kept: str) -> None:
+    """The reader comes first in the plan, where its keys would be missing if they were stored on the way."""
+    folder = llama()
+    ids = _tokens(random.Random(3), 17)
+    options = {"quantization": "none", "kv_cache_dtype": kept, "num_threads": 1}
+    want = logits_alone(load_native(folder, **options), ids)
+    runner = load_native(folder, **options)
+    filler, reader = Track(ids[:16], [5]), Track(ids, [5, 6])
+    logits_of_step(runner, [(filler, 15)])
+    reader.done = 16
+    got = logits_of_step(runner, [(reader, 1), (filler, 1)])[0]
+    assert np.array_equal(got[0], want[16])
