@@ -75,7 +75,7 @@ class NativeSpec(c.Structure):
         *((name, c.c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
         *((name, c.c_int32) for name in ("head_dim", "vocab", "max_position")),
         ("norm_eps", c.c_float),
-        *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format")),
+        *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format", "turned")),
     ]
 
 
@@ -125,13 +125,18 @@ class NativeModel:
         first: int = 0,
         place: Place = Place.PLAIN,
         row_order: NDArray[np.int32] | None = None,
+        gains: NDArray[np.float32] | None = None,
     ) -> None:
-        """Pack rows into a matrix. data: [rows, bytes of a row]; row i is taken from data[row_order[i]]."""
+        """Pack rows into a matrix. data: [rows, bytes of a row]; row i is taken from data[row_order[i]].
+
+        gains: [columns], the weights of the norm before the matrix, where the model is turned.
+        """
         data = np.ascontiguousarray(data)
-        order = None if row_order is None else row_order.ctypes.data
+        order, factors = (None if array is None else array.ctypes.data for array in (row_order, gains))
         rows, row_bytes = data.shape
         call = self._library.penstock_matrix_fill
-        self._check(call(self._handle, layer, slot, source, place, first, rows, data.ctypes.data, row_bytes, order))
+        address = data.ctypes.data
+        self._check(call(self._handle, layer, slot, source, place, first, rows, address, row_bytes, order, factors))
 
     def set_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
         """Set a norm's weights or a table."""
@@ -165,7 +170,7 @@ def _open(path: Path) -> Any:
         "penstock_model_new": (c.c_char_p, [pointer, number, pointer]),
         "penstock_model_free": (None, [pointer]),
         "penstock_matrix_new": (c.c_char_p, [pointer, *[number] * 5]),
-        "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer]),
+        "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer, pointer]),
         "penstock_vector_fill": (None, [pointer, number, number, pointer, c.c_size_t]),
         "penstock_step_start": (c.c_char_p, [pointer, pointer]),
         "penstock_step_wait": (None, [pointer]),

@@ -83,6 +83,13 @@ class Single:
         self._library.penstock_single_silu(_at(x), len(x), _at(out))
         return out
 
+    def turn(self, row: Floats) -> Floats:
+        """A row turned. row: [n]."""
+        padded = np.zeros(-(-len(row) // 16) * 16, np.float32)
+        padded[: len(row)] = row
+        self._library.penstock_single_turn(_at(padded), len(row))
+        return padded
+
     def place_row(self, place: Place, first: int, i: int) -> int:
         """The row of a fused matrix at which row i of a part lies."""
         row: int = self._library.penstock_single_place(place, first, i)
@@ -166,6 +173,7 @@ def _open(path: Path) -> Any:
         "quantise": (real, [pointer, number, pointer, pointer]),
         "exp": (None, [pointer, number, pointer]),
         "silu": (None, [pointer, number, pointer]),
+        "turn": (None, [pointer, number]),
         "place": (number, [number] * 3),
         "sample": (c.c_int32, [pointer, number, pointer]),
         "cache_new": (pointer, [number] * 5),

@@ -63,7 +63,7 @@ PENSTOCK_VARIANTS: dict[str, tuple[Kind, dict[str, str]]] = {
     "bf16": ("bf16", {"dtype": "bfloat16", "quantization": "none", "kv_cache_dtype": "bfloat16"}),
     "bf16, KV int8": ("bf16", {"dtype": "bfloat16", "quantization": "none", "kv_cache_dtype": "int8"}),
     "Q4_1, KV int8": ("quantised", {"dtype": "auto", "quantization": "auto", "kv_cache_dtype": "int8"}),
-    "int8_group, KV int8": ("quantised", {"dtype": "auto", "quantization": "int8_group", "kv_cache_dtype": "int8"}),
+    "int8, KV int8": ("quantised", {"dtype": "auto", "quantization": "int8", "kv_cache_dtype": "int8"}),
 }
 """Fields of EngineConfig; the node's settings have the same names."""
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.gpu_node.model.cache import cache_folder
 from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
@@ -44,9 +48,10 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
     num_blocks = kv_blocks(described, options, _kv_token_bytes(spec, kv_format)) + 1
     threads = options.num_threads or usable_cores()
-    model = NativeModel(library, _native_spec(described, options, num_blocks, kv_format), threads)
+    native_spec = _native_spec(described, options, num_blocks, kv_format)
+    model = NativeModel(library, native_spec, threads)
     formats = _Packer(model, described, options.quantization, progress).pack()
-    arithmetic = _arithmetic(isa, formats, kv_format)
+    arithmetic = _arithmetic(isa, formats, kv_format, turned=bool(native_spec.turned))
     _log.info("native runner %s kv_blocks=%d threads=%d", arithmetic, num_blocks - 1, threads)
     return NativeRunner(model, num_blocks=num_blocks, vocab_size=spec.vocab_size), arithmetic
 
@@ -86,12 +91,21 @@ def _native_spec(described: Description, options: RunnerOptions, num_blocks: int
         block_size=options.block_size,
         num_blocks=num_blocks,
         kv_format=kv_format,
+        turned=_is_turned(options.quantization),
     )
 
 
-def _arithmetic(isa: Isa, formats: set[Format], kv_format: KvFormat) -> str:
+def _is_turned(quantization: str) -> bool:
+    """One scale for a whole row does not do for channels with outliers; groups do without."""
+    return quantization == "int8"
+
+
+def _arithmetic(isa: Isa, formats: set[Format], kv_format: KvFormat, *, turned: bool) -> str:
     weights = "+".join(weights.name.lower() for weights in sorted(formats))
-    return f"native-{isa}-{weights}-kv-{kv_format.name.lower()}"
+    return f"native-{isa}-{weights}{'-turned' if turned else ''}-kv-{kv_format.name.lower()}"
+
+
+_Gains: TypeAlias = NDArray[np.float32] | None
 
 
 class _Packer:
@@ -104,6 +118,7 @@ class _Packer:
         self._max_model_len = described.max_model_len
         self._checkpoint = Checkpoint.open(described.source)
         self._quantization = quantization
+        self._turned = _is_turned(quantization)
         self._progress = progress
         self._formats: set[Format] = set()
 
@@ -114,12 +129,14 @@ class _Packer:
             self._pack_layer(layer)
             self._progress("load", (layer + 1) / (spec.num_layers + 1))
         embedding = self._checkpoint.get(names.embedding, spec.vocab_size, spec.hidden_size)
-        if spec.tied_head:
-            self._fuse(Slot.HEAD, 0, [embedding])
-        else:
-            self._fuse(Slot.HEAD, 0, [self._checkpoint.get(names.head, spec.vocab_size, spec.hidden_size)])
+        head = embedding
+        if not spec.tied_head:
+            head = self._checkpoint.get(names.head, spec.vocab_size, spec.hidden_size)
+        gains = self._set_norm(Vector.FINAL_NORM, 0, names.final_norm)
+        self._fuse(Slot.HEAD, 0, [head], gains)
+        # Only as long as the norm does not go into the head are tied ones the same.
+        if not spec.tied_head or gains is not None:
             self._fuse(Slot.EMBEDDING, 0, [embedding])
-        self._set_norm(Vector.FINAL_NORM, 0, names.final_norm)
         cos, sin = rope_angles(spec, self._max_model_len)
         self._model.set_vector(Vector.COS, 0, cos)
         self._model.set_vector(Vector.SIN, 0, sin)
@@ -135,34 +152,39 @@ class _Packer:
             return self._checkpoint.get(name.format(layer=layer), rows, columns)
 
         parts = [get(names.q, q_size, hidden), get(names.k, kv_size, hidden), get(names.v, kv_size, hidden)]
-        self._fuse(Slot.QKV, layer, parts)
+        self._fuse(Slot.QKV, layer, parts, self._set_norm(Vector.ATTENTION_NORM, layer, names.attention_norm))
         self._fuse(Slot.OUT, layer, [get(names.o, hidden, q_size)])
-        self._interleave(Slot.GATE_UP, layer, get(names.gate, inter, hidden), get(names.up, inter, hidden))
+        gate, up = get(names.gate, inter, hidden), get(names.up, inter, hidden)
+        self._interleave(Slot.GATE_UP, layer, gate, up, self._set_norm(Vector.MLP_NORM, layer, names.mlp_norm))
         self._fuse(Slot.DOWN, layer, [get(names.down, hidden, inter)])
-        self._set_norm(Vector.ATTENTION_NORM, layer, names.attention_norm)
-        self._set_norm(Vector.MLP_NORM, layer, names.mlp_norm)
 
-    def _fuse(self, slot: Slot, layer: int, parts: list[StoredTensor]) -> None:
+    def _fuse(self, slot: Slot, layer: int, parts: list[StoredTensor], gains: _Gains = None) -> None:
         """One matrix with the parts' rows one after the other."""
         self._allocate(slot, layer, parts, sum(part.shape[0] for part in parts))
         first = 0
         for part in parts:
             source, data, order = rows_of(part)
-            self._model.fill(slot, layer, source, data, first=first, row_order=order)
+            self._model.fill(slot, layer, source, data, first=first, row_order=order, gains=gains)
             first += part.shape[0]
 
-    def _interleave(self, slot: Slot, layer: int, one: StoredTensor, other: StoredTensor) -> None:
+    def _interleave(self, slot: Slot, layer: int, one: StoredTensor, other: StoredTensor, gains: _Gains) -> None:
         """One matrix in which the parts' rows alternate by halves of a panel."""
         self._allocate(slot, layer, [one, other], 2 * one.shape[0])
         for place, part in ((Place.FIRST_HALF, one), (Place.SECOND_HALF, other)):
             source, data, order = rows_of(part)
-            self._model.fill(slot, layer, source, data, place=place, row_order=order)
+            self._model.fill(slot, layer, source, data, place=place, row_order=order, gains=gains)
 
     def _allocate(self, slot: Slot, layer: int, parts: list[StoredTensor], rows: int) -> None:
-        weights = format_of(parts, self._quantization)
-        self._formats.add(weights)
+        # Rows of a turned embedding are read one at a time, and an error in one stays in the sum of all layers.
+        precise = self._turned and slot is Slot.EMBEDDING
+        weights = Format.BF16 if precise else format_of(parts, self._quantization)
+        if not precise:
+            self._formats.add(weights)
         self._model.allocate(slot, layer, weights, rows, parts[0].shape[1])
 
-    def _set_norm(self, vector: Vector, layer: int, name: str) -> None:
+    def _set_norm(self, vector: Vector, layer: int, name: str) -> _Gains:
+        """Give a norm its weights; a turned model's go into the matrix behind it, for which they come back."""
         tensor = self._checkpoint.get(name.format(layer=layer), self._spec.hidden_size)
-        self._model.set_vector(vector, layer, tensor.to_float32())
+        gains = tensor.to_float32().reshape(-1)
+        self._model.set_vector(vector, layer, np.ones_like(gains) if self._turned else gains)
+        return gains if self._turned else None

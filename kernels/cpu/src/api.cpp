@@ -23,25 +23,7 @@ const char* guarded(const Body& body) {
   return last_error.c_str();
 }
 
-enum Slot { kQkv = 0, kO = 1, kGateUp = 2, kDown = 3, kEmbedding = 4, kHead = 5 };
 enum Vector { kAttentionNorm = 0, kMlpNorm = 1, kFinalNorm = 2, kCos = 3, kSin = 4 };
-
-Matrix& matrix_at(Model& model, int layer, int slot) {
-  switch (slot) {
-    case kQkv:
-      return model.layer(layer).qkv;
-    case kO:
-      return model.layer(layer).o;
-    case kGateUp:
-      return model.layer(layer).gate_up;
-    case kDown:
-      return model.layer(layer).down;
-    case kEmbedding:
-      return model.embedding;
-    default:
-      return model.head;
-  }
-}
 
 Buffer<float>& vector_at(Model& model, int layer, int which) {
   switch (which) {
@@ -73,21 +55,14 @@ PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, M
 PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
 
 PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, int format, int rows, int columns) {
-  return guarded([&] { matrix_at(*model, layer, slot) = Matrix((Format)format, rows, columns); });
+  return guarded([&] { model->matrix((Slot)slot, layer) = Matrix((Format)format, rows, columns); });
 }
 
-// Packs `count` rows of `row_bytes` each, on all threads; `row_order` may be null.
+// Packs `count` rows of `row_bytes` each, on all threads; `row_order` and `gains` may be null.
 PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot, int source, int place, int first, int count,
-                                 const uint8_t* data, size_t row_bytes, const int32_t* row_order) {
+                                 const uint8_t* data, size_t row_bytes, const int32_t* row_order, const float* gains) {
   return guarded([&] {
-    Matrix& matrix = matrix_at(*model, layer, slot);
-    model->team().start([&](Member& member) {
-      member.for_each(count, [&](int i) {
-        const size_t row = row_order ? row_order[i] : i;
-        matrix.set_row(place_row((Place)place, first, i), (Source)source, data + row * row_bytes);
-      });
-    });
-    model->team().join();
+    model->fill((Slot)slot, layer, {(Source)source, (Place)place, first, count, data, row_bytes, row_order}, gains);
   });
 }
 

@@ -33,7 +33,7 @@ void prepare(std::vector<Inputs>& inputs, Input input, int rows, int columns, Fo
 
 // Has `write(activations, row)` called for each row; the activations to multiply with.
 template <class Write>
-Activations& fill(Member& member, std::vector<Inputs>& inputs, Input input, Format format, int rows, const Write& write) {
+Activations& fill_rows(Member& member, std::vector<Inputs>& inputs, Input input, Format format, int rows, const Write& write) {
   if (rows <= kRowsToRepeat) {
     Activations& own = inputs[member.index()][input][(int)format];
     for (int i = 0; i < rows; ++i) write(own, i);
@@ -54,6 +54,8 @@ Model::Model(const Spec& spec, int num_threads)
       team_(num_threads),
       cache_({(KvFormat)spec.kv_format, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.block_size,
               spec.num_blocks}),
+      hidden_turn_(spec.turned ? spec.hidden : 1),
+      gated_turn_(spec.turned ? spec.intermediate : 1),
       hidden_stride_(round_up(spec.hidden, kPanel)),
       qkv_stride_(round_up(spec.queries() + 2 * spec.num_kv_heads * spec.head_dim, kPanel)),
       attended_stride_(round_up(spec.queries(), kPanel)),
@@ -63,6 +65,39 @@ Model::Model(const Spec& spec, int num_threads)
       last_inputs_(num_threads) {
   for (int i = 0; i < spec.num_layers; ++i) {
     layers_.push_back({Buffer<float>(hidden_stride_), Buffer<float>(hidden_stride_), {}, {}, {}, {}});
+  }
+}
+
+Matrix& Model::matrix(Slot slot, int layer) {
+  switch (slot) {
+    case Slot::kQkv:
+      return layers_[layer].qkv;
+    case Slot::kO:
+      return layers_[layer].o;
+    case Slot::kGateUp:
+      return layers_[layer].gate_up;
+    case Slot::kDown:
+      return layers_[layer].down;
+    case Slot::kEmbedding:
+      return embedding;
+    default:
+      return head;
+  }
+}
+
+void Model::fill(Slot slot, int layer, const Part& part, const float* gains) {
+  penstock::fill(team_, matrix(slot, layer), part, change_of(slot, gains));
+}
+
+Change Model::change_of(Slot slot, const float* gains) const {
+  if (!spec_.turned) return {nullptr, nullptr, nullptr};
+  switch (slot) {
+    case Slot::kO:
+      return {nullptr, nullptr, &hidden_turn_};
+    case Slot::kDown:
+      return {nullptr, &gated_turn_, &hidden_turn_};
+    default:
+      return {gains, &hidden_turn_, nullptr};
   }
 }
 
@@ -137,7 +172,7 @@ bool Model::norm_into(Activations& left, int row, int token, const Buffer<float>
 void Model::run_layer(Member& member, int index) {
   Layer& layer = layers_[index];
   const Activations& normed =
-      fill(member, inputs_, kNormed, layer.qkv.format, plan_.num_tokens,
+      fill_rows(member, inputs_, kNormed, layer.qkv.format, plan_.num_tokens,
            [&](Activations& left, int i) { norm_into(left, i, i, layer.attention_norm); });
   multiply(member, normed, layer.qkv, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) std::copy_n(out + r * kPanel, kPanel, qkv_row(first + r) + panel * kPanel);
@@ -163,12 +198,12 @@ void Model::run_tail(Member& member, Layer& layer, const std::vector<int>& rows,
   };
 
   const Activations& attended =
-      fill(member, inputs, kAttended, layer.o.format, num_rows,
+      fill_rows(member, inputs, kAttended, layer.o.format, num_rows,
            [&](Activations& left, int i) { left.set_row(i, attended_row(rows[i])); });
   multiply(member, attended, layer.o, add_to_hidden);
 
   const Activations& normed =
-      fill(member, inputs, kNormed, layer.gate_up.format, num_rows,
+      fill_rows(member, inputs, kNormed, layer.gate_up.format, num_rows,
            [&](Activations& left, int i) { norm_into(left, i, rows[i], layer.mlp_norm); });
   multiply(member, normed, layer.gate_up, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
@@ -177,8 +212,16 @@ void Model::run_tail(Member& member, Layer& layer, const std::vector<int>& rows,
     }
   });
 
-  const Activations& gated = fill(member, inputs, kGated, layer.down.format, num_rows,
-                                  [&](Activations& left, int i) { left.set_row(i, gated_row(i)); });
+  const Activations& gated = fill_rows(member, inputs, kGated, layer.down.format, num_rows, [&](Activations& left, int i) {
+    thread_local std::vector<float> turned;
+    const float* row = gated_row(i);
+    if (spec_.turned) {
+      turned.assign(row, row + gated_stride_);
+      gated_turn_.apply(turned.data());
+      row = turned.data();
+    }
+    left.set_row(i, row);
+  });
   multiply(member, gated, layer.down, add_to_hidden);
 }
 

@@ -5,6 +5,7 @@
 
 #include "activations.h"
 #include "attention.h"
+#include "fill.h"
 #include "kv_cache.h"
 #include "sampler.h"
 #include "team.h"
@@ -16,6 +17,8 @@ struct Spec {
   int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, max_position;
   float norm_eps;
   int32_t block_size, num_blocks, kv_format;
+  // Whether the hidden state and the gated products are turned (turn.h); then the norms have no weights of their own.
+  int32_t turned;
 
   int queries() const { return num_heads * head_dim; }
   int group() const { return num_heads / num_kv_heads; }
@@ -56,6 +59,8 @@ struct QueryTile {
   int seq, first_row, rows, context;
 };
 
+enum class Slot : int { kQkv = 0, kO = 1, kGateUp = 2, kDown = 3, kEmbedding = 4, kHead = 5 };
+
 class Model {
  public:
   Model(const Spec& spec, int num_threads);
@@ -64,6 +69,10 @@ class Model {
   Team& team() { return team_; }
   Layer& layer(int i) { return layers_[i]; }
   const KvCache& cache() const { return cache_; }
+  Matrix& matrix(Slot slot, int layer);
+
+  // Packs rows of a checkpoint. `gains`, the weights of the norm before the matrix, are for a turned model, else null.
+  void fill(Slot slot, int layer, const Part& part, const float* gains);
 
   Buffer<float> final_norm;
   Buffer<float> cos, sin;  // [max_position, head_dim / 2]
@@ -81,6 +90,7 @@ class Model {
     bool finite;
   };
 
+  Change change_of(Slot slot, const float* gains) const;
   void plan_head();
   void plan_attention();
   void reserve();
@@ -113,6 +123,7 @@ class Model {
   Team team_;
   std::vector<Layer> layers_;
   const KvCache cache_;
+  const Turn hidden_turn_, gated_turn_;
   const int hidden_stride_, qkv_stride_, attended_stride_, gated_stride_, logits_stride_;
 
   Plan plan_{};

@@ -188,6 +188,26 @@ PENSTOCK_INLINE uint32_t bits(Mask m) {
   return (uint32_t)_mm256_movemask_ps(m.a) | (uint32_t)_mm256_movemask_ps(m.b) << 8;
 }
 
+// Sums and differences of lanes that lie H apart: lane i becomes x[i] + x[i + H] where bit H of i is clear, x[i - H] - x[i]
+// where it is set.
+template <int H>
+PENSTOCK_INLINE __m256 half_butterfly(__m256 x) {
+  __m256 other;
+  if constexpr (H == 1) other = _mm256_permute_ps(x, 0xb1);
+  if constexpr (H == 2) other = _mm256_permute_ps(x, 0x4e);
+  if constexpr (H == 4) other = _mm256_permute2f128_ps(x, x, 1);
+  constexpr int kSecond = H == 1 ? 0xaa : H == 2 ? 0xcc : 0xf0;
+  return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), kSecond);
+}
+template <int H>
+PENSTOCK_INLINE Floats butterfly(Floats x) {
+  if constexpr (H == 8) {
+    return {_mm256_add_ps(x.a, x.b), _mm256_sub_ps(x.a, x.b)};
+  } else {
+    return {half_butterfly<H>(x.a), half_butterfly<H>(x.b)};
+  }
+}
+
 // Lane i is the reduction of all lanes of x[i].
 PENSTOCK_INLINE Floats largest_of_each(const Floats (&x)[16]) {
   float lanes[16];

@@ -97,6 +97,19 @@ PENSTOCK_INLINE Mask equal(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v,
 PENSTOCK_INLINE Floats select(Mask m, Floats yes, Floats no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
 PENSTOCK_INLINE uint32_t bits(Mask m) { return m.v; }
 
+// Sums and differences of lanes that lie H apart: lane i becomes x[i] + x[i + H] where bit H of i is clear, x[i - H] - x[i]
+// where it is set.
+template <int H>
+PENSTOCK_INLINE Floats butterfly(Floats x) {
+  __m512 other;
+  if constexpr (H == 1) other = _mm512_permute_ps(x.v, 0xb1);
+  if constexpr (H == 2) other = _mm512_permute_ps(x.v, 0x4e);
+  if constexpr (H == 4) other = _mm512_shuffle_f32x4(x.v, x.v, 0xb1);
+  if constexpr (H == 8) other = _mm512_shuffle_f32x4(x.v, x.v, 0x4e);
+  constexpr __mmask16 kSecond = H == 1 ? 0xaaaa : H == 2 ? 0xcccc : H == 4 ? 0xf0f0 : 0xff00;
+  return {_mm512_mask_sub_ps(_mm512_add_ps(x.v, other), kSecond, other, x.v)};
+}
+
 // Lane i is the reduction of all lanes of x[i]: halves are combined until each quarter holds four of them, then across.
 template <class Op>
 PENSTOCK_INLINE __m512 reduce_each(const __m512 (&x)[16], const Op& op) {

@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "sampler.h"
+#include "turn.h"
 
 using namespace penstock;
 
@@ -74,6 +75,9 @@ void penstock_single_exp(const float* x, int count, float* out) {
 void penstock_single_silu(const float* x, int count, float* out) {
   map(x, count, out, [](Floats v) { return silu(v); });
 }
+
+// row: [count], in place, with room for the lanes of its last vector.
+void penstock_single_turn(float* row, int count) { Turn(count).apply(row); }
 
 int penstock_single_place(int place, int first, int i) { return place_row((Place)place, first, i); }
 

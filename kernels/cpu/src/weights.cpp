@@ -43,42 +43,6 @@ void unpack_nibbles(const uint8_t* nibbles, uint8_t* q) {
   }
 }
 
-void widen_row(Source source, const uint8_t* data, int columns, float* out) {
-  const int num_blocks = columns / kGroup;
-  switch (source) {
-    case Source::kFloat32:
-      std::memcpy(out, data, columns * sizeof(float));
-      break;
-    case Source::kBf16:
-      for (int i = 0; i < columns; ++i) out[i] = widen(reinterpret_cast<const bf16*>(data)[i]);
-      break;
-    case Source::kQ4_0:
-      for (int b = 0; b < num_blocks; ++b) {
-        const auto& block = reinterpret_cast<const Q4_0Block*>(data)[b];
-        uint8_t q[kGroup];
-        unpack_nibbles(block.nibbles, q);
-        for (int i = 0; i < kGroup; ++i) out[b * kGroup + i] = widen_f16(block.scale) * (q[i] - 8);
-      }
-      break;
-    case Source::kQ4_1:
-      for (int b = 0; b < num_blocks; ++b) {
-        const auto& block = reinterpret_cast<const Q4_1Block*>(data)[b];
-        uint8_t q[kGroup];
-        unpack_nibbles(block.nibbles, q);
-        for (int i = 0; i < kGroup; ++i) {
-          out[b * kGroup + i] = widen_f16(block.scale) * q[i] + widen_f16(block.minimum);
-        }
-      }
-      break;
-    case Source::kQ8_0:
-      for (int b = 0; b < num_blocks; ++b) {
-        const auto& block = reinterpret_cast<const Q8_0Block*>(data)[b];
-        for (int i = 0; i < kGroup; ++i) out[b * kGroup + i] = widen_f16(block.scale) * block.values[i];
-      }
-      break;
-  }
-}
-
 // The f16 at or above |x|, so that what it scales stays in its range.
 f16 scale_at_least(float x) {
   f16 scale = narrow_f16(x);
@@ -168,6 +132,42 @@ void put_int8(uint8_t* panel, int lane, const float* w, int padded) {
 }
 
 }  // namespace
+
+void widen_row(Source source, const uint8_t* data, int columns, float* out) {
+  const int num_blocks = columns / kGroup;
+  switch (source) {
+    case Source::kFloat32:
+      std::memcpy(out, data, columns * sizeof(float));
+      break;
+    case Source::kBf16:
+      for (int i = 0; i < columns; ++i) out[i] = widen(reinterpret_cast<const bf16*>(data)[i]);
+      break;
+    case Source::kQ4_0:
+      for (int b = 0; b < num_blocks; ++b) {
+        const auto& block = reinterpret_cast<const Q4_0Block*>(data)[b];
+        uint8_t q[kGroup];
+        unpack_nibbles(block.nibbles, q);
+        for (int i = 0; i < kGroup; ++i) out[b * kGroup + i] = widen_f16(block.scale) * (q[i] - 8);
+      }
+      break;
+    case Source::kQ4_1:
+      for (int b = 0; b < num_blocks; ++b) {
+        const auto& block = reinterpret_cast<const Q4_1Block*>(data)[b];
+        uint8_t q[kGroup];
+        unpack_nibbles(block.nibbles, q);
+        for (int i = 0; i < kGroup; ++i) {
+          out[b * kGroup + i] = widen_f16(block.scale) * q[i] + widen_f16(block.minimum);
+        }
+      }
+      break;
+    case Source::kQ8_0:
+      for (int b = 0; b < num_blocks; ++b) {
+        const auto& block = reinterpret_cast<const Q8_0Block*>(data)[b];
+        for (int i = 0; i < kGroup; ++i) out[b * kGroup + i] = widen_f16(block.scale) * block.values[i];
+      }
+      break;
+  }
+}
 
 Matrix::Matrix(Format format, int rows, int columns) : format(format), rows(rows), columns(columns) {
   bytes = Buffer<uint8_t>(num_panels() * panel_bytes());

@@ -51,4 +51,7 @@ struct Matrix {
 
 int place_row(Place place, int first, int i);
 
+// A source row of `columns` numbers as plain ones.
+void widen_row(Source source, const uint8_t* data, int columns, float* out);
+
 }  // namespace penstock

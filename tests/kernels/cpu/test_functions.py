@@ -1,4 +1,4 @@
-"""Exponential and silu, sixteen lanes at a time, against float64."""
+"""Functions of vectors and rows, sixteen lanes at a time, against float64 and references."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.kernels.cpu.single import Single
+from penstock.kernels.reference.turned import turning_matrix
 
 
 def test_the_exponential_is_as_precise_as_it_says(kernels: Single) -> None:
@@ -35,3 +36,21 @@ def test_silu_of_extremes(kernels: Single, count: int) -> None:
     assert np.isnan(kernels.silu(np.full(count, np.nan, np.float32))).all()
     assert (kernels.silu(np.full(count, np.inf, np.float32)) == np.inf).all()
     assert (kernels.silu(np.zeros(count, np.float32)) == 0).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 24, 33, 40, 96, 576, 1536, 2048])
+def test_a_row_is_turned_by_an_orthogonal_matrix(kernels: Single, count: int) -> None:
+    matrix = turning_matrix(count)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(count), atol=3e-6)
+    row = np.random.default_rng(count).standard_normal(count).astype(np.float32)
+    turned = kernels.turn(row)
+    np.testing.assert_allclose(turned[:count], matrix @ row, atol=2e-6 * count**0.5)
+    assert not turned[count:].any()
+
+
+def test_a_turn_spreads_an_outlier_and_a_nan(kernels: Single) -> None:
+    row = np.zeros(576, np.float32)
+    row[100] = 1000
+    assert np.abs(kernels.turn(row)).max() < 1000 * (2 / 576) ** 0.5 + 1e-3
+    row[100] = np.nan
+    assert np.isnan(kernels.turn(row)).all()

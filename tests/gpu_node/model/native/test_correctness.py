@@ -22,6 +22,7 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.kernels.cpu.library import Format
+from penstock.kernels.reference.turned import turning_matrix
 
 Llama = Callable[..., Path]
 LoadNative = Callable[..., NativeRunner]
@@ -62,6 +63,39 @@ def _logits(model: Any, token_ids: list[int]) -> NDArray[np.float32]:
     return logits
 
 
+def _round_turned(model: Any) -> None:
+    """Rounds each matrix where it reads turned channels or writes them, and turns it back."""
+    hidden, inner = (turning_matrix(size) for size in (model.config.hidden_size, model.config.intermediate_size))
+    # A tied head has gains that the embedding has not.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    readers = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
+    for layer in model.model.layers:
+        linears = dict(layer.self_attn.named_children()) | dict(layer.mlp.named_children())
+        for norm, names in readers.items():
+            for name in names:
+                _round(linears[name].weight, columns=hidden, gains=getattr(layer, norm).weight)
+            getattr(layer, norm).weight.fill_(1)
+        _round(linears["o_proj"].weight, outputs=hidden)
+        _round(linears["down_proj"].weight, columns=inner, outputs=hidden)
+    _round(model.lm_head.weight, columns=hidden, gains=model.model.norm.weight)
+    model.model.norm.weight.fill_(1)
+    _round(model.model.embed_tokens.weight, Format.BF16, columns=hidden)
+
+
+def _round(
+    weight: Any,
+    rounded: Format = Format.INT8,
+    *,
+    columns: NDArray[np.float32] | None = None,
+    outputs: NDArray[np.float32] | None = None,
+    gains: Any = 1.0,
+) -> None:
+    values = (weight * gains).numpy()
+    columns = np.eye(values.shape[1], dtype=np.float32) if columns is None else columns
+    outputs = np.eye(len(values), dtype=np.float32) if outputs is None else outputs
+    weight.copy_(torch.from_numpy(outputs.T @ kept(rounded, outputs @ values @ columns.T) @ columns))
+
+
 def _error(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
     """Root mean square of the differences, by that of the spread of what is wanted."""
     return float(np.sqrt(np.square(got - want).mean() / np.square(want - want.mean(-1, keepdims=True)).mean()))
@@ -91,9 +125,12 @@ def test_quantised_weights_mean_what_the_references_say(
     folder = llama(**SHAPES[name], initializer_range=0.1)
     model = _model(folder, torch.float32)
     with torch.inference_mode():
-        for weight in model.parameters():
-            if weight.ndim == 2:
-                weight.copy_(torch.from_numpy(kept(QUANTISED[quantization], weight.numpy())))
+        if quantization == "int8":
+            _round_turned(model)
+        else:
+            for weight in model.parameters():
+                if weight.ndim == 2:
+                    weight.copy_(torch.from_numpy(kept(QUANTISED[quantization], weight.numpy())))
     token_ids = _tokens(SHAPES[name].get("vocab_size", 131), 80)
     runner = load_native(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype, num_threads=2)
     assert _error(logits_alone(runner, token_ids), _logits(model, token_ids)) < 0.035
