@@ -16,6 +16,7 @@ class Turn {
   void apply(float* row) const;
 
  private:
+  template <class Number>
   void mix_runs(float* row) const;
 
   int count_, run_, num_runs_;
