@@ -10,6 +10,7 @@ from typing import Any
 from penstock.contract.errors import ConfigError, RequestError
 from penstock.gpu_node.engine.chat_template import ChatTemplate
 from penstock.gpu_node.engine.detokenizer import Detokenizer
+from penstock.gpu_node.engine.encoder import ChatEncoder
 from penstock.gpu_node.engine.tokenizer_files import read_tokenizer_files
 
 _METASPACE = "\u2581"
@@ -28,6 +29,7 @@ class Tokenizer:
 
         files = read_tokenizer_files(plain_tokenizer(folder))
         self._backend: Any = files.backend
+        self._chats = ChatEncoder(files.backend)
         self._special_tokens = files.special_tokens
         self._template = (
             None if files.chat_template is None else ChatTemplate(files.chat_template, files.special_tokens)
@@ -55,7 +57,7 @@ class Tokenizer:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._chats.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special tokens left out."""

@@ -1,0 +1,100 @@
+"""Chats piece by piece against whole texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from penstock.gpu_node.engine import encoder
+from penstock.gpu_node.engine.encoder import MIN_CACHED_CHARS, ChatEncoder
+
+SEPARATORS = ["<|im_start|>", "<|im_end|>", "<|im_end|>\n"]
+
+
+class Counting:
+    """A backend that notes how many characters it is asked for."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.num_chars = 0
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.num_chars += len(text)
+        return self._backend.encode(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def _whole(backend: Backend, text: str) -> list[int]:
+    ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@pytest.fixture
+def backend(tiny_model: Path) -> Backend:
+    return Backend.from_file(str(tiny_model / "tokenizer.json"))
+
+
+@given(pieces=st.lists(st.one_of(st.sampled_from(SEPARATORS), st.text(max_size=30)), max_size=12))
+def test_pieces_give_the_tokens_of_the_whole(tiny_model: Path, pieces: list[str]) -> None:
+    backend = Backend.from_file(str(tiny_model / "tokenizer.json"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "MIN_CACHED_CHARS", 8)
+        chats = ChatEncoder(backend)
+        for _ in range(2):
+            assert chats.encode("".join(pieces)) == _whole(backend, "".join(pieces))
+
+
+def test_a_long_system_prompt_is_encoded_once(backend: Backend) -> None:
+    counting = Counting(backend)
+    chats = ChatEncoder(counting)
+    system = "<|im_start|>system\n" + "You know all about rivers. " * 100 + "<|im_end|>\n"
+    for i in range(20):
+        text = f"{system}<|im_start|>user\nquestion {i}<|im_end|>\n<|im_start|>assistant\n"
+        assert chats.encode(text) == _whole(backend, text)
+    assert len(system) < counting.num_chars < len(system) + 20 * 100
+
+
+def test_what_was_used_longest_ago_is_forgotten(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [f"<|im_start|>{chr(97 + i) * MIN_CACHED_CHARS}<|im_end|>" for i in range(3)]
+    sizes = [len(_whole(backend, piece)) for piece in pieces]
+    monkeypatch.setattr(encoder, "MAX_CACHED_TOKENS", sizes[0] + max(sizes[1:]))
+    counting = Counting(backend)
+    chats = ChatEncoder(counting)
+    for i in (0, 1, 0, 2):
+        chats.encode(pieces[i])
+    known = counting.num_chars
+    chats.encode(pieces[0])
+    assert counting.num_chars - known < MIN_CACHED_CHARS
+    chats.encode(pieces[1])
+    assert counting.num_chars - known > MIN_CACHED_CHARS
+
+
+def _normalizes(backend: Backend) -> None:
+    backend.normalizer = normalizers.NFC()
+
+
+def _begins_pieces_with_a_space(backend: Backend) -> None:
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def _has_a_token_that_takes_spaces(backend: Backend) -> None:
+    backend.add_special_tokens([AddedToken("<|wide|>", rstrip=True)])
+
+
+@pytest.mark.parametrize("change", [_normalizes, _begins_pieces_with_a_space, _has_a_token_that_takes_spaces])
+def test_a_tokenizer_whose_pieces_hang_together_encodes_whole_texts(backend: Backend, change: Any) -> None:
+    change(backend)
+    text = "<|im_start|>" + "a e\u0301 " * MIN_CACHED_CHARS + "<|im_end|> <|wide|> b<|im_end|> c"
+    counting = Counting(backend)
+    chats = ChatEncoder(counting)
+    for _ in range(2):
+        assert chats.encode(text) == _whole(backend, text)
+    assert counting.num_chars == 2 * len(text)
