@@ -80,8 +80,10 @@ def _separator(backend: Any) -> re.Pattern[str] | None:
         return None
     if any(token.lstrip or token.rstrip or token.single_word for token in added):
         return None
-    spec = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer is not None else {"type": "none"}
-    steps = spec["pretokenizers"] if spec["type"] == "Sequence" else [spec]
+    spec: dict[str, Any] = (
+        json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer else {"type": "none"}
+    )
+    steps: list[dict[str, Any]] = spec["pretokenizers"] if spec["type"] == "Sequence" else [spec]
     if any(step.get("add_prefix_space") for step in steps) or all(step["type"] != "ByteLevel" for step in steps):
         return None
     # The longest first, as one may begin like another.
