@@ -1,33 +1,43 @@
 #include "activations.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <vector>
 
 namespace penstock {
 
-float quantise_row(const float* values, int count, int8_t* q, int32_t* total) {
-  Floats most = zeros(), poison = zeros();
-  for (int i = 0; i < count; i += kLanes) {
-    const Floats x = load(values + i);
-    most = max(most, abs(x));
-    // The maximum forgets a NaN; a sum of zero times everything does not.
-    poison = fma(x, zeros(), poison);
-  }
-  const float largest_value = largest(most);
-  // Of a row so small that this overflows nothing is left.
-  const float steps = 127.f / largest_value;
-  const Floats inverse = broadcast(std::isfinite(steps) ? steps : 0.f);
+namespace {
+
+// Quantises a row in runs of 32, of which each lies `stride` bytes behind the one before; see quantise_row.
+PENSTOCK_INLINE float quantise_runs(const float* values, int count, int8_t* q, size_t stride, int32_t* total) {
+  // As integers the magnitudes are in the same order, with infinity above all numbers and NaN above that.
+  constexpr int32_t kInfinity = 0x7f800000;
+  Ints most = broadcast_int(0);
+  for (int i = 0; i < count; i += kLanes) most = max(most, magnitude(load(values + i)));
+  const int32_t largest_bits = largest(most);
+  const bool is_finite = largest_bits < kInfinity;
+  const float largest_value = std::bit_cast<float>(largest_bits), steps = 127.f / largest_value;
+  // Of a row so small that this overflows nothing is left, nor of one that is not finite.
+  const Floats inverse = broadcast(is_finite && std::isfinite(steps) ? steps : 0.f);
   Ints sums = broadcast_int(0);
-  for (int i = 0; i < count; i += kLanes) {
-    // The maximum instruction answers its second operand for a NaN, whose integer would overflow the sum.
-    const Ints rounded = to_ints(max(load(values + i) * inverse, broadcast(-127.f)));
-    sums = sums + rounded;
-    store_s8(q + i, rounded);
+  for (int i = 0; i < count; i += kGroup, q += stride) {
+    for (int j = 0; j < kGroup && i + j < count; j += kLanes) {
+      const Ints rounded = to_ints(load(values + i + j) * inverse);
+      sums = sums + rounded;
+      store_s8(q + j, rounded);
+    }
   }
-  *total = sum(sums);
-  return largest_value / 127.f + sum(poison);
+  // What is not finite has no integer: its products are NaN by the scale alone.
+  *total = is_finite ? sum(sums) : 0;
+  return is_finite ? largest_value / 127.f : std::numeric_limits<float>::quiet_NaN();
+}
+
+}  // namespace
+
+float quantise_row(const float* values, int count, int8_t* q, int32_t* total) {
+  return quantise_runs(values, count, q, kGroup, total);
 }
 
 void quantise_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums) {
@@ -92,17 +102,20 @@ void Activations::set_row(int row, const float* values) {
     }
     return;
   }
+  if (format_ == Format::kInt8) {
+    const size_t i = (size_t)first + at;
+    int32_t total;
+    scales_[i] = quantise_runs(values, padded_, reinterpret_cast<int8_t*>(out), stride * run * sizeof *out, &total);
+    biases_[i] = -128 * total;
+    return;
+  }
   thread_local std::vector<int8_t> q;
   thread_local std::vector<float> scales;
   thread_local std::vector<int32_t> totals;
   q.resize(padded_);
   scales.resize(groups_);
   totals.resize(groups_);
-  if (groups_ == 1) {
-    scales[0] = quantise_row(values, padded_, q.data(), totals.data());
-  } else {
-    quantise_groups(values, groups_, q.data(), scales.data(), totals.data());
-  }
+  quantise_groups(values, groups_, q.data(), scales.data(), totals.data());
   for (int g = 0; g < groups_; ++g) {
     const size_t i = (size_t)first * groups_ + g * stride + at;
     scales_[i] = scales[g];

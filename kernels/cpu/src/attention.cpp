@@ -5,234 +5,170 @@
 #include <cmath>
 #include <utility>
 
-#include "activations.h"
+#include "attention_chunk.h"
 
 namespace penstock {
 namespace {
 
-constexpr int kChunkPages = 4;
-constexpr int kChunk = kChunkPages * kPage;
 // Stands for a score that is masked: finite, so that a difference of two is no NaN.
 constexpr float kMasked = -1e30f;
+// Pages whose scores one pass over the queries computes.
+constexpr int kPagesAtOnce = kRegisters >= 32 ? kChunkPages : 2;
 
-// The cells of a chunk of at most kChunk tokens; those past the context repeat the last one.
-struct Chunk {
-  int count;
-  uint8_t* cells[kChunkPages];
+template <class T>
+Bytes broadcast_word_at(const T* at) {
+  uint32_t word;
+  std::memcpy(&word, at, sizeof word);
+  return broadcast_word(word);
+}
 
-  Chunk(const KvCache& cache, const QueryRows& rows, int first_token, int end)
-      : count(std::min(kChunkPages, (end - first_token + kPage - 1) / kPage)) {
-    for (int i = 0; i < kChunkPages; ++i) {
-      cells[i] = cache.cell(rows.layer, rows.block_table, first_token / kPage + std::min(i, count - 1), rows.head);
+// Rows over the chunks of a span, one after the other.
+template <template <int, int> class Cache, int R, int D>
+class Span {
+  using Own = Cache<R, D>;
+  using Sums = typename Own::Sums;
+  static constexpr int kVectors = (D ? D : kMaxHeadDim) / kLanes;
+
+ public:
+  Span(const KvCache& kv, const QueryRows& rows)
+      : kv_(kv), rows_(rows), dim_(D ? D : kv.shape().head_dim), own_(rows, dim_) {
+    store(top_, broadcast(kMasked));
+    for (int r = 0; r < R; ++r) {
+      total_[r] = zeros();
+      for (int j = 0; j < dim_ / kLanes; ++j) acc_[r][j] = zeros();
     }
-  }
-};
-
-// Asks for what is read next of two pages: their values, and the keys of the pages one chunk on.
-struct Ahead {
-  const uint8_t* lines[4];
-
-  Ahead(const KvCache& cache, const Chunk& chunk, const Chunk& next, int i)
-      : lines{cache.values(chunk.cells[i]), cache.values(chunk.cells[i + 1]), next.cells[i], next.cells[i + 1]} {}
-
-  PENSTOCK_INLINE void ask(const Ahead& ahead, size_t at) {
-    for (const uint8_t* line : ahead.lines) _mm_prefetch(line + at, _MM_HINT_T0);
-  }
-};
-
-// Scores of all rows against a chunk's pages, as sixteen tokens a vector.
-template <int R, int D>
-struct Bf16Cache {
-  const KvCache& cache;
-  const QueryRows& rows;
-  const int dim;
-  alignas(64) bf16 q[R][D ? D : kMaxHeadDim];
-  alignas(64) bf16 p[R][kChunk];
-
-  Bf16Cache(const KvCache& cache, const QueryRows& rows) : cache(cache), rows(rows), dim(D ? D : cache.shape().head_dim) {
-    for (int r = 0; r < R; ++r)
-      for (int d = 0; d < dim; d += kLanes) store_bf16(q[r] + d, load(rows.queries + r * dim + d));
+    first_limit_ = *std::min_element(rows.limits, rows.limits + R);
   }
 
-  void scores(const Chunk& chunk, const Chunk& next, int i, Floats (&s)[R][kChunkPages]) {
-    const uint8_t* keys[2] = {chunk.cells[i], chunk.cells[i + 1]};
-    const Ahead ahead(cache, chunk, next, i);
-    Floats acc[R][2];
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
-#pragma GCC unroll 1
-    for (int k = 0; k < dim / 2; ++k) {
-      Ahead::ask(ahead, k * 64);
-      const Bytes k0 = load_bytes(keys[0] + k * 64), k1 = load_bytes(keys[1] + k * 64);
-      for (int r = 0; r < R; ++r) {
-        uint32_t word;
-        std::memcpy(&word, q[r] + 2 * k, sizeof word);
-        const Bytes qk = broadcast_word(word);
-        acc[r][0] = dot_bf16(acc[r][0], k0, qk);
-        acc[r][1] = dot_bf16(acc[r][1], k1, qk);
+  // Sees the chunk that begins at token `at`, and fetches the next one.
+  void see(const Chunk& chunk, const Chunk& next, int at) {
+    Fetcher fetcher(next, kv_.shape().cell_bytes());
+    Floats s[R][kChunkPages];
+    if (kPagesAtOnce == kChunkPages && chunk.count > 2) {
+      scores<kPagesAtOnce>(chunk, fetcher, 0, s);
+    } else {
+      scores<2>(chunk, fetcher, 0, s);
+      if (chunk.count > 2) {
+        scores<2>(chunk, fetcher, 2, s);
+      } else {
+        for (int r = 0; r < R; ++r) s[r][2] = s[r][3] = broadcast(kMasked);
       }
     }
-    const Floats scale = broadcast(rows.scale);
+    const bool masks = at + kChunk > first_limit_;
+    if (masks) mask(at, s);
+    weigh(s, fetcher);
+    if (masks) {
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < kChunkPages; ++i) s[r][i] = select(sees(r, at + i * kPage), s[r][i], zeros());
+    }
+    for (int r = 0; r < R; ++r) {
+      total_[r] = total_[r] * broadcast(fade_[r]);
+      for (int i = 0; i < kChunkPages; ++i) total_[r] = total_[r] + s[r][i];
+    }
+    own_.set_weights(kv_, chunk, s);
+    add_values(chunk, fetcher);
+  }
+
+  void finish(RowState* out) {
+    for (int r = 0; r < R; ++r) {
+      out[r].total = sum(total_[r]);
+      out[r].largest = top_[r];
+      for (int j = 0; j < dim_ / kLanes; ++j) store(out[r].values + j * kLanes, acc_[r][j]);
+    }
+  }
+
+ private:
+  // Scores of all rows against the pages [first, first + P), as sixteen tokens a vector.
+  template <int P>
+  void scores(const Chunk& chunk, Fetcher& fetcher, int first, Floats (&s)[R][kChunkPages]) {
+    const uint8_t* keys[P];
+    for (int i = 0; i < P; ++i) keys[i] = chunk.cells[first + i];
+    constexpr int kPerWord = 4 / sizeof(typename Own::Number);
+    Sums acc[R][P];
     for (int r = 0; r < R; ++r)
-      for (int j = 0; j < 2; ++j) s[r][i + j] = acc[r][j] * scale;
+      for (int i = 0; i < P; ++i) acc[r][i] = own_.first_score(r);
+#pragma GCC unroll 1
+    for (int k = 0; k < dim_ / kPerWord; ++k) {
+      Fetcher::ask(fetcher, Fetcher::kWithKeys);
+      Bytes page[P];
+      for (int i = 0; i < P; ++i) page[i] = load_bytes(keys[i] + k * kLine);
+      for (int r = 0; r < R; ++r) {
+        const Bytes query = broadcast_word_at(own_.q[r] + k * kPerWord);
+        for (int i = 0; i < P; ++i) acc[r][i] = Own::dot_keys(acc[r][i], page[i], query);
+      }
+    }
+    for (int i = 0; i < P; ++i)
+      for (int r = 0; r < R; ++r) s[r][first + i] = own_.score(acc[r][i], r, kv_.key_scales(chunk.cells[first + i]));
   }
 
-  void set_weights(int r, const Chunk&, const Floats (&weights)[kChunkPages]) {
-    for (int i = 0; i < kChunkPages; ++i) store_bf16(p[r] + i * kPage, weights[i]);
+  Mask sees(int r, int at) const { return less(lane_numbers() + broadcast_int(at), broadcast_int(rows_.limits[r])); }
+
+  void mask(int at, Floats (&s)[R][kChunkPages]) {
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < kChunkPages; ++i) s[r][i] = select(sees(r, at + i * kPage), s[r][i], broadcast(kMasked));
   }
 
-  template <class Acc>
-  void add_values(const Chunk& chunk, const Chunk& next, Acc& acc) {
+  // Scores become weights, relative to the largest score so far; what the rows have loses by as much as that grew.
+  void weigh(Floats (&s)[R][kChunkPages], Fetcher& fetcher) {
+    Floats most[R];
+    for (int r = 0; r < R; ++r) most[r] = max(max(s[r][0], s[r][1]), max(s[r][2], s[r][3]));
+    const Floats before = load(top_), top = max(largest_of_each(most), before);
+    store(fade_, exp2_of_negative(before - top));
+    store(top_, top);
+#pragma GCC unroll 1
+    for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < kChunkPages; ++i) s[r][i] = exp2_of_negative(s[r][i] - broadcast(top_[r]));
+      Fetcher::ask(fetcher, Fetcher::kWithWeights * kChunkPages);
+    }
+  }
+
+  void add_values(const Chunk& chunk, Fetcher& fetcher) {
+    constexpr int kPerWord = 4 / sizeof(typename Own::Weight);
+    Sums sums[R][kVectors];
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < dim_ / kLanes; ++j) sums[r][j] = own_.first_value(acc_[r][j] * broadcast(fade_[r]));
     for (int i = 0; i < chunk.count; ++i) {
-      const uint8_t *values = cache.values(chunk.cells[i]), *later = cache.values(next.cells[i]);
-      for (int t = 0; t < kPage; t += 2, values += dim * 4, later += dim * 4) {
-        uint32_t words[R];
-        for (int r = 0; r < R; ++r) std::memcpy(&words[r], &p[r][i * kPage + t], sizeof words[r]);
-        for (int j = 0; j < dim / kLanes; ++j) {
-          // A full tile is a prompt's, whose keys and values are in cache.
-          if constexpr (R < kMaxQueryRows) _mm_prefetch(later + j * 64, _MM_HINT_T0);
-          const Bytes v = load_bytes(values + j * 64);
-          for (int r = 0; r < R; ++r) acc[r][j] = dot_bf16(acc[r][j], v, broadcast_word(words[r]));
+      const uint8_t *values = kv_.values(chunk.cells[i]);
+      for (int t = 0; t < kPage; t += kPerWord, values += dim_ * 4) {
+        Bytes weights[R];
+        for (int r = 0; r < R; ++r) weights[r] = broadcast_word_at(own_.p[r] + i * kPage + t);
+        for (int j = 0; j < dim_ / kLanes; ++j) {
+          Fetcher::ask(fetcher, Fetcher::kWithValues);
+          const Bytes v = load_bytes(values + j * kLine);
+          for (int r = 0; r < R; ++r) sums[r][j] = Own::dot_values(sums[r][j], v, weights[r]);
         }
       }
     }
-  }
-};
-
-template <int R, int D>
-struct Int8Cache {
-  const KvCache& cache;
-  const QueryRows& rows;
-  const int dim;
-  alignas(64) int8_t q[R][D ? D : kMaxHeadDim];
-  alignas(64) uint8_t p[R][kChunk];
-  float q_scale[R], p_scale[R];
-  int32_t q_sum[R];
-
-  Int8Cache(const KvCache& cache, const QueryRows& rows) : cache(cache), rows(rows), dim(D ? D : cache.shape().head_dim) {
-    for (int r = 0; r < R; ++r) q_scale[r] = rows.scale * quantise_row(rows.queries + r * dim, dim, q[r], &q_sum[r]);
-  }
-
-  void scores(const Chunk& chunk, const Chunk& next, int i, Floats (&s)[R][kChunkPages]) {
-    const uint8_t* keys[2] = {chunk.cells[i], chunk.cells[i + 1]};
-    const Ahead ahead(cache, chunk, next, i);
-    Ints acc[R][2];
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = broadcast_int(-128 * q_sum[r]);
-#pragma GCC unroll 1
-    for (int k = 0; k < dim / 4; ++k) {
-      Ahead::ask(ahead, k * 64);
-      const Bytes k0 = load_bytes(keys[0] + k * 64), k1 = load_bytes(keys[1] + k * 64);
-      for (int r = 0; r < R; ++r) {
-        uint32_t word;
-        std::memcpy(&word, q[r] + 4 * k, sizeof word);
-        const Bytes qk = broadcast_word(word);
-        acc[r][0] = dot_u8s8(acc[r][0], k0, qk);
-        acc[r][1] = dot_u8s8(acc[r][1], k1, qk);
-      }
-    }
-    for (int j = 0; j < 2; ++j) {
-      const Floats scale = load(cache.key_scales(chunk.cells[i + j]));
-      for (int r = 0; r < R; ++r) s[r][i + j] = to_floats(acc[r][j]) * scale * broadcast(q_scale[r]);
-    }
-  }
-
-  // The values' scales go into the weights, which are then quantised over the chunk.
-  void set_weights(int r, const Chunk& chunk, const Floats (&weights)[kChunkPages]) {
-    Floats scaled[kChunkPages], most = zeros();
-    for (int i = 0; i < kChunkPages; ++i) {
-      const Floats product = weights[i] * load(cache.value_scales(chunk.cells[i]));
-      scaled[i] = select(equal(weights[i], zeros()), zeros(), product);
-      most = max(most, scaled[i]);
-    }
-    const float m = largest(most);
-    p_scale[r] = m * (1 / 255.f);
-    const Floats inverse = broadcast(m > 0 ? 255.f / m : 0.f);
-    for (int i = 0; i < kChunkPages; ++i) store_u8(p[r] + i * kPage, to_ints(scaled[i] * inverse));
-  }
-
-  template <class Acc>
-  void add_values(const Chunk& chunk, const Chunk& next, Acc& acc) {
-    constexpr int kVectors = (D ? D : kMaxHeadDim) / kLanes;
-    Ints sums[R][kVectors];
+    Fetcher::ask_rest(fetcher);
     for (int r = 0; r < R; ++r)
-      for (int j = 0; j < dim / kLanes; ++j) sums[r][j] = broadcast_int(0);
-    for (int i = 0; i < chunk.count; ++i) {
-      const uint8_t *values = cache.values(chunk.cells[i]), *later = cache.values(next.cells[i]);
-      for (int t = 0; t < kPage; t += 4, values += dim * 4, later += dim * 4) {
-        uint32_t words[R];
-        for (int r = 0; r < R; ++r) std::memcpy(&words[r], &p[r][i * kPage + t], sizeof words[r]);
-        for (int j = 0; j < dim / kLanes; ++j) {
-          // A full tile is a prompt's, whose keys and values are in cache.
-          if constexpr (R < kMaxQueryRows) _mm_prefetch(later + j * 64, _MM_HINT_T0);
-          const Bytes v = load_bytes(values + j * 64);
-          for (int r = 0; r < R; ++r) sums[r][j] = dot_u8s8(sums[r][j], broadcast_word(words[r]), v);
-        }
+      for (int j = 0; j < dim_ / kLanes; ++j) {
+        acc_[r][j] = own_.value(sums[r][j], r, acc_[r][j] * broadcast(fade_[r]));
       }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int j = 0; j < dim / kLanes; ++j) acc[r][j] = fma(to_floats(sums[r][j]), broadcast(p_scale[r]), acc[r][j]);
   }
+
+  const KvCache& kv_;
+  const QueryRows& rows_;
+  const int dim_;
+  int first_limit_;
+  Own own_;
+  alignas(64) float top_[kLanes], fade_[kLanes];
+  Floats total_[R], acc_[R][kVectors];
 };
 
 template <template <int, int> class Cache, int R, int D>
-void run_span(const KvCache& kv, const QueryRows& rows, int begin, int end, RowState* out) {
-  constexpr int kVectors = (D ? D : kMaxHeadDim) / kLanes;
-  Cache<R, D> cache(kv, rows);
-  const int vectors = cache.dim / kLanes;
-  float top[R];
-  Floats total[R], acc[R][kVectors];
-  for (int r = 0; r < R; ++r) {
-    top[r] = kMasked;
-    total[r] = zeros();
-    for (int j = 0; j < vectors; ++j) acc[r][j] = zeros();
-  }
-  const int first_limit = *std::min_element(rows.limits, rows.limits + R);
+void run_span(const KvCache& kv, const QueryRows& rows, int begin, int end, const Chunk& after, RowState* out) {
+  Span<Cache, R, D> span(kv, rows);
+  const Context own{rows.block_table, rows.head, end};
+  Chunk chunk(kv, rows.layer, own, begin);
   for (int at = begin; at < end; at += kChunk) {
-    const Chunk chunk(kv, rows, at, end);
-    const Chunk next(kv, rows, at + kChunk < end ? at + kChunk : at, end);
-    Floats s[R][kChunkPages];
-    for (int i = 0; i < kChunkPages; i += 2) {
-      if (i < chunk.count) {
-        cache.scores(chunk, next, i, s);
-      } else {
-        for (int r = 0; r < R; ++r) s[r][i] = s[r][i + 1] = broadcast(kMasked);
-      }
-    }
-    const bool masks = at + kChunk > first_limit || chunk.count < kChunkPages;
-    for (int r = 0; r < R; ++r) {
-      Mask seen[kChunkPages];
-      Floats most = broadcast(kMasked);
-      for (int i = 0; i < kChunkPages; ++i) {
-        if (masks) {
-          seen[i] = less(lane_numbers() + broadcast_int(at + i * kPage), broadcast_int(rows.limits[r]));
-          s[r][i] = select(seen[i], s[r][i], broadcast(kMasked));
-        }
-        most = max(most, s[r][i]);
-      }
-      const float m = std::max(largest(most), top[r]);
-      if (m > top[r]) {
-        const float fade = std::exp(top[r] - m);
-        top[r] = m;
-        total[r] = total[r] * broadcast(fade);
-        for (int j = 0; j < vectors; ++j) acc[r][j] = acc[r][j] * broadcast(fade);
-      }
-      Floats weights[kChunkPages];
-      for (int i = 0; i < kChunkPages; ++i) {
-        weights[i] = exp_of_negative(s[r][i] - broadcast(m));
-        if (masks) weights[i] = select(seen[i], weights[i], zeros());
-        total[r] = total[r] + weights[i];
-      }
-      cache.set_weights(r, chunk, weights);
-    }
-    cache.add_values(chunk, next, acc);
+    const Chunk next = at + kChunk < end ? Chunk(kv, rows.layer, own, at + kChunk) : after;
+    span.see(chunk, next, at);
+    chunk = next;
   }
-  for (int r = 0; r < R; ++r) {
-    out[r].total = sum(total[r]);
-    out[r].largest = top[r];
-    for (int j = 0; j < vectors; ++j) store(out[r].values + j * kLanes, acc[r][j]);
-  }
+  span.finish(out);
 }
 
-using SpanKernel = void (*)(const KvCache&, const QueryRows&, int, int, RowState*);
+using SpanKernel = void (*)(const KvCache&, const QueryRows&, int, int, const Chunk&, RowState*);
 
 template <template <int, int> class Cache, int D, int... R>
 constexpr std::array<SpanKernel, sizeof...(R)> kernels_of(std::integer_sequence<int, R...>) {
@@ -254,12 +190,17 @@ SpanKernel kernel_of(int head_dim, int rows) {
   }
 }
 
+void run(const KvCache& cache, const QueryRows& rows, int begin, int end, const Chunk& after, RowState* out) {
+  const int dim = cache.shape().head_dim;
+  const bool is_bf16 = cache.shape().format == KvFormat::kBf16;
+  const SpanKernel kernel = is_bf16 ? kernel_of<Bf16Cache>(dim, rows.count) : kernel_of<Int8Cache>(dim, rows.count);
+  kernel(cache, rows, begin, end, after, out);
+}
+
 }  // namespace
 
 void attend_span(const KvCache& cache, const QueryRows& rows, int begin, int end, RowState* out) {
-  const int dim = cache.shape().head_dim;
-  const bool is_bf16 = cache.shape().format == KvFormat::kBf16;
-  (is_bf16 ? kernel_of<Bf16Cache>(dim, rows.count) : kernel_of<Int8Cache>(dim, rows.count))(cache, rows, begin, end, out);
+  run(cache, rows, begin, end, Chunk(cache, rows.layer, {rows.block_table, rows.head, end}, begin), out);
 }
 
 void merge(RowState& state, const RowState& later, int head_dim) {
@@ -269,7 +210,7 @@ void merge(RowState& state, const RowState& later, int head_dim) {
     return;
   }
   const float top = std::max(state.largest, later.largest);
-  const float fade = std::exp(state.largest - top), later_fade = std::exp(later.largest - top);
+  const float fade = std::exp2(state.largest - top), later_fade = std::exp2(later.largest - top);
   for (int d = 0; d < head_dim; d += kLanes) {
     store(state.values + d, fma(load(later.values + d), broadcast(later_fade), load(state.values + d) * broadcast(fade)));
   }
@@ -283,11 +224,13 @@ void finish(const RowState& state, int head_dim, float* out) {
 }
 
 void attend(const KvCache& cache, const QueryRows& rows, int end, RowState* out) {
+  const Context own{rows.block_table, rows.head, end}, &next = rows.next.tokens ? rows.next : own;
   RowState later[kMaxQueryRows];
-  attend_span(cache, rows, 0, std::min(end, kSpan), out);
-  for (int begin = kSpan; begin < end; begin += kSpan) {
-    attend_span(cache, rows, begin, std::min(end, begin + kSpan), later);
-    for (int r = 0; r < rows.count; ++r) merge(out[r], later[r], cache.shape().head_dim);
+  for (int begin = 0; begin < end; begin += kSpan) {
+    const int span_end = std::min(end, begin + kSpan);
+    const Chunk after = span_end < end ? Chunk(cache, rows.layer, own, span_end) : Chunk(cache, rows.layer, next, 0);
+    run(cache, rows, begin, span_end, after, begin ? later : out);
+    for (int r = 0; begin && r < rows.count; ++r) merge(out[r], later[r], cache.shape().head_dim);
   }
 }
 

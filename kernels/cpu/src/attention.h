@@ -11,6 +11,12 @@ namespace penstock {
 constexpr int kMaxQueryRows = 6;
 constexpr int kSpan = 512;
 
+// Where a head's keys and values of a sequence are.
+struct Context {
+  const int32_t* block_table;
+  int head, tokens;
+};
+
 struct QueryRows {
   const float* queries;       // [count][head_dim], rotated
   const int* limits;          // [count]: tokens that each row sees
@@ -18,9 +24,10 @@ struct QueryRows {
   const int32_t* block_table; // of the sequence
   int layer, head;            // key/value head
   float scale;                // of the scores
+  Context next;               // what is likely attended to next, in the same layer, and fetched meanwhile; may be empty
 };
 
-// What a row has seen so far: weighted values, their weight, the largest score. Nothing seen: total is 0.
+// What a row has seen so far: weighted values, their weight, the largest score in powers of two. Nothing seen: total is 0.
 struct RowState {
   alignas(64) float values[kMaxHeadDim];
   float total, largest;

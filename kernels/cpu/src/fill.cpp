@@ -22,7 +22,7 @@ void read_row(const Part& part, const Change& change, int i, int columns, float*
   if (change.gains) {
     for (int c = 0; c < columns; ++c) out[c] *= change.gains[c];
   }
-  if (change.columns) change.columns->apply(out);
+  if (change.columns) change.columns->apply(out, out);
 }
 
 void pack(Matrix& matrix, const Part& part, int i, const float* values) {
@@ -36,7 +36,7 @@ void fill_turned_outputs(Member& member, Matrix& matrix, const Part& part, const
     read_row(part, change, i, columns, own[0]);
     for (int c = 0; c < columns; ++c) by_column[c][i] = own[0][c];
   });
-  member.for_each(columns, [&](int c) { change.outputs->apply(by_column[c]); });
+  member.for_each(columns, [&](int c) { change.outputs->apply(by_column[c], by_column[c]); });
   member.for_each(part.count, [&](int i) {
     for (int c = 0; c < columns; ++c) own[0][c] = by_column[c][i];
     pack(matrix, part, i, own[0]);

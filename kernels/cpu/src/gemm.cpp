@@ -9,7 +9,6 @@ namespace {
 
 // Halves of a panel that one pass over the columns computes.
 constexpr int kHalves = kRegisters >= 32 ? 2 : 1;
-constexpr int kLine = 64;
 // Of quantised rows.
 constexpr int kRun = run_words(Format::kInt8);
 

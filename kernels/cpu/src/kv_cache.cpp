@@ -51,6 +51,11 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
   for (int d = 0; d < dim; d += kLanes) put_into_words(quads + d * 4, widen_u8(v + d), 8, t % 4 * 8);
 }
 
+void KvCache::fetch(int layer, int slot, int head) const {
+  const uint8_t* cell = cell_of_slot(layer, slot, head);
+  for (size_t i = 0; i < cell_bytes_; i += kLine) _mm_prefetch(cell + i, _MM_HINT_T0);
+}
+
 void KvCache::get(int layer, int slot, int head, float* key, float* value) const {
   const int t = slot % kPage, dim = shape_.head_dim;
   uint8_t *k = cell_of_slot(layer, slot, head), *v = values(k);

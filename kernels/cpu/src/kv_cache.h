@@ -48,6 +48,8 @@ class KvCache {
 
   // Stores a token's key and value [head_dim] at `slot` = block * block_size + offset.
   void set(int layer, int slot, int head, const float* key, const float* value) const;
+  // Asks for the memory that `set` would write.
+  void fetch(int layer, int slot, int head) const;
   // Reads them back, dequantised.
   void get(int layer, int slot, int head, float* key, float* value) const;
   void clear_block(int block) const;

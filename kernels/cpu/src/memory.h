@@ -9,6 +9,9 @@
 
 namespace penstock {
 
+// Bytes that memory answers at once.
+constexpr int kLine = 64;
+
 template <class T>
 class Buffer {
  public:

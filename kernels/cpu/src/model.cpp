@@ -216,8 +216,8 @@ void Model::run_tail(Member& member, Layer& layer, const std::vector<int>& rows,
     thread_local std::vector<float> turned;
     const float* row = gated_row(i);
     if (spec_.turned) {
-      turned.assign(row, row + gated_stride_);
-      gated_turn_.apply(turned.data());
+      turned.resize(gated_stride_);
+      gated_turn_.apply(row, turned.data());
       row = turned.data();
     }
     left.set_row(i, row);

@@ -100,8 +100,9 @@ class Model {
   void run_tail(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs);
   void attend_all(Member& member, int layer);
   void attend_by_span(Member& member, int layer);
-  void attend_tile(int layer, const QueryTile& tile, int head);
+  void attend_tile(int layer, int item);
   void store_key_value(int layer, int token, int head);
+  Context context_of(const QueryTile& tile, int head) const;
   QueryRows query_rows(const QueryTile& tile, int layer, int head, float* queries, int* limits) const;
   void write_rows(const QueryTile& tile, int head, const RowState* states);
   bool norm_into(Activations& left, int row, int token, const Buffer<float>& weight);

@@ -10,6 +10,9 @@ namespace {
 // Fewer attention tiles than this for each thread, and long contexts are cut into spans that threads share.
 constexpr int kTilesPerThread = 4;
 
+// How many stores earlier the memory of one is asked for.
+constexpr int kStoresAhead = 4;
+
 // Rotates the pairs (i, i + dim / 2), as the Hugging Face checkpoints of Llama are laid out.
 void rotate(const float* x, const float* cos, const float* sin, int dim, float* out) {
   const int half = dim / 2;
@@ -75,6 +78,10 @@ void Model::store_key_value(int layer, int token, int head) {
   cache_.set(layer, slot_of(token), head, key, keys + (spec_.num_kv_heads + head) * dim);
 }
 
+Context Model::context_of(const QueryTile& tile, int head) const {
+  return {plan_.block_tables + (size_t)tile.seq * plan_.block_table_stride, head, tile.context};
+}
+
 QueryRows Model::query_rows(const QueryTile& tile, int layer, int head, float* queries, int* limits) const {
   const int dim = spec_.head_dim, half = dim / 2, group = spec_.group();
   for (int r = 0; r < tile.rows; ++r) {
@@ -84,8 +91,8 @@ QueryRows Model::query_rows(const QueryTile& tile, int layer, int head, float* q
     rotate(qkv_row(token) + query * dim, &cos[(size_t)position * half], &sin[(size_t)position * half], dim,
            queries + r * dim);
   }
-  const int32_t* table = plan_.block_tables + (size_t)tile.seq * plan_.block_table_stride;
-  return {queries, limits, tile.rows, table, layer, head, 1.f / std::sqrt((float)dim)};
+  const int32_t* table = context_of(tile, head).block_table;
+  return {queries, limits, tile.rows, table, layer, head, 1.f / std::sqrt((float)dim), {}};
 }
 
 void Model::write_rows(const QueryTile& tile, int head, const RowState* states) {
@@ -97,11 +104,15 @@ void Model::write_rows(const QueryTile& tile, int head, const RowState* states) 
   }
 }
 
-void Model::attend_tile(int layer, const QueryTile& tile, int head) {
+void Model::attend_tile(int layer, int item) {
+  const int heads = spec_.num_kv_heads, next = item + 1, head = item % heads;
+  const QueryTile& tile = tiles_[item / heads];
   alignas(64) float queries[kMaxQueryRows * kMaxHeadDim];
   int limits[kMaxQueryRows];
   RowState states[kMaxQueryRows];
-  attend(cache_, query_rows(tile, layer, head, queries, limits), tile.context, states);
+  QueryRows rows = query_rows(tile, layer, head, queries, limits);
+  if (next < (int)tiles_.size() * heads) rows.next = context_of(tiles_[next / heads], next % heads);
+  attend(cache_, rows, tile.context, states);
   write_rows(tile, head, states);
 }
 
@@ -110,15 +121,20 @@ void Model::attend_all(Member& member, int layer) {
   // Only a block that this step fills may be read by another sequence of it: else keys can be stored on the way.
   const bool stores_on_the_way = decodes_only_ && !fills_block_ && num_tiles == plan_.num_seqs && !splits_spans_;
   if (!stores_on_the_way) {
-    member.for_each(((int)store_runs_.size() - 1) * heads, [&](int i) {
-      const int run = i / heads;
+    const int num_items = ((int)store_runs_.size() - 1) * heads;
+    member.for_each(num_items, [&](int i) {
+      const int run = i / heads, later = std::min(i + kStoresAhead, num_items - 1);
+      cache_.fetch(layer, slot_of(store_runs_[later / heads]), later % heads);
       for (int token = store_runs_[run]; token < store_runs_[run + 1]; ++token) store_key_value(layer, token, i % heads);
     });
   }
   if (splits_spans_) return attend_by_span(member, layer);
   member.for_each(num_tiles * heads, [&](int i) {
-    if (stores_on_the_way) store_key_value(layer, i / heads, i % heads);
-    attend_tile(layer, tiles_[i / heads], i % heads);
+    if (stores_on_the_way) {
+      store_key_value(layer, i / heads, i % heads);
+      if (i + 1 < num_tiles * heads) cache_.fetch(layer, slot_of((i + 1) / heads), (i + 1) % heads);
+    }
+    attend_tile(layer, i);
   });
 }
 

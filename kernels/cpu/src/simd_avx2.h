@@ -118,6 +118,19 @@ PENSTOCK_INLINE Ints lane_numbers() {
 }
 PENSTOCK_INLINE Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 PENSTOCK_INLINE Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+// The bits of |x|.
+PENSTOCK_INLINE Ints magnitude(Floats x) {
+  const __m256i all_but_sign = _mm256_set1_epi32(0x7fffffff);
+  return {_mm256_and_si256(_mm256_castps_si256(x.a), all_but_sign),
+          _mm256_and_si256(_mm256_castps_si256(x.b), all_but_sign)};
+}
+PENSTOCK_INLINE Ints max(Ints x, Ints y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+PENSTOCK_INLINE int32_t largest(Ints x) {
+  const __m256i pair = _mm256_max_epi32(x.a, x.b);
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(pair), _mm256_extracti128_si256(pair, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
 PENSTOCK_INLINE int32_t sum(Ints x) {
   const __m256i pair = _mm256_add_epi32(x.a, x.b);
   __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pair), _mm256_extracti128_si256(pair, 1));
@@ -209,9 +222,10 @@ PENSTOCK_INLINE Floats butterfly(Floats x) {
 }
 
 // Lane i is the reduction of all lanes of x[i].
-PENSTOCK_INLINE Floats largest_of_each(const Floats (&x)[16]) {
-  float lanes[16];
-  for (int i = 0; i < 16; ++i) lanes[i] = largest(x[i]);
+template <int N>
+PENSTOCK_INLINE Floats largest_of_each(const Floats (&x)[N]) {
+  float lanes[16] = {};
+  for (int i = 0; i < N; ++i) lanes[i] = largest(x[i]);
   return load(lanes);
 }
 PENSTOCK_INLINE Ints sum_of_each(const Ints (&x)[16]) {

@@ -69,6 +69,12 @@ PENSTOCK_INLINE Ints lane_numbers() {
 }
 PENSTOCK_INLINE Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 PENSTOCK_INLINE Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
+// The bits of |x|.
+PENSTOCK_INLINE Ints magnitude(Floats a) {
+  return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff))};
+}
+PENSTOCK_INLINE Ints max(Ints a, Ints b) { return {_mm512_max_epi32(a.v, b.v)}; }
+PENSTOCK_INLINE int32_t largest(Ints a) { return _mm512_reduce_max_epi32(a.v); }
 PENSTOCK_INLINE int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
 PENSTOCK_INLINE void store_s8(int8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
 PENSTOCK_INLINE void store_u8(uint8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtusepi32_epi8(a.v)); }
@@ -107,29 +113,36 @@ PENSTOCK_INLINE Floats butterfly(Floats x) {
   if constexpr (H == 4) other = _mm512_shuffle_f32x4(x.v, x.v, 0xb1);
   if constexpr (H == 8) other = _mm512_shuffle_f32x4(x.v, x.v, 0x4e);
   constexpr __mmask16 kSecond = H == 1 ? 0xaaaa : H == 2 ? 0xcccc : H == 4 ? 0xf0f0 : 0xff00;
-  return {_mm512_mask_sub_ps(_mm512_add_ps(x.v, other), kSecond, other, x.v)};
+  const __m512 signs = _mm512_mask_blend_ps(kSecond, _mm512_set1_ps(1.f), _mm512_set1_ps(-1.f));
+  return {_mm512_fmadd_ps(x.v, signs, other)};
 }
 
 // Lane i is the reduction of all lanes of x[i]: halves are combined until each quarter holds four of them, then across.
-template <class Op>
-PENSTOCK_INLINE __m512 reduce_each(const __m512 (&x)[16], const Op& op) {
-  __m512 pairs[8], quads[4];
-  for (int i = 0; i < 8; ++i) {
-    pairs[i] = op(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+// Lanes from N on repeat others.
+template <int N, class Op>
+PENSTOCK_INLINE __m512 reduce_each(const __m512 (&x)[N], const Op& op) {
+  constexpr int kPairs = (N + 1) / 2, kQuads = (kPairs + 1) / 2;
+  __m512 pairs[kPairs], quads[kQuads];
+  for (int i = 0; i < kPairs; ++i) {
+    const __m512 a = x[2 * i], b = x[2 * i + 1 < N ? 2 * i + 1 : 2 * i];
+    pairs[i] = op(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   }
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+  for (int i = 0; i < kQuads; ++i) {
+    const __m512d a = _mm512_castps_pd(pairs[2 * i]);
+    const __m512d b = _mm512_castps_pd(pairs[2 * i + 1 < kPairs ? 2 * i + 1 : 2 * i]);
     quads[i] = op(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   }
   const auto across = [&](__m512 a, __m512 b) {
     return op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
   };
-  const __m512 low = across(quads[0], quads[1]), high = across(quads[2], quads[3]);
+  const __m512 low = across(quads[0], quads[kQuads > 1]);
+  const __m512 high = kQuads > 2 ? across(quads[kQuads > 2 ? 2 : 0], quads[kQuads - 1]) : low;
   return op(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
-PENSTOCK_INLINE Floats largest_of_each(const Floats (&x)[16]) {
-  __m512 lanes[16];
-  for (int i = 0; i < 16; ++i) lanes[i] = x[i].v;
+template <int N>
+PENSTOCK_INLINE Floats largest_of_each(const Floats (&x)[N]) {
+  __m512 lanes[N];
+  for (int i = 0; i < N; ++i) lanes[i] = x[i].v;
   return {reduce_each(lanes, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); })};
 }
 PENSTOCK_INLINE Ints sum_of_each(const Ints (&x)[16]) {

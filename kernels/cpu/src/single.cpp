@@ -77,7 +77,7 @@ void penstock_single_silu(const float* x, int count, float* out) {
 }
 
 // row: [count], in place, with room for the lanes of its last vector.
-void penstock_single_turn(float* row, int count) { Turn(count).apply(row); }
+void penstock_single_turn(float* row, int count) { Turn(count).apply(row, row); }
 
 int penstock_single_place(int place, int first, int i) { return place_row((Place)place, first, i); }
 
@@ -105,7 +105,7 @@ void penstock_single_cache_clear(KvCache* cache, int block) { cache->clear_block
 void penstock_single_attend(const KvCache* cache, const float* queries, const int* limits, int count,
                             const int32_t* block_table, int head, float scale, int by_span, float* out) {
   const int dim = cache->shape().head_dim, end = *std::max_element(limits, limits + count);
-  const QueryRows rows{queries, limits, count, block_table, 0, head, scale};
+  const QueryRows rows{queries, limits, count, block_table, 0, head, scale, {}};
   std::vector<RowState> states((size_t)num_spans(end) * count);
   if (by_span) {
     for (int span = num_spans(end) - 1; span >= 0; --span) {

@@ -1,10 +1,14 @@
 #include "turn.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 namespace penstock {
 namespace {
+
+// Vectors that the first pass combines while they are in registers.
+constexpr int kFirst = kRegisters >= 32 ? 8 : 2;
 
 Floats butterflies(Floats x, int run) {
   if (run >= 2) x = butterfly<1>(x);
@@ -14,27 +18,27 @@ Floats butterflies(Floats x, int run) {
   return x;
 }
 
-// The stage of the fast Hadamard transform that combines numbers `apart` from each other.
-void combine(float* row, int count, int apart) {
-  for (int begin = 0; begin < count; begin += 2 * apart) {
-    for (float* x = row + begin; x < row + begin + apart; x += kLanes) {
-      const Floats a = load(x), b = load(x + apart);
-      store(x, a + b);
-      store(x + apart, a - b);
+// The stages of the fast Hadamard transform that combine N vectors, each `apart` numbers from the next.
+template <int N>
+PENSTOCK_INLINE void combine(Floats (&x)[N]) {
+  for (int step = 1; step < N; step *= 2) {
+    for (int i = 0; i < N; ++i) {
+      if (i & step) continue;
+      const Floats a = x[i], b = x[i + step];
+      x[i] = a + b;
+      x[i + step] = a - b;
     }
   }
 }
 
-// That stage and the next in one pass.
-void combine_twice(float* row, int count, int apart) {
-  for (int begin = 0; begin < count; begin += 4 * apart) {
-    for (float* x = row + begin; x < row + begin + apart; x += kLanes) {
-      const Floats a = load(x), b = load(x + apart), c = load(x + 2 * apart), d = load(x + 3 * apart);
-      const Floats ab = a + b, a_b = a - b, cd = c + d, c_d = c - d;
-      store(x, ab + cd);
-      store(x + apart, a_b + c_d);
-      store(x + 2 * apart, ab - cd);
-      store(x + 3 * apart, a_b - c_d);
+template <int N>
+void combine_all(float* row, int count, int apart) {
+  for (int begin = 0; begin < count; begin += N * apart) {
+    for (float* at = row + begin; at < row + begin + apart; at += kLanes) {
+      Floats x[N];
+      for (int i = 0; i < N; ++i) x[i] = load(at + i * apart);
+      combine(x);
+      for (int i = 0; i < N; ++i) store(at + i * apart, x[i]);
     }
   }
 }
@@ -64,31 +68,49 @@ Turn::Turn(int count) : count_(count), run_(count & -count), num_runs_(count / r
   }
 }
 
-void Turn::apply(float* row) const {
-  for (int i = 0; i < count_; i += kLanes) store(row + i, butterflies(load(row + i), run_));
+void Turn::apply(const float* row, float* out) const {
   int apart = kLanes;
-  for (; 2 * apart < run_; apart *= 4) combine_twice(row, count_, apart);
-  if (apart < run_) combine(row, count_, apart);
-  if (run_ % kLanes == 0) {
-    mix_runs<Floats>(row);
+  if (run_ % (kFirst * kLanes) == 0) {
+    for (int begin = 0; begin < count_; begin += kFirst * kLanes) {
+      Floats x[kFirst];
+      for (int i = 0; i < kFirst; ++i) x[i] = butterflies(load(row + begin + i * kLanes), kLanes);
+      combine(x);
+      for (int i = 0; i < kFirst; ++i) store(out + begin + i * kLanes, x[i]);
+    }
+    apart *= kFirst;
   } else {
-    mix_runs<float>(row);
+    for (int i = 0; i < count_; i += kLanes) store(out + i, butterflies(load(row + i), run_));
+  }
+  for (; 2 * apart < run_; apart *= 4) combine_all<4>(out, count_, apart);
+  if (apart < run_) combine_all<2>(out, count_, apart);
+  if (run_ % (4 * kLanes) == 0) {
+    mix_runs<Floats, 4>(out);
+  } else if (run_ % kLanes == 0) {
+    mix_runs<Floats, 1>(out);
+  } else {
+    mix_runs<float, 1>(out);
   }
 }
 
-// A number, or a vector of them, of each run at a time.
-template <class Number>
+// N numbers, or vectors of them, of each run at a time.
+template <class Number, int N>
 void Turn::mix_runs(float* row) const {
-  thread_local std::vector<Number> of_runs;
+  constexpr int kWidth = sizeof(Number) / sizeof(float);
+  thread_local std::vector<std::array<Number, N>> of_runs;
   of_runs.resize(num_runs_);
-  Number* const before = of_runs.data();
-  for (float* x = row; x < row + run_; x += sizeof(Number) / sizeof(float)) {
-    for (int j = 0; j < num_runs_; ++j) before[j] = Lane<Number>::read(x + j * run_);
+  std::array<Number, N>* const before = of_runs.data();
+  for (float* x = row; x < row + run_; x += N * kWidth) {
+    for (int j = 0; j < num_runs_; ++j)
+      for (int k = 0; k < N; ++k) before[j][k] = Lane<Number>::read(x + j * run_ + k * kWidth);
     const float* mix = mix_.data();
     for (int i = 0; i < num_runs_; ++i, mix += num_runs_) {
-      Number sum = before[0] * Lane<Number>::spread(mix[0]);
-      for (int j = 1; j < num_runs_; ++j) sum = sum + before[j] * Lane<Number>::spread(mix[j]);
-      Lane<Number>::write(x + i * run_, sum);
+      Number sum[N];
+      for (int k = 0; k < N; ++k) sum[k] = before[0][k] * Lane<Number>::spread(mix[0]);
+      for (int j = 1; j < num_runs_; ++j) {
+        const Number factor = Lane<Number>::spread(mix[j]);
+        for (int k = 0; k < N; ++k) sum[k] = sum[k] + before[j][k] * factor;
+      }
+      for (int k = 0; k < N; ++k) Lane<Number>::write(x + i * run_ + k * kWidth, sum[k]);
     }
   }
 }

@@ -12,11 +12,11 @@ class Turn {
  public:
   explicit Turn(int count);
 
-  // In place. Behind the row there is room up to a multiple of 16, with zeros that stay.
-  void apply(float* row) const;
+  // `out` may be `row`. Behind both there is room up to a multiple of 16, with zeros that stay.
+  void apply(const float* row, float* out) const;
 
  private:
-  template <class Number>
+  template <class Number, int N>
   void mix_runs(float* row) const;
 
   int count_, run_, num_runs_;
