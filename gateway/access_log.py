@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable
 from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,10 +31,10 @@ class AccessLog:
         started_s = time.monotonic()
         status = NO_STATUS
 
-        async def noting_status(message: Message) -> None:
+        def noting_status(message: Message) -> Awaitable[None]:
             nonlocal status
             status = message.get("status", status)
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, noting_status)

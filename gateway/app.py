@@ -14,9 +14,10 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from penstock.contract.logs import configure_logging
+from penstock.contract.settle import settle
 from penstock.gateway import health
 from penstock.gateway.access_log import AccessLog
-from penstock.gateway.openai import chat, completions, models
+from penstock.gateway.openai import generate, models
 from penstock.gateway.openai.answer import JOB_HEADER
 from penstock.gateway.openai.errors import install_error_handlers
 from penstock.gateway.settings import GatewaySettings
@@ -39,11 +40,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             app.state.client = client
             yield
 
-    # The bodies are checked by the routes themselves, so FastAPI's own OpenAPI document would be wrong.
+    # Nothing that takes a body is FastAPI's, so its OpenAPI document would say little.
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     app.state.settings = settings
     install_error_handlers(app)
-    for room in (chat, completions, models, health):
+    app.router.routes.extend(generate.ROUTES)
+    for room in (models, health):
         app.include_router(room.router)
     if settings.cors_origins:
         app.add_middleware(
@@ -89,8 +91,10 @@ def run(settings: GatewaySettings) -> None:
     """
     configure_logging()
     asyncio.run(_reach_redis(settings))
+    server = make_server(settings)
+    settle()
     with contextlib.suppress(KeyboardInterrupt):
-        make_server(settings).run()
+        server.run()
 
 
 async def _reach_redis(settings: GatewaySettings) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 
+from penstock.contract.settle import settle
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.node import Node
@@ -32,6 +33,7 @@ async def run_node(settings: NodeSettings) -> None:
         num_threads=settings.num_threads,
     )
     engine = await asyncio.to_thread(Engine, config, progress=_report_progress)
+    settle()
     await serve_engine(settings, engine)
 
 

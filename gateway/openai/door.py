@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-from fastapi import Header, Request
-from pydantic import ValidationError
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
 
+from penstock.contract.errors import RequestError
 from penstock.gateway.body import read_json_body
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.order import Order
 from penstock.producer.openai.problems import request_error
 
-_Body = TypeVar("_Body", ChatRequest, CompletionRequest)
+_Body = TypeVar("_Body", bound=BaseModel)
 
-IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=200)]
+KEY_HEADER = "idempotency-key"
+MAX_KEY_CHARS = 200
 """Shorter than a job's key may be: the prompt's number is added where there are several."""
 
 
-def body_of(model: type[_Body]) -> Callable[[Request], Awaitable[_Body]]:
-    """A dependency that reads and checks a body."""
+async def read_body(request: Request, model: type[_Body]) -> _Body:
+    """The request's body, checked."""
+    settings: GatewaySettings = request.app.state.settings
+    raw = await read_json_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise request_error(error) from None
 
-    async def read(request: Request) -> _Body:
-        settings: GatewaySettings = request.app.state.settings
-        raw = await read_json_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
-        try:
-            return model.model_validate_json(raw)
-        except ValidationError as error:
-            raise request_error(error) from None
 
-    return read
+def idempotency_key_of(request: Request) -> str | None:
+    """The key under which the caller may ask again."""
+    key = request.headers.get(KEY_HEADER)
+    if key is not None and not 1 <= len(key) <= MAX_KEY_CHARS:
+        raise RequestError(f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters", param=KEY_HEADER)
+    return key
 
 
 def order_of(body: ChatRequest | CompletionRequest, idempotency_key: str | None) -> Order:

@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from penstock.contract.errors import BusyError, PenstockError, RequestError, UnavailableError
-from penstock.producer.openai.problems import MAX_NAME_CHARS, request_error_of
+from penstock.producer.openai.problems import MAX_NAME_CHARS
 
 
 def error_body(error: PenstockError) -> dict[str, Any]:
@@ -28,9 +27,8 @@ def error_response(error: PenstockError) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every way a request can fail ends in one of these four."""
+    """Every way a request can fail ends in one of these three."""
     app.add_exception_handler(PenstockError, _on_penstock_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
 
@@ -43,14 +41,6 @@ async def _on_penstock_error(_: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, PenstockError):
         raise error
     return error_response(error)
-
-
-async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
-    if not isinstance(error, RequestValidationError):
-        raise error
-    # FastAPI puts the part of the request first ("header", ...); callers know the field's own name.
-    found = [{**e, "loc": e["loc"][1:]} for e in error.errors()]
-    return error_response(request_error_of(found))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

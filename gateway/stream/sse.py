@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
-from starlette.types import Message, Send
+from starlette.types import Send
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n"
@@ -38,18 +38,19 @@ class EventWriter:
         self._sending_since_s: float | None = None
         self._clock = asyncio.get_running_loop().time
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes, *, more: bool = True) -> None:
         """Sends one or more whole events; waits while the reader takes nothing."""
         self._silent = False
+        self._sending_since_s = self._clock()
         if not self.started:
             self.started = True
-            await self._put({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
-        await self._put({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sending_since_s = None
 
     async def end(self) -> None:
         """Completes the response."""
-        self._silent = False
-        await self._put({"type": "http.response.body", "body": b"", "more_body": False})
+        await self.write(b"", more=False)
 
     async def watch(self, *, first_wait_s: float, interval_s: float, send_timeout_s: float) -> None:
         """Sends a comment into each silence, which also starts a response that waits; ends when the reader is stuck.
@@ -63,8 +64,3 @@ class EventWriter:
                     await self.write(KEEP_ALIVE)
             self._silent = self._sending_since_s is None
             await asyncio.sleep(interval_s)
-
-    async def _put(self, message: Message) -> None:
-        self._sending_since_s = self._clock()
-        await self._send(message)
-        self._sending_since_s = None

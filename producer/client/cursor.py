@@ -53,6 +53,8 @@ class StreamCursor:
 
     def offer(self, chunk: Chunk) -> Chunk | Verdict:
         """What of `chunk` is to be delivered now, if any; raises StreamDivergedError when it contradicts what was."""
+        if self._goes_on(chunk):
+            return chunk
         if self.outcome is not None:
             return Verdict.DROP
         if chunk.index > self.next_index:
@@ -72,6 +74,24 @@ class StreamCursor:
         self.next_index = self.start
         for had in self._choices.values():
             had.walked_tokens = had.walked_chars = 0
+
+    def _goes_on(self, chunk: Chunk) -> bool:
+        """Whether a chunk is tokens and text that follow all that was delivered; then they are noted.
+
+        Nearly all chunks are, and this takes a third of the time that the other ways take together.
+        """
+        had = self._choices.get(chunk.choice)
+        if had is None or not chunk.index == self.next_index == self._end_of_known:
+            return False
+        if not chunk.position - had.base == had.walked_tokens == len(had.tokens) or had.walked_chars != had.num_chars:
+            return False
+        if not had.tokens or not chunk.token_ids or chunk.finish_reason or chunk.usage or chunk.outcome or self.outcome:
+            return False
+        had.tokens += chunk.token_ids
+        had.walked_tokens += len(chunk.token_ids)
+        had.num_chars = had.walked_chars = had.num_chars + len(chunk.text)
+        self.next_index = self._end_of_known = self.next_index + 1
+        return True
 
     def _judge_old(self, chunk: Chunk) -> Verdict:
         """A chunk from behind is a repetition; with tokens never seen it tells of another log than the one read."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
@@ -14,13 +13,8 @@ MAX_NAME_CHARS = 128
 
 
 def request_error(error: ValidationError) -> RequestError:
-    """What pydantic found wrong in a body, named as the caller wrote it."""
-    return request_error_of(error.errors(include_url=False, include_input=False))
-
-
-def request_error_of(found: Sequence[Mapping[str, Any]]) -> RequestError:
-    """The first of the problems that pydantic lists."""
-    first = found[0]
+    """The first thing that pydantic found wrong in a body, named as the caller wrote it."""
+    first = error.errors(include_url=False, include_input=False)[0]
     unknown = first.get("ctx", {}).get("unknown_field")
     loc = first["loc"] if unknown is None else (*first["loc"], unknown)
     param = _path(loc)

@@ -1,0 +1,1 @@
+"""What the queue and the gateway cost, measured around an engine that is a clock."""

@@ -1,0 +1,50 @@
+"""`PYTHONPATH=ops python -m bench.queue_cost [idle|load|http|share]`: what the queue and the gateway cost.
+
+`idle`: the way of one job through an idle system. `load`, `http`: CPU per token of each process at 64 streams, read
+from Redis and over HTTP. `share`: an engine whose steps keep two cores busy, bare and behind the queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from bench.queue_cost.idle import measure_idle
+from bench.queue_cost.processes import serve_node
+from bench.queue_cost.share import measure_share
+from bench.queue_cost.streams import measure_http, measure_load
+from penstock.contract.embedded import EmbeddedRedis
+
+KINDS = {"load": measure_load, "http": measure_http, "share": measure_share}
+
+
+async def measure(what: Sequence[str], num_streams: int, num_tokens: int, steps_ms: Sequence[float]) -> None:
+    """Takes the measurements that are named."""
+    with EmbeddedRedis() as server:
+        if "idle" in what:
+            await measure_idle(server)
+        for kind in (kind for kind in KINDS if kind in what):
+            print(f"{kind}, {num_streams} streams of {num_tokens} tokens")
+            for step_ms in steps_ms:
+                await KINDS[kind](server, step_ms, num_streams, num_tokens)
+
+
+def main() -> None:
+    """Runs the measurements that are named, all by default."""
+    if sys.argv[1:2] == ["node"]:
+        redis_url, step_s, num_busy = sys.argv[2:]
+        asyncio.run(serve_node(redis_url, float(step_s), int(num_busy)))
+        return
+    parser = argparse.ArgumentParser(prog="bench.queue_cost", description=__doc__)
+    parser.add_argument("what", nargs="*", default=["idle", "load", "http", "share"])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--step-ms", type=float, nargs="*", default=[10.0, 0.0])
+    options = parser.parse_args()
+    asyncio.run(measure(options.what, options.streams, options.tokens, options.step_ms))
+
+
+if __name__ == "__main__":
+    main()

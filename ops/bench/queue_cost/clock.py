@@ -1,0 +1,115 @@
+"""A stand-in for the engine: every sequence gains one token a step, and a step takes as long as it is told."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from penstock.contract.job import SamplingParams, Usage
+from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
+
+POOL = "clock"
+STAMP = 1
+"""A prompt that starts with this token is answered with times (time.monotonic_ns) as text."""
+SPOKEN = 2
+WORD = " word"
+
+
+class ClockTokenizer:
+    """Enough of a tokenizer for prompts of token ids."""
+
+    max_token_bytes = 8
+
+    def encode(self, text: str) -> list[int]:
+        return [SPOKEN] * max(1, len(text) // 4)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        return self.encode(messages[-1]["content"])
+
+
+@dataclass(slots=True)
+class _Live:
+    request_id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    added_ns: int
+    num_said: int = 0
+
+
+class ClockEngine:
+    """Steps of `step_s`: slept, or worked on `num_busy` threads that hold no interpreter lock."""
+
+    def __init__(self, step_s: float, num_busy: int = 0) -> None:
+        self.tokenizer = ClockTokenizer()
+        self.max_model_len = 1 << 16
+        self.num_kv_tokens = 1 << 24
+        self.revision = "clock"
+        self._step_s = step_s
+        self._num_busy = num_busy
+        self._rounds = _rounds_of(step_s) if num_busy else 0
+        self._helpers = ThreadPoolExecutor(max(1, num_busy - 1))
+        self._live: dict[str, _Live] = {}
+        self._num_steps = self._num_tokens = 0
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        resume: Sequence[ResumedChoice] = (),
+    ) -> None:
+        added_ns = time.monotonic_ns()
+        self._live[request_id] = _Live(request_id, prompt_token_ids, params.max_tokens or 16, added_ns)
+
+    def abort(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def wait(self) -> None:
+        pass
+
+    def step(self) -> list[StepOutput]:
+        if self._num_busy:
+            others = [self._helpers.submit(_work, self._rounds) for _ in range(self._num_busy - 1)]
+            _work(self._rounds)
+            for other in others:
+                other.result()
+        elif self._step_s:
+            time.sleep(self._step_s)
+        self._num_steps += 1
+        now_ns = time.monotonic_ns()
+        return [self._advance(live, now_ns) for live in list(self._live.values())]
+
+    def _advance(self, live: _Live, now_ns: int) -> StepOutput:
+        position, reason, usage = live.num_said, None, None
+        live.num_said += 1
+        self._num_tokens += 1
+        if live.num_said == live.max_tokens:
+            reason, usage = "length", Usage(len(live.prompt), live.num_said)
+            del self._live[live.request_id]
+        text = f"{live.added_ns} {now_ns} " if live.prompt[0] == STAMP else WORD
+        return StepOutput(live.request_id, 0, position, (1000 + position,), text, reason, usage)  # type: ignore[arg-type]
+
+    def stats(self) -> EngineStats:
+        total, ms = self.num_kv_tokens // 16, self._step_s * 1e3
+        figures = {"kv_blocks_total": total, "kv_blocks_free": total, "block_size": 16, "num_running": len(self._live)}
+        figures |= {"steps": self._num_steps, "decode_tokens": self._num_tokens, "step_ms_p50": ms, "step_ms_p99": ms}
+        return EngineStats(**{name: figures.get(name, 0) for name in EngineStats.__slots__})  # type: ignore[arg-type]
+
+
+def _work(rounds: int) -> None:
+    hashlib.pbkdf2_hmac("sha256", b"penstock", b"salt", rounds)
+
+
+def _rounds_of(seconds: float) -> int:
+    """How much work takes so long on an idle core."""
+    started_s = time.perf_counter()
+    _work(20_000)
+    return max(1, int(20_000 * seconds / (time.perf_counter() - started_s)))

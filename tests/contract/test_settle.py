@@ -1,0 +1,25 @@
+"""What is loaded before a process settles is no work for the garbage collector any more."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.contract.settle import settle
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def test_the_collector_looks_only_at_what_came_later() -> None:
+    loaded = [[]]
+    settle()
+    came_later = [[]]
+    seen = {id(found) for found in gc.get_objects()}
+    assert id(came_later) in seen
+    assert id(loaded) not in seen
