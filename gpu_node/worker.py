@@ -48,6 +48,9 @@ class EngineLike(Protocol):
     def abort(self, request_id: str) -> None:
         """Forgets a request."""
 
+    def bind_thread(self) -> None:
+        """Told by the thread that steps, which does nothing else."""
+
     def wait(self) -> None:
         """Blocks until `step` would not."""
 
@@ -126,6 +129,7 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
+            self._engine.bind_thread()
             while not self._stopping:
                 self._run_commands()
                 self._engine.wait()

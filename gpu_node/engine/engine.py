@@ -86,6 +86,10 @@ class Engine:
             if self._live.pop(choice.seq, None) is not None:
                 self._scheduler.remove(choice.seq)
 
+    def bind_thread(self) -> None:
+        """Say that the calling thread does nothing but step: it may be kept on a core of its own."""
+        self._runner.bind_thread()
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._requests) or self._flight is not None

@@ -89,6 +89,9 @@ class ModelRunner(Protocol):
     def num_blocks(self) -> int:
         """Blocks of the KV cache, the null block included."""
 
+    def bind_thread(self) -> None:
+        """Let the calling thread, which does nothing but wait for steps, run where the runner has most of it."""
+
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step and come back at once.
 

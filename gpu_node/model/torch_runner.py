@@ -37,6 +37,9 @@ class TorchRunner:
         """Blocks of the KV cache, the null block included."""
         return self._num_blocks
 
+    def bind_thread(self) -> None:
+        """Nothing to do: steps run on a thread of their own."""
+
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Start a step."""
         return self._thread.submit(self._step, plan)

@@ -100,11 +100,13 @@ class KernelError(Exception):
 class NativeModel:
     """A decoder in native memory with threads of its own. Not safe for use by several threads at once."""
 
-    def __init__(self, library: Path, spec: NativeSpec, num_threads: int) -> None:
+    def __init__(self, library: Path, spec: NativeSpec, num_threads: int, cores: Sequence[int] = ()) -> None:
+        """`cores`, one for each thread, says where its own stay; the first is left to whoever waits for steps."""
         self._library = _open(library)
         self._spec = spec
         self._handle = c.c_void_p()
-        self._check(self._library.penstock_model_new(c.byref(spec), num_threads, c.byref(self._handle)))
+        places = (c.c_int32 * len(cores))(*cores) if cores else None
+        self._check(self._library.penstock_model_new(c.byref(spec), num_threads, places, c.byref(self._handle)))
         self._free = weakref.finalize(self, self._library.penstock_model_free, self._handle)
 
     def close(self) -> None:
@@ -167,7 +169,7 @@ def _open(path: Path) -> Any:
     pointer, number = c.c_void_p, c.c_int
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "penstock_isa": (c.c_char_p, []),
-        "penstock_model_new": (c.c_char_p, [pointer, number, pointer]),
+        "penstock_model_new": (c.c_char_p, [pointer, number, pointer, pointer]),
         "penstock_model_free": (None, [pointer]),
         "penstock_matrix_new": (c.c_char_p, [pointer, *[number] * 5]),
         "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer, pointer]),

@@ -40,6 +40,12 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return cores if quota is None else max(1, min(cores, ceil(quota)))
 
 
+def cores_to_stay_on(num_threads: int) -> list[int]:
+    """A core for each thread where they are as many as there are; none where others might choose the same ones."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores if num_threads == len(cores) > 1 else []
+
+
 def _cgroup_quota(cgroup: Path) -> float | None:
     """CPU time over wall time that the process's control group allows, by version 2 or 1 of the interface."""
     try:

@@ -103,6 +103,9 @@ class ReferenceEngine:
         """Whether anything is live."""
         return bool(self._live)
 
+    def bind_thread(self) -> None:
+        """Any core will do."""
+
     def wait(self) -> None:
         """No step runs beside its caller."""
 

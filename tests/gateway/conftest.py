@@ -87,6 +87,9 @@ class EchoEngine:
     def has_work(self) -> bool:
         return bool(self._live)
 
+    def bind_thread(self) -> None:
+        """Any core will do."""
+
     def wait(self) -> None:
         pass
 

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.kernels.cpu.build import BuildError, library_path
 from penstock.kernels.cpu.library import Format, KvFormat, NativeModel, NativeSpec, Place, Slot, Vector
-from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
+from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 
 _log = logging.getLogger(__name__)
 
@@ -49,11 +49,13 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     num_blocks = kv_blocks(described, options, _kv_token_bytes(spec, kv_format)) + 1
     threads = options.num_threads or usable_cores()
     native_spec = _native_spec(described, options, num_blocks, kv_format)
-    model = NativeModel(library, native_spec, threads)
+    cores = cores_to_stay_on(threads)
+    model = NativeModel(library, native_spec, threads, cores)
     formats = _Packer(model, described, options.quantization, progress).pack()
     arithmetic = _arithmetic(isa, formats, kv_format, turned=bool(native_spec.turned))
     _log.info("native runner %s kv_blocks=%d threads=%d", arithmetic, num_blocks - 1, threads)
-    return NativeRunner(model, num_blocks=num_blocks, vocab_size=spec.vocab_size), arithmetic
+    runner = NativeRunner(model, num_blocks=num_blocks, vocab_size=spec.vocab_size, core=cores[0] if cores else None)
+    return runner, arithmetic
 
 
 def _check(described: Description, options: RunnerOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -15,16 +16,22 @@ from penstock.kernels.cpu.library import NativeModel, NativePlan
 class NativeRunner:
     """Runs each step on the model's own threads; `submit` only starts them."""
 
-    def __init__(self, model: NativeModel, *, num_blocks: int, vocab_size: int) -> None:
-        """`num_blocks` includes the null block."""
+    def __init__(self, model: NativeModel, *, num_blocks: int, vocab_size: int, core: int | None = None) -> None:
+        """`num_blocks` includes the null block; `core` is the one that the model's own threads leave free."""
         self._model = model
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
+        self._core = core
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the KV cache, the null block included."""
         return self._num_blocks
+
+    def bind_thread(self) -> None:
+        """Keep the calling thread on the core that the model's own threads leave free, if they leave one."""
+        if self._core is not None:
+            os.sched_setaffinity(0, {self._core})
 
     def submit(self, plan: StepPlan) -> _Flight:
         """Start a step."""

@@ -48,8 +48,8 @@ extern "C" {
 
 PENSTOCK_API const char* penstock_isa() { return kIsa; }
 
-PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, Model** out) {
-  return guarded([&] { *out = new Model(*spec, num_threads); });
+PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, const int32_t* cores, Model** out) {
+  return guarded([&] { *out = new Model(*spec, num_threads, cores); });
 }
 
 PENSTOCK_API void penstock_model_free(Model* model) { delete model; }

@@ -12,7 +12,7 @@ constexpr int kHalves = kRegisters >= 32 ? 2 : 1;
 // Of quantised rows.
 constexpr int kRun = run_words(Format::kInt8);
 
-constexpr int kNearBytes = 2048;
+constexpr int kNearBytes = 8192;
 
 // Asks for two lines with each two lines of the panel.
 template <Fetch F>

@@ -15,7 +15,7 @@ using TileKernel = void (*)(const uint8_t* panel, const Tile& tile, int padded_c
 TileKernel tile_kernel(Format format, const Tile& tile);
 
 // Tiles of at most so many rows wait for memory.
-constexpr int kMemoryBoundRows = 4;
+constexpr int kMemoryBoundRows = 12;
 
 // Says what a tile should fetch, `index` being its place among those that meet a panel: the first two share the next panel.
 inline void look_ahead(Tile& tile, int index, int num_tiles, const uint8_t* panel, size_t panel_bytes) {
@@ -50,11 +50,7 @@ void multiply(Member& member, const Activations& left, const Matrix& right, cons
       finish(tiling.first(i), tile.rows, panel, out);
     }
   };
-  if (tiling.rows <= kMemoryBoundRows) {
-    member.for_each_evenly(num_panels, unit_of_work);
-  } else {
-    member.for_each(passes * num_panels, unit_of_work);
-  }
+  member.for_each(passes * num_panels, unit_of_work);
 }
 
 }  // namespace penstock

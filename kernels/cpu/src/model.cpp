@@ -46,12 +46,12 @@ Activations& fill_rows(Member& member, std::vector<Inputs>& inputs, Input input,
 
 }  // namespace
 
-Model::Model(const Spec& spec, int num_threads)
+Model::Model(const Spec& spec, int num_threads, const int32_t* cores)
     : final_norm(round_up(spec.hidden, kPanel)),
       cos((size_t)spec.max_position * spec.head_dim / 2),
       sin((size_t)spec.max_position * spec.head_dim / 2),
       spec_(spec),
-      team_(num_threads),
+      team_(num_threads, cores),
       cache_({(KvFormat)spec.kv_format, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.block_size,
               spec.num_blocks}),
       hidden_turn_(spec.turned ? spec.hidden : 1),

@@ -63,7 +63,8 @@ enum class Slot : int { kQkv = 0, kO = 1, kGateUp = 2, kDown = 3, kEmbedding = 4
 
 class Model {
  public:
-  Model(const Spec& spec, int num_threads);
+  // `cores`: see Team.
+  Model(const Spec& spec, int num_threads, const int32_t* cores);
 
   const Spec& spec() const { return spec_; }
   Team& team() { return team_; }

@@ -24,14 +24,10 @@ class Member {
   bool leads() const { return index_ == 0; }
 
   // Calls `body(i)` for the items of [0, count) that fall to this thread, and comes back when all threads' are done.
-  // Threads take chunks as they get to them, each a share of what is left, since one that has to give its core to another
-  // process now and then is slower.
+  // Each thread goes through an equal part of its own, since long runs stream best, and then through what is left of the
+  // others', since one that has to give its core to another process now and then is slower.
   template <class Body>
   void for_each(int count, const Body& body);
-
-  // The same in equal, contiguous parts, for items that wait for memory: long runs stream best.
-  template <class Body>
-  void for_each_evenly(int count, const Body& body);
 
  private:
   Team& team_;
@@ -41,8 +37,12 @@ class Member {
 
 class Team {
  public:
-  explicit Team(int size) : size_(size) {
-    for (int i = 1; i < size; ++i) threads_.emplace_back([this, i] { serve(i); });
+  // `cores`, null or one for each thread, says where the team's own threads stay; the caller's may be anywhere.
+  explicit Team(int size, const int32_t* cores = nullptr) : size_(size), counters_((size_t)kCounters * size) {
+    for (int i = 1; i < size; ++i) {
+      threads_.emplace_back([this, i] { serve(i); });
+      if (cores) stay_on(threads_.back(), cores[i]);
+    }
   }
 
   ~Team() {
@@ -70,17 +70,27 @@ class Team {
   friend class Member;
   static constexpr int kPauses = 2000;
   static constexpr int kYields = 200;
-  static constexpr int kSharesPerThread = 2;
   static constexpr int kCounters = 4;
 
+  // Of the items of a thread's part, those that were taken.
   struct alignas(64) Counter {
-    std::atomic<int> next{0};
+    std::atomic<int> taken{0};
   };
+
+  Counter& counter(uint32_t loop, int thread) { return counters_[loop % kCounters * size_ + thread]; }
 
   void launch() {
     running_.store(size_ - 1, std::memory_order_relaxed);
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();
+  }
+
+  // Else two threads that wake each other are put on one core, and stay there for milliseconds.
+  static void stay_on(std::thread& thread, int core) {
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    CPU_SET(core, &allowed);
+    pthread_setaffinity_np(thread.native_handle(), sizeof allowed, &allowed);
   }
 
   void serve(int index) {
@@ -109,11 +119,11 @@ class Team {
     while (epoch_.load(std::memory_order_acquire) == seen) epoch_.wait(seen);
   }
 
-  // `loop` counts the loops of this program; the last thread to arrive clears the counter that was used.
+  // `loop` counts the loops of this program; the last thread to arrive clears the counters that were used.
   void barrier(uint32_t loop) {
     const uint32_t turn = turn_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
-      counters_[loop % kCounters].next.store(0, std::memory_order_relaxed);
+      for (int i = 0; i < size_; ++i) counter(loop, i).taken.store(0, std::memory_order_relaxed);
       arrived_.store(0, std::memory_order_relaxed);
       turn_.store(turn + 1, std::memory_order_release);
       return;
@@ -136,27 +146,23 @@ class Team {
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> turn_{0};
-  Counter counters_[kCounters];
+  std::vector<Counter> counters_;
   std::vector<std::thread> threads_;
 };
 
 template <class Body>
 void Member::for_each(int count, const Body& body) {
-  auto& next = team_.counters_[loop_ % Team::kCounters].next;
-  for (;;) {
-    const int left = count - next.load(std::memory_order_relaxed);
-    if (left <= 0) break;
-    const int chunk = std::max(1, left / (team_.size_ * Team::kSharesPerThread));
-    const int first = next.fetch_add(chunk, std::memory_order_relaxed);
-    for (int i = first; i < std::min(first + chunk, count); ++i) body(i);
+  for (int k = 0; k < team_.size_; ++k) {
+    const int owner = (index_ + k) % team_.size_;
+    const int begin = (int)((int64_t)count * owner / team_.size_), end = (int)((int64_t)count * (owner + 1) / team_.size_);
+    auto& taken = team_.counter(loop_, owner).taken;
+    for (;;) {
+      const int left = end - begin - taken.load(std::memory_order_relaxed);
+      if (left <= 0) break;
+      const int chunk = (left + 1) / 2, first = begin + taken.fetch_add(chunk, std::memory_order_relaxed);
+      for (int i = first; i < std::min(first + chunk, end); ++i) body(i);
+    }
   }
-  team_.barrier(loop_++);
-}
-
-template <class Body>
-void Member::for_each_evenly(int count, const Body& body) {
-  const int end = (int)((int64_t)count * (index_ + 1) / team_.size_);
-  for (int i = (int)((int64_t)count * index_ / team_.size_); i < end; ++i) body(i);
   team_.barrier(loop_++);
 }
 

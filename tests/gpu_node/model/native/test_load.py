@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,3 +148,34 @@ def test_a_poisoned_row_fails_alone_and_its_blocks_can_be_used_again(
         tokens = tokens_of_step(runner, [(again, 4)], rows_of(1, temperature=0.0))
         assert tokens.tolist() == [alone[0]]
         np.testing.assert_array_equal(logits_alone(runner, healthy), want)
+
+
+def _cores() -> dict[int, str]:
+    """Where each of this process's compute threads may run."""
+    cores = {}
+    for task in Path("/proc/self/task").iterdir():
+        lines = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+        if lines["Name"] == "penstock-cpu":
+            cores[int(task.name)] = lines["Cpus_allowed_list"].strip()
+    return cores
+
+
+def test_threads_that_are_as_many_as_the_cores_have_one_each(llama: Llama, this_isa: Isa) -> None:
+    before, allowed = _cores(), sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("there is one core")
+    loaded = _load(llama(), runner="native", num_threads=len(allowed))
+    ours = [core for task, core in _cores().items() if task not in before]
+    assert sorted(ours) == sorted(str(core) for core in allowed[1:])
+    with ThreadPoolExecutor(1) as stepping:
+        stepping.submit(loaded.runner.bind_thread).result()
+        assert stepping.submit(os.sched_getaffinity, 0).result() == {allowed[0]}
+    assert sorted(os.sched_getaffinity(0)) == allowed
+
+
+def test_threads_that_are_not_as_many_as_the_cores_run_anywhere(llama: Llama, this_isa: Isa) -> None:
+    allowed = os.sched_getaffinity(0)
+    loaded = _load(llama(), runner="native", num_threads=len(allowed) + 1)
+    with ThreadPoolExecutor(1) as stepping:
+        stepping.submit(loaded.runner.bind_thread).result()
+        assert stepping.submit(os.sched_getaffinity, 0).result() == allowed
