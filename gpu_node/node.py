@@ -48,7 +48,9 @@ class Node:
         self._bell = Bell()
         self._worker = EngineWorker(engine, self._deliver)
         self._outbox = Outbox(
-            self._broker, self.ledger, self._worker, self._bell, max_unsent_bytes=settings.max_unsent_bytes
+            *(self._broker, self.ledger, self._worker, self._bell),
+            max_unsent_bytes=settings.max_unsent_bytes,
+            stream_interval_ms=settings.stream_interval_ms,
         )
         self._inbox = Inbox(
             self._broker,

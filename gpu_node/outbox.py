@@ -1,12 +1,15 @@
 """From the engine to Redis: one emit a step for the whole batch, and one finish per job that ended.
 
-While Redis is away or slow, steps pile up in the ledger, and what piled up leaves as one chunk per choice.
+While Redis is away or slow, steps pile up in the ledger, and what piled up leaves as one chunk per choice. So do the
+tokens of many streams that come faster than anybody reads: each message costs time that the engine could use.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -25,6 +28,8 @@ log = logging.getLogger(__name__)
 MAX_EMIT_BYTES = 4 << 20
 """Of one emit call, so that a backlog after an outage does not block Redis."""
 MAX_FINISHES_AT_ONCE = 16
+MANY_JOBS = 16
+"""Fewer get their tokens at every step, whatever the interval."""
 _OUTCOMES = {
     "CANCEL": Outcome("cancelled", "cancelled", "the job was cancelled"),
     "UNHEARD": Outcome("cancelled", "unread", "nobody reads this job any more"),
@@ -36,12 +41,22 @@ class Outbox:
     """Sends what the ledger owes, and rings the bell when a job has left room for others."""
 
     def __init__(
-        self, broker: NodeBroker, ledger: Ledger, worker: EngineWorker, bell: Bell, *, max_unsent_bytes: int
+        self,
+        broker: NodeBroker,
+        ledger: Ledger,
+        worker: EngineWorker,
+        bell: Bell,
+        *,
+        max_unsent_bytes: int,
+        stream_interval_ms: float,
     ) -> None:
+        """MANY_JOBS and more are sent what they gained at most every `stream_interval_ms`."""
         self._broker = broker
         self._ledger = ledger
         self._worker = worker
         self._max_unsent_bytes = max_unsent_bytes
+        self._stream_interval_s = stream_interval_ms / 1000
+        self._flushed_s = -math.inf
         self._bell = bell
         self._pack = new_pack()
         self._owed = asyncio.Event()
@@ -112,7 +127,10 @@ class Outbox:
         patience = pauses()
         while True:
             await self._owed.wait()
+            if len(self._dirty) >= MANY_JOBS:
+                await asyncio.sleep(self._flushed_s + self._stream_interval_s - time.monotonic())
             self._owed.clear()
+            self._flushed_s = time.monotonic()
             try:
                 await self.flush()
                 patience = pauses()

@@ -215,6 +215,21 @@ async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(
     assert len(result.cuts) < 300
 
 
+async def test_many_streams_are_sent_what_they_gained_in_an_interval(redis_url: str, broker: ProducerBroker) -> None:
+    async with running(redis_url, ReferenceEngine(step_s=0.005), stream_interval_ms=1000):
+        num_cuts = []
+        for num_jobs in (32, 4):
+            jobs = [new_job(max_tokens=60) for _ in range(num_jobs)]
+            for job in jobs:
+                await broker.submit(job, cost=50)
+            results = [await ended(broker, job) for job in jobs]
+            for job, result in zip(jobs, results, strict=True):
+                assert list(result.choices[0].token_ids) == expected(job)
+            num_cuts.append(max(len(result.cuts) for result in results))
+    # At each step, but for those that pile up while somebody else has the processor.
+    assert num_cuts[0] < 20 < num_cuts[1]
+
+
 async def test_a_node_believed_dead_drops_its_jobs_and_comes_back(
     redis_url: str, redis: Redis, broker: ProducerBroker
 ) -> None:
