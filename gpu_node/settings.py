@@ -11,6 +11,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.job import NAME_PATTERN
+from penstock.contract.policy import PolicyName
 from penstock.contract.settings import Settings
 
 PROTOCOL_VERSION = 1
@@ -62,6 +63,12 @@ class NodeSettings(Settings):
     max_losses: int = Field(3, ge=1)
     progress_chunks: int = Field(64, ge=1)
     avoid_ms: int = Field(2_000, ge=0)
+    policy: PolicyName = "fair"
+    """In which order jobs are taken: fcfs, priority, sjf (by predicted cost) or fair (tenants take turns)."""
+    aging_ms: int = Field(60_000, ge=1)
+    """The first job of a class counts as one class higher for each time it has waited this long."""
+    bypass_ms: int = Field(2_000, ge=0)
+    """A job that does not fit may be passed by others until it is this old."""
 
     @property
     def pool_name(self) -> str:
@@ -74,11 +81,12 @@ class NodeSettings(Settings):
         return self.pool_name if Path(self.model).expanduser().exists() else self.model
 
     @property
-    def schema_fields(self) -> dict[str, int]:
+    def schema_fields(self) -> dict[str, int | str]:
         """What every node of the pool must agree on, as the scripts read it."""
         names = (
             *("lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms", "result_ttl_ms", "idem_ttl_ms"),
             *("max_open_jobs", "max_queued_cost", "max_losses", "progress_chunks", "avoid_ms"),
+            *("policy", "aging_ms", "bypass_ms"),
         )
         return {"version": PROTOCOL_VERSION} | {name: getattr(self, name) for name in names}
 
