@@ -26,8 +26,17 @@ class Sequence:
     """Prompt and output while it does not run; a running one's are in its row."""
     num_prompt_tokens: int
     end_rule: EndRule
+    root_hash: bytes = ROOT_HASH
+    """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)
-    """Held while it runs; those of a removed one are nobody's or others'."""
+    """Held while it runs or is swapped; those of a removed one are nobody's or others'."""
+    spare: int | None = None
+    """Block held for its own copy of the last one it shares, or for what follows that."""
+    num_stored: int = 0
+    """Tokens whose keys and values its blocks hold while it is swapped; its row says so of a running one."""
+    forks: list[Sequence] = field(default_factory=list)
+    """Choices of the same request that start when this one has computed their prompt."""
+    forks_from: Sequence | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     row: int = -1
     """Row of the batch while running, else -1."""
@@ -45,6 +54,11 @@ class Sequence:
         return self.num_prompt_tokens + self.end_rule.max_tokens
 
     @property
+    def num_to_share(self) -> int:
+        """Tokens that it can take over from whoever computed its prompt; its last token it computes itself."""
+        return min(self.num_prompt_tokens, len(self.token_ids) - 1)
+
+    @property
     def is_penalised(self) -> bool:
         """Whether what it said so far changes the odds of its next token."""
         params = self.params
@@ -57,5 +71,5 @@ class Sequence:
     def hash_full_blocks(self, token_ids: NDArray[np.int32], block_size: int) -> None:
         """Bring `block_hashes` up to the number of full blocks of its tokens."""
         for i in range(len(self.block_hashes), len(token_ids) // block_size):
-            parent = self.block_hashes[-1] if i else ROOT_HASH
+            parent = self.block_hashes[-1] if i else self.root_hash
             self.block_hashes.append(block_hash(parent, token_ids[i * block_size : (i + 1) * block_size]))

@@ -6,7 +6,7 @@ import logging
 
 from penstock.gpu_node.model.cache import cache_folder
 from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
-from penstock.gpu_node.model.description import Description, kv_blocks
+from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.native.formats import format_of, rows_of
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import RunnerOptions
@@ -42,13 +42,14 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     except BuildError as error:
         raise NativeUnavailableError(str(error)) from error
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
-    num_blocks = kv_blocks(described, options, _kv_token_bytes(spec, kv_format)) + 1
+    sizes = cache_sizes(described, options, _kv_token_bytes(spec, kv_format))
     threads = options.num_threads or usable_cores()
-    model = NativeModel(library, _native_spec(described, options, num_blocks, kv_format), threads)
+    model = NativeModel(library, _native_spec(described, options, sizes.num_blocks, kv_format), threads)
     formats = _Packer(model, described, options.quantization, progress).pack()
     arithmetic = _arithmetic(isa, formats, kv_format)
-    _log.info("native runner %s kv_blocks=%d threads=%d", arithmetic, num_blocks - 1, threads)
-    return NativeRunner(model, num_blocks=num_blocks, vocab_size=spec.vocab_size), arithmetic
+    num_blocks = sizes.num_device_blocks, sizes.num_host_blocks
+    _log.info("native runner %s kv_blocks=%d+%d threads=%d", arithmetic, *num_blocks, threads)
+    return NativeRunner(model, sizes, vocab_size=spec.vocab_size), arithmetic
 
 
 def _check(described: Description, options: RunnerOptions) -> None:
