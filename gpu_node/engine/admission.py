@@ -56,6 +56,17 @@ class Admission:
         num_free_in_both = num_free + memory.num_free_without(held, on_host=True)
         return num_missing <= num_free or residents.num_missing(seq, held, in_place=True) <= num_free_in_both
 
+    def could_have_room(self, seq: Sequence, victims: list[Sequence]) -> bool:
+        """Whether a sequence might fit if these gave way; what they share with others is counted as if they did not."""
+        residents = self._residents
+        leaving = [one for victim in victims for one in (victim, *victim.forks)]
+        held = residents.held_by(seq)
+        num_freed = sum(len(one.blocks) + (one.spare is not None) for one in leaving)
+        has_rows = len(seq.forks) < residents.table.num_unused + len(leaving)
+        watermark = self._watermark if len(victims) < len(residents.seqs) else 0
+        num_free = self._memory.num_free_without(held) + num_freed
+        return has_rows and residents.num_missing(seq, held) + watermark <= num_free
+
     def recompute(self, seq: Sequence) -> None:
         """Let a swapped sequence go without its blocks."""
         self._queues.remove(seq)

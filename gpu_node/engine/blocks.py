@@ -21,9 +21,11 @@ def block_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
     return hashlib.blake2b(parent + token_ids.tobytes(), digest_size=16).digest()
 
 
-def salted_root(salt: str | None) -> bytes:
+def salted_root(*salts: str | None) -> bytes:
     """The parent of first blocks; prompts with different salts never share one."""
-    return ROOT_HASH if salt is None else hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest()
+    if not any(salt is not None for salt in salts):
+        return ROOT_HASH
+    return hashlib.blake2b(repr(salts).encode(), digest_size=16, person=b"salt").digest()
 
 
 class Label(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penstock.contract.policy import PolicyName
 from penstock.gpu_node.engine.eviction import EvictionName
 from penstock.gpu_node.engine.preemption import PreemptionName
 
@@ -53,6 +54,12 @@ class EngineConfig(BaseModel):
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(512, ge=1)
     enable_prefix_caching: bool = True
+    scheduling_policy: PolicyName = "fcfs"
+    """Who starts first and who gives way; `aging_ms` and `bypass_ms`: see `contract/policy.py`."""
+    aging_ms: int = Field(60_000, ge=1)
+    bypass_ms: int = Field(2_000, ge=0)
+    prefix_cache_salt: Literal["none", "tenant"] = "none"
+    """`tenant`: tenants do not share cached prefixes."""
     prefix_eviction: EvictionName = "lru"
     """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
     num_threads: int | None = Field(None, ge=1)

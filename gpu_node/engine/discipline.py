@@ -11,6 +11,12 @@ from penstock.gpu_node.engine.sequence import Sequence
 class Discipline(Protocol):
     """The order in which a scheduler serves."""
 
+    def added(self, seq: Sequence) -> None:
+        """A sequence is about to be queued."""
+
+    def ended(self, seq: Sequence, num_output_tokens: int) -> None:
+        """A sequence came to its own end."""
+
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """Call `start` for those that wait, in their turn, until it answers that there is no room.
 
@@ -27,6 +33,12 @@ class Discipline(Protocol):
 
 class FirstComeFirstServed:
     """Nobody overtakes; the one that was admitted last gives way."""
+
+    def added(self, seq: Sequence) -> None:
+        """Its place is behind all others."""
+
+    def ended(self, seq: Sequence, num_output_tokens: int) -> None:
+        """How long it became is not asked here."""
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """In the order in which they wait, up to the first one without room."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.contract.errors import ConflictError, NotFoundError, RequestError
-from penstock.contract.job import SamplingParams, Usage, seed_of
+from penstock.contract.job import Priority, SamplingParams, Usage, seed_of
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.flight import Flight, Meter
@@ -17,6 +17,7 @@ from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedCho
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume, request_limits
 from penstock.gpu_node.engine.scheduler import Landed, Limits, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
+from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
@@ -40,6 +41,7 @@ class Engine:
             eviction=config.prefix_eviction,
         )
         self._block_size = config.block_size
+        self._salts_by_tenant = config.prefix_cache_salt == "tenant"
         self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
         self._costs = PreemptionCosts(config.preemption, sizes.block_bytes)
         limits = Limits(
@@ -48,12 +50,14 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self._limits.max_model_len,
         )
-        self._scheduler = Scheduler(self._memory, limits, self._costs)
+        self._discipline = discipline_of(config)
+        self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline)
         self._requests: dict[str, LiveRequest] = {}
         self._finished_usage: dict[str, Usage] = {}
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_by_replay: list[LiveChoice] = []
         self._flight: Flight | None = None
+        self._held: tuple[list[Choice], float] = [], 0.0
         self._meter = Meter()
 
     def add(
@@ -65,8 +69,10 @@ class Engine:
         seed: int,
         resume: Sequence[ResumedChoice] = (),
         cache_salt: str | None = None,
+        priority: int = Priority.STANDARD,
+        tenant: str = "default",
     ) -> None:
-        """Queue a request; its `n` choices share the prompt's blocks.
+        """Queue a request; its `n` choices share the prompt's blocks. Class and tenant matter to scheduling policies.
 
         Cached prefixes are shared among requests of one `cache_salt` only. `resume` says how far an earlier node got
         with each choice: generation goes on behind it, text that was not logged yet comes with the next output, and a
@@ -77,7 +83,8 @@ class Engine:
             raise ConflictError(f"request {request_id} is already in the engine")
         check_request(prompt_token_ids, params, self._limits)
         check_resume(resume, params, self._limits)
-        request = LiveRequest(request_id, prompt_token_ids, params, seed, salted_root(cache_salt))
+        root_hash = salted_root(cache_salt, tenant if self._salts_by_tenant else None)
+        request = LiveRequest(request_id, prompt_token_ids, params, seed, root_hash, tenant, priority)
         request.open(resume, self._limits, self._tokenizer)
         self._enqueue(request)
 
@@ -201,6 +208,8 @@ class Engine:
         self._ended_by_replay += [choice for choice in choices if choice.output.finish_reason is not None]
         still_open = {choice.seq: choice for choice in choices if choice.output.finish_reason is None}
         self._live |= still_open
+        for seq in still_open:
+            self._discipline.added(seq)
         if still_open:
             self._scheduler.add(*still_open)
 
@@ -216,6 +225,7 @@ class Engine:
         except Exception:
             self._scheduler.roll_back(flight.step)
             raise
+        self._held = flight.step.seqs, flight.age_ms
         landed = self._scheduler.commit(flight.step, result.tokens)
         if landed.broken_blocks:
             self._runner.zero_blocks(landed.broken_blocks)
@@ -239,6 +249,7 @@ class Engine:
         if landed is None:
             return outputs
         with self._meter.output:
+            note_held(*self._held, self._block_size)
             for seq, token in zip(landed.seqs, landed.token_ids, strict=True):
                 choice = self._live.get(seq)
                 if choice is not None:
@@ -268,11 +279,14 @@ class Engine:
             text=text,
             finish_reason=finish_reason,
             usage=self._end_choice(choice) if finish_reason is not None else None,
+            kv_ms=choice.seq.kv_ms,
         )
 
     def _end_choice(self, choice: LiveChoice) -> Usage | None:
         """Close a choice; the request's usage when it was the last one."""
         request = choice.request
+        if choice.output.finish_reason != "error":
+            self._discipline.ended(choice.seq, choice.output.num_tokens)
         self._live.pop(choice.seq, None)
         del request.live[choice.seq.choice]
         if request.live:

@@ -32,6 +32,8 @@ class StepOutput:
     text: str
     finish_reason: EndReason | None
     usage: Usage | None = None
+    kv_ms: float = 0.0
+    """KV-token-milliseconds of the choice so far: what its blocks had room for × how long it held them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.contract.errors import PromptTooLongError, RequestError
-from penstock.contract.job import SamplingParams, Usage
+from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gpu_node.engine.blocks import ROOT_HASH
 from penstock.gpu_node.engine.choice import ChoiceOutput
 from penstock.gpu_node.engine.detokenizer import Detokenizer
@@ -50,6 +50,8 @@ class LiveRequest:
     seed: int
     root_hash: bytes = ROOT_HASH
     """What the hashes of its blocks begin with."""
+    tenant: str = "default"
+    priority: int = int(Priority.STANDARD)
     completion_tokens: int = 0
     live: dict[int, LiveChoice] = field(default_factory=dict)
     first: Sequence | None = None
@@ -154,5 +156,8 @@ def open_choice(
         num_prompt_tokens=len(request.prompt),
         end_rule=rule,
         root_hash=request.root_hash,
+        tenant=request.tenant,
+        priority=request.priority,
+        urgency=request.priority,
     )
     return LiveChoice(request, seq, output, owed=text[len(resumed.text) :])

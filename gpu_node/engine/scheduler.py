@@ -165,6 +165,8 @@ class Scheduler:
         if pressing is None:
             return
         newcomer, victims = pressing
+        if not self._admission.could_have_room(newcomer, victims):
+            return
         for victim in victims:
             if self._admission.has_room(newcomer):
                 return

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import Priority, SamplingParams
 from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 
@@ -42,11 +42,33 @@ class Sequence:
     """Row of the batch while running, else -1."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted."""
+    tenant: str = "default"
+    priority: int = int(Priority.STANDARD)
+    """Its class; 0 is the most urgent one."""
+    urgency: int = int(Priority.STANDARD)
+    """The class that it was started as: its own, or a more urgent one when it had waited long."""
+    submitted_ms: float = 0.0
+    predicted_tokens: int = 0
+    """Output that it will probably have."""
+    charge: float = 0.0
+    """KV-token-milliseconds that its tenant would be charged if it were started now."""
+    kv_ms: float = 0.0
+    """KV tokens that its blocks have room for × the milliseconds that it held them."""
 
     _end_ids: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
         self._end_ids = np.array(sorted(self.end_rule.end_ids), dtype=np.int32)
+
+    @property
+    def job_id(self) -> str:
+        """What policies order by where all else is equal."""
+        return self.request_id
+
+    @property
+    def cost(self) -> int:
+        """KV tokens that it will probably hold at its end."""
+        return self.num_prompt_tokens + max(1, self.predicted_tokens)
 
     @property
     def max_num_tokens(self) -> int:

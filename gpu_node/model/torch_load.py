@@ -37,8 +37,8 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
     sizes = cache_sizes(described, options, token_bytes)
     decoder = Decoder(spec, weights, described.max_model_len)
     runner = TorchRunner(spec, decoder, sizes, block_size=options.block_size, dtype=dtype)
-    facts = name, can_prepack(dtype), sizes.num_device_blocks, sizes.num_host_blocks, torch.get_num_threads()
-    _log.info("torch runner dtype=%s prepacked=%s kv_blocks=%d+%d threads=%d", *facts)
+    facts = name, can_prepack(dtype), sizes.num_device_blocks, torch.get_num_threads(), sizes.num_host_blocks
+    _log.info("torch runner dtype=%s prepacked=%s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
     if torch.cuda.is_available():
         _log.warning("a CUDA device is visible, but this runner computes on the CPU")
     return runner, f"torch-{name}"

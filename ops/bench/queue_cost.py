@@ -25,7 +25,7 @@ from pathlib import Path
 
 from penstock import AsyncClient
 from penstock.contract.embedded import EmbeddedRedis
-from penstock.contract.job import SamplingParams, Usage
+from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
 
 POOL = "clock"
@@ -79,6 +79,8 @@ class ClockEngine:
         *,
         seed: int,
         resume: Sequence[ResumedChoice] = (),
+        priority: int = Priority.STANDARD,
+        tenant: str = "default",
     ) -> None:
         added_ns = time.monotonic_ns()
         self._live[request_id] = _Live(request_id, prompt_token_ids, params.max_tokens or 16, added_ns)

@@ -49,7 +49,7 @@ class Candidate(Protocol):
         """Class; 0 is the most urgent one."""
 
     @property
-    def submitted_ms(self) -> int:
+    def submitted_ms(self) -> float:
         """When it began to wait."""
 
     @property
@@ -145,11 +145,11 @@ class Standing:
     """What is remembered from one look at the queue to the next, per class."""
 
     turns: list[Turns] = field(default_factory=lambda: [Turns() for _ in range(NUM_CLASSES)])
-    head_served_ms: list[int] = field(default_factory=lambda: [0] * NUM_CLASSES)
+    head_served_ms: list[float] = field(default_factory=lambda: [0.0] * NUM_CLASSES)
 
 
 def choose(
-    waiting: Iterable[C], policy: Policy, standing: Standing, now_ms: int, fits: Callable[[C, int], bool]
+    waiting: Iterable[C], policy: Policy, standing: Standing, now_ms: float, fits: Callable[[C, int], bool]
 ) -> list[C]:
     """Who is started now, in order. `fits` is asked with a candidate and the class it counts as, and holds its room.
 
@@ -170,6 +170,12 @@ def choose(
     return chosen
 
 
+def foremost(waiting: Iterable[C], policy: Policy, standing: Standing, now_ms: float) -> tuple[C, int] | None:
+    """Who would be asked first, and the class it counts as; None where nobody waits."""
+    first = next(_in_order(list(waiting), policy, standing, now_ms), None)
+    return first[:2] if first is not None else None
+
+
 def in_order_of_retreat(running: Sequence[R]) -> list[R]:
     """Who gives way first when room is short: the least urgent class, of it the newest. `running` is oldest first."""
     return sorted(running, key=lambda one: one.urgency)[::-1]
@@ -180,7 +186,7 @@ def victims_of(urgency: int, running: Sequence[R]) -> list[R]:
     return [one for one in in_order_of_retreat(running) if one.urgency > urgency]
 
 
-def _in_order(waiting: list[C], policy: Policy, standing: Standing, now_ms: int) -> Iterator[tuple[C, int, bool]]:
+def _in_order(waiting: list[C], policy: Policy, standing: Standing, now_ms: float) -> Iterator[tuple[C, int, bool]]:
     """(candidate, class it counts as, whether it is its class's head), while `standing` follows what is taken."""
     if policy.name == "fcfs":
         yield from ((one, LEAST_URGENT, False) for one in sorted(waiting, key=_age))
@@ -228,5 +234,5 @@ def _head(members: list[C], policy: Policy, turns: Turns) -> C | None:
     return next(_in_turn(members, turns) if policy.name == "fair" else iter(sorted(members, key=_age)), None)
 
 
-def _age(one: Candidate) -> tuple[int, str]:
+def _age(one: Candidate) -> tuple[float, str]:
     return one.submitted_ms, one.job_id

@@ -47,8 +47,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     model = NativeModel(library, _native_spec(described, options, sizes.num_blocks, kv_format), threads)
     formats = _Packer(model, described, options.quantization, progress).pack()
     arithmetic = _arithmetic(isa, formats, kv_format)
-    num_blocks = sizes.num_device_blocks, sizes.num_host_blocks
-    _log.info("native runner %s kv_blocks=%d+%d threads=%d", arithmetic, *num_blocks, threads)
+    facts = arithmetic, sizes.num_device_blocks, threads, sizes.num_host_blocks
+    _log.info("native runner %s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
     return NativeRunner(model, sizes, vocab_size=spec.vocab_size), arithmetic
 
 

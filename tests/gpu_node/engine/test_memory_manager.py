@@ -151,6 +151,16 @@ def test_prefixes_are_shared_within_a_salt_only(make: MakeEngine) -> None:
     assert cached == [0, 0, 0, 32, 32]
 
 
+def test_tenants_share_prefixes_unless_they_are_told_not_to(make: MakeEngine) -> None:
+    cached = []
+    for salt in ("none", "tenant"):
+        engine = make(prefix_cache_salt=salt)
+        for tenant in ("a", "b", "a"):
+            engine.add("x", PROMPTS[0], GREEDY, seed=0, tenant=tenant)
+            cached.append(drain(engine)[-1].usage.cached_tokens)  # type: ignore[union-attr]
+    assert cached == [0, 32, 32, 0, 0, 32]
+
+
 def test_more_choices_than_fit_at_once_start_in_several_groups(make: MakeEngine, tokens_alone: dict[Any, Any]) -> None:
     engine = make(num_kv_blocks=8, num_swap_blocks=8, max_num_seqs=2)
     assert _run(engine, DRAWN.model_copy(update={"n": 3})) == tokens_alone[True, 3]
