@@ -70,9 +70,13 @@ class ByPolicy:
 
     def pressing(self, waiting: Iterable[Sequence], running: list[Sequence]) -> tuple[Sequence, list[Sequence]] | None:
         """The first in line, where less urgent ones run."""
-        if self._policy.name == "fcfs" or not any(seq.urgency for seq in running):
+        least_urgent = max((seq.urgency for seq in running), default=0)
+        now_ms, queued = self._now_ms(), list(waiting)
+        old_ms = now_ms - self._policy.aging_ms
+        # Asked at every step, and nearly always answered by this.
+        if not any(seq.priority < least_urgent or seq.submitted_ms <= old_ms for seq in queued):
             return None
-        first = foremost(self._looked_at(waiting), self._policy, self._standing, self._now_ms())
+        first = foremost(self._looked_at(queued), self._policy, self._standing, now_ms)
         if first is None:
             return None
         newcomer, urgency = first

@@ -231,7 +231,7 @@ def _in_turn(members: list[C], turns: Turns) -> Iterator[C]:
 
 
 def _head(members: list[C], policy: Policy, turns: Turns) -> C | None:
-    return next(_in_turn(members, turns) if policy.name == "fair" else iter(sorted(members, key=_age)), None)
+    return next(_in_turn(members, turns), None) if policy.name == "fair" else min(members, key=_age, default=None)
 
 
 def _age(one: Candidate) -> tuple[float, str]:

@@ -136,11 +136,15 @@ class ThirstyEngine(ReferenceEngine):
 
 async def test_a_tenant_pays_for_what_the_engine_measured(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
     async with running(redis_url, ThirstyEngine()):
-        job = new_job(Priority.STANDARD, "payer", n=3)
+        job, next_job = [new_job(Priority.STANDARD, "payer", n=3) for _ in range(2)]
         await broker.submit(job, cost=40)
         await until(broker, job, "done")
-    owed = await cast(Any, redis.zscore(f"{keys.prefix(POOL)}:debt:1", "payer"))
-    assert 3e6 <= owed <= 3e6 + 1
+        owed = await cast(Any, redis.zscore(f"{keys.prefix(POOL)}:debt:1", "payer"))
+        assert 3e6 <= owed <= 3e6 + 1
+        await broker.submit(next_job, cost=40)
+        await until(broker, next_job, "done")
+    charge = float(await cast(Any, redis.hget(keys.job(next_job.id), "charge")))
+    assert charge > 2 * 40 * HOLD_MS, "the first one taught the node how long it holds a token of cost"
 
 
 def held(tenant: str = "t", urgency: int = 1, cost: int = 100, max_tokens: int = 200, n: int = 1) -> HeldJob:

@@ -18,6 +18,7 @@ from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.shares import ByPolicy, note_held
 
 STEP_MS = 10.0
+AGING_MS = 10**6
 PREEMPTIVE = ("priority", "sjf", "fair")
 MakeEngine = Callable[..., Engine]
 
@@ -27,7 +28,7 @@ class Bench:
 
     def __init__(self, name: PolicyName, num_blocks: int = 12, *, bypass_ms: int = 0, **settings: Any) -> None:
         self.now_ms = 0.0
-        self.order = ByPolicy(Policy(name, 10**6, bypass_ms), lambda: self.now_ms)
+        self.order = ByPolicy(Policy(name, AGING_MS, bypass_ms), lambda: self.now_ms)
         self.scheduler: Scheduler = new_scheduler(num_blocks, discipline=self.order, budget=64, **settings)[0]
         self.starts: list[str] = []
         self.num_added = 0
@@ -137,6 +138,62 @@ def test_tenants_get_equal_shares_of_the_cache_however_many_wait() -> None:
     bench.run()
     num_before_last = bench.starts.index("b9")
     assert num_before_last < 40, "a backlog of fifty does not stand before it"
+
+
+def test_who_has_waited_long_starts_as_more_urgent_and_does_not_give_way() -> None:
+    bench = Bench("priority", num_blocks=8)
+    aged = bench.add("A", 20, 8, priority=Priority.BATCH)
+    bench.now_ms += 3 * AGING_MS
+    bench.step()
+    bench.add("X", 20, 8, priority=Priority.INTERACTIVE)
+    bench.step()
+    assert bench.scheduler.running == [aged]
+    bench.run()
+
+
+def test_for_want_of_blocks_the_newest_of_the_least_urgent_gives_way() -> None:
+    bench = Bench("priority", num_blocks=12)
+    bench.add("B", 12, 12, priority=Priority.BATCH)
+    bench.add("C", 12, 12, priority=Priority.BATCH)
+    bench.step()
+    urgent = bench.add("X", 12, 12, priority=Priority.INTERACTIVE)
+    bench.step()
+    assert [seq.request_id for seq in bench.scheduler.running] == ["B", "C", "X"]
+    while bench.scheduler.num_preemptions == 0:
+        bench.step()
+    assert [seq.request_id for seq in bench.scheduler.running] == ["B", "X"]
+    while urgent.row >= 0:
+        bench.step()
+    bench.run()
+
+
+def test_shortest_first_learns_whose_outputs_are_short() -> None:
+    bench = Bench("sjf", num_blocks=40, max_num_seqs=2)
+    for tenant, num_output in (("brief", 3), ("wordy", 30)):
+        for i in range(9):
+            seq = bench.add(f"{tenant}{i}", 8, 40, tenant=tenant)
+            bench.order.ended(seq, num_output)
+            bench.scheduler.remove(seq)
+    for name, tenant in (("A", "wordy"), ("B", "brief"), ("C", "wordy"), ("D", "brief")):
+        bench.add(name, 8, 40, tenant=tenant)
+    assert bench.run() == "BDAC"
+
+
+def test_what_a_start_is_charged_follows_what_others_really_held() -> None:
+    """One long sequence of a; short ones of both tenants beside it. At first it is charged a hundred times too much."""
+    bench = Bench("fair", num_blocks=200, max_num_seqs=2)
+    for i in range(150):
+        bench.add(f"warm{i}", 8, 4)
+    bench.run()
+    bench.starts.clear()
+    bench.add("long", 8, 250, tenant="a")
+    bench.step()
+    for i in range(60):
+        bench.add(f"a{i}", 8, 4, tenant="a")
+        bench.add(f"b{i}", 8, 4, tenant="b")
+    while "a0" not in bench.starts:
+        bench.step()
+    assert 5 < len(bench.starts) < 40
 
 
 @pytest.mark.parametrize("name", get_args(PolicyName))
