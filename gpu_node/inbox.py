@@ -62,7 +62,7 @@ class Inbox:
     @property
     def kv_tokens_unclaimed(self) -> int:
         """KV tokens neither used nor still needed by jobs already taken."""
-        return max(0, self._kv_tokens - self._ledger.num_claimed_tokens)
+        return self._room().kv_tokens[-1]
 
     @property
     def has_backlog(self) -> bool:
@@ -87,11 +87,7 @@ class Inbox:
         if self._call == self.answered_call:
             self._call += 1
             self._nonce = secrets.token_hex(16)
-        slots = max(0, self._max_num_seqs - self._ledger.num_sequences)
-        room = self.kv_tokens_unclaimed
-        answer = await self._broker.take(
-            self._call, self._nonce, Room((room,) * 3, (slots,) * 3, self._kv_tokens, self._max_num_seqs)
-        )
+        answer = await self._broker.take(self._call, self._nonce, self._room(), hold_ms=self._ledger.hold_ms)
         jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
         if jobs:
@@ -99,6 +95,14 @@ class Inbox:
         if len(jobs) == MAX_TAKEN_AT_ONCE:
             return 0.0
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S
+
+    def _room(self) -> Room:
+        """What each class could have: less urgent jobs would give way to it."""
+        tokens, sequences = self._ledger.claims()
+        return Room(
+            *(_left_of(self._kv_tokens, tokens), _left_of(self._max_num_seqs, sequences)),
+            *(self._kv_tokens, self._max_num_seqs),
+        )
 
     async def close(self) -> None:
         """Learns what a call that was cut short had taken, so that it can be given back."""
@@ -140,7 +144,7 @@ class Inbox:
             token_ids = _encode(self._tokenizer, request)
         else:
             token_ids = await asyncio.to_thread(_encode, self._tokenizer, request)
-        job.num_prompt_tokens = len(token_ids)
+        self._ledger.open(job, len(token_ids))
         if job.is_complete:
             self._outbox.end(job, outcome_of(job))
             return
@@ -149,7 +153,10 @@ class Inbox:
         resume = [ResumedChoice(*job.choice_so_far(i)) for i in range(request.params.n)] if logged else []
         seed = seed_of(job.job_id, request.params)
         job.is_in_engine = True
-        added = self._worker.add(job.taken.lease, token_ids, request.params, seed, resume)
+        taken = job.taken
+        added = self._worker.add(
+            taken.lease, token_ids, request.params, seed, resume, priority=taken.urgency, tenant=taken.tenant
+        )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.
         asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job))
 
@@ -166,6 +173,11 @@ class Inbox:
         else:
             log.error("the engine failed at a job", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
+
+
+def _left_of(whole: int, claims: tuple[int, int, int]) -> tuple[int, int, int]:
+    first, second, third = (max(0, whole - claimed) for claimed in claims)
+    return first, second, third
 
 
 def _num_chars(request: Request) -> int:

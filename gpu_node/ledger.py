@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 
 from penstock.contract import packing, wire
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.contract.broker.node import Emission, Taken
+from penstock.contract.broker.node import HOLD_MS, Emission, Taken
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
+from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
 from penstock.contract.packing import Pack
+from penstock.gpu_node.engine.predict import LengthPredictor
+
+RESERVED_QUANTILE = 0.9
+"""So many outputs stay within what is held free for them; for the others somebody may have to give way."""
+_HOLD_WEIGHT = 0.05
 
 
 @dataclass(slots=True)
@@ -40,6 +45,10 @@ class HeldJob:
         self.params = SamplingParams()
         self.num_prompt_tokens = 0
         """0 until the prompt is tokenized."""
+        self.predicted_tokens = PREDICTED_OUTPUT_TOKENS
+        """Output that each choice will probably not exceed."""
+        self.kv_ms = 0.0
+        """KV-token-milliseconds of the choices that have ended."""
         self.num_acknowledged = 0
         self.is_in_engine = False
         self.outcome: Outcome | None = None
@@ -69,9 +78,24 @@ class HeldJob:
         """KV tokens it uses or will need: its prompt; per open choice, what it has or is predicted to write."""
         if not self.num_prompt_tokens:
             return self.taken.cost
-        predicted = min(self.params.max_tokens or PREDICTED_OUTPUT_TOKENS, PREDICTED_OUTPUT_TOKENS)
+        predicted = min(self.max_tokens, self.predicted_tokens)
         open_choices = [c for c in self._choices if c.finish_reason is None]
         return self.num_prompt_tokens + sum(max(predicted, len(c.token_ids)) for c in open_choices)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that a choice may have."""
+        return self.params.max_tokens or MAX_TOKENS_LIMIT
+
+    @property
+    def kv_ms_used(self) -> float | None:
+        """What its tenant pays in KV-token-milliseconds; None where it was stopped on its way: as was predicted."""
+        return self.kv_ms if self.is_complete or not self.is_in_engine else None
+
+    @property
+    def ended_lengths(self) -> list[int]:
+        """Tokens of the choices that came to their own end."""
+        return [len(c.token_ids) for c in self._choices if c.finish_reason in ("stop", "length")]
 
     @property
     def unsent_bytes(self) -> int:
@@ -166,6 +190,9 @@ class Ledger:
     def __init__(self) -> None:
         self._jobs: dict[str, HeldJob] = {}
         self._by_lease: dict[str, HeldJob] = {}
+        self._predictor = LengthPredictor(RESERVED_QUANTILE)
+        self.hold_ms = HOLD_MS
+        """How long a KV token of a job's cost was held, an average over the jobs that ended here."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -199,15 +226,29 @@ class Ledger:
         if self._by_lease.pop(job.taken.lease, None) is not None:
             del self._jobs[job.job_id]
 
-    @property
-    def num_claimed_tokens(self) -> int:
-        """KV tokens that held jobs use or will still need; an ended one needs none, whether Redis knows or not."""
-        return sum(job.claim for job in self._jobs.values() if job.outcome is None)
+    def open(self, job: HeldJob, num_prompt_tokens: int) -> None:
+        """Notes a job's prompt, now that it is in tokens, and what output is to be expected."""
+        job.num_prompt_tokens = num_prompt_tokens
+        known = self._predictor.predict(job.taken.tenant, num_prompt_tokens, job.max_tokens)
+        if known is not None:
+            job.predicted_tokens = known
 
-    @property
-    def num_sequences(self) -> int:
-        """Choices of held jobs that have not ended."""
-        return sum(job.num_sequences for job in self._jobs.values() if job.outcome is None)
+    def learn(self, job: HeldJob) -> None:
+        """Learns from a job whose choices have all ended how long outputs are and how long the cache is held."""
+        for length in job.ended_lengths:
+            prompt, predicted = job.num_prompt_tokens, min(job.max_tokens, job.predicted_tokens)
+            self._predictor.ended(job.taken.tenant, prompt, job.max_tokens, length, predicted)
+        self.hold_ms += _HOLD_WEIGHT * (job.kv_ms / max(1, job.taken.cost) - self.hold_ms)
+
+    def claims(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """KV tokens and sequences that jobs of each class, and of more urgent ones, use or will still need."""
+        tokens, sequences = [0, 0, 0], [0, 0, 0]
+        for job in self._jobs.values():
+            if job.outcome is None:
+                for urgency in range(job.taken.urgency, 3):
+                    tokens[urgency] += job.claim
+                    sequences[urgency] += job.num_sequences
+        return (tokens[0], tokens[1], tokens[2]), (sequences[0], sequences[1], sequences[2])
 
     @property
     def unsent_bytes(self) -> int:

@@ -81,10 +81,13 @@ class Outbox:
 
     def _accept(self, job: HeldJob, output: StepOutput) -> None:
         job.add_tokens(output.choice, output.position, output.token_ids, output.text, output.finish_reason)
+        if output.finish_reason is not None:
+            job.kv_ms += output.kv_ms
         if output.usage is not None:
             job.usage = output.usage
         if job.is_complete:
             job.outcome = outcome_of(job)
+            self._ledger.learn(job)
             self._bell.room_grew()
 
     def end(self, job: HeldJob, outcome: Outcome) -> None:
@@ -184,7 +187,7 @@ class Outbox:
             raise InvariantError(f"{job.job_id} is finished without an outcome")
         emission = job.emission(self._pack)
         try:
-            answer = await self._broker.finish(emission, job.outcome, job.result())
+            answer = await self._broker.finish(emission, job.outcome, job.result(), kv_ms=job.kv_ms_used)
         except InvariantError as error:
             # This job's keys are damaged; the others' are not.
             log.error("finish failed", extra={"job_id": job.job_id, "reason": error.message})

@@ -18,20 +18,8 @@ from penstock.gpu_node.worker import EngineLike
 
 async def run_node(settings: NodeSettings) -> None:
     """Loads the model, serves, and returns after SIGTERM's or SIGINT's drain; a second signal ends the grace time."""
-    config = EngineConfig(
-        model=settings.model,
-        runner=settings.runner,
-        dtype=settings.dtype,
-        quantization=settings.quantization,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        block_size=settings.block_size,
-        num_kv_blocks=settings.num_kv_blocks,
-        kv_cache_gib=settings.kv_cache_gib,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        num_threads=settings.num_threads,
-    )
+    shared = EngineConfig.model_fields.keys() & NodeSettings.model_fields.keys()
+    config = EngineConfig(**{name: getattr(settings, name) for name in shared})
     engine = await asyncio.to_thread(Engine, config, progress=_report_progress)
     settle()
     await serve_engine(settings, engine)

@@ -11,7 +11,10 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.job import NAME_PATTERN
+from penstock.contract.policy import PolicyName
 from penstock.contract.settings import Settings
+from penstock.gpu_node.engine.eviction import EvictionName
+from penstock.gpu_node.engine.preemption import PreemptionName
 
 PROTOCOL_VERSION = 1
 
@@ -33,10 +36,19 @@ class NodeSettings(Settings):
     runner: Literal["auto", "native", "torch"] = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
-    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     block_size: Literal[8, 16, 32] = 16
     num_kv_blocks: int | None = Field(None, ge=1)
     kv_cache_gib: float = Field(1.0, gt=0.0)
+    num_swap_blocks: int | None = Field(None, ge=0)
+    swap_space_gib: float = Field(0.0, ge=0.0)
+    """Host memory for preempted sequences, evicted prefixes and what the KV cache alone cannot hold."""
+    preemption: PreemptionName = "auto"
+    prefix_eviction: EvictionName = "lru"
+    prefix_cache_salt: Literal["none", "tenant"] = "none"
+    """`tenant`: tenants do not share cached prefixes."""
+    gpu_memory_utilization: float | None = Field(None, gt=0.0, le=1.0)
+    cpu_offload_gib: float = Field(0.0, ge=0.0)
     max_model_len: int | None = Field(None, ge=2)
     max_num_seqs: int = Field(64, ge=1, le=512)
     max_num_batched_tokens: int = Field(512, ge=1)
@@ -64,6 +76,12 @@ class NodeSettings(Settings):
     max_losses: int = Field(3, ge=1)
     progress_chunks: int = Field(64, ge=1)
     avoid_ms: int = Field(2_000, ge=0)
+    scheduling_policy: PolicyName = "fair"
+    """In which order jobs are taken and run: fcfs, priority, sjf (by predicted cost) or fair (tenants take turns)."""
+    aging_ms: int = Field(60_000, ge=1)
+    """The first job of a class counts as one class higher for each time it has waited this long."""
+    bypass_ms: int = Field(2_000, ge=0)
+    """A job that does not fit may be passed by others until it is this old."""
 
     @property
     def pool_name(self) -> str:
@@ -76,13 +94,15 @@ class NodeSettings(Settings):
         return self.pool_name if Path(self.model).expanduser().exists() else self.model
 
     @property
-    def schema_fields(self) -> dict[str, int]:
+    def schema_fields(self) -> dict[str, int | str]:
         """What every node of the pool must agree on, as the scripts read it."""
         names = (
             *("lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms", "result_ttl_ms", "idem_ttl_ms"),
             *("max_open_jobs", "max_queued_cost", "max_losses", "progress_chunks", "avoid_ms"),
+            *("aging_ms", "bypass_ms"),
         )
-        return {"version": PROTOCOL_VERSION} | {name: getattr(self, name) for name in names}
+        numbers = {name: getattr(self, name) for name in names}
+        return {"version": PROTOCOL_VERSION, "policy": self.scheduling_policy, **numbers}
 
 
 def slug(text: str) -> str:

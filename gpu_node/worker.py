@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import Priority, SamplingParams
 from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 
@@ -42,6 +42,8 @@ class EngineLike(Protocol):
         *,
         seed: int,
         resume: Sequence[ResumedChoice] = (),
+        priority: int = Priority.STANDARD,
+        tenant: str = "default",
     ) -> None:
         """Queues a request; raises RequestError for one that can never run."""
 
@@ -114,10 +116,22 @@ class EngineWorker:
         return future
 
     def add(
-        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, seed: int, resume: list[ResumedChoice]
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        resume: list[ResumedChoice],
+        *,
+        priority: int = Priority.STANDARD,
+        tenant: str = "default",
     ) -> Future[None]:
         """Queues a request; the future carries the engine's refusal."""
-        return self.call(lambda: self._engine.add(request_id, token_ids, params, seed=seed, resume=resume))
+        return self.call(
+            lambda: self._engine.add(
+                request_id, token_ids, params, seed=seed, resume=resume, priority=priority, tenant=tenant
+            )
+        )
 
     def abort(self, request_id: str) -> None:
         """Forgets a request before the next step."""

@@ -1,14 +1,16 @@
-"""The pool of KV blocks: who holds which, which hold a known prefix, and which goes next."""
+"""One tier of KV blocks: who holds which, which hold a known prefix, and which goes next."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
+from penstock.gpu_node.engine.eviction import EvictionName, FreeList, Worth
 from penstock.gpu_node.model.protocol import NULL_BLOCK
 
 ROOT_HASH = b""
@@ -19,126 +21,120 @@ def block_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
     return hashlib.blake2b(parent + token_ids.tobytes(), digest_size=16).digest()
 
 
-class BlockPool:
-    """Reference-counted blocks over one free list that is the LRU of the prefix cache as well.
+def salted_root(*salts: str | None) -> bytes:
+    """The parent of first blocks; prompts with different salts never share one."""
+    if not any(salt is not None for salt in salts):
+        return ROOT_HASH
+    return hashlib.blake2b(repr(salts).encode(), digest_size=16, person=b"salt").digest()
 
-    The free list is a ring through the null block: `next[0]` is evicted first, `prev[0]` last. A block is in the ring
-    exactly when its reference count is 0; a hashed block in the ring is a cached prefix and still counts as free.
+
+class Label(NamedTuple):
+    """What a block is known by, and what it is worth to keep."""
+
+    name: bytes
+    worth: int
+
+
+class BlockPool:
+    """Reference-counted blocks with ids first, first + 1, …; blocks that nobody holds are free, cached prefixes too.
+
+    `index` says which block has a name; it may be shared with pools over other ids.
     """
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
-        """`num_blocks` includes the null block, which is never handed out."""
-        self.num_total = num_blocks - 1
-        self.num_free = self.num_total
+    def __init__(
+        self, num_blocks: int, index: dict[bytes, int], *, first: int = NULL_BLOCK + 1, eviction: EvictionName = "lru"
+    ) -> None:
+        self.num_total = self.num_free = num_blocks
         self.num_cached = 0
-        self._caching = enable_prefix_caching
+        self.first = first
+        self._index = index
+        self._worth_by = Worth(eviction)
+        self._free = FreeList(num_blocks, self._worth_by.num_classes)
         self._ref_counts = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks
-        self._block_of: dict[bytes, int] = {}
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
-        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+        self._names: list[bytes | None] = [None] * num_blocks
+        self._worths = [0] * num_blocks
 
-    def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks that hold the longest known prefix of a chain of hashes; takes no reference."""
-        blocks: list[int] = []
-        for name in hashes:
-            block = self._block_of.get(name)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-
-    def num_free_without(self, blocks: Sequence[int]) -> int:
-        """Blocks that would be left free once `blocks` are touched."""
-        return self.num_free - sum(1 for block in blocks if self._ref_counts[block] == 0)
-
-    def touch(self, blocks: Iterable[int]) -> None:
-        """Take one more reference on each block of a matched prefix."""
-        for block in blocks:
-            if self._ref_counts[block] == 0:
-                self._unlink(block)
-                self.num_free -= 1
-                self.num_cached -= 1
-            self._ref_counts[block] += 1
-
-    def alloc(self, count: int) -> list[int]:
-        """Take `count` blocks, evicting the prefixes that were used longest ago."""
-        if count > self.num_free:
-            raise InvariantError(f"{count} blocks asked for, {self.num_free} free")
-        blocks = []
-        for _ in range(count):
-            block = self._next[NULL_BLOCK]
-            self._unlink(block)
-            self._drop_hash(block)
-            self._ref_counts[block] = 1
-            blocks.append(block)
+    def touch(self, block: int) -> None:
+        """Take one more reference on a block of a matched prefix."""
+        at = block - self.first
+        if self._ref_counts[at] == 0:
+            self._free.remove(at)
             self.num_free -= 1
-        return blocks
+            self.num_cached -= self._names[at] is not None
+        self._ref_counts[at] += 1
+        self._worths[at] = self._worth_by.after_use(self._worths[at])
+
+    def take(self) -> tuple[int, Label | None]:
+        """Take the free block whose loss costs least, and what it was known by until now."""
+        if self.num_free == 0:
+            raise InvariantError("a block was asked for and none is free")
+        at = self._free.pop()
+        self.num_free -= 1
+        self._ref_counts[at] = 1
+        if self._names[at] is None:
+            return at + self.first, None
+        self.num_cached -= 1
+        return at + self.first, self.unlabel(at + self.first)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give back one reference on each block of a sequence, in the sequence's order.
 
         The last blocks of a prefix become the first to go: without its head a tail is worth nothing.
         """
+        least_worth = self._worth_by.of_prefix(len(blocks))
         for block in reversed(blocks):
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] > 0:
+            at = block - self.first
+            self._ref_counts[at] -= 1
+            if self._ref_counts[at] > 0:
                 continue
-            if self._ref_counts[block] < 0 or block == NULL_BLOCK:
+            if self._ref_counts[at] < 0:
                 raise InvariantError(f"block {block} was freed more often than taken")
             self.num_free += 1
-            if self._hashes[block] is None:
-                self._link_after(block, NULL_BLOCK)
+            if self._names[at] is None:
+                self._free.add_blank(at)
             else:
                 self.num_cached += 1
-                self._link_after(block, self._prev[NULL_BLOCK])
+                self._worths[at] = max(self._worths[at], least_worth)
+                self._free.add_cached(at, self._worths[at])
 
-    def commit(self, block: int, name: bytes) -> None:
-        """Make a held, full block known by its hash; of two blocks with one hash the first stays known."""
-        if self._caching and name not in self._block_of and self._hashes[block] is None:
-            self._block_of[name] = block
-            self._hashes[block] = name
+    def label(self, block: int, name: bytes, worth: int = 0) -> None:
+        """Make a held block known; of two blocks with one name the first stays known, and a block keeps its name."""
+        at = block - self.first
+        if name not in self._index and self._names[at] is None:
+            self._index[name] = block
+            self._names[at], self._worths[at] = name, worth
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Take back what `commit` said about blocks whose content turned out not to be there, held or not."""
-        for block in blocks:
-            self._drop_hash(block)
+    def unlabel(self, block: int) -> Label | None:
+        """Make a block unknown; what it was known by. A free one goes to the head of the free list."""
+        at = block - self.first
+        name = self._names[at]
+        if name is None:
+            return None
+        del self._index[name]
+        self._names[at] = None
+        if self._ref_counts[at] == 0:
+            self.num_cached -= 1
+            self._free.remove(at)
+            self._free.add_blank(at)
+        worth, self._worths[at] = self._worths[at], 0
+        return Label(name, worth)
+
+    def is_known(self, block: int) -> bool:
+        """Whether a block has a name."""
+        return self._names[block - self.first] is not None
 
     def ref_count(self, block: int) -> int:
-        """How many sequences hold a block."""
-        return self._ref_counts[block]
+        """How many hold a block."""
+        return self._ref_counts[block - self.first]
 
     def check_integrity(self) -> None:
-        """Raise InvariantError unless ring, counts and hashes agree; O(blocks), for tests and idle times."""
-        ring: list[int] = []
-        block = self._next[NULL_BLOCK]
-        while block != NULL_BLOCK and len(ring) <= self.num_total:
-            ring.append(block)
-            if self._prev[self._next[block]] != block:
-                raise InvariantError(f"free list is torn at block {block}")
-            block = self._next[block]
-        unheld = {b for b in range(1, self.num_total + 1) if self._ref_counts[b] == 0}
-        cached = sum(1 for b in ring if self._hashes[b] is not None)
-        if set(ring) != unheld or len(ring) != self.num_free or cached != self.num_cached:
-            raise InvariantError(f"free list holds {len(ring)} blocks, {self.num_free} counted, {len(unheld)} unheld")
-        named = {name: b for b, name in enumerate(self._hashes) if name is not None}
-        if named != self._block_of:
+        """Raise InvariantError unless free list, counts and names agree; O(blocks), for tests and idle times."""
+        free = self._free.slots()
+        unheld = [at for at, count in enumerate(self._ref_counts) if count == 0]
+        cached = sum(1 for at in unheld if self._names[at] is not None)
+        if sorted(free) != unheld or len(free) != self.num_free or cached != self.num_cached:
+            raise InvariantError(f"free list holds {len(free)} blocks, {self.num_free} counted, {len(unheld)} unheld")
+        named = {name: at + self.first for at, name in enumerate(self._names) if name is not None}
+        blocks = range(self.first, self.first + self.num_total)
+        if named != {name: block for name, block in self._index.items() if block in blocks}:
             raise InvariantError("prefix index and block names disagree")
-
-    def _drop_hash(self, block: int) -> None:
-        name = self._hashes[block]
-        if name is not None:
-            del self._block_of[name]
-            self._hashes[block] = None
-            if self._ref_counts[block] == 0:
-                self.num_cached -= 1
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before] = after
-        self._prev[after] = before
-
-    def _link_after(self, block: int, before: int) -> None:
-        after = self._next[before]
-        self._next[before] = self._prev[after] = block
-        self._prev[block], self._next[block] = before, after

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.contract.policy import PolicyName
+from penstock.gpu_node.engine.eviction import EvictionName
+from penstock.gpu_node.engine.preemption import PreemptionName
+
+_ALIASES = {
+    "swap_space": "swap_space_gib",
+    "cpu_offload_gb": "cpu_offload_gib",
+    "num_gpu_blocks_override": "num_kv_blocks",
+}
+"""vLLM's names of settings that are called otherwise here."""
 
 
 class EngineConfig(BaseModel):
     """What an engine is built from.
 
     The KV cache holds `num_kv_blocks` blocks or `kv_cache_tokens` tokens where one of them is given, else what fits
-    `kv_cache_gib`, but never more than `max_num_seqs` sequences of full length could use.
+    `kv_cache_gib`, but never more than `max_num_seqs` sequences of full length could use. Behind it lies a host pool of
+    `num_swap_blocks` blocks, else of what fits `swap_space_gib`: for sequences that had to give up their blocks, for
+    prefixes that were evicted, and for a sequence that the KV cache cannot hold alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -23,16 +37,42 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
     """How the native runner keeps matrices; `auto`: as the checkpoint does, `none`: in bfloat16."""
-    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     block_size: Literal[8, 16, 32] = 16
     num_kv_blocks: int | None = Field(None, ge=1)
     kv_cache_tokens: int | None = Field(None, ge=1)
     kv_cache_gib: float = Field(1.0, gt=0.0)
+    num_swap_blocks: int | None = Field(None, ge=0)
+    swap_space_gib: float = Field(0.0, ge=0.0)
+    preemption: PreemptionName = "auto"
+    """What happens to a preempted sequence's blocks; `auto`: what measured rates say is cheaper."""
+    gpu_memory_utilization: float | None = Field(None, gt=0.0, le=1.0)
+    """Of a card's memory."""
+    cpu_offload_gib: float = Field(0.0, ge=0.0)
+    """Of the weights, streamed to a card from host memory."""
     max_model_len: int | None = Field(None, ge=2)
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(512, ge=1)
     enable_prefix_caching: bool = True
+    scheduling_policy: PolicyName = "fcfs"
+    """Who starts first and who gives way; `aging_ms` and `bypass_ms`: see `contract/policy.py`."""
+    aging_ms: int = Field(60_000, ge=1)
+    bypass_ms: int = Field(2_000, ge=0)
+    prefix_cache_salt: Literal["none", "tenant"] = "none"
+    """`tenant`: tenants do not share cached prefixes."""
+    prefix_eviction: EvictionName = "lru"
+    """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
     num_threads: int | None = Field(None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_our_names(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        for theirs, ours in _ALIASES.items():
+            if theirs in given and ours in given:
+                raise ValueError(f"{theirs} is another name for {ours}: give one of them")
+        return {_ALIASES.get(name, name): value for name, value in given.items()}
 
     @model_validator(mode="after")
     def _limits_agree(self) -> Self:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.contract.errors import ConflictError, NotFoundError, RequestError
-from penstock.contract.job import SamplingParams, Usage, seed_of
-from penstock.gpu_node.engine.blocks import BlockPool
+from penstock.contract.job import Priority, SamplingParams, Usage, seed_of
+from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.flight import Flight, StepTimes
+from penstock.gpu_node.engine.flight import Flight, Meter
 from penstock.gpu_node.engine.loading import load
+from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.offline import Prompt, gather, spread
+from penstock.gpu_node.engine.preemption import PreemptionCosts
 from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, RequestLimits, check_request, check_resume
-from penstock.gpu_node.engine.scheduler import Landed, Scheduler
+from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume, request_limits
+from penstock.gpu_node.engine.scheduler import Landed, Limits, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
+from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
@@ -27,31 +30,35 @@ class Engine:
 
         Raises ConfigError for a model that is missing, unsupported or too large for the KV cache it would need.
         """
-        self._model = load(config, progress or _no_progress)
+        self._model = load(config, progress or (lambda stage, fraction: None))
         self._runner = self._model.runner
         self._tokenizer = Tokenizer(self._model.folder, vocab_size=self._model.vocab_size)
-        self._pool = BlockPool(self._runner.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-        self._block_size = config.block_size
-        self._limits = RequestLimits(
-            vocab_size=self._model.vocab_size,
-            # A sequence that the pool cannot hold alone could never finish.
-            max_model_len=min(self._model.max_model_len, self.num_kv_tokens),
-            eos_token_ids=self._model.eos_token_ids | self._tokenizer.eos_token_ids,
+        sizes = self._runner.cache_sizes
+        self._memory = KvMemory(
+            sizes.num_device_blocks,
+            sizes.num_host_blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+            eviction=config.prefix_eviction,
         )
-        self._scheduler = Scheduler(
-            self._pool,
+        self._block_size = config.block_size
+        self._salts_by_tenant = config.prefix_cache_salt == "tenant"
+        self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
+        self._costs = PreemptionCosts(config.preemption, sizes.block_bytes)
+        limits = Limits(
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self._limits.max_model_len,
         )
+        self._discipline = discipline_of(config)
+        self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline)
         self._requests: dict[str, LiveRequest] = {}
         self._finished_usage: dict[str, Usage] = {}
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_by_replay: list[LiveChoice] = []
         self._flight: Flight | None = None
-        self._times = StepTimes()
-        self._num_steps = self._prefill_tokens = self._decode_tokens = 0
+        self._held: tuple[list[Choice], float] = [], 0.0
+        self._meter = Meter()
 
     def add(
         self,
@@ -61,18 +68,23 @@ class Engine:
         *,
         seed: int,
         resume: Sequence[ResumedChoice] = (),
+        cache_salt: str | None = None,
+        priority: int = Priority.STANDARD,
+        tenant: str = "default",
     ) -> None:
-        """Queue a request; its `n` choices share the prompt's blocks.
+        """Queue a request; its `n` choices share the prompt's blocks. Class and tenant matter to scheduling policies.
 
-        `resume` says how far an earlier node got with each choice: generation goes on behind it, text that was not
-        logged yet comes with the next output, and a choice with a finish reason stays closed.
+        Cached prefixes are shared among requests of one `cache_salt` only. `resume` says how far an earlier node got
+        with each choice: generation goes on behind it, text that was not logged yet comes with the next output, and a
+        choice with a finish reason stays closed.
         Raises RequestError or PromptTooLongError naming the field, ConflictError for an id that is already here.
         """
         if request_id in self._requests:
             raise ConflictError(f"request {request_id} is already in the engine")
         check_request(prompt_token_ids, params, self._limits)
         check_resume(resume, params, self._limits)
-        request = LiveRequest(request_id, prompt_token_ids, params, seed)
+        root_hash = salted_root(cache_salt, tenant if self._salts_by_tenant else None)
+        request = LiveRequest(request_id, prompt_token_ids, params, seed, root_hash, tenant, priority)
         request.open(resume, self._limits, self._tokenizer)
         self._enqueue(request)
 
@@ -120,27 +132,24 @@ class Engine:
         return usage
 
     def stats(self) -> EngineStats:
-        """A snapshot of pool, queue and counters."""
-        times = self._times
+        """A snapshot of memory, queues and counters."""
+        device, host, scheduler = self._memory.device, self._memory.host, self._scheduler
         return EngineStats(
-            kv_blocks_total=self._pool.num_total,
-            kv_blocks_free=self._pool.num_free,
-            kv_blocks_cached=self._pool.num_cached,
+            kv_blocks_total=device.num_total,
+            kv_blocks_free=device.num_free,
+            kv_blocks_cached=device.num_cached,
             block_size=self._block_size,
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            num_preemptions=self._scheduler.num_preemptions,
-            steps=self._num_steps,
-            prefill_tokens=self._prefill_tokens,
-            decode_tokens=self._decode_tokens,
-            step_ms_p50=times.step.percentile(50),
-            step_ms_p99=times.step.percentile(99),
-            prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
-            schedule_ms=times.schedule.mean(),
-            prepare_ms=times.prepare.mean(),
-            forward_ms=times.forward.mean(),
-            sample_ms=times.sample.mean(),
-            output_ms=times.output.mean(),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.queues.num_waiting,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            kv_tokens_used=self._memory.num_held * self._block_size - scheduler.num_tokens_unused,
+            swap_blocks_total=host.num_total,
+            swap_blocks_free=host.num_free,
+            swap_blocks_cached=host.num_cached,
+            num_swapped=len(scheduler.queues.swapped),
+            num_swaps=scheduler.num_swaps,
+            **self._meter.figures(),
         )
 
     def generate(
@@ -166,8 +175,8 @@ class Engine:
         return gather(batch, outputs)
 
     def check_integrity(self) -> None:
-        """Raise InvariantError unless the block pool is consistent; O(blocks), for tests and idle times."""
-        self._pool.check_integrity()
+        """Raise InvariantError unless scheduler and memory are consistent; O(blocks), for tests and idle times."""
+        self._scheduler.check_integrity()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -186,8 +195,8 @@ class Engine:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self._pool.num_total * self._block_size
+        """Tokens that the KV cache holds, swap space not counted."""
+        return self._memory.device.num_total * self._block_size
 
     @property
     def revision(self) -> str:
@@ -199,12 +208,14 @@ class Engine:
             self._finished_usage[request.request_id] = request.usage()
             return
         self._requests[request.request_id] = request
-        for choice in request.live.values():
-            if choice.output.finish_reason is None:
-                self._live[choice.seq] = choice
-                self._scheduler.add(choice.seq)
-            else:
-                self._ended_by_replay.append(choice)
+        choices = request.live.values()
+        self._ended_by_replay += [choice for choice in choices if choice.output.finish_reason is not None]
+        still_open = {choice.seq: choice for choice in choices if choice.output.finish_reason is None}
+        self._live |= still_open
+        for seq in still_open:
+            self._discipline.added(seq)
+        if still_open:
+            self._scheduler.add(*still_open)
 
     def _land(self) -> Landed | None:
         """Wait for the step in flight and commit its tokens; choices that end by a token or a limit leave here."""
@@ -218,23 +229,21 @@ class Engine:
         except Exception:
             self._scheduler.roll_back(flight.step)
             raise
+        self._held = flight.step.seqs, flight.age_ms
         landed = self._scheduler.commit(flight.step, result.tokens)
         if landed.broken_blocks:
             self._runner.zero_blocks(landed.broken_blocks)
-        self._num_steps += 1
-        self._decode_tokens += len(landed.seqs)
-        self._prefill_tokens += flight.step.num_prefill_tokens
-        self._times.step.add(flight.age_ms)
-        self._times.forward.add(result.forward_ms)
-        self._times.sample.add(result.sample_ms)
+        self._meter.land(flight, result)
+        self._costs.note_copies(len(flight.step.copies), result.copy_ms)
+        self._costs.note_forward(flight.step.num_prefill_tokens, result.forward_ms)
         return landed
 
     def _launch(self) -> None:
         """Schedule the next step and submit it."""
-        with self._times.schedule:
+        with self._meter.schedule:
             step = self._scheduler.schedule()
         if step is not None:
-            with self._times.prepare:
+            with self._meter.prepare:
                 self._flight = Flight(self._runner, step, self._scheduler.plan(step))
 
     def _hand_out(self, landed: Landed | None) -> list[StepOutput]:
@@ -243,7 +252,8 @@ class Engine:
         outputs = [self._output(choice, ()) for choice in ended]
         if landed is None:
             return outputs
-        with self._times.output:
+        with self._meter.output:
+            note_held(*self._held, self._block_size)
             for seq, token in zip(landed.seqs, landed.token_ids, strict=True):
                 choice = self._live.get(seq)
                 if choice is not None:
@@ -273,11 +283,14 @@ class Engine:
             text=text,
             finish_reason=finish_reason,
             usage=self._end_choice(choice) if finish_reason is not None else None,
+            kv_ms=choice.seq.kv_ms,
         )
 
     def _end_choice(self, choice: LiveChoice) -> Usage | None:
         """Close a choice; the request's usage when it was the last one."""
         request = choice.request
+        if choice.output.finish_reason != "error":
+            self._discipline.ended(choice.seq, choice.output.num_tokens)
         self._live.pop(choice.seq, None)
         del request.live[choice.seq.choice]
         if request.live:
@@ -285,7 +298,3 @@ class Engine:
         del self._requests[request.request_id]
         usage = self._finished_usage[request.request_id] = request.usage()
         return usage
-
-
-def _no_progress(stage: str, fraction: float) -> None:
-    """Nobody wants to know."""

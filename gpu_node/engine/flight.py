@@ -6,6 +6,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.model.protocol import ModelRunner, StepPlan, StepResult
@@ -74,13 +75,64 @@ class Window:
         self.add((time.perf_counter() - self._entered_s) * 1e3)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Where the time of steps goes; `EngineStats` says what each part is."""
+class StepFigures(TypedDict):
+    """The fields of EngineStats that steps fill."""
+
+    steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    copied_blocks: int
+    step_ms_p50: float
+    step_ms_p99: float
+    schedule_ms: float
+    prepare_ms: float
+    copy_ms: float
+    forward_ms: float
+    sample_ms: float
+    output_ms: float
+
+
+@dataclass(slots=True)
+class Meter:
+    """What steps did and where their time went; `EngineStats` says what each part is."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    copied_blocks: int = 0
 
     step: Window = field(default_factory=Window)
+    copies: Window = field(default_factory=Window)
     schedule: Window = field(default_factory=Window)
     prepare: Window = field(default_factory=Window)
     forward: Window = field(default_factory=Window)
     sample: Window = field(default_factory=Window)
     output: Window = field(default_factory=Window)
+
+    def land(self, flight: Flight, result: StepResult) -> None:
+        """Count a step that was computed."""
+        self.steps += 1
+        self.prefill_tokens += flight.step.num_prefill_tokens
+        self.decode_tokens += len(flight.step.sampled)
+        self.copied_blocks += len(flight.step.copies)
+        self.step.add(flight.age_ms)
+        self.copies.add(result.copy_ms)
+        self.forward.add(result.forward_ms)
+        self.sample.add(result.sample_ms)
+
+    def figures(self) -> StepFigures:
+        """All of it as EngineStats has it."""
+        return StepFigures(
+            steps=self.steps,
+            prefill_tokens=self.prefill_tokens,
+            decode_tokens=self.decode_tokens,
+            copied_blocks=self.copied_blocks,
+            step_ms_p50=self.step.percentile(50),
+            step_ms_p99=self.step.percentile(99),
+            schedule_ms=self.schedule.mean(),
+            prepare_ms=self.prepare.mean(),
+            copy_ms=self.copies.mean(),
+            forward_ms=self.forward.mean(),
+            sample_ms=self.sample.mean(),
+            output_ms=self.output.mean(),
+        )

@@ -32,6 +32,8 @@ class StepOutput:
     text: str
     finish_reason: EndReason | None
     usage: Usage | None = None
+    kv_ms: float = 0.0
+    """KV-token-milliseconds of the choice so far: what its blocks had room for × how long it held them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,19 @@ class EngineStats:
     step_ms_p50: float
     step_ms_p99: float
     prefix_hit_tokens: int
+    kv_tokens_used: int = 0
+    """Tokens stored in blocks that somebody holds, shared ones counted once."""
+    swap_blocks_total: int = 0
+    swap_blocks_free: int = 0
+    """Host blocks that nobody holds, cached prefixes included."""
+    swap_blocks_cached: int = 0
+    num_swapped: int = 0
+    """Preempted sequences whose blocks are on the host."""
+    num_swaps: int = 0
+    """Preemptions that were swaps; the others are computed again."""
+    copied_blocks: int = 0
+    """Blocks copied: forks, swaps, and prefixes that moved between device and host."""
+    copy_ms: float = 0.0
     schedule_ms: float = 0.0
     """Deciding who computes what, with whose blocks."""
     prepare_ms: float = 0.0

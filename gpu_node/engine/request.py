@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.contract.errors import PromptTooLongError, RequestError
-from penstock.contract.job import SamplingParams, Usage
+from penstock.contract.job import Priority, SamplingParams, Usage
+from penstock.gpu_node.engine.blocks import ROOT_HASH
 from penstock.gpu_node.engine.choice import ChoiceOutput
 from penstock.gpu_node.engine.detokenizer import Detokenizer
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.records import ResumedChoice
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.model.protocol import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class RequestLimits:
 
     vocab_size: int
     max_model_len: int
+    bound_by: str
+    """What makes that the limit."""
     eos_token_ids: frozenset[int]
 
 
@@ -44,6 +48,10 @@ class LiveRequest:
     prompt: Items[int]
     params: SamplingParams
     seed: int
+    root_hash: bytes = ROOT_HASH
+    """What the hashes of its blocks begin with."""
+    tenant: str = "default"
+    priority: int = int(Priority.STANDARD)
     completion_tokens: int = 0
     live: dict[int, LiveChoice] = field(default_factory=dict)
     first: Sequence | None = None
@@ -64,6 +72,22 @@ class LiveRequest:
         return Usage(len(self.prompt), self.completion_tokens, cached_tokens or 0)
 
 
+def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size: int) -> RequestLimits:
+    """What a loaded model can run; `eos_token_ids` are the tokenizer's."""
+    sizes = model.runner.cache_sizes
+    num_kv_tokens, num_swap_tokens = sizes.num_device_blocks * block_size, sizes.num_host_blocks * block_size
+    bound_by = "the model's context"
+    # A sequence that both pools together cannot hold alone could never finish.
+    if num_kv_tokens + num_swap_tokens < model.max_model_len:
+        bound_by = f"the KV cache holds {num_kv_tokens} tokens, the swap space {num_swap_tokens}"
+    return RequestLimits(
+        vocab_size=model.vocab_size,
+        max_model_len=min(model.max_model_len, num_kv_tokens + num_swap_tokens),
+        bound_by=bound_by,
+        eos_token_ids=model.eos_token_ids | eos_token_ids,
+    )
+
+
 def check_request(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
     """Refuse, by field and limit, what the engine cannot run.
 
@@ -73,19 +97,20 @@ def check_request(prompt: Items[int], params: SamplingParams, limits: RequestLim
         raise RequestError("prompt must have at least one token", param="prompt")
     if len(prompt) + 1 > limits.max_model_len:
         raise PromptTooLongError(
-            f"prompt has {len(prompt)} tokens; the limit is {limits.max_model_len} with at least one to generate",
+            f"prompt has {len(prompt)} tokens; the limit is {limits.max_model_len} with at least one to generate: "
+            f"{limits.bound_by}",
             param="prompt",
         )
     if params.max_tokens is not None and len(prompt) + params.max_tokens > limits.max_model_len:
         raise PromptTooLongError(
             f"prompt ({len(prompt)} tokens) and max_tokens ({params.max_tokens}) exceed the limit of "
-            f"{limits.max_model_len} tokens together",
+            f"{limits.max_model_len} tokens together: {limits.bound_by}",
             param="max_tokens",
         )
     if len(prompt) + params.min_tokens > limits.max_model_len:
         raise PromptTooLongError(
             f"prompt ({len(prompt)} tokens) and min_tokens ({params.min_tokens}) exceed the limit of "
-            f"{limits.max_model_len} tokens together",
+            f"{limits.max_model_len} tokens together: {limits.bound_by}",
             param="min_tokens",
         )
     for name, token_ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids)):
@@ -130,5 +155,9 @@ def open_choice(
         token_ids=np.array((*request.prompt, *resumed.token_ids), dtype=np.int32),
         num_prompt_tokens=len(request.prompt),
         end_rule=rule,
+        root_hash=request.root_hash,
+        tenant=request.tenant,
+        priority=request.priority,
+        urgency=request.priority,
     )
     return LiveChoice(request, seq, output, owed=text[len(resumed.text) :])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.model.protocol import NULL_BLOCK, SamplingRows, StepPlan
 
@@ -45,6 +47,39 @@ class Step:
     """Tokens computed for sequences that lacked more than their newest one."""
     named_blocks: list[int]
     """Blocks that this step fills and that the prefix cache already knows."""
+    copies: Ints
+    """[num_copies, 2]: what is copied from block to block before all that."""
+
+
+def step_of(
+    seqs: list[Sequence],
+    rows: Rows,
+    starts: Ints,
+    ends: Ints,
+    num_tokens: Ints,
+    *,
+    named_blocks: list[int],
+    copies: Ints,
+) -> Step:
+    """The step in which sequences of so many tokens get from starts to ends; whoever gets to its end samples."""
+    sampled = (ends == num_tokens).nonzero()[0]
+    sampled_rows, sampled_ends, sampled_seqs = rows, ends, seqs
+    if len(sampled) < len(seqs):
+        sampled_rows, sampled_ends, sampled_seqs = rows[sampled], ends[sampled], [seqs[i] for i in sampled]
+    is_prefill = num_tokens - starts > 1
+    return Step(
+        seqs=seqs,
+        rows=rows,
+        starts=starts,
+        ends=ends,
+        sampled=sampled.astype(np.int32),
+        sampled_seqs=sampled_seqs,
+        sampled_rows=sampled_rows,
+        sampled_ends=sampled_ends,
+        num_prefill_tokens=int((ends - starts)[is_prefill].sum()),
+        named_blocks=named_blocks,
+        copies=copies,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +138,19 @@ class RowTable:
         self._unused.append(seq.row)
         seq.row = -1
 
+    def check_integrity(self, seqs: Collection[Sequence]) -> None:
+        """Raise InvariantError unless exactly these have rows, each its own, that say what they say."""
+        rows = [seq.row for seq in seqs]
+        if sorted(rows + self._unused) != list(range(len(self.limit))):
+            raise InvariantError(f"rows {rows} are taken and {self._unused} are not, of {len(self.limit)}")
+        for seq in seqs:
+            row, held = seq.row, len(seq.blocks)
+            table = self._block_tables[row]
+            if table[:held].tolist() != seq.blocks or table[held:].any():
+                raise InvariantError(f"row {row} lists other blocks than its sequence holds")
+            if self.capacity[row] != held * self._block_size or self.num_computed[row] > self.capacity[row]:
+                raise InvariantError(f"row {row} has computed {self.num_computed[row]} tokens in {held} blocks")
+
     def tokens_of(self, seq: Sequence) -> Ints:
         """A running sequence's tokens, which later tokens do not change."""
         return self._tokens[seq.row, : self.num_tokens[seq.row]]
@@ -113,6 +161,15 @@ class RowTable:
         self._block_tables[seq.row, held : held + len(blocks)] = blocks
         seq.blocks += blocks
         self.capacity[seq.row] = len(seq.blocks) * self._block_size
+
+    def start_behind(self, seq: Sequence, num_stored: int) -> None:
+        """Say that a running sequence's blocks hold its first tokens, and that the prefix cache knows the full ones."""
+        self.num_computed[seq.row] = num_stored
+        self.num_named[seq.row] = num_stored // self._block_size * self._block_size
+
+    def replace_block(self, seq: Sequence, at: int, block: int) -> None:
+        """Put another block in the place of one that a running sequence has."""
+        self._block_tables[seq.row, at] = seq.blocks[at] = block
 
     def append(self, rows: Rows, tokens: Ints) -> None:
         """Add a token to each of some rows."""
@@ -139,6 +196,7 @@ class RowTable:
             block_tables=self._block_tables[:, :width][rows],
             sample_seqs=step.sampled,
             sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
+            copies=step.copies,
         )
 
     def _sampling_rows(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> SamplingRows:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import Priority, SamplingParams
 from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 
@@ -26,13 +26,34 @@ class Sequence:
     """Prompt and output while it does not run; a running one's are in its row."""
     num_prompt_tokens: int
     end_rule: EndRule
+    root_hash: bytes = ROOT_HASH
+    """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)
-    """Held while it runs; those of a removed one are nobody's or others'."""
+    """Held while it runs or is swapped; those of a removed one are nobody's or others'."""
+    spare: int | None = None
+    """Block held for its own copy of the last one it shares, or for what follows that."""
+    num_stored: int = 0
+    """Tokens whose keys and values its blocks hold while it is swapped; its row says so of a running one."""
+    forks: list[Sequence] = field(default_factory=list)
+    """Choices of the same request that start when this one has computed their prompt."""
+    forks_from: Sequence | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     row: int = -1
     """Row of the batch while running, else -1."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted."""
+    tenant: str = "default"
+    priority: int = int(Priority.STANDARD)
+    """Its class; 0 is the most urgent one."""
+    urgency: int = int(Priority.STANDARD)
+    """The class that it was started as: its own, or a more urgent one when it had waited long."""
+    submitted_ms: float = 0.0
+    predicted_tokens: int = 0
+    """Output that it will probably have."""
+    charge: float = 0.0
+    """KV-token-milliseconds that its tenant would be charged if it were started now."""
+    kv_ms: float = 0.0
+    """KV tokens that its blocks have room for × the milliseconds that it held them."""
 
     _end_ids: NDArray[np.int32] = field(init=False)
 
@@ -40,9 +61,24 @@ class Sequence:
         self._end_ids = np.array(sorted(self.end_rule.end_ids), dtype=np.int32)
 
     @property
+    def job_id(self) -> str:
+        """What policies order by where all else is equal."""
+        return self.request_id
+
+    @property
+    def cost(self) -> int:
+        """KV tokens that it will probably hold at its end."""
+        return self.num_prompt_tokens + max(1, self.predicted_tokens)
+
+    @property
     def max_num_tokens(self) -> int:
         """Length at which it ends, prompt included."""
         return self.num_prompt_tokens + self.end_rule.max_tokens
+
+    @property
+    def num_to_share(self) -> int:
+        """Tokens that it can take over from whoever computed its prompt; its last token it computes itself."""
+        return min(self.num_prompt_tokens, len(self.token_ids) - 1)
 
     @property
     def is_penalised(self) -> bool:
@@ -57,5 +93,5 @@ class Sequence:
     def hash_full_blocks(self, token_ids: NDArray[np.int32], block_size: int) -> None:
         """Bring `block_hashes` up to the number of full blocks of its tokens."""
         for i in range(len(self.block_hashes), len(token_ids) // block_size):
-            parent = self.block_hashes[-1] if i else ROOT_HASH
+            parent = self.block_hashes[-1] if i else self.root_hash
             self.block_hashes.append(block_hash(parent, token_ids[i * block_size : (i + 1) * block_size]))

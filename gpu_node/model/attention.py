@@ -43,6 +43,11 @@ class KvCache:
         self.k.view(-1, head_dim).index_copy_(0, slots, k.transpose(0, 1).reshape(-1, head_dim))
         self.v.view(-1, head_dim).index_copy_(0, slots, v.transpose(0, 1).reshape(-1, head_dim))
 
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks as they are before any of the targets is written. Both: [num_copies]."""
+        for kept in (self.k, self.v):
+            kept[:, targets] = kept[:, sources]
+
     def zero(self, blocks: list[int]) -> None:
         """Clear blocks."""
         self.k[:, blocks] = 0

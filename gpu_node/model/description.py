@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.protocol import RunnerOptions
+from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 from penstock.gpu_node.model.source import ModelSource
 from penstock.gpu_node.model.spec import ModelSpec, NameMap
 
@@ -22,12 +22,23 @@ class Description:
     max_model_len: int
 
 
-def kv_blocks(described: Description, options: RunnerOptions, token_bytes: int) -> int:
-    """Blocks of the KV cache, without the null block, at `token_bytes` for a token in all layers."""
-    if options.num_blocks is not None:
-        return options.num_blocks
-    affordable = int(options.kv_cache_gib * 2**30) // (token_bytes * options.block_size)
-    useful = options.max_num_seqs * -(-described.max_model_len // options.block_size)
-    if affordable < 1:
+def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int) -> CacheSizes:
+    """Blocks of a CPU runner's KV cache at `token_bytes` for a token in all layers.
+
+    Raises ConfigError for a cache without a block, and for options that only a card's runner can honour.
+    """
+    if options.gpu_memory_utilization is not None:
+        raise ConfigError("gpu_memory_utilization needs a card; on the CPU, kv_cache_gib sizes the KV cache")
+    if options.cpu_offload_gib:
+        raise ConfigError("cpu_offload_gib needs a card; on the CPU, weights lie in host memory as they are")
+    block_bytes = token_bytes * options.block_size
+    num_device_blocks, num_host_blocks = options.num_blocks, options.num_host_blocks
+    if num_device_blocks is None:
+        affordable = int(options.kv_cache_gib * 2**30) // block_bytes
+        useful = options.max_num_seqs * -(-described.max_model_len // options.block_size)
+        num_device_blocks = min(affordable, useful)
+    if num_device_blocks < 1:
         raise ConfigError(f"kv_cache_gib {options.kv_cache_gib} does not hold one block of {options.block_size} tokens")
-    return min(affordable, useful)
+    if num_host_blocks is None:
+        num_host_blocks = int(options.swap_space_gib * 2**30) // block_bytes
+    return CacheSizes(num_device_blocks, num_host_blocks, block_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 NULL_BLOCK = 0
 """Padding of block tables; never written by a sequence, always finite."""
+
+NO_COPIES = np.empty((0, 2), dtype=np.int32)
 
 FAILED_TOKEN = -1
 """Stands for a row whose logits were not finite: that row failed, the others did not."""
@@ -63,6 +65,8 @@ class StepPlan:
     sample_seqs: NDArray[np.int32]
     """[num_samples]: which sequences sample after their last token, ascending."""
     sampling: SamplingRows
+    copies: NDArray[np.int32] = field(default_factory=lambda: NO_COPIES)
+    """[num_copies, 2]: from which block to which one; done in order, before anything of the step is stored or read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,25 @@ class StepResult:
     """[num_samples]: each sampling row's token, FAILED_TOKEN where that row's logits were not finite."""
     forward_ms: float
     sample_ms: float
+    copy_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """Blocks of a KV cache besides the null block: ids from 1 to num_device_blocks, and behind those the host's.
+
+    The runners on the CPU have both in one memory, and steps read and store in either.
+    """
+
+    num_device_blocks: int
+    num_host_blocks: int
+    block_bytes: int
+    """Of all layers."""
+
+    @property
+    def num_blocks(self) -> int:
+        """All of them, the null block included."""
+        return 1 + self.num_device_blocks + self.num_host_blocks
 
 
 class StepHandle(Protocol):
@@ -86,8 +109,8 @@ class ModelRunner(Protocol):
     """Owns weights and KV tensors and runs one step at a time."""
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache, the null block included."""
+    def cache_sizes(self) -> CacheSizes:
+        """What the KV cache holds."""
 
     def bind_thread(self) -> None:
         """Let the calling thread, which does nothing but wait for steps, run where the runner has most of it."""
@@ -104,7 +127,7 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """What a runner needs to know beyond the model itself. `num_blocks` wins over `kv_cache_gib`."""
+    """What a runner needs to know beyond the model itself. Numbers of blocks win over sizes in GiB."""
 
     runner: str
     """`auto`, `native` or `torch`."""
@@ -117,6 +140,10 @@ class RunnerOptions:
     max_model_len: int | None
     max_num_seqs: int
     num_threads: int | None
+    num_host_blocks: int | None = None
+    swap_space_gib: float = 0.0
+    gpu_memory_utilization: float | None = None
+    cpu_offload_gib: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import Checkpoint
 from penstock.gpu_node.model.decoder import Decoder
-from penstock.gpu_node.model.description import Description, kv_blocks
+from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.linear import can_prepack
 from penstock.gpu_node.model.protocol import RunnerOptions
 from penstock.gpu_node.model.source import ModelSource, Progress, dequantised_folder
@@ -29,19 +29,16 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
     spec, name = described.spec, _choose_dtype(options.dtype, described.stored_dtype)
     dtype = _DTYPES[name]
     if options.kv_cache_dtype not in ("auto", name):
-        raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} needs the native runner; torch keeps {name}")
+        kept = f"torch keeps {name}, the native runner bfloat16 or int8"
+        raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} cannot be had: {kept}")
     checkpoint = Checkpoint.open(ModelSource(dequantised_folder(described.source, progress)))
     weights = load_weights(checkpoint, spec, described.names, dtype, lambda done: progress("load", done))
-    num_blocks = kv_blocks(described, options, 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize)
-    runner = TorchRunner(
-        spec,
-        Decoder(spec, weights, described.max_model_len),
-        num_blocks=num_blocks + 1,
-        block_size=options.block_size,
-        dtype=dtype,
-    )
-    prepacked, threads = can_prepack(dtype), torch.get_num_threads()
-    _log.info("torch runner dtype=%s prepacked=%s kv_blocks=%d threads=%d", name, prepacked, num_blocks, threads)
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    sizes = cache_sizes(described, options, token_bytes)
+    decoder = Decoder(spec, weights, described.max_model_len)
+    runner = TorchRunner(spec, decoder, sizes, block_size=options.block_size, dtype=dtype)
+    facts = name, can_prepack(dtype), sizes.num_device_blocks, torch.get_num_threads(), sizes.num_host_blocks
+    _log.info("torch runner dtype=%s prepacked=%s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
     if torch.cuda.is_available():
         _log.warning("a CUDA device is visible, but this runner computes on the CPU")
     return runner, f"torch-{name}"

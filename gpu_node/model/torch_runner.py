@@ -8,10 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.decoder import Decoder
-from penstock.gpu_node.model.protocol import StepPlan, StepResult
+from penstock.gpu_node.model.protocol import CacheSizes, StepPlan, StepResult
 from penstock.gpu_node.model.sampler import sample
 from penstock.gpu_node.model.spec import ModelSpec
 
@@ -20,22 +21,22 @@ class TorchRunner:
     """Runs each step on a thread of its own; torch's operations let go of the GIL."""
 
     def __init__(
-        self, spec: ModelSpec, decoder: Decoder, *, num_blocks: int, block_size: int, dtype: torch.dtype
+        self, spec: ModelSpec, decoder: Decoder, sizes: CacheSizes, *, block_size: int, dtype: torch.dtype
     ) -> None:
-        """`num_blocks` includes the null block."""
-        self._num_blocks = num_blocks
+        self._sizes = sizes
         self._decoder = decoder
-        self._attention = PagedAttention(spec.num_kv_heads, num_blocks, block_size, dtype)
+        self._attention = PagedAttention(spec.num_kv_heads, sizes.num_blocks, block_size, dtype)
         self._caches = [
-            KvCache(spec.num_kv_heads, num_blocks, block_size, spec.head_dim, dtype) for _ in range(spec.num_layers)
+            KvCache(spec.num_kv_heads, sizes.num_blocks, block_size, spec.head_dim, dtype)
+            for _ in range(spec.num_layers)
         ]
         # The only thread that computes: each that did would keep a team of OpenMP threads as large as this one's.
         self._thread = ThreadPoolExecutor(1, "penstock-torch")
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache, the null block included."""
-        return self._num_blocks
+    def cache_sizes(self) -> CacheSizes:
+        """What the KV cache holds."""
+        return self._sizes
 
     def bind_thread(self) -> None:
         """Nothing to do: steps run on a thread of their own."""
@@ -50,12 +51,25 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:
+        copied_s = time.perf_counter()
+        if len(plan.copies):
+            self._copy(plan.copies)
         started_s = time.perf_counter()
         logits = self._decoder.logits(plan, self._caches, self._attention)
         computed_s = time.perf_counter()
         tokens = sample(logits, plan.sampling) if len(logits) else np.empty(0, dtype=np.int32)
         sampled_s = time.perf_counter()
-        return StepResult(tokens, (computed_s - started_s) * 1e3, (sampled_s - computed_s) * 1e3)
+        spans_s = computed_s - started_s, sampled_s - computed_s, started_s - copied_s
+        return StepResult(tokens, *(span_s * 1e3 for span_s in spans_s))
+
+    def _copy(self, copies: NDArray[np.int32]) -> None:
+        """All copies at once: what a block ends up with is what some block held before the first of them."""
+        origins: dict[int, int] = {}
+        for source, target in copies.tolist():
+            origins[target] = origins.get(source, source)
+        targets, sources = (torch.tensor(list(blocks)) for blocks in (origins.keys(), origins.values()))
+        for cache in self._caches:
+            cache.copy(sources, targets)
 
     @torch.inference_mode()
     def _zero(self, block_ids: list[int]) -> None:

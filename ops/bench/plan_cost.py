@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.blocks import BlockPool
 from penstock.gpu_node.engine.ends import EndRule
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.preemption import PreemptionCosts
+from penstock.gpu_node.engine.scheduler import Limits, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 
 BLOCK_SIZE = 16
@@ -36,11 +37,14 @@ def _decode_costs_us(num_seqs: int) -> Iterator[float]:
     rng = np.random.default_rng(0)
     max_model_len = PROMPT_TOKENS + BLOCK_SIZE + NUM_STEPS
     scheduler = Scheduler(
-        BlockPool(num_seqs * (max_model_len // BLOCK_SIZE + 1) + 1),
-        block_size=BLOCK_SIZE,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=num_seqs * (PROMPT_TOKENS + BLOCK_SIZE),
-        max_model_len=max_model_len,
+        KvMemory(num_seqs * (max_model_len // BLOCK_SIZE + 1)),
+        Limits(
+            block_size=BLOCK_SIZE,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=num_seqs * (PROMPT_TOKENS + BLOCK_SIZE),
+            max_model_len=max_model_len,
+        ),
+        PreemptionCosts("recompute", 0),
     )
     for i in range(num_seqs):
         scheduler.add(_sequence(i, rng.integers(EOS + 1, VOCAB, PROMPT_TOKENS + i % BLOCK_SIZE, dtype=np.int32)))

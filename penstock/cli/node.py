@@ -30,6 +30,9 @@ def node(
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens in one step.")] = None,
+    scheduling_policy: Annotated[
+        str | None, typer.Option(help="Who is served first in the pool: fcfs, priority, sjf or fair (the default).")
+    ] = None,
     lease_ms: Annotated[int | None, typer.Option(help="Silence after which another node takes the jobs.")] = None,
 ) -> None:
     """Load a model and work for its pool until SIGTERM, which gives unfinished jobs back."""
@@ -53,6 +56,7 @@ def node(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        scheduling_policy=scheduling_policy,
         lease_ms=lease_ms,
     )
     configure_logging()

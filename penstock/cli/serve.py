@@ -30,6 +30,9 @@ def serve(
     quantization: Annotated[str | None, typer.Option(help="auto (as stored), none, int8, int8_group or int4.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or int8.")] = None,
     kv_cache_gib: Annotated[float, typer.Option(help="Memory for the KV cache.")] = 1.0,
+    scheduling_policy: Annotated[
+        str | None, typer.Option(help="Who is served first: fcfs, priority, sjf or fair (the default).")
+    ] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
     ] = None,
@@ -45,6 +48,7 @@ def serve(
         "--dtype": dtype,
         "--quantization": quantization,
         "--kv-cache-dtype": kv_cache_dtype,
+        "--scheduling-policy": scheduling_policy,
         "--kv-cache-gib": f"{kv_cache_gib:g}",
     }
     arguments = tuple(word for flag, value in flags.items() if value is not None for word in (flag, value))

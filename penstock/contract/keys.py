@@ -9,6 +9,10 @@ job, `ring` the one that wakes a node.
     P:back:<p>:<tenant>    zset    give_back, sweep; take, end          ids given back, by submitted ms
     P:wait:<p>             zset    submit, give_back, sweep; take, end  all queued ids by submitted ms
     P:due                  zset    submit, give_back, sweep; take, end  queued ids by deadline
+    P:turn:<p>             zset    submit, give_back, sweep; take, end  tenants with queued jobs, by virtual time
+    P:vtime:<p>            string  take                                 highest virtual time that anybody started at
+    P:debt:<p>             zset    take, end; submit, give_back, sweep  tenants without queued jobs that are ahead of it
+    P:head                 hash    take                                 class → when the head of its queue was taken
     P:job:<id>             hash    scripts                              the job's record; result_ttl_ms after its end
     P:in:<id>              string  submit; end                          the request (wire.py); gone at the end
     P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
@@ -25,7 +29,7 @@ job, `ring` the one that wakes a node.
     P:backlog              hash    submit, take, give_back, sweep, end  queued cost in tokens per class
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
     P:sweep                string  sweep                                when it last ran
-    P:schema               hash    join                                 protocol version and the pool's times and limits
+    P:schema               hash    join                                 protocol version; the pool's policy and limits
     penstock:pools         hash    node                                 pool → pool record (wire.py)
 
     channel

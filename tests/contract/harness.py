@@ -34,6 +34,9 @@ SCHEMA = {
     "max_losses": 3,
     "progress_chunks": 64,
     "avoid_ms": 2_000,
+    "policy": "priority",
+    "aging_ms": 10**9,
+    "bypass_ms": 0,
 }
 RECORD = PoolRecord(POOL, "acme/model", max_model_len=2048)
 
@@ -65,7 +68,7 @@ class FakeNode:
         self.broker = NodeBroker(redis, POOL, name, revision)
         self.call = 0
 
-    async def join(self, **schema: int) -> None:
+    async def join(self, **schema: int | str) -> None:
         await self.broker.join({**SCHEMA, **schema}, RECORD)
 
     async def take(
@@ -75,9 +78,10 @@ class FakeNode:
         *,
         kv_total: int = 10**6,
         slots_total: int = 256,
+        hold_ms: float = 1.0,
     ) -> TakeAnswer:
         self.call += 1
-        return await self.take_again(tokens, slots, kv_total=kv_total, slots_total=slots_total)
+        return await self.take_again(tokens, slots, kv_total=kv_total, slots_total=slots_total, hold_ms=hold_ms)
 
     async def take_again(
         self,
@@ -86,11 +90,13 @@ class FakeNode:
         *,
         kv_total: int = 10**6,
         slots_total: int = 256,
+        hold_ms: float = 1.0,
     ) -> TakeAnswer:
         """The last call repeated, as after a lost reply."""
         room = tokens if isinstance(tokens, tuple) else (tokens,) * 3
         places = slots if isinstance(slots, tuple) else (slots,) * 3
-        return await self.broker.take(self.call, f"nonce-{self.name}", Room(room, places, kv_total, slots_total))
+        whole = Room(room, places, kv_total, slots_total)
+        return await self.broker.take(self.call, f"nonce-{self.name}", whole, hold_ms=hold_ms)
 
     async def take_one(self) -> Taken:
         answer = await self.take()
@@ -101,9 +107,11 @@ class FakeNode:
         chunks = chunks_of(taken.job_id, start, count)
         return (await self.broker.emit([Emission(taken.job_id, taken.lease, start, chunks)]))[0]
 
-    async def finish(self, taken: Taken, start: int, count: int = 0, *, outcome: Outcome | None = None) -> str:
+    async def finish(
+        self, taken: Taken, start: int, count: int = 0, *, outcome: Outcome | None = None, kv_ms: float | None = None
+    ) -> str:
         last = Emission(taken.job_id, taken.lease, start, chunks_of(taken.job_id, start, count))
-        return await self.broker.finish(last, outcome or Outcome("done"), b"result")
+        return await self.broker.finish(last, outcome or Outcome("done"), b"result", kv_ms=kv_ms)
 
     async def give_back(self, taken: Taken, cost: int | None = None) -> str:
         return (await self.broker.give_back([(taken.job_id, taken.lease, taken.cost if cost is None else cost)]))[0]
@@ -140,7 +148,7 @@ class Queue:
         self.redis = redis
         self.producer = ProducerBroker(redis)
 
-    async def node(self, name: str = "n1", revision: str = "r1", **schema: int) -> FakeNode:
+    async def node(self, name: str = "n1", revision: str = "r1", **schema: int | str) -> FakeNode:
         """A node that has joined."""
         node = FakeNode(self.redis, name, revision)
         await node.join(**schema)

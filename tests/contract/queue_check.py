@@ -11,6 +11,7 @@ from contract.queue_model import TERMINAL, ModelJob, QueueModel
 from penstock.contract.wire import decode_chunks
 
 OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took"}
+OF_POLICY = {"turn", "vtime", "debt", "head"}
 Dump = dict[str, Any]
 
 
@@ -55,13 +56,27 @@ def check_sets(found: Dump, model: QueueModel) -> None:
         if job.has_deadline:
             expected.setdefault("due", set()).add(job.job_id)
     per_job = {"job", "log", "in", "out"}
-    names = {name for name in found if name.partition(":")[0] not in per_job | OF_THE_POOL}
+    names = {name for name in found if name.partition(":")[0] not in per_job | OF_THE_POOL | OF_POLICY}
     assert {name: _members(name, found[name]) for name in names} == expected
     backlog = {int(p): int(cost) for p, cost in found.get("backlog", {}).items() if int(cost)}
     costs = {p: sum(job.cost for job in model.queued(p)) for p in range(3)}
     assert backlog == {p: cost for p, cost in costs.items() if cost}
     known = {node.name for node in model.nodes.values() if node.is_known}
     assert _members("nodes", found.get("nodes", [])) == known
+
+
+def check_policy(found: Dump, model: QueueModel) -> None:
+    """Tenants' virtual times are the model's to the last bit; class heads were served when it says."""
+    for p, turns in enumerate(model.standing.turns):
+        assert _times(found.get(f"turn:{p}", [])) == turns.times
+        assert _times(found.get(f"debt:{p}", [])) == turns.debts
+        assert float(found.get(f"vtime:{p}", 0)) == turns.now
+        served_ms = int(found.get("head", {}).get(str(p).encode(), 0))
+        assert abs(served_ms - model.standing.head_served_ms[p]) < 3_600_000
+
+
+def _times(zset: list[tuple[bytes, float]]) -> dict[str, float]:
+    return {tenant.decode(): time for tenant, time in zset}
 
 
 def _members(name: str, value: Any) -> set[Any]:

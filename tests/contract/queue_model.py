@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from penstock.contract.policy import Policy, Standing, choose
+
 PROGRESS_CHUNKS = 4
 MAX_LOSSES = 3
 KV_TOTAL = 300
@@ -51,12 +53,18 @@ class ModelJob:
     preemptions: int = 0
     avoids: str = ""
     is_back: bool = False
+    charge: float = 0.0
+    urgency: int = 0
 
     def is_held(self, node: str, lease: str) -> bool:
         return self.state == "running" and (self.node, self.lease) == (node, lease)
 
     def end(self, state: str, code: str) -> None:
         self.state, self.code = state, code
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_cancelled or self.is_past_deadline or (self.is_unread and not self.is_background)
 
     def end_if_over(self) -> bool:
         if self.is_cancelled:
@@ -77,7 +85,10 @@ class ModelJob:
 class QueueModel:
     """What each call must answer, and what it must leave behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy, now_ms: int) -> None:
+        self.policy = policy
+        self.now_ms = now_ms
+        self.standing = Standing()
         self.jobs: dict[str, ModelJob] = {}
         self.nodes: dict[str, ModelNode] = {}
 
@@ -88,28 +99,49 @@ class QueueModel:
     def running(self, node: str) -> list[ModelJob]:
         return [j for j in self.jobs.values() if j.state == "running" and j.node == node]
 
-    def take(self, node: ModelNode, room: list[int], slots: list[int]) -> list[ModelJob]:
+    def submit(self, job: ModelJob) -> None:
+        self.jobs[job.job_id] = job
+        self.standing.turns[job.priority].enter(job.tenant)
+
+    def take(self, node: ModelNode, room: list[int], slots: list[int], hold_ms: float) -> list[ModelJob]:
         """Jobs that the node is given, in order; their leases are the caller's to fill in."""
-        taken: list[ModelJob] = []
-        over: list[ModelJob] = []
-        for job in (job for priority in range(3) for job in self.queued(priority)):
-            if job.is_cancelled or job.is_past_deadline or (job.is_unread and not job.is_background):
-                over.append(job)
-                continue
-            if job.avoids == node.name or (job.log and job.revision != node.revision):
-                continue
+
+        def fits(job: ModelJob, urgency: int) -> bool:
             need, places = min(job.cost, KV_TOTAL), min(job.n, SLOTS_TOTAL)
-            if need > room[job.priority] or places > slots[job.priority]:
-                break
-            for lower in range(job.priority, 3):
+            if need > room[urgency] or places > slots[urgency]:
+                return False
+            for lower in range(urgency, 3):
                 room[lower] -= need
                 slots[lower] -= places
-            taken.append(job)
-        for job in over:
-            job.end_if_over()
+            job.urgency = urgency
+            return True
+
+        queued = [job for priority in range(3) for job in self.queued(priority) if not job.is_over]
+        ours = [j for j in queued if j.avoids != node.name and (not j.log or j.revision == node.revision)]
+        for job in ours:
+            job.charge = job.cost * hold_ms
+        taken = choose(ours, self.policy, self.standing, self.now_ms, fits)
         for job in taken:
             job.state, job.node, job.revision, job.is_back = "running", node.name, node.revision, False
+            self._leave_turn(job)
         return taken
+
+    def _leave_turn(self, job: ModelJob) -> None:
+        if job.tenant not in {other.tenant for other in self.queued(job.priority)}:
+            self.standing.turns[job.priority].leave(job.tenant)
+
+    def end_if_over(self, job: ModelJob) -> bool:
+        was_queued = job.state == "queued"
+        if not job.end_if_over():
+            return False
+        if was_queued:
+            self._leave_turn(job)
+        return True
+
+    def _requeue(self, job: ModelJob) -> None:
+        job.requeue()
+        self.standing.turns[job.priority].enter(job.tenant)
+        self.standing.turns[job.priority].correct(job.tenant, -job.charge)
 
     def emit(self, job: ModelJob, node: ModelNode, lease: str, index: int, chunks: list[bytes]) -> str:
         node.is_silent = False
@@ -124,7 +156,9 @@ class QueueModel:
             return "EXPIRED"
         return "UNHEARD" if job.is_unread and not job.is_background else "OK"
 
-    def finish(self, job: ModelJob, node: ModelNode, lease: str, index: int, chunks: list[bytes]) -> str:
+    def finish(
+        self, job: ModelJob, node: ModelNode, lease: str, index: int, chunks: list[bytes], kv_ms: float | None
+    ) -> str:
         if job.state in TERMINAL and (job.node, job.lease) == (node.name, lease):
             return "OK"
         if not job.is_held(node.name, lease):
@@ -133,13 +167,15 @@ class QueueModel:
             return f"NEED {len(job.log)}"
         job.append(index, chunks)
         job.end("done", "")
+        if kv_ms is not None:
+            self.standing.turns[job.priority].correct(job.tenant, kv_ms - job.charge)
         return "OK"
 
     def give_back(self, job: ModelJob, node: ModelNode, lease: str, cost: int) -> str:
         if not job.is_held(node.name, lease):
             return "FENCED"
-        if not job.end_if_over():
-            job.requeue()
+        if not self.end_if_over(job):
+            self._requeue(job)
             job.cost, job.avoids = cost, node.name
             job.preemptions += 1
         return "OK"
@@ -148,7 +184,7 @@ class QueueModel:
         if job.state not in TERMINAL:
             job.is_cancelled = True
             if job.state == "queued":
-                job.end_if_over()
+                self.end_if_over(job)
         return job.state
 
     def beat(self, node: ModelNode, held: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
@@ -158,14 +194,14 @@ class QueueModel:
         cancelled = {j.job_id for j in running if j.job_id in held and j.is_cancelled}
         expired = {j.job_id for j in running if j.job_id in held and j.is_past_deadline} - cancelled
         for job in running:
-            if job.job_id not in held and not job.end_if_over():
-                job.requeue()
+            if job.job_id not in held and not self.end_if_over(job):
+                self._requeue(job)
         return cancelled, expired, set(held) - {j.job_id for j in running}
 
     def sweep(self) -> None:
         for job in [j for priority in range(3) for j in self.queued(priority)]:
             if job.is_past_deadline:
-                job.end_if_over()
+                self.end_if_over(job)
         for node in self.nodes.values():
             if node.is_known and node.is_silent:
                 node.is_known = False
@@ -181,5 +217,5 @@ class QueueModel:
         job.lost_nodes.add(job.node)
         if job.losses >= MAX_LOSSES:
             job.end("failed", "node_lost")
-        elif not job.end_if_over():
-            job.requeue()
+        elif not self.end_if_over(job):
+            self._requeue(job)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import redis as sync_redis
 from contract.harness import FakeNode, P, Queue, new_job
-from contract.queue_check import check_jobs, check_lives, check_sets, dump
+from contract.queue_check import check_jobs, check_lives, check_policy, check_sets, dump
 from contract.queue_model import (
     KV_TOTAL,
     MAX_LOSSES,
@@ -32,12 +32,15 @@ from penstock.contract.broker.connection import connect
 from penstock.contract.broker.node import Emission, SweptError, Taken
 from penstock.contract.errors import ConflictError, InvariantError
 from penstock.contract.job import Chunk, Job, Outcome, Priority, SamplingParams
+from penstock.contract.policy import Policy, PolicyName
 from penstock.contract.wire import encode_chunk
 
 T = TypeVar("T")
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 LEASE_MS = 1_000_000  # longer than an example runs: nodes die when they are told to
 FOREVER_MS = 1_000_000_000
+AGING_MS = 1_000_000_000
+"""Times that decide about the order lie so far apart that no run is long enough to move them."""
 SCHEMA = {
     "lease_ms": LEASE_MS,
     "avoid_ms": FOREVER_MS,
@@ -62,7 +65,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.sync.flushall()
         self.client = connect(self.url)
         self.queue = Queue(self.client)
-        self.model = QueueModel()
+        self.model = QueueModel(Policy(), 0)
         self.nodes: dict[str, FakeNode] = {}
         self.requests: list[Job] = []
         self.handles: list[tuple[str, Taken]] = []  # every lease ever given, with its node's name
@@ -92,9 +95,10 @@ class QueueMachine(RuleBasedStateMachine):
         """Chunks that say which lease made them."""
         return [encode_chunk(Chunk(taken.job_id, i, text=f"{taken.lease} {i}")) for i in range(index, index + count)]
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(name=st.sampled_from(("fcfs", "priority", "sjf", "fair")), bypass_ms=st.sampled_from((0, 24, 10**6)))
+    def start(self, name: PolicyName, bypass_ms: int) -> None:
         """Most of what can happen needs a node and jobs."""
+        self.model = QueueModel(Policy(name, AGING_MS, bypass_ms * AGING_MS), self.run(self.queue.now_ms()))
         self.join("n0")
         for cost in (10, 120, 10):
             self.submit("a", Priority.STANDARD, 1, cost, cost == 120, cost == 10)
@@ -115,10 +119,10 @@ class QueueMachine(RuleBasedStateMachine):
         assert not self.run(self.queue.producer.submit(job, cost=cost, inbox="me")).existed
         known = ModelJob(job.id, tenant, priority, n, cost, background, deadline)
         # Not Redis's clock: jobs of one millisecond would have no order that the next run repeats.
-        known.submitted_ms = len(self.requests)
+        known.submitted_ms = self.model.now_ms - 25 * AGING_MS + len(self.requests) * AGING_MS // 4 - AGING_MS // 8
         self.sync.hset(f"{P}:job:{job.id}", "submitted", known.submitted_ms)
         self.sync.zadd(f"{P}:wait:{int(priority)}", {job.id: known.submitted_ms})
-        self.model.jobs[job.id] = known
+        self.model.submit(known)
         self.requests.append(job)
 
     @rule(pick=picks, how=st.sampled_from(("same", "other", "attach")))
@@ -166,13 +170,26 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(name=node_names)
     def join(self, name: str) -> None:
         node = self.nodes.setdefault(name, FakeNode(self.client, name, NODES[name]))
-        self.run(node.join(**SCHEMA))
+        policy = self.model.policy
+        self.run(node.join(**SCHEMA, policy=policy.name, aging_ms=policy.aging_ms, bypass_ms=policy.bypass_ms))
         self.sync.set(f"{P}:sweep", self.run(self.queue.now_ms()))
         known = self.model.nodes.setdefault(name, ModelNode(name, NODES[name]))
         known.is_known, known.is_silent = True, False
 
-    @rule(pick=picks, tokens=st.sampled_from((60, 300, 1000)), slots=st.integers(0, 20))
-    def take(self, pick: int, tokens: int, slots: int) -> None:
+    @rule(priority=st.sampled_from(Priority), risen=st.integers(1, 4))
+    def class_is_not_served_for_long(self, priority: Priority, risen: int) -> None:
+        """Its head rises by this many classes, if it is old enough."""
+        served_ms = self.model.now_ms - risen * AGING_MS - AGING_MS // 2
+        self.model.standing.head_served_ms[priority] = served_ms
+        self.sync.hset(f"{P}:head", str(int(priority)), served_ms)
+
+    @rule(
+        pick=picks,
+        tokens=st.sampled_from((60, 300, 1000)),
+        slots=st.integers(0, 20),
+        hold_ms=st.sampled_from((1.0, 0.1, 2000.0)),
+    )
+    def take(self, pick: int, tokens: int, slots: int, hold_ms: float) -> None:
         node, known = self.node(pick)
         if not known.is_known:
             with pytest.raises(SweptError):
@@ -180,10 +197,11 @@ class QueueMachine(RuleBasedStateMachine):
             node.call -= 1
             return
         room = (tokens, tokens // 2, tokens // 2)
-        answer = self.run(node.take(room, slots, kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL))
-        expected = self.model.take(known, list(room), [slots] * 3)
-        assert [(t.job_id, t.cost, t.losses, t.num_chunks) for t in answer.jobs] == [
-            (job.job_id, job.cost, job.losses, len(job.log)) for job in expected
+        answer = self.run(node.take(room, slots, kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL, hold_ms=hold_ms))
+        expected = self.model.take(known, list(room), [slots] * 3, hold_ms)
+        self.heed_what_was_over()
+        assert [(t.job_id, t.tenant, t.urgency, t.cost, t.losses, t.num_chunks) for t in answer.jobs] == [
+            (job.job_id, job.tenant, job.urgency, job.cost, job.losses, len(job.log)) for job in expected
         ]
         assert answer.depth == tuple(len(self.model.queued(p)) for p in range(3))
         for job, taken in zip(expected, answer.jobs, strict=True):
@@ -191,6 +209,13 @@ class QueueMachine(RuleBasedStateMachine):
             job.lease = taken.lease
             self.handles.append((node.name, taken))
         known.answer = [(job, job.lease) for job in expected]
+
+    def heed_what_was_over(self) -> None:
+        """Jobs that may not run any more end when take happens to look at them."""
+        for job in self.model.jobs.values():
+            if job.state == "queued" and job.is_over:
+                state = cast(bytes, self.sync.hget(f"{P}:job:{job.job_id}", "state"))
+                assert state == b"queued" or self.model.end_if_over(job)
 
     @rule(pick=picks)
     def reply_of_take_was_lost(self, pick: int) -> None:
@@ -220,15 +245,21 @@ class QueueMachine(RuleBasedStateMachine):
             assert answer == self.model.emit(job, self.model.nodes[node.name], taken.lease, index, chunks)
 
     @precondition(lambda self: self.handles)
-    @rule(pick=picks, ahead=st.sampled_from((0, 0, 0, 1)), count=st.integers(0, 2), times=st.integers(1, 2))
-    def finish(self, pick: int, ahead: int, count: int, times: int) -> None:
+    @rule(
+        pick=picks,
+        ahead=st.sampled_from((0, 0, 0, 1)),
+        count=st.integers(0, 2),
+        times=st.integers(1, 2),
+        kv_ms=st.sampled_from((None, 0.0, 7.5, 1e5)),
+    )
+    def finish(self, pick: int, ahead: int, count: int, times: int, kv_ms: float | None) -> None:
         job, node, taken = self.handle(pick)
         index = len(job.log) + ahead
         chunks = self.chunks(taken, index, count)
         last = Emission(job.job_id, taken.lease, index, tuple(chunks))
         for _ in range(times):
-            answer = self.run(node.broker.finish(last, Outcome("done"), b"result"))
-            assert answer == self.model.finish(job, self.model.nodes[node.name], taken.lease, index, chunks)
+            answer = self.run(node.broker.finish(last, Outcome("done"), b"result", kv_ms=kv_ms))
+            assert answer == self.model.finish(job, self.model.nodes[node.name], taken.lease, index, chunks, kv_ms)
 
     @precondition(lambda self: self.handles)
     @rule(pick=picks, cost=st.sampled_from((5, 70, 400)))
@@ -277,6 +308,7 @@ class QueueMachine(RuleBasedStateMachine):
     def keys_are_right(self) -> None:
         found = dump(self.sync)
         check_sets(found, self.model)
+        check_policy(found, self.model)
         check_jobs(found, self.model)
         check_lives(self.sync, self.model)
         for job_id, job in self.model.jobs.items():

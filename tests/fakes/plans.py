@@ -26,7 +26,9 @@ class Track:
         return len(self.token_ids) - self.done
 
 
-def plan_of(parts: Iterable[tuple[Track, int]], sampling: SamplingRows | None = None) -> StepPlan:
+def plan_of(
+    parts: Iterable[tuple[Track, int]], sampling: SamplingRows | None = None, copies: Sequence[tuple[int, int]] = ()
+) -> StepPlan:
     """A step in which each track advances by a number of tokens; with `sampling`, all of them sample."""
     parts = list(parts)
     spans = [range(track.done, track.done + count) for track, count in parts]
@@ -41,6 +43,7 @@ def plan_of(parts: Iterable[tuple[Track, int]], sampling: SamplingRows | None = 
         block_tables=tables,
         sample_seqs=np.arange(len(parts) if sampling else 0, dtype=np.int32),
         sampling=sampling or rows_of(0),
+        copies=np.array(copies, np.int32).reshape(-1, 2),
     )
 
 

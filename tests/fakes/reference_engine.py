@@ -72,6 +72,7 @@ class ReferenceEngine:
         self.num_kv_tokens = kv_tokens
         self.revision = revision
         self.batches: list[int] = []
+        self.callers: list[tuple[int, str]] = []
         self._step_s = step_s
         self._max_num_seqs = max_num_seqs
         self._live: list[_Live] = []
@@ -85,8 +86,11 @@ class ReferenceEngine:
         *,
         seed: int,
         resume: Sequence[ResumedChoice] = (),
+        priority: int = 1,
+        tenant: str = "default",
     ) -> None:
         """Queues a request."""
+        self.callers.append((priority, tenant))
         if len(prompt_token_ids) >= self.max_model_len:
             raise PromptTooLongError(f"prompt has {len(prompt_token_ids)} tokens; limit 4095", param="prompt")
         for choice in range(params.n):

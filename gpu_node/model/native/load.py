@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.cache import cache_folder
 from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
-from penstock.gpu_node.model.description import Description, kv_blocks
+from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.native.formats import format_of, rows_of
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import RunnerOptions
@@ -46,16 +46,16 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     except BuildError as error:
         raise NativeUnavailableError(str(error)) from error
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
-    num_blocks = kv_blocks(described, options, _kv_token_bytes(spec, kv_format)) + 1
+    sizes = cache_sizes(described, options, _kv_token_bytes(spec, kv_format))
     threads = options.num_threads or usable_cores()
-    native_spec = _native_spec(described, options, num_blocks, kv_format)
+    native_spec = _native_spec(described, options, sizes.num_blocks, kv_format)
     cores = cores_to_stay_on(threads)
     model = NativeModel(library, native_spec, threads, cores)
     formats = _Packer(model, described, options.quantization, progress).pack()
     arithmetic = _arithmetic(isa, formats, kv_format, turned=bool(native_spec.turned))
-    _log.info("native runner %s kv_blocks=%d threads=%d", arithmetic, num_blocks - 1, threads)
-    runner = NativeRunner(model, num_blocks=num_blocks, vocab_size=spec.vocab_size, core=cores[0] if cores else None)
-    return runner, arithmetic
+    facts = arithmetic, sizes.num_device_blocks, threads, sizes.num_host_blocks
+    _log.info("native runner %s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
+    return NativeRunner(model, sizes, vocab_size=spec.vocab_size, core=cores[0] if cores else None), arithmetic
 
 
 def _check(described: Description, options: RunnerOptions) -> None:

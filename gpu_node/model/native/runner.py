@@ -9,24 +9,24 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.protocol import SamplingRows, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import CacheSizes, SamplingRows, StepPlan, StepResult
 from penstock.kernels.cpu.library import NativeModel, NativePlan
 
 
 class NativeRunner:
     """Runs each step on the model's own threads; `submit` only starts them."""
 
-    def __init__(self, model: NativeModel, *, num_blocks: int, vocab_size: int, core: int | None = None) -> None:
-        """`num_blocks` includes the null block; `core` is the one that the model's own threads leave free."""
+    def __init__(self, model: NativeModel, sizes: CacheSizes, *, vocab_size: int, core: int | None = None) -> None:
+        """`core` is the one that the model's own threads leave free."""
         self._model = model
-        self._num_blocks = num_blocks
+        self._sizes = sizes
         self._vocab_size = vocab_size
         self._core = core
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache, the null block included."""
-        return self._num_blocks
+    def cache_sizes(self) -> CacheSizes:
+        """What the KV cache holds."""
+        return self._sizes
 
     def bind_thread(self) -> None:
         """Keep the calling thread on the core that the model's own threads leave free, if they leave one."""
@@ -35,16 +35,21 @@ class NativeRunner:
 
     def submit(self, plan: StepPlan) -> _Flight:
         """Start a step."""
-        tokens, times_ms = np.empty(len(plan.sample_seqs), dtype=np.int32), np.zeros(2, dtype=np.float32)
+        tokens, times_ms = np.empty(len(plan.sample_seqs), dtype=np.int32), np.zeros(3, dtype=np.float32)
         ragged = _ragged(plan.sampling)
-        self._model.start(NativePlan(*_step(plan), *_addresses(*ragged, tokens, None, times_ms)))
+        self._model.start(
+            NativePlan(
+                *_step(plan), *_addresses(*ragged), len(plan.copies), *_addresses(plan.copies, tokens, None, times_ms)
+            )
+        )
         return _Flight(self._model, plan, ragged, tokens, times_ms)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
         logits = np.empty((len(plan.token_ids), self._vocab_size), dtype=np.float32)
-        times_ms = np.zeros(2, dtype=np.float32)
-        self._model.start(NativePlan(*_step(plan), *_addresses(*_NOTHING_RAGGED, None, logits, times_ms)))
+        times_ms = np.zeros(3, dtype=np.float32)
+        copies = len(plan.copies), *_addresses(plan.copies)
+        self._model.start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *copies, *_addresses(None, logits, times_ms)))
         self._model.wait()
         return logits
 

@@ -1,5 +1,7 @@
 #include "kv_cache.h"
 
+#include <algorithm>
+
 #include "activations.h"
 
 namespace penstock {
@@ -72,6 +74,14 @@ void KvCache::get(int layer, int slot, int head, float* key, float* value) const
 
 void KvCache::clear_block(int block) const {
   std::memset(memory_.data() + block * shape_.block_bytes(), 0, shape_.block_bytes());
+}
+
+void KvCache::copy_slice(const int32_t* copies, int count, int slice) const {
+  const size_t begin = slice * kSliceBytes, bytes = std::min(kSliceBytes, block_bytes_ - begin);
+  for (int i = 0; i < count; ++i) {
+    const uint8_t* from = memory_.data() + copies[2 * i] * block_bytes_ + begin;
+    std::memcpy(memory_.data() + copies[2 * i + 1] * block_bytes_ + begin, from, bytes);
+  }
 }
 
 }  // namespace penstock

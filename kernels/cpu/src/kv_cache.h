@@ -54,6 +54,12 @@ class KvCache {
   void get(int layer, int slot, int head, float* key, float* value) const;
   void clear_block(int block) const;
 
+  // Copies of whole blocks are cut into this many slices, of which each thread does some.
+  int num_slices() const { return (int)((block_bytes_ + kSliceBytes - 1) / kSliceBytes); }
+  // One slice of each of `count` copies of blocks, copies[2 * i] to copies[2 * i + 1], in their order: as no slice reads what
+  // another one writes, they need not wait for each other.
+  void copy_slice(const int32_t* copies, int count, int slice) const;
+
   // Where the cell of a sequence's page begins: its keys. Blocks have 1, 2, 4, ... pages.
   uint8_t* cell(int layer, const int32_t* block_table, int page, int head) const {
     return cell_of_block(layer, block_table[page >> pages_shift_], page & ((1 << pages_shift_) - 1), head);
@@ -71,6 +77,8 @@ class KvCache {
   const KvShape& shape() const { return shape_; }
 
  private:
+  static constexpr size_t kSliceBytes = 16 << 10;
+
   const KvShape shape_;
   const size_t half_bytes_, cell_bytes_, layer_bytes_, block_bytes_;
   const int pages_shift_;

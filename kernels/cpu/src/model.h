@@ -44,9 +44,11 @@ struct Plan {
   const int32_t *num_seen, *num_seen_prompt;
   const int32_t* const* banned;
   const int32_t* num_banned;
+  int32_t num_copies;
+  const int32_t* copies;  // [num_copies, 2]: whole blocks, in order, before all else
   int32_t* tokens;  // out: [num_samples]
   float* logits;    // out, may be null: [num_tokens, vocab]; then every token has a row and none is sampled
-  float* times_ms;  // out: [2], forward and sample
+  float* times_ms;  // out: [3], forward, sample and copies
 };
 
 // What a matrix of a layer multiplies with: the normed hidden state, the attended values, the gated product.

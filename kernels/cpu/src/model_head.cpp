@@ -60,9 +60,11 @@ void Model::note_logits(Member& member, int first, int rows, int panel, float* o
     const Floats a = load(logits), b = load(logits + kLanes);
     best.finite &= (bits(equal(a, a)) & bits(equal(b, b))) == 0xffff;
     const Floats both = max(a, b);
-    if (!bits(greater(both, broadcast(best.value)))) continue;
-    best.value = largest(both);
-    best.token = panel * kPanel + (int)(std::find(logits, logits + kPanel, best.value) - logits);
+    if (!bits(at_least(both, broadcast(best.value)))) continue;
+    const float value = largest(both);
+    const int token = panel * kPanel + (int)(std::find(logits, logits + kPanel, value) - logits);
+    // Panels come in any order.
+    if (value > best.value || token < best.token) std::tie(best.value, best.token) = std::tie(value, token);
   }
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from penstock.contract.job import SamplingParams, Usage
+from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
 
 POOL = "clock"
@@ -62,6 +62,8 @@ class ClockEngine:
         *,
         seed: int,
         resume: Sequence[ResumedChoice] = (),
+        priority: int = Priority.STANDARD,
+        tenant: str = "default",
     ) -> None:
         added_ns = time.monotonic_ns()
         self._live[request_id] = _Live(request_id, prompt_token_ids, params.max_tokens or 16, added_ns)

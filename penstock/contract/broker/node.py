@@ -12,12 +12,14 @@ from penstock.contract import keys, wire
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
 from penstock.contract.errors import ConfigError, InvariantError
-from penstock.contract.job import Chunk, Outcome
+from penstock.contract.job import Chunk, Outcome, Priority
 from penstock.contract.wire import NodePressure, PoolRecord
 
 MAX_EMIT_JOBS = 512
 MAX_GIVE_BACK_JOBS = 128
 MAX_MESSAGE_CHARS = 1000
+HOLD_MS = 1000.0
+"""How long a KV token of a job's cost is assumed to be held by a node that has not finished any yet."""
 _ANNOUNCE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 """A plain HSET would be refused by a full Redis, which needs nodes most."""
 
@@ -36,7 +38,8 @@ class Room:
 class Taken:
     """One job given to this node; `lease` goes into every write, `num_chunks` is what an earlier node logged.
 
-    `request` is empty where it is too long to come along; see `NodeBroker.requests`.
+    `request` is empty where it is too long to come along; see `NodeBroker.requests`. `urgency` is the class that the
+    job counts as: its own, or a more urgent one when it had to wait long.
     """
 
     job_id: str
@@ -46,6 +49,8 @@ class Taken:
     cost: int
     deadline_in_ms: int
     request: bytes = b""
+    tenant: str = ""
+    urgency: int = int(Priority.STANDARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ class NodeBroker:
         self._node_id = node_id
         self._revision = revision
 
-    async def join(self, schema: dict[str, int], record: PoolRecord) -> None:
+    async def join(self, schema: dict[str, int | str], record: PoolRecord) -> None:
         """Enters the pool and announces it; raises ConfigError when live nodes run with another schema."""
         pairs = [item for name, value in schema.items() for item in (name, value)]
         answer = await self._call("join", self._revision, *pairs)
@@ -114,15 +119,18 @@ class NodeBroker:
         """Goes; answers how many jobs are left to sweep."""
         return cast(int, await self._call("leave"))
 
-    async def take(self, call: int, nonce: str, room: Room) -> TakeAnswer:
-        """Takes what fits; the same `call` again gets the same answer. Raises SweptError."""
+    async def take(self, call: int, nonce: str, room: Room, *, hold_ms: float = HOLD_MS) -> TakeAnswer:
+        """Takes what fits; the same `call` again gets the same answer. Raises SweptError.
+
+        `hold_ms` is how long this node probably holds a KV token of cost: a tenant is charged cost × hold_ms.
+        """
         sizes = (*room.kv_tokens, *room.slots, room.kv_total, room.slots_total)
-        answer = await self._call("take", call, nonce, *sizes, self._revision)
+        answer = await self._call("take", call, nonce, *sizes, self._revision, hold_ms)
         if answer[0] == b"UNKNOWN_NODE":
             raise SweptError
         if answer[0] != b"OK":
             raise InvariantError(f"take {call} answered {answer[0]!r}")
-        jobs = tuple(Taken(row[0].decode(), row[1].decode(), *row[2:]) for row in answer[1])
+        jobs = tuple(map(_taken, answer[1]))
         depth = answer[2]
         return TakeAnswer(jobs, (depth[0], depth[1], depth[2]), int(answer[3]))
 
@@ -150,11 +158,16 @@ class NodeBroker:
             answers += [a.decode() for a in await self._call("emit", scripts.packed(rows))]
         return answers
 
-    async def finish(self, last: Emission, outcome: Outcome, result: bytes) -> str:
-        """Ends a job with its last chunks; answers OK, FENCED, `NEED n` or GONE; repeating it is harmless."""
+    async def finish(self, last: Emission, outcome: Outcome, result: bytes, *, kv_ms: float | None = None) -> str:
+        """Ends a job with its last chunks; answers OK, FENCED, `NEED n` or GONE; repeating it is harmless.
+
+        `kv_ms` is what its tenant pays: the KV tokens it held times the milliseconds it held them; None: as predicted.
+        """
         end = (outcome.state, outcome.code, outcome.message[:MAX_MESSAGE_CHARS], outcome.param)
         place = (last.job_id, last.lease, last.index)
-        answer = await self._call("finish", *place, *end, result, len(last.chunks), *last.chunks)
+        answer = await self._call(
+            "finish", *place, *end, "" if kv_ms is None else kv_ms, result, len(last.chunks), *last.chunks
+        )
         return cast(bytes, answer).decode()
 
     async def give_back(self, jobs: Sequence[tuple[str, str, int]]) -> list[str]:
@@ -171,3 +184,9 @@ class NodeBroker:
 
     async def _call(self, name: str, *arguments: scripts.Argument) -> Any:
         return await scripts.call(self._redis, name, self._pool, self._node_id, *arguments)
+
+
+def _taken(row: list[Any]) -> Taken:
+    job_id, lease, losses, num_chunks, cost, deadline_in_ms, request, tenant, urgency = row
+    numbers = (losses, num_chunks, cost, deadline_in_ms)
+    return Taken(job_id.decode(), lease.decode(), *numbers, request, tenant.decode(), urgency)

@@ -1,9 +1,10 @@
 -- finish: appends a job's last chunks, stores its result, ends it. Repeating it is harmless.
--- ARGV: node id lease index state code message param result k chunk1 … chunkk
+-- ARGV: node id lease index state code message param kv_ms result k chunk1 … chunkk
+-- kv_ms: KV tokens times the milliseconds that the node held them, or '': its tenant's charge is corrected to that.
 -- Answer: OK | FENCED | NEED n | GONE
 local node, id, lease, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local state, code, message, param, result = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
-local count, FIRST, PUSH = tonumber(ARGV[10]), 11, 1000
+local state, code, message, param = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
+local kv_ms, result, count, FIRST, PUSH = tonumber(ARGV[9]), ARGV[10], tonumber(ARGV[11]), 12, 1000
 
 if not is_terminal(state) then return redis.error_reply('BAD_STATE ' .. state) end
 local schema = read_schema()
@@ -26,6 +27,7 @@ while from < FIRST + count do
 end
 for i = FIRST, FIRST + count - 1 do publish(job, ARGV[i]) end
 redis.call('SET', P .. ':out:' .. id, result, 'PX', schema.result_ttl_ms)
+if kv_ms then correct_turn(job, kv_ms - (tonumber(job.charge) or 0)) end
 end_job(job, schema, now, state, code, message, param)
 flush()
 return 'OK'

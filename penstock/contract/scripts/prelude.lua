@@ -6,16 +6,18 @@
 -- checks memory only before the first write, so it refuses submits and nothing else.
 -- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
 --   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
+--   urgency charge
 
 local P = string.sub(KEYS[1], 1, -8)
 local CLASSES = 3
 local MAX_INBOXES = 16
+local MAX_DEBTS = 1000
 local MAX_MESSAGE_BYTES = 262144
 local JOB_FIELDS = {'state', 'tenant', 'p', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background', 'inboxes',
   'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'mark', 'preemptions',
-  'cancel', 'revision', 'first', 'taken', 'body'}
+  'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge'}
 local SCHEMA_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms', 'log_ttl_ms', 'result_ttl_ms',
-  'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms'}
+  'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms', 'aging_ms', 'bypass_ms'}
 
 local function clock()
   local t = redis.call('TIME')
@@ -101,6 +103,61 @@ local function flush()
   for _, box in ipairs(outgoing_order) do send(box) end
 end
 
+-- Turns -------------------------------------------------------------------------------------------
+-- Tenants of a class in virtual time, in predicted KV-token-ms (policy.py, Turns). They are kept under every policy, so
+-- that a pool may change to another one while jobs wait.
+
+local function turn_key(job) return P .. ':turn:' .. job.p end
+local function debt_key(job) return P .. ':debt:' .. job.p end
+
+-- The highest time at which anybody of the class was started, and one more for each tenant that came.
+local function virtual_now(job) return tonumber(redis.call('GET', P .. ':vtime:' .. job.p) or '0') end
+
+local function enter_turn(job)
+  if redis.call('ZSCORE', turn_key(job), job.tenant) then return end
+  local owed = tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or '0')
+  local now = virtual_now(job)
+  redis.call('ZADD', turn_key(job), math.max(owed, now), job.tenant)
+  redis.call('ZREM', debt_key(job), job.tenant)
+  redis.call('SET', P .. ':vtime:' .. job.p, now + 1)
+end
+
+-- A tenant without queued jobs keeps its time only while it is ahead.
+local function owe(job, time)
+  if time > virtual_now(job) then
+    redis.call('ZADD', debt_key(job), time, job.tenant)
+    redis.call('ZREMRANGEBYRANK', debt_key(job), 0, -1 - MAX_DEBTS)
+  else
+    redis.call('ZREM', debt_key(job), job.tenant)
+  end
+end
+
+local function leave_turn_if_last(job)
+  if redis.call('EXISTS', queue_key(job), back_key(job)) > 0 then return end
+  local time = redis.call('ZSCORE', turn_key(job), job.tenant)
+  redis.call('ZREM', turn_key(job), job.tenant)
+  if time then owe(job, tonumber(time)) end
+end
+
+-- Charges a tenant for a job that is taken; to be called while the job is still queued.
+local function start_turn(job, charge)
+  local time, now = tonumber(redis.call('ZSCORE', turn_key(job), job.tenant) or '0'), virtual_now(job)
+  if time > now then
+    redis.call('SET', P .. ':vtime:' .. job.p, time)
+    redis.call('ZREMRANGEBYSCORE', debt_key(job), '-inf', time)
+  end
+  redis.call('ZINCRBY', turn_key(job), charge, job.tenant)
+end
+
+-- What was charged was too little, or too much (negative).
+local function correct_turn(job, by)
+  if redis.call('ZSCORE', turn_key(job), job.tenant) then
+    redis.call('ZINCRBY', turn_key(job), by, job.tenant)
+  else
+    owe(job, tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or virtual_now(job)) + by)
+  end
+end
+
 -- The queue --------------------------------------------------------------------------------------
 
 local function leave_queue(job)
@@ -111,6 +168,7 @@ local function leave_queue(job)
   else
     redis.call('ZREM', back_key(job), job.id)
   end
+  leave_turn_if_last(job)
   redis.call('ZREM', P .. ':wait:' .. job.p, job.id)
   redis.call('ZREM', P .. ':due', job.id)
   redis.call('HINCRBY', P .. ':backlog', job.p, -tonumber(job.cost))
@@ -120,6 +178,7 @@ local function note_queued(job)
   redis.call('ZADD', P .. ':wait:' .. job.p, job.submitted, job.id)
   if job.deadline ~= '' then redis.call('ZADD', P .. ':due', job.deadline, job.id) end
   redis.call('HINCRBY', P .. ':backlog', job.p, job.cost)
+  enter_turn(job)
 end
 
 -- Rings the node with most room, and lowers what it is believed to have, so that the next bell rings another.
@@ -131,7 +190,8 @@ local function ring(cost)
   end
 end
 
--- running -> queued, behind nobody who was submitted later; `avoid` keeps it from this node for a while.
+-- running -> queued, behind nobody who was submitted later, and its tenant gets back what it was charged; `avoid`
+-- keeps it from this node for a while.
 local function requeue(job, cost, avoid_until)
   redis.call('SREM', P .. ':run:' .. job.node, job.id)
   job.cost = tostring(cost)
@@ -139,6 +199,7 @@ local function requeue(job, cost, avoid_until)
     'avoid', job.node, 'avoid_until', avoid_until)
   redis.call('ZADD', back_key(job), job.submitted, job.id)
   note_queued(job)
+  correct_turn(job, -(tonumber(job.charge) or 0))
   ring(cost)
 end
 

@@ -1,23 +1,26 @@
--- take: gives a node the oldest queued jobs that fit, class by class. What does not fit stays, and nobody passes it:
--- a job counts at most as the node's whole KV cache, so a node that runs dry can always take the head.
--- ARGV: node call nonce room0 room1 room2 slots0 slots1 slots2 kv_total slots_total revision
--- Answer: {OK, {{id, lease, losses, chunks, cost, deadline_in_ms, request}…}, {depth0, depth1, depth2}, again_in_ms}
---       | {UNKNOWN_NODE} | {STALE}
--- A request above MAX_REQUEST_BYTES is answered as '' and read apart.
-local MAX_TAKEN, MAX_LOOKED, PAGE, MAX_REQUEST_BYTES = 128, 256, 32, 16384
+-- take: gives a node queued jobs that fit, in the order of the pool's policy (policy.py says the same in Python). A job
+-- counts at most as the node's whole KV cache, so a node that runs dry can always take the one that nobody passes.
+-- ARGV: node call nonce room0 room1 room2 slots0 slots1 slots2 kv_total slots_total revision hold_ms
+-- hold_ms: how long a token of cost is probably held; a tenant is charged cost × hold_ms.
+-- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms} | {UNKNOWN_NODE} | {STALE}
+-- row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency}; urgency is the class that the job
+-- counts as. A request above MAX_REQUEST_BYTES is answered as '' and read apart.
+local MAX_TAKEN, MAX_LOOKED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 128, 32, 16384
+local MAX_SORTED, MAX_PASSED, LEAST_URGENT = 64, 16, CLASSES - 1
 
 local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local room = {tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])}
-local slots = {tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])}
-local kv_total, slots_total, revision = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12]
+local room = {[0] = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])}
+local slots = {[0] = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])}
+local kv_total, slots_total, revision, hold_ms = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12], tonumber(ARGV[13])
 
 local schema = read_schema()
 local now = clock()
 if not schema or not redis.call('ZSCORE', P .. ':nodes', node) then return {'UNKNOWN_NODE'} end
+local policy = redis.call('HGET', KEYS[1], 'policy')
 
 local function depths()
   local depth = {}
-  for p = 1, CLASSES do depth[p] = redis.call('ZCARD', P .. ':wait:' .. (p - 1)) end
+  for p = 0, LEAST_URGENT do depth[p + 1] = redis.call('ZCARD', P .. ':wait:' .. p) end
   return depth
 end
 
@@ -26,7 +29,7 @@ local function row(job)
   local request_key = P .. ':in:' .. job.id
   local request = redis.call('STRLEN', request_key) <= MAX_REQUEST_BYTES and redis.call('GET', request_key)
   return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in,
-    request or ''}
+    request or '', job.tenant, tonumber(job.urgency)}
 end
 
 -- The same call again: the same answer, less what has moved on since.
@@ -45,6 +48,8 @@ if took then
   end
 end
 
+-- Who may be looked at -----------------------------------------------------------------------------
+
 -- A job that has tokens in its log goes on only where they would be the same.
 local function is_foreign(job)
   return job.revision ~= '' and job.revision ~= revision and redis.call('LLEN', log_key(job.id)) > 0
@@ -56,10 +61,10 @@ local function has_live_revision(job)
   return last and now - tonumber(last) < schema.lease_ms
 end
 
-local taken, over, gone, again_in, looked = {}, {}, {}, 0, 0
+local over, gone, again_in = {}, {}, 0
 
--- Looks at one job; false when it does not fit, which ends the walk.
-local function consider(job, p)
+-- Whether this node may take a job at all; notes what is to be ended and what may be taken later.
+local function is_for_us(job)
   if why_over(job, schema, now) then
     over[#over + 1] = job
   elseif is_foreign(job) then
@@ -68,32 +73,223 @@ local function consider(job, p)
     local wait = tonumber(job.avoid_until) - now
     again_in = again_in == 0 and wait or math.min(again_in, wait)
   else
-    local need, seqs = math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
-    if need > room[p] or seqs > slots[p] or #taken >= MAX_TAKEN then return false end
-    for q = p, CLASSES do room[q], slots[q] = room[q] - need, slots[q] - seqs end
-    taken[#taken + 1] = job
-  end
-  return true
-end
-
-local function walk(p)
-  local offset = 0
-  while looked < MAX_LOOKED do
-    local ids = redis.call('ZRANGE', P .. ':wait:' .. (p - 1), offset, offset + PAGE - 1)
-    for _, id in ipairs(ids) do
-      looked = looked + 1
-      local job = read_job(id)
-      if job and not consider(job, p) then return false end
-    end
-    if #ids < PAGE then return true end
-    offset = offset + PAGE
+    return true
   end
   return false
 end
 
-for p = 1, CLASSES do
-  if not walk(p) then break end
+local function at_most(most) return {count = 0, most = most} end
+
+-- A function that gives the jobs for us of what `read_page` reads, one a call; `looked` bounds how many are read.
+local function reader(looked, read_page)
+  local ids, at = {}, 1
+  return function()
+    while ids and looked.count < looked.most do
+      if at > #ids then
+        ids, at = read_page(), 1
+        if #ids == 0 then
+          ids = nil
+          return nil
+        end
+      end
+      local job = read_job(ids[at])
+      at, looked.count = at + 1, looked.count + 1
+      if job and is_for_us(job) then return job end
+    end
+  end
 end
+
+local function reader_of_index(looked, key)
+  local offset = -PAGE
+  return reader(looked, function()
+    offset = offset + PAGE
+    return redis.call('ZRANGE', key, offset, offset + PAGE - 1)
+  end)
+end
+
+local function reader_of_stream(looked, key)
+  local from = '-'
+  return reader(looked, function()
+    local ids = {}
+    for i, entry in ipairs(redis.call('XRANGE', key, from, '+', 'COUNT', PAGE)) do
+      ids[i], from = entry[2][2], '(' .. entry[1]
+    end
+    return ids
+  end)
+end
+
+local function is_older(one, other)
+  local mine, theirs = tonumber(one.submitted), tonumber(other.submitted)
+  if mine ~= theirs then return mine < theirs end
+  return one.id < other.id
+end
+
+-- Order --------------------------------------------------------------------------------------------
+-- A queue of one class is {head, next}: the job that aging looks at, and a function that gives one job after the other.
+-- `tried` holds ids that a queue must not give again; `took` is told what was taken.
+
+local tried = {}
+
+local function queue_by_age(p)
+  local read = reader_of_index(at_most(MAX_LOOKED), P .. ':wait:' .. p)
+  local head = read()
+  local is_first = true
+  return {head = head, next = function()
+    if is_first then
+      is_first = false
+      if head and not tried[head.id] then return head end
+    end
+    return read()
+  end}
+end
+
+local function queue_by_cost(p)
+  local read = reader_of_index(at_most(MAX_SORTED), P .. ':wait:' .. p)
+  local jobs = {}
+  for job in read do jobs[#jobs + 1] = job end
+  local head, at = jobs[1], 0
+  table.sort(jobs, function(one, other)
+    local mine, theirs = tonumber(one.cost), tonumber(other.cost)
+    if mine ~= theirs then return mine < theirs end
+    return is_older(one, other)
+  end)
+  return {head = head, next = function()
+    repeat at = at + 1 until not jobs[at] or not tried[jobs[at].id]
+    return jobs[at]
+  end}
+end
+
+-- One tenant's jobs, oldest first: those given back and those of its stream.
+local function reader_of_tenant(looked, p, tenant)
+  local back = reader_of_index(looked, P .. ':back:' .. p .. ':' .. tenant)
+  local fresh = reader_of_stream(looked, P .. ':q:' .. p .. ':' .. tenant)
+  local one, other
+  return function()
+    one, other = one or back(), other or fresh()
+    local job = one
+    if one and (not other or is_older(one, other)) then
+      one = nil
+    else
+      job, other = other, nil
+    end
+    return job
+  end
+end
+
+local function queue_by_turn(p)
+  local looked, tenants = at_most(MAX_LOOKED), {}
+  local found = redis.call('ZRANGE', P .. ':turn:' .. p, 0, MAX_TENANTS - 1, 'WITHSCORES')
+  for at = 1, #found, 2 do tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
+
+  -- The oldest job that is left of one tenant, nil when none is.
+  local function oldest_of(tenant)
+    tenant.read = tenant.read or reader_of_tenant(looked, p, tenant.name)
+    while not tenant.job or tried[tenant.job.id] do
+      tenant.job = tenant.read()
+      if not tenant.job then return nil end
+    end
+    return tenant.job
+  end
+
+  local function whose_turn()
+    local best
+    for _, tenant in ipairs(tenants) do
+      local is_first = not best or tenant.time < best.time or (tenant.time == best.time and tenant.name < best.name)
+      if is_first and oldest_of(tenant) then best = tenant end
+    end
+    return best
+  end
+
+  local first = whose_turn()
+  return {
+    head = first and first.job,
+    next = function()
+      local tenant = whose_turn()
+      local job = tenant and tenant.job
+      if tenant then tenant.job = nil end
+      return job
+    end,
+    took = function(job, charge)
+      for _, tenant in ipairs(tenants) do
+        if tenant.name == job.tenant then tenant.time = tenant.time + charge end
+      end
+    end,
+  }
+end
+
+local QUEUES = {priority = queue_by_age, sjf = queue_by_cost, fair = queue_by_turn}
+local queues, taken, num_passed = {}, {}, 0
+
+-- Takes one job if it fits; false when the walk ends with it.
+local function try(job, urgency, is_head)
+  tried[job.id] = true
+  local need, seqs = math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
+  if #taken >= MAX_TAKEN then return false end
+  if need > room[urgency] or seqs > slots[urgency] then
+    num_passed = num_passed + 1
+    return now - tonumber(job.submitted) < schema.bypass_ms and num_passed < MAX_PASSED
+  end
+  for q = urgency, LEAST_URGENT do room[q], slots[q] = room[q] - need, slots[q] - seqs end
+  local queue = queues[tonumber(job.p)]
+  job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms, is_head
+  if queue and queue.took then queue.took(job, job.charge) end
+  taken[#taken + 1] = job
+  return true
+end
+
+-- First come, first served over all classes: the heads of their indexes, merged.
+local function walk_by_age()
+  local readers, heads = {}, {}
+  for p = 0, LEAST_URGENT do
+    readers[p] = reader_of_index(at_most(MAX_LOOKED), P .. ':wait:' .. p)
+    heads[p] = readers[p]()
+  end
+  while true do
+    local best
+    for p = 0, LEAST_URGENT do
+      if heads[p] and (not best or is_older(heads[p], heads[best])) then best = p end
+    end
+    if not best or not try(heads[best], LEAST_URGENT, false) then return end
+    heads[best] = readers[best]()
+  end
+end
+
+-- The heads that count as more than their class, the most urgent one first.
+local function risen_heads()
+  local served = redis.call('HMGET', P .. ':head', 0, 1, 2)
+  local risen = {}
+  for p = 0, LEAST_URGENT do
+    local head = queues[p].head
+    if head then
+      local since = math.max(tonumber(head.submitted), tonumber(served[p + 1] or '0'))
+      local level = p - math.floor(math.max(0, now - since) / schema.aging_ms)
+      if level < p then risen[#risen + 1] = {level = level, p = p, job = head} end
+    end
+  end
+  table.sort(risen, function(one, other)
+    if one.level ~= other.level then return one.level < other.level end
+    return one.p > other.p
+  end)
+  return risen
+end
+
+local function walk_by_class()
+  for p = 0, LEAST_URGENT do queues[p] = QUEUES[policy](p) end
+  local risen = risen_heads()
+  for p = 0, LEAST_URGENT do
+    while risen[1] and risen[1].level <= p do
+      local head = table.remove(risen, 1)
+      if not try(head.job, p, true) then return end
+    end
+    for job in queues[p].next do
+      if not try(job, p, job == queues[p].head) then return end
+    end
+  end
+end
+
+if policy == 'fcfs' then walk_by_age() else walk_by_class() end
+
+-- Writes -------------------------------------------------------------------------------------------
 
 redis.call('DEL', took_key)
 for _, job in ipairs(over) do end_if_over(job, schema, now) end
@@ -102,10 +298,12 @@ for _, job in ipairs(gone) do
 end
 local ids, leases, rows = {}, {}, {}
 for i, job in ipairs(taken) do
+  start_turn(job, job.charge)
   leave_queue(job)
+  if job.is_head then redis.call('HSET', P .. ':head', job.p, now) end
   job.lease = call .. ':' .. nonce .. ':' .. i
   redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
-    'revision', revision)
+    'revision', revision, 'urgency', job.urgency, 'charge', job.charge)
   redis.call('HSETNX', job_key(job.id), 'taken', now)
   redis.call('SADD', P .. ':run:' .. node, job.id)
   ids[i], leases[i], rows[i] = job.id, job.lease, row(job)

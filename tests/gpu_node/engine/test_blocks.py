@@ -6,16 +6,27 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.blocks import ROOT_HASH, BlockPool, block_hash
+from penstock.gpu_node.engine.blocks import ROOT_HASH, BlockPool, block_hash, salted_root
+from penstock.gpu_node.engine.eviction import EvictionName
 
-NUM_BLOCKS = 12
+NUM_BLOCKS = 11
+FIRST = 5
 
 
 def _hash(*token_ids: int, parent: bytes = ROOT_HASH) -> bytes:
     return block_hash(parent, np.array(token_ids, dtype=np.int32))
+
+
+def _pool(num_blocks: int, eviction: EvictionName = "lru", first: int = 1) -> tuple[BlockPool, dict[bytes, int]]:
+    index: dict[bytes, int] = {}
+    return BlockPool(num_blocks, index, first=first, eviction=eviction), index
+
+
+def _take(pool: BlockPool, count: int) -> list[int]:
+    return [pool.take()[0] for _ in range(count)]
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -23,59 +34,66 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
         self.holders: list[list[int]] = []
         self.content: dict[int, bytes] = {}
 
+    @initialize(eviction=st.sampled_from(("lru", "lfu", "length")))
+    def start(self, eviction: EvictionName) -> None:
+        self.pool, self.index = _pool(NUM_BLOCKS, eviction, FIRST)
+
     @rule(count=st.integers(1, 4))
-    def alloc(self, count: int) -> None:
-        if count > self.pool.num_free:
-            with pytest.raises(InvariantError):
-                self.pool.alloc(count)
-            return
-        blocks = self.pool.alloc(count)
-        held = {block for holder in self.holders for block in holder}
-        assert 0 not in blocks and not held & set(blocks)
-        for block in blocks:
-            self.content.pop(block, None)
-        self.holders.append(blocks)
+    def take(self, count: int) -> None:
+        blocks = []
+        for _ in range(count):
+            held = {block for holder in self.holders for block in holder} | set(blocks)
+            if not self.pool.num_free:
+                with pytest.raises(InvariantError):
+                    self.pool.take()
+                break
+            blank = {*range(FIRST, FIRST + NUM_BLOCKS)} - set(self.content) - held
+            block, label = self.pool.take()
+            assert block in range(FIRST, FIRST + NUM_BLOCKS) and block not in held
+            assert (label is None and block in blank) if blank else label is not None
+            assert (label and label.name) == self.content.pop(block, None)
+            blocks.append(block)
+        if blocks:
+            self.holders.append(blocks)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), name=st.integers(0, 9))
-    def commit(self, data: st.DataObject, name: int) -> None:
+    def label(self, data: st.DataObject, name: int) -> None:
         block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.holders))))
         digest = _hash(name)
         if digest not in self.content.values() and block not in self.content:
             self.content[block] = digest
-        self.pool.commit(block, digest)
+        self.pool.label(block, digest)
 
     @rule(name=st.integers(0, 9))
     def share(self, name: int) -> None:
-        blocks = self.pool.match([_hash(name)])
-        assert blocks == [block for block, digest in self.content.items() if digest == _hash(name)]
-        if blocks:
-            self.pool.touch(blocks)
-            self.holders.append(blocks)
+        block = self.index.get(_hash(name))
+        assert block == next((b for b, digest in self.content.items() if digest == _hash(name)), None)
+        if block is not None:
+            self.pool.touch(block)
+            self.holders.append([block])
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         self.pool.free(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.sampled_from(self.holders))
-        self.pool.forget(blocks)
-        for block in blocks:
-            self.content.pop(block, None)
+    @rule(block=st.integers(FIRST, FIRST + NUM_BLOCKS - 1))
+    def unlabel(self, block: int) -> None:
+        label = self.pool.unlabel(block)
+        assert (label and label.name) == self.content.pop(block, None)
 
     @invariant()
     def counts_agree(self) -> None:
         self.pool.check_integrity()
         held = [block for holder in self.holders for block in holder]
-        assert self.pool.num_free == NUM_BLOCKS - 1 - len(set(held))
-        assert all(self.pool.ref_count(block) == held.count(block) for block in range(1, NUM_BLOCKS))
+        blocks = range(FIRST, FIRST + NUM_BLOCKS)
+        assert self.pool.num_free == NUM_BLOCKS - len(set(held))
+        assert all(self.pool.ref_count(block) == held.count(block) for block in blocks)
+        assert all(self.pool.is_known(block) == (block in self.content) for block in blocks)
         assert self.pool.num_cached == len(set(self.content) - set(held))
 
 
@@ -83,45 +101,85 @@ PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40
 TestPool = PoolMachine.TestCase
 
 
-def test_blocks_without_a_prefix_go_first_then_the_tail_of_the_oldest_prefix() -> None:
-    pool = BlockPool(7)
-    first, second, plain = pool.alloc(2), pool.alloc(2), pool.alloc(2)
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "length"])
+def test_blocks_without_a_prefix_go_first_then_the_tail_of_the_oldest_prefix(eviction: EvictionName) -> None:
+    pool, index = _pool(6, eviction)
+    first, second, plain = _take(pool, 2), _take(pool, 2), _take(pool, 2)
     names = [_hash(i) for i in range(4)]
     for block, name in zip(first + second, names, strict=True):
-        pool.commit(block, name)
+        pool.label(block, name)
     for blocks in (first, second, plain):
         pool.free(blocks)
     assert pool.num_free == 6 and pool.num_cached == 4
-    assert set(pool.alloc(2)) == set(plain)
-    assert pool.alloc(2) == [first[1], first[0]]
-    assert pool.match(names[:2]) == [] and pool.match(names[2:]) == second
+    assert set(_take(pool, 2)) == set(plain)
+    assert _take(pool, 2) == [first[1], first[0]]
+    assert index == dict(zip(names[2:], second, strict=True))
 
 
-def test_a_prefix_matches_up_to_its_first_unknown_block() -> None:
-    pool = BlockPool(5)
-    blocks = pool.alloc(3)
-    names = [_hash(1)]
-    names += [_hash(2, parent=names[0])]
-    names += [_hash(2, parent=names[1])]
-    for block, name in zip(blocks, names, strict=True):
-        pool.commit(block, name)
-    assert pool.match(names) == blocks
-    assert pool.match([names[0], _hash(9), names[2]]) == blocks[:1]
+def _cached(pool: BlockPool, name: int, length: int, num_uses: int = 0) -> list[int]:
+    """A prefix of so many blocks that was found so often, and that nobody holds."""
+    blocks = _take(pool, length)
+    for i, block in enumerate(blocks):
+        pool.label(block, _hash(name, i))
+    pool.free(blocks)
+    for _ in range(num_uses):
+        for block in blocks:
+            pool.touch(block)
+        pool.free(blocks)
+    return blocks
 
 
-def test_without_caching_nothing_matches() -> None:
-    pool = BlockPool(3, enable_prefix_caching=False)
-    pool.commit(pool.alloc(1)[0], _hash(1))
-    assert pool.match([_hash(1)]) == []
+def test_what_is_used_often_outlives_what_was_used_last() -> None:
+    pool, _ = _pool(6, "lfu")
+    often, once = _cached(pool, 1, 2, num_uses=3), _cached(pool, 2, 2)
+    last = _cached(pool, 3, 2)
+    assert _take(pool, 6) == [*reversed(once), *reversed(last), *reversed(often)]
 
 
-def test_hashes_are_the_same_in_every_process() -> None:
+def test_what_is_not_used_any_more_does_not_stay_for_what_it_once_was_worth() -> None:
+    pool, index = _pool(4, "lfu")
+    _cached(pool, 0, 2, num_uses=5)
+    for name in range(1, 30):
+        _cached(pool, name, 2)
+        if _hash(0, 0) not in index:
+            break
+    assert 5 < name < 20
+
+
+def test_long_prefixes_outlive_short_ones() -> None:
+    pool, _ = _pool(14, "length")
+    long, short = _cached(pool, 1, 9), _cached(pool, 2, 1)
+    middle = _cached(pool, 3, 4)
+    assert _take(pool, 14) == [*short, *reversed(middle), *reversed(long)]
+
+
+def test_a_shared_head_counts_by_its_longest_tail() -> None:
+    pool, index = _pool(20, "length")
+    head = _cached(pool, 1, 8)[:2]
+    for block in head:
+        pool.touch(block)
+    pool.free(head)
+    _cached(pool, 2, 4)
+    taken = _take(pool, 12)
+    assert not set(taken) & set(head) and _hash(1, 0) in index and _hash(2, 0) not in index
+
+
+def test_an_empty_pool_has_nothing() -> None:
+    pool, _ = _pool(0)
+    pool.check_integrity()
+    with pytest.raises(InvariantError):
+        pool.take()
+
+
+def test_hashes_are_the_same_in_every_process_and_salts_keep_apart() -> None:
     assert _hash(1, 2, 3).hex() == "b30a3c159d7e8193559a42a84f1fcae1"
+    names = {_hash(1, 2, 3, parent=salted_root(salt)) for salt in (None, "", "a", "b")}
+    assert len(names) == 4 and salted_root("a") == salted_root("a")
 
 
 def test_freeing_twice_is_refused() -> None:
-    pool = BlockPool(3)
-    blocks = pool.alloc(1)
+    pool, _ = _pool(3)
+    blocks = _take(pool, 1)
     pool.free(blocks)
     with pytest.raises(InvariantError):
         pool.free(blocks)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.blocks import BlockPool
 from penstock.gpu_node.engine.ends import EndRule
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.preemption import PreemptionCosts
+from penstock.gpu_node.engine.scheduler import Limits, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.model.protocol import StepPlan
 
@@ -37,8 +38,8 @@ def _sequence(number: int, kind: dict[str, Any], max_tokens: int = 8) -> Sequenc
 
 
 def _scheduler(max_num_seqs: int = 8) -> Scheduler:
-    pool = BlockPool(200)
-    return Scheduler(pool, block_size=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=40)
+    limits = Limits(block_size=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=40)
+    return Scheduler(KvMemory(200), limits, PreemptionCosts("recompute", 0))
 
 
 def _step(scheduler: Scheduler, token: int = 500) -> tuple[list[str], StepPlan]:

@@ -94,9 +94,9 @@ def test_sharded_weights_load_and_a_missing_shard_is_named(model_copy: Path) -> 
 
 def test_the_cache_is_as_large_as_asked_and_never_larger_than_useful(tiny_model: Path) -> None:
     block_bytes = 2 * 2 * 2 * 16 * 4 * 16
-    assert _load(tiny_model, num_blocks=8).runner.num_blocks == 9
-    assert _load(tiny_model, num_blocks=None, kv_cache_gib=20 * block_bytes / 2**30).runner.num_blocks == 21
-    assert _load(tiny_model, num_blocks=None, max_model_len=64).runner.num_blocks == 4 * 4 + 1
+    assert _load(tiny_model, num_blocks=8).runner.cache_sizes.num_blocks == 9
+    assert _load(tiny_model, num_blocks=None, kv_cache_gib=20 * block_bytes / 2**30).runner.cache_sizes.num_blocks == 21
+    assert _load(tiny_model, num_blocks=None, max_model_len=64).runner.cache_sizes.num_blocks == 4 * 4 + 1
     with pytest.raises(ConfigError, match="kv_cache_gib"):
         _load(tiny_model, num_blocks=None, kv_cache_gib=1e-9)
 

@@ -67,7 +67,7 @@ def test_the_arithmetic_is_named_and_logged(
         model = _load(llama(), **options)
     assert model.arithmetic == f"native-{this_isa}-{arithmetic}"
     assert isinstance(model.runner, NativeRunner)
-    assert model.runner.num_blocks == 9
+    assert model.runner.cache_sizes.num_blocks == 9
     assert f"{model.arithmetic} kv_blocks=8 threads=1" in caplog.text
     model.runner.close()
 

@@ -1,0 +1,76 @@
+"""How long an output will be: a quantile of what ended lately, per tenant and class of prompt.
+
+The last outputs of a group, kept sorted, give exact quantiles and forget what drifted away: the k-th smallest of n, k =
+ceil(level × (n + 1)), is at least as long as the next output with probability `level` while lengths are exchangeable.
+They are not, because short outputs end first and habits change. So the level is corrected by what came of predictions:
+up where one was too short, down a little where it was not. Then, whatever the lengths are, the share of T predictions
+that held is within 1 / (STEP × T) of the nominal one: adaptive conformal inference (Gibbs and Candès, 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+
+WINDOW = 128
+"""Outputs remembered per group."""
+MAX_GROUPS = 1024
+"""The groups used last are remembered."""
+STEP = 0.03
+"""How far the level moves for a prediction that was wrong: 1,000 of them end within 3.2 points of nominal."""
+
+
+class LengthPredictor:
+    """Predicts output tokens of a choice from those that ended. It begins to know nothing with each process."""
+
+    def __init__(self, quantile: float) -> None:
+        self._quantile = quantile
+        self._windows: OrderedDict[tuple[str, int, int], _Window] = OrderedDict()
+
+    def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
+        """Tokens, at most `max_tokens`, that a new choice of this kind will probably not exceed; None: who knows?"""
+        for group in _groups(tenant, num_prompt_tokens, max_tokens):
+            window = self._windows.get(group)
+            length = window.predict() if window is not None else None
+            if length is not None:
+                return min(length, max_tokens)
+        return None
+
+    def ended(
+        self, tenant: str, num_prompt_tokens: int, max_tokens: int, num_output_tokens: int, predicted: int
+    ) -> None:
+        """A choice ended by itself or by its limit, and this was predicted of it. One cancelled says nothing."""
+        for group in _groups(tenant, num_prompt_tokens, max_tokens):
+            window = self._windows.setdefault(group, _Window(self._quantile))
+            self._windows.move_to_end(group)
+            window.add(num_output_tokens)
+            window.level += STEP * (self._quantile - (num_output_tokens <= predicted))
+        while len(self._windows) > MAX_GROUPS:
+            self._windows.popitem(last=False)
+
+
+class _Window:
+    """The last outputs of one group, in the order in which they came and by length."""
+
+    def __init__(self, level: float) -> None:
+        self.level = level
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def add(self, length: int) -> None:
+        if len(self._recent) == WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(length)
+        insort(self._sorted, length)
+
+    def predict(self) -> int | None:
+        """None where more would have to be known."""
+        rank = max(1, math.ceil(self.level * (len(self._sorted) + 1)))
+        return self._sorted[rank - 1] if rank <= len(self._sorted) else None
+
+
+def _groups(tenant: str, num_prompt_tokens: int, max_tokens: int) -> tuple[tuple[str, int, int], ...]:
+    """From narrow to wide. Limits are part of the class because they cut outputs off; a tenant is never called ''."""
+    prompt_class, limit_class = num_prompt_tokens.bit_length(), max_tokens.bit_length()
+    return (tenant, prompt_class, limit_class), ("", prompt_class, limit_class)

@@ -1,0 +1,81 @@
+"""What each policy does to the same loads: `python -m bench.policies` simulates and writes results/policies.*."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import get_args
+
+from bench.policy_loads import DESCRIPTIONS, LOADS
+from bench.policy_node import CLASSES, Figures, simulate
+from penstock.contract.policy import PolicyName
+
+RESULTS = Path(__file__).parent / "results"
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+SEEDS = range(5)
+MEASURES = ("ttft_p50", "ttft_p99", "completion_p50", "completion_p99")
+HEADER = "| policy | class | mean of all | TTFT p50 | p99 | completion p50 | p99 | Jain | preemptions |"
+RULE = "|" + "---|" * 9
+COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.policies"
+Runs = dict[str, dict[PolicyName, list[Figures]]]
+"""By load and policy, one for each seed."""
+
+
+def main() -> None:
+    """Simulates every load under every policy."""
+    runs: Runs = {
+        load: {name: [simulate(name, make(seed)) for seed in SEEDS] for name in POLICIES}
+        for load, make in LOADS.items()
+    }
+    (RESULTS / "policies.md").write_text("\n".join(_lines(runs)) + "\n", encoding="utf-8")
+    plain = {load: {name: [asdict(run) for run in of] for name, of in by.items()} for load, by in runs.items()}
+    (RESULTS / "policies.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    _plot(runs)
+
+
+def _lines(runs: Runs) -> Iterator[str]:
+    yield "# Policies on the same loads"
+    yield ""
+    yield f"Simulated, means over {len(SEEDS)} seeds, times in ms. `{COMMAND}`"
+    for load, by_policy in runs.items():
+        yield from ("", f"## {load}", "", DESCRIPTIONS[load] + ".", "", HEADER, RULE)
+        for policy, figures in by_policy.items():
+            yield from (_row(policy, name, figures) for name in CLASSES if name in figures[0].ttft_p50)
+    yield ""
+    yield "mean of all: completion time, over all classes. preemptions: of the whole run."
+    yield "Jain: index of the tenants' KV-token-seconds until the first of them has no work left; 1 is even."
+
+
+def _row(policy: PolicyName, name: str, figures: list[Figures]) -> str:
+    times = [mean(run.mean_completion for run in figures)]
+    times += [mean(getattr(run, measure)[name] for run in figures) for measure in MEASURES]
+    jain, preemptions = mean(run.jain for run in figures), mean(run.preemptions for run in figures)
+    cells = [policy, name, *(f"{time:.0f}" for time in times), f"{jain:.2f}", f"{preemptions:.1f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _plot(runs: Runs) -> None:
+    """Needs the `bench` extra."""
+    from matplotlib.figure import Figure
+
+    panels = (
+        ("lengths", "mean completion, s", lambda run: run.mean_completion / 1000),
+        ("classes", "interactive TTFT p99, s", lambda run: run.ttft_p99["interactive"] / 1000),
+        ("tenants", "Jain index of KV-seconds", lambda run: run.jain),
+    )
+    figure = Figure(figsize=(12, 2.2), layout="constrained")
+    for axes, (load, title, measure) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        values = [mean(measure(run) for run in runs[load][name]) for name in POLICIES]
+        axes.bar_label(axes.barh(POLICIES, values), fmt="%.3g", padding=2, fontsize=7)
+        axes.set_title(f"{load}: {title}", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.margins(x=0.15)
+    # Without a date, equal figures give equal files.
+    figure.savefig(RESULTS / "policies.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The loads that policies are compared on: lengths are log-uniform, arrivals random, all of it fixed by a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from bench.policy_node import SimulatedJob
+
+DESCRIPTIONS = {
+    "lengths": "400 jobs of one class in 10 s, limits log-uniform over 16–1024 tokens, of which 30–100 % are written",
+    "classes": "100 batch jobs of one tenant from the start; beside them 3 interactive and 2 standard jobs a second",
+    "tenants": "four tenants' jobs at once, 40 of each, and in front of them 160 more of one of them",
+}
+
+
+def _job(rng: random.Random, number: int, tenant: str, priority: int, submitted_s: float, most: int) -> SimulatedJob:
+    max_tokens = round(16 * (most / 16) ** rng.random())
+    return SimulatedJob(
+        job_id=f"{number:05}",
+        tenant=tenant,
+        priority=priority,
+        submitted_ms=round(1000 * submitted_s),
+        num_prompt=round(16 * 32 ** rng.random()),
+        max_tokens=max_tokens,
+        num_output=max(1, round(max_tokens * rng.uniform(0.3, 1.0))),
+    )
+
+
+def lengths(seed: int) -> list[SimulatedJob]:
+    rng = random.Random(seed)
+    return [_job(rng, number, "one", 1, rng.uniform(0, 10), 1024) for number in range(400)]
+
+
+def classes(seed: int) -> list[SimulatedJob]:
+    rng = random.Random(seed)
+    batch = [_job(rng, number, "bulk", 2, 0, 1024) for number in range(100)]
+    interactive = [_job(rng, 1000 + number, "people", 0, number / 3 + rng.random(), 256) for number in range(150)]
+    standard = [_job(rng, 2000 + number, "service", 1, number / 2 + rng.random(), 512) for number in range(100)]
+    return batch + interactive + standard
+
+
+def tenants(seed: int) -> list[SimulatedJob]:
+    rng = random.Random(seed)
+    greedy = [_job(rng, number, "greedy", 1, 0, 256) for number in range(200)]
+    others = [_job(rng, 1000 + number, "abc"[number % 3], 1, 0, 256) for number in range(120)]
+    return greedy + others
+
+
+LOADS: dict[str, Callable[[int], list[SimulatedJob]]] = {"lengths": lengths, "classes": classes, "tenants": tenants}

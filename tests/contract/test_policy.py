@@ -1,0 +1,233 @@
+"""The order of each policy, how long anybody waits, who may pass whom, who gives way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.contract.policy import (
+    LEAST_URGENT,
+    MAX_PASSED,
+    Policy,
+    PolicyName,
+    Standing,
+    Turns,
+    choose,
+    in_order_of_retreat,
+    victims_of,
+)
+
+AGING_MS = 1000
+POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One in a queue, or one that runs."""
+
+    job_id: str
+    priority: int = 1
+    submitted_ms: int = 0
+    tenant: str = "a"
+    cost: int = 10
+    urgency: int = 0
+
+    @property
+    def charge(self) -> float:
+        return float(self.cost)
+
+
+def anything(work: Work, urgency: int) -> bool:
+    return True
+
+
+def smaller_than(size: int) -> Callable[[Work, int], bool]:
+    return lambda work, urgency: work.cost < size
+
+
+def chosen(
+    waiting: list[Work],
+    name: PolicyName,
+    fits: Callable[[Work, int], bool] = anything,
+    *,
+    now_ms: int = 0,
+    bypass_ms: int = 0,
+    standing: Standing | None = None,
+) -> str:
+    standing = standing or Standing()
+    for work in sorted(waiting, key=lambda work: work.submitted_ms):
+        standing.turns[work.priority].enter(work.tenant)
+    return "".join(w.job_id for w in choose(waiting, Policy(name, AGING_MS, bypass_ms), standing, now_ms, fits))
+
+
+MIXED = [
+    Work("A", 2, 0, "x", 10),
+    Work("B", 1, 1, "x", 30),
+    Work("C", 1, 2, "x", 20),
+    Work("D", 1, 3, "y", 40),
+    Work("E", 0, 4, "y", 50),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [("fcfs", "ABCDE"), ("priority", "EBCDA"), ("sjf", "ECBDA"), ("fair", "EBDCA")]
+)
+def test_each_policy_has_its_order(name: PolicyName, order: str) -> None:
+    assert chosen(MIXED, name) == chosen(MIXED[::-1], name) == order
+
+
+def test_heads_rise_by_a_class_per_aging_time_and_are_asked_as_what_they_count_as() -> None:
+    asked: dict[str, int] = {}
+
+    def note(work: Work, urgency: int) -> bool:
+        asked[work.job_id] = urgency
+        return True
+
+    assert chosen(MIXED, "priority", note, now_ms=2 * AGING_MS - 1) == "EBACD"
+    assert asked == {"E": 0, "B": 0, "A": 1, "C": 1, "D": 1}
+    assert chosen(MIXED, "fcfs", note, now_ms=9 * AGING_MS) == "ABCDE"
+    assert set(asked.values()) == {LEAST_URGENT}, "fcfs knows no classes"
+
+
+def test_an_old_backlog_stays_what_it_is_but_for_its_head() -> None:
+    old = [Work(f"{n}", 2, n) for n in range(9)]
+    fresh = [Work("X", 0, 10**6), Work("Y", 0, 10**6)]
+    served_ms = 10**6
+    standing = Standing()
+    assert chosen(old + fresh, "priority", now_ms=served_ms, standing=standing)[:3] == "0XY"
+    standing.head_served_ms = [0, 0, served_ms]
+    assert chosen(old + fresh, "priority", now_ms=served_ms + 2 * AGING_MS - 1, standing=standing)[:3] == "XY0"
+    standing.head_served_ms = [served_ms + 2 * AGING_MS, 0, served_ms]
+    assert chosen(old + fresh, "priority", now_ms=served_ms + 2 * AGING_MS, standing=standing)[:3] == "0XY"
+
+
+@pytest.mark.parametrize("name", ["priority", "sjf", "fair"])
+@given(
+    priority=st.integers(0, 2),
+    num_before=st.integers(0, 3),
+    turnover_ms=st.integers(50, AGING_MS // 3),
+    others=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.sampled_from("abc")), min_size=1, max_size=5),
+)
+def test_nobody_waits_longer_than_the_formula_says(
+    name: PolicyName, priority: int, num_before: int, turnover_ms: int, others: list[tuple[int, int, str]]
+) -> None:
+    """One place, taken for `turnover_ms` at a time; all others always have one job waiting, cheap and new."""
+    policy, standing = Policy(name, AGING_MS, 0), Standing()
+    older = [Work(f"old{n}", priority, n - 9, "z", 100) for n in range(num_before + 1)]
+    waiting, mine, now_ms = list(older), older[-1], 0
+    while mine in waiting:
+        for number, (p, cost, tenant) in enumerate(others):
+            # Under fair, other tenants of its class are among those that its class serves before it.
+            p = p if name != "fair" or p != priority else (p + 1) % 3
+            if not any(work.job_id.startswith(f"{number}@") for work in waiting):
+                waiting.append(Work(f"{number}@{now_ms}", p, now_ms, tenant, cost))
+        for work in waiting:
+            standing.turns[work.priority].enter(work.tenant)
+        places = [1]
+
+        def fits(work: Work, urgency: int, places: list[int] = places) -> bool:
+            return bool(places) and bool(places.pop())
+
+        for work in choose(waiting, policy, standing, now_ms, fits):
+            waiting.remove(work)
+        now_ms += turnover_ms
+        assert now_ms - mine.submitted_ms <= policy.longest_wait_ms(priority, num_before, turnover_ms) + 9 + turnover_ms
+
+
+def test_a_risen_head_of_a_lower_class_goes_before_one_that_has_just_come() -> None:
+    waiting = [Work("A", 2, 0), Work("B", 0, 2 * AGING_MS)]
+    assert chosen(waiting, "priority", now_ms=2 * AGING_MS) == "AB"
+    assert chosen(waiting, "priority", now_ms=2 * AGING_MS - 1) == "BA"
+
+
+def test_one_that_does_not_fit_is_passed_until_it_is_old_enough() -> None:
+    waiting = [Work("A", cost=100, submitted_ms=0), Work("B", submitted_ms=5), Work("C", submitted_ms=6)]
+    for name in POLICIES:
+        if name == "sjf":
+            continue
+        assert chosen(waiting, name, smaller_than(50), now_ms=99, bypass_ms=100) == "BC"
+        assert chosen(waiting, name, smaller_than(50), now_ms=100, bypass_ms=100) == ""
+    assert chosen(waiting, "sjf", smaller_than(50), now_ms=100, bypass_ms=100) == "BC", "they came before it"
+
+
+def test_so_many_that_do_not_fit_end_the_walk() -> None:
+    large = [Work(f"{n:02}", submitted_ms=n, cost=100) for n in range(MAX_PASSED)]
+    small = Work("S", submitted_ms=99)
+    assert chosen([*large[1:], small], "fcfs", smaller_than(50), bypass_ms=10**6) == "S"
+    assert chosen([*large, small], "fcfs", smaller_than(50), bypass_ms=10**6) == ""
+
+
+def test_less_urgent_and_newer_ones_give_way_and_never_an_equal() -> None:
+    running = [Work("A", urgency=2), Work("B", urgency=0), Work("C", urgency=1), Work("D", urgency=2)]
+    assert [w.job_id for w in in_order_of_retreat(running)] == ["D", "A", "C", "B"]
+    assert [w.job_id for w in victims_of(0, running)] == ["D", "A", "C"]
+    assert [w.job_id for w in victims_of(1, running)] == ["D", "A"]
+    assert victims_of(2, running) == []
+
+
+charges = st.integers(1, 20).map(lambda n: n * 1e6)
+steps = st.one_of(
+    st.tuples(st.just("enter"), st.sampled_from("abcd"), charges),
+    st.tuples(st.just("leave"), st.sampled_from("abcd"), charges),
+    st.tuples(st.just("start"), st.just(""), charges),
+)
+
+
+@given(st.lists(steps, max_size=80))
+def test_whoever_waits_is_never_more_than_one_job_behind_another(story: list[tuple[str, str, float]]) -> None:
+    """The heart of fair turns: while two tenants wait, what they were given differs by at most one job of each."""
+    turns = Turns()
+    given_since: dict[tuple[str, str], float] = {}
+    for what, tenant, charge in story:
+        if what == "enter":
+            turns.enter(tenant)
+        elif what == "leave" and tenant in turns.times:
+            turns.leave(tenant)
+            given_since = {pair: lead for pair, lead in given_since.items() if tenant not in pair}
+        elif what == "start" and turns.times:
+            first = min(turns.times, key=lambda name: (turns.times[name], name))
+            turns.start(first, charge)
+            for other in turns.times:
+                if other != first:
+                    given_since[first, other] = given_since.get((first, other), 0.0) + charge
+                    given_since[other, first] = given_since.get((other, first), 0.0) - charge
+    assert all(lead <= 40e6 + len(story) for lead in given_since.values())
+
+
+def test_nobody_gains_by_leaving_or_by_idling() -> None:
+    turns = Turns()
+    turns.enter("a")
+    turns.enter("b")
+    turns.start("a", 30)
+    turns.leave("a")
+    turns.start("b", 10)
+    turns.enter("a")
+    assert turns.times == {"a": 30, "b": 11}, "what it owes is not forgiven"
+    for _ in range(5):
+        turns.start("b", 10)
+    turns.enter("c")
+    assert turns.times == {"a": 30, "b": 61, "c": 51}, "it was away all the time and starts where the last one started"
+
+
+def test_of_newcomers_the_first_is_first() -> None:
+    waiting = [Work("A", submitted_ms=2, tenant="x"), Work("B", submitted_ms=3, tenant="b")]
+    assert chosen(waiting, "fair") == "AB"
+
+
+def test_a_correction_reaches_a_tenant_wherever_it_is() -> None:
+    turns = Turns()
+    for tenant in "ab":
+        turns.enter(tenant)
+        turns.start(tenant, 10)
+    turns.correct("a", 5)
+    turns.leave("b")
+    turns.correct("b", 7)
+    assert (turns.times, turns.debts) == ({"a": 15}, {"b": 18})
+    turns.correct("b", -16)
+    turns.correct("nobody", 3)
+    turns.correct("nothing", -3)
+    assert turns.debts == {"nobody": turns.now + 3}

@@ -1,0 +1,226 @@
+"""take chooses what policy.py chooses: many jobs, tenants, ages and rooms, under each policy, through a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis as sync_redis
+from contract.harness import FakeNode, P, Queue, new_job
+from contract.queue_check import check_policy, check_sets, dump
+from contract.queue_model import KV_TOTAL, SLOTS_TOTAL, ModelJob, ModelNode, QueueModel
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.contract.broker.connection import connect
+from penstock.contract.broker.node import Taken
+from penstock.contract.errors import ConfigError
+from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.policy import Policy, PolicyName
+
+FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
+AGING_MS = 1_000_000_000
+"""So long that no run moves a job from one age to another."""
+POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair")
+
+priorities = st.sampled_from(Priority)
+submits = st.tuples(
+    st.just("submit"), st.sampled_from("aabc"), priorities, st.sampled_from((5, 20, 40, 40, 90, 400)), st.integers(1, 3)
+)
+takes = st.tuples(
+    st.just("take"),
+    st.lists(st.sampled_from((0, 30, 100, 300, 1000)), min_size=3, max_size=3).map(lambda room: sorted(room)[::-1]),
+    st.lists(st.integers(0, 9), min_size=3, max_size=3).map(lambda slots: sorted(slots)[::-1]),
+    st.sampled_from((1.0, 0.1, 3.0)),
+)
+ends = st.tuples(
+    st.sampled_from(("finish", "give_back", "give_back", "give_back", "cancel")),
+    st.integers(0, 99),
+    st.integers(0, 2000),
+)
+waits = st.tuples(st.just("wait"), priorities, st.integers(1, 4))
+events = st.one_of(submits, submits, submits, takes, takes, ends, ends, waits)
+
+
+class Pool:
+    """A pool of one node, and the model of it."""
+
+    def __init__(self, url: str, policy: Policy) -> None:
+        self.runner = asyncio.Runner()
+        self.url, self.policy = url, policy
+        self.sync = sync_redis.Redis.from_url(url)
+        self.sync.flushall()
+        self.client = connect(url)
+        self.queue = Queue(self.client)
+        self.node = FakeNode(self.client, "n0", "r")
+        fields = {"policy": policy.name, "aging_ms": policy.aging_ms, "bypass_ms": policy.bypass_ms, "avoid_ms": 0}
+        self.runner.run(self.node.join(**fields))
+        self.model = QueueModel(policy, self.runner.run(self.queue.now_ms()))
+        self.model.nodes["n0"] = ModelNode("n0", "r")
+        self.taken: list[tuple[ModelJob, Taken]] = []
+
+    def close(self) -> None:
+        self.runner.run(self.client.aclose())
+        self.runner.close()
+        self.sync.close()
+
+    def submit(self, tenant: str, priority: Priority, cost: int, n: int) -> None:
+        """Each job is a third of an aging time younger than the one before, the first one four of them old."""
+        job = new_job(tenant=tenant, priority=priority, params=SamplingParams(n=n))
+        self.runner.run(self.queue.submit(job, cost=cost))
+        known = ModelJob(job.id, tenant, priority, n, cost, is_background=True, has_deadline=False)
+        known.submitted_ms = self.model.now_ms - 4 * AGING_MS + (len(self.model.jobs) - 1) * AGING_MS // 3 - 10**7
+        self.sync.hset(f"{P}:job:{job.id}", "submitted", known.submitted_ms)
+        self.sync.zadd(f"{P}:wait:{int(priority)}", {job.id: known.submitted_ms})
+        self.model.submit(known)
+
+    def take(self, room: list[int], slots: list[int], hold_ms: float) -> None:
+        sizes: Any = (tuple(room), tuple(slots))
+        call = self.node.take(*sizes, kv_total=KV_TOTAL, slots_total=SLOTS_TOTAL, hold_ms=hold_ms)
+        answer = self.runner.run(call)
+        expected = self.model.take(self.model.nodes["n0"], room, slots, hold_ms)
+        assert [(t.job_id, t.urgency) for t in answer.jobs] == [(job.job_id, job.urgency) for job in expected]
+        for job, taken in zip(expected, answer.jobs, strict=True):
+            job.lease = taken.lease
+            self.taken.append((job, taken))
+
+    def end(self, how: str, pick: int, figure: int) -> None:
+        if how == "cancel" and self.model.jobs:
+            job = list(self.model.jobs.values())[pick % len(self.model.jobs)]
+            self.runner.run(self.queue.producer.cancel(job.job_id, job.tenant))
+            self.model.cancel(job)
+        elif self.taken:
+            job, taken = self.taken.pop(pick % len(self.taken))
+            node = self.model.nodes["n0"]
+            if how == "finish":
+                assert self.runner.run(self.node.finish(taken, 0, kv_ms=figure)) == "OK"
+                self.model.finish(job, node, taken.lease, 0, [], figure)
+            else:
+                cost = 1 + figure % 200
+                assert self.runner.run(self.node.give_back(taken, cost)) == "OK"
+                self.model.give_back(job, node, taken.lease, cost)
+                job.avoids = ""
+
+    def wait(self, priority: Priority, risen: int) -> None:
+        """The class was last served so long ago that its head rises by as much, if it is old enough."""
+        served_ms = self.model.now_ms - risen * AGING_MS - AGING_MS // 2
+        self.model.standing.head_served_ms[priority] = served_ms
+        self.sync.hset(f"{P}:head", str(int(priority)), served_ms)
+
+    def do(self, event: tuple[Any, ...]) -> None:
+        match event:
+            case ("submit", *fields):
+                self.submit(*fields)
+            case ("take", *fields):
+                self.take(*fields)
+            case ("wait", *fields):
+                self.wait(*fields)
+            case _:
+                self.end(*event)
+
+
+@pytest.fixture
+def new_pool(redis_url: str) -> Iterator[Any]:
+    """Makes pools of a policy's name."""
+    pools: list[Pool] = []
+
+    def make(name: PolicyName, bypass_ms: int = 0) -> Pool:
+        pools.append(Pool(redis_url, Policy(name, AGING_MS, bypass_ms)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.timeout(900 if FULL else 120)
+@pytest.mark.parametrize("name", POLICIES)
+def test_take_orders_as_policy_does(redis_url: str, name: PolicyName) -> None:
+    @settings(max_examples=2000 if FULL else 60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(st.sampled_from((0, 2 * AGING_MS, 10**6 * AGING_MS)), st.lists(events, min_size=10, max_size=50))
+    def run(bypass_ms: int, story: list[tuple[Any, ...]]) -> None:
+        pool = Pool(redis_url, Policy(name, AGING_MS, bypass_ms))
+        try:
+            for event in story:
+                pool.do(event)
+            found = dump(pool.sync)
+            check_policy(found, pool.model)
+            check_sets(found, pool.model)
+        finally:
+            pool.close()
+
+    run()
+
+
+def started(pool: Pool) -> ModelJob:
+    """The one job that a node with one free place starts."""
+    before = len(pool.taken)
+    pool.take([1000] * 3, [1] * 3, 1.0)
+    assert len(pool.taken) == before + 1
+    return pool.taken[-1][0]
+
+
+@pytest.mark.parametrize("num_queued", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_whoever_comes_beside_a_long_backlog_starts_with_the_second_end_at_the_latest(
+    new_pool: Any, num_queued: int
+) -> None:
+    pool = new_pool("fair")
+    for _ in range(num_queued):
+        pool.submit("a", Priority.STANDARD, 40, 1)
+    for _ in range(4):
+        started(pool)
+    for _ in range(3):
+        pool.submit("b", Priority.STANDARD, 40, 1)
+        tenants = set()
+        for _ in range(2):
+            pool.end("finish", 0, 40)
+            tenants.add(started(pool).tenant)
+        assert "b" in tenants
+
+
+def test_a_backlog_and_a_tenant_that_comes_and_goes_share_evenly(new_pool: Any) -> None:
+    """The latter never has a backlog; it neither gains nor loses by that."""
+    pool = new_pool("fair")
+    for _ in range(130):
+        pool.submit("a", Priority.STANDARD, 40, 1)
+    shares = {"a": 0, "b": 0}
+    for turn in range(120):
+        if turn % 2:
+            pool.submit("b", Priority.STANDARD, 40, 1)
+        shares[started(pool).tenant] += 1
+        pool.end("finish", 0, 40)
+    assert shares == {"a": 60, "b": 60}
+
+
+def test_what_a_job_really_used_is_what_its_tenant_paid(new_pool: Any) -> None:
+    """b's jobs last four times as long as predicted, so it gets a fourth of the starts."""
+    pool = new_pool("fair")
+    for tenant in "ab" * 60:
+        pool.submit(tenant, Priority.STANDARD, 40, 1)
+    starts = []
+    for _ in range(50):
+        starts.append(started(pool).tenant)
+        pool.end("finish", 0, 160 if starts[-1] == "b" else 40)
+    assert starts.count("b") == 10
+
+
+def test_jobs_that_a_node_lost_are_not_paid_for(new_pool: Any) -> None:
+    pool = new_pool("fair")
+    for tenant in "aaaabbbb":
+        pool.submit(tenant, Priority.STANDARD, 40, 1)
+    pool.take([1000] * 3, [4] * 3, 1.0)
+    for _ in range(4):
+        pool.end("give_back", 0, 39)
+    assert pool.model.standing.turns[1].times == {"a": 0.0, "b": 1.0}
+    pool.take([1000] * 3, [8] * 3, 1.0)
+    assert "".join(job.tenant for job, _ in pool.taken) == "abababab"
+
+
+def test_a_node_of_another_policy_is_refused(new_pool: Any) -> None:
+    pool = new_pool("fair")
+    other = FakeNode(pool.client, "n1", "r")
+    with pytest.raises(ConfigError, match="policy=fair, this node with sjf"):
+        pool.runner.run(other.join(policy="sjf", aging_ms=AGING_MS, bypass_ms=0, avoid_ms=0))

@@ -1,0 +1,120 @@
+"""Schedulers and sequences for tests without a model, and a cache that knows what each of its slots holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.blocks import salted_root
+from penstock.gpu_node.engine.discipline import Discipline
+from penstock.gpu_node.engine.ends import EndRule
+from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.preemption import PreemptionCosts, PreemptionName
+from penstock.gpu_node.engine.rows import Step
+from penstock.gpu_node.engine.scheduler import Limits, Scheduler
+from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.model.protocol import StepPlan
+
+BLOCK_SIZE = 4
+EOS = 999
+
+
+def new_sequence(
+    name: str, num_prompt: int, num_output: int, *, choice: int = 0, first_token: int = 0, salt: str | None = None
+) -> Sequence:
+    """A choice whose prompt counts up from `first_token`."""
+    return Sequence(
+        request_id=name,
+        choice=choice,
+        params=SamplingParams(),
+        seed=0,
+        token_ids=np.arange(first_token, first_token + num_prompt, dtype=np.int32),
+        num_prompt_tokens=num_prompt,
+        end_rule=EndRule(frozenset((EOS,)), 0, num_output),
+        root_hash=salted_root(salt),
+    )
+
+
+def new_scheduler(
+    num_blocks: int,
+    num_host_blocks: int = 0,
+    *,
+    max_num_seqs: int = 8,
+    budget: int = 16,
+    preemption: PreemptionName = "recompute",
+    discipline: Discipline | None = None,
+    **memory_settings: Any,
+) -> tuple[Scheduler, KvMemory]:
+    """A scheduler over a memory of so many blocks."""
+    memory = KvMemory(num_blocks, num_host_blocks, **memory_settings)
+    limits = Limits(
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=(num_blocks + num_host_blocks) * BLOCK_SIZE,
+    )
+    return Scheduler(memory, limits, PreemptionCosts(preemption, 1), discipline=discipline), memory
+
+
+def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:
+    """A step's plan, once it was found to say what the scheduler means."""
+    plan = scheduler.plan(step)
+    counts = np.diff(plan.query_starts)
+    assert counts.min() >= 1 and counts.sum() == len(plan.token_ids) <= budget
+    assert step.seqs == scheduler.running[: len(step.seqs)]
+    width = plan.block_tables.shape[1]
+    for i, seq in enumerate(step.seqs):
+        tokens, computed = slice(*plan.query_starts[i : i + 2]), range(step.starts[i], step.ends[i])
+        assert plan.positions[tokens].tolist() == list(computed)
+        assert plan.token_ids[tokens].tolist() == scheduler.tokens_of(seq)[computed.start : computed.stop].tolist()
+        assert plan.context_lens[i] == computed.stop <= len(seq.blocks) * BLOCK_SIZE
+        assert plan.block_tables[i].tolist() == (seq.blocks + [0] * width)[:width]
+        assert (i in plan.sample_seqs) == (computed.stop == len(scheduler.tokens_of(seq)))
+    sampled = [step.seqs[i] for i in plan.sample_seqs]
+    assert plan.sampling.position.tolist() == [len(scheduler.tokens_of(seq)) - seq.num_prompt_tokens for seq in sampled]
+    return plan
+
+
+class LabelledCache:
+    """What a KV cache would hold: behind which tokens each slot was computed, and nothing where that failed."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[int, int], object] = {}
+
+    def run(self, scheduler: Scheduler, step: Step, plan: StepPlan) -> None:
+        """Do a step as a runner does: copy, store, read. Asserts that each sequence reads what is its own."""
+        for source, target in plan.copies.tolist():
+            for offset in range(BLOCK_SIZE):
+                self._slots[target, offset] = self._slots.get((source, offset))
+        labels = [self._labels(scheduler, seq) for seq in step.seqs]
+        for i, of_seq in enumerate(labels):
+            for at in range(step.starts[i], step.ends[i]):
+                self._slots[self._slot(plan, i, at)] = of_seq[at]
+        for i, of_seq in enumerate(labels):
+            assert [self._slots[self._slot(plan, i, at)] for at in range(step.ends[i])] == of_seq[: step.ends[i]]
+
+    def fail(self, step: Step, plan: StepPlan) -> None:
+        """Do a step that breaks: what it was to copy and to store is not there."""
+        written = {block for _, block in plan.copies.tolist()}
+        for i, (start, end) in enumerate(zip(step.starts, step.ends, strict=True)):
+            written.update(plan.block_tables[i, start // BLOCK_SIZE : -(-end // BLOCK_SIZE)].tolist())
+        self.spoil(written)
+
+    def spoil(self, blocks: set[int]) -> None:
+        """Lose what some blocks hold."""
+        self._slots |= {(block, offset): None for block in blocks for offset in range(BLOCK_SIZE)}
+
+    @staticmethod
+    def _labels(scheduler: Scheduler, seq: Sequence) -> list[object]:
+        tokens = scheduler.tokens_of(seq).tolist()
+        labels, so_far = [], hash(seq.root_hash)
+        for token in tokens:
+            so_far = hash((so_far, token))
+            labels.append((so_far, token))
+        return labels
+
+    @staticmethod
+    def _slot(plan: StepPlan, i: int, at: int) -> tuple[int, int]:
+        return int(plan.block_tables[i, at // BLOCK_SIZE]), at % BLOCK_SIZE

@@ -1,0 +1,116 @@
+"""Two tiers of blocks: what moves between them, and that a prefix is known in one place."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
+from penstock.gpu_node.engine.memory import KvMemory
+
+
+def _chain(name: int, length: int) -> list[bytes]:
+    names = []
+    for _ in range(length):
+        names.append(block_hash(names[-1] if names else ROOT_HASH, np.array([name], np.int32)))
+    return names
+
+
+def _cached(memory: KvMemory, names: list[bytes]) -> list[int]:
+    blocks = memory.alloc(len(names))
+    for block, name in zip(blocks, names, strict=True):
+        memory.commit(block, name)
+    memory.free(blocks)
+    return blocks
+
+
+def test_a_prefix_matches_up_to_its_first_unknown_block() -> None:
+    memory, names = KvMemory(4), _chain(1, 3)
+    blocks = _cached(memory, names)
+    assert memory.match(names) == blocks
+    assert memory.match([names[0], *_chain(9, 1), names[2]]) == blocks[:1]
+
+
+def test_without_caching_nothing_matches() -> None:
+    memory = KvMemory(3, enable_prefix_caching=False)
+    _cached(memory, _chain(1, 1))
+    assert memory.match(_chain(1, 1)) == []
+
+
+def test_an_evicted_prefix_moves_to_the_host_and_back_to_who_asks_for_it() -> None:
+    memory, names = KvMemory(4, 6), _chain(1, 3)
+    old = _cached(memory, names)
+    held = memory.alloc(4)
+    on_host = memory.match(names)
+    assert memory.take_copies().tolist() == [[old[i], on_host[i]] for i in (2, 1, 0)]
+    assert not any(map(memory.is_on_device, on_host)) and memory.device.num_free == 0
+    memory.free(held)
+    memory.hold(on_host)
+    back = memory.bring_in(on_host)
+    assert memory.match(names) == back and all(map(memory.is_on_device, back))
+    assert memory.take_copies().tolist() == [list(pair) for pair in zip(on_host, back, strict=True)]
+    assert memory.host.num_free == 6 and memory.host.num_cached == 0
+    memory.check_integrity(Counter(back))
+
+
+def test_a_full_host_forgets_its_own_oldest_prefix() -> None:
+    memory = KvMemory(2, 3)
+    for name in range(3):
+        _cached(memory, _chain(name, 2))
+    known = [len(memory.match(_chain(name, 2))) for name in range(3)]
+    assert known == [1, 2, 2] and memory.host.num_cached == 3
+
+
+def test_swapping_copies_only_what_nobody_else_holds() -> None:
+    memory, names = KvMemory(6, 6), _chain(1, 3)
+    blocks = memory.alloc(3)
+    for block, name in zip(blocks, names, strict=True):
+        memory.commit(block, name)
+    shared = blocks[:1]
+    memory.hold(shared)
+    assert memory.num_to_swap(blocks) == 2
+    swapped = memory.swap_out(blocks)
+    assert swapped[0] == blocks[0] and not any(map(memory.is_on_device, swapped[1:]))
+    assert memory.take_copies().tolist() == [[blocks[1], swapped[1]], [blocks[2], swapped[2]]]
+    assert memory.match(names) == swapped
+    back = memory.bring_in(swapped, names)
+    assert memory.match(names) == back and memory.host.num_free == 6
+    memory.check_integrity(Counter([*shared, *back]))
+
+
+def test_who_comes_back_takes_what_others_computed_meanwhile() -> None:
+    memory, names = KvMemory(6, 6), _chain(1, 2)
+    swapped = memory.swap_out(memory.alloc(2))
+    memory.take_copies()
+    others = memory.alloc(2)
+    memory.commit(others[0], names[0])
+    back = memory.bring_in(swapped, names)
+    assert back[0] == others[0] and back[1] != others[1]
+    assert memory.take_copies().tolist() == [[swapped[1], back[1]]]
+
+
+def test_of_several_who_share_a_block_all_but_the_last_copy_it() -> None:
+    memory = KvMemory(6)
+    (block,) = memory.alloc(1)
+    memory.hold([block, block])
+    spares = memory.alloc(3)
+    owned = [memory.own(block, spare) for spare in spares]
+    assert owned == [*spares[:2], block]
+    assert memory.take_copies().tolist() == [[block, spares[0]], [block, spares[1]]]
+    memory.check_integrity(Counter(owned))
+
+
+def test_a_known_block_is_copied_also_by_the_last_who_writes_to_it() -> None:
+    memory, names = KvMemory(6), _chain(1, 1)
+    (block,), (spare,) = memory.alloc(1), memory.alloc(1)
+    memory.commit(block, names[0])
+    assert memory.own(block, spare) == spare and memory.match(names) == [block]
+
+
+def test_who_does_not_fit_on_the_device_gets_host_blocks_too() -> None:
+    memory = KvMemory(2, 3)
+    blocks = memory.alloc_anywhere(4)
+    assert [memory.is_on_device(block) for block in blocks] == [True, True, False, False]
+    memory.commit(blocks[3], _chain(1, 1)[0])
+    assert memory.match(_chain(1, 1)) == []

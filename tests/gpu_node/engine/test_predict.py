@@ -1,0 +1,104 @@
+"""Predicted lengths: the promised share of outputs is not longer, whatever their distribution, also while it moves."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+
+import pytest
+
+from penstock.gpu_node.engine.predict import MAX_GROUPS, WINDOW, LengthPredictor
+
+NUM_JOBS = 1000
+LIMIT = 1 << 14
+Lengths = Callable[[random.Random, int], float]
+
+DISTRIBUTIONS: dict[str, Lengths] = {
+    "log-uniform": lambda rng, i: 16 * 2 ** rng.uniform(0, 9),
+    "geometric": lambda rng, i: rng.expovariate(1 / 300),
+    "two kinds": lambda rng, i: rng.gauss(40, 9) if rng.random() < 0.7 else rng.gauss(2000, 300),
+    "heavy tail": lambda rng, i: 20 * rng.paretovariate(1.1),
+    "slow drift": lambda rng, i: (100 + i) * 2 ** rng.uniform(0, 3),
+    "falling": lambda rng, i: (1100 - i) * 2 ** rng.uniform(0, 3),
+    "sudden jump": lambda rng, i: (100 if i < NUM_JOBS // 2 else 250) * 2 ** rng.uniform(0, 3),
+}
+
+
+def drawn(name: str, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [max(1, min(LIMIT - 1, round(DISTRIBUTIONS[name](rng, i)))) for i in range(NUM_JOBS)]
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("quantile", [0.5, 0.8, 0.9])
+def test_coverage_of_a_thousand_jobs_is_within_five_points_of_nominal(name: str, quantile: float) -> None:
+    for seed in range(3):
+        predictor, num_covered = LengthPredictor(quantile), 0
+        for length in drawn(name, seed):
+            predicted = predictor.predict("t", 100, LIMIT) or LIMIT
+            num_covered += length <= predicted
+            predictor.ended("t", 100, LIMIT, length, predicted)
+        assert abs(num_covered / NUM_JOBS - quantile) <= 0.05
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_coverage_holds_when_short_ones_end_first(name: str) -> None:
+    """32 run at a time, a token each step; they are predicted when they start and known when they end."""
+    predictor, num_covered, now = LengthPredictor(0.9), 0, 0
+    running: list[tuple[int, int, int]] = []
+    for length in drawn(name, 1):
+        if len(running) == 32:
+            now, ended, predicted = heapq.heappop(running)
+            num_covered += ended <= predicted
+            predictor.ended("t", 100, LIMIT, ended, predicted)
+        heapq.heappush(running, (now + length, length, predictor.predict("t", 100, LIMIT) or LIMIT))
+    assert abs(num_covered / (NUM_JOBS - 32) - 0.9) <= 0.05
+
+
+def learned(predictor: LengthPredictor, tenant: str, num_prompt_tokens: int, lengths: list[int]) -> LengthPredictor:
+    for length in lengths:
+        predicted = predictor.predict(tenant, num_prompt_tokens, 4000) or 4000
+        predictor.ended(tenant, num_prompt_tokens, 4000, length, predicted)
+    return predictor
+
+
+LENGTHS = random.Random(0).choices(range(1, 100), k=200)
+
+
+def test_each_tenant_and_kind_of_prompt_is_known_by_itself() -> None:
+    predictor = LengthPredictor(0.8)
+    learned(predictor, "brief", 10, LENGTHS)
+    learned(predictor, "brief", 1000, [10 * length for length in LENGTHS])
+    learned(predictor, "long", 10, [30 * length for length in LENGTHS])
+    predicted = [predictor.predict(*kind, 4000) or 0 for kind in (("brief", 10), ("brief", 1000), ("long", 10))]
+    assert [60 <= length / scale <= 99 for length, scale in zip(predicted, (1, 10, 30), strict=True)] == [True] * 3
+
+
+def test_what_is_not_known_is_taken_from_all_tenants() -> None:
+    predictor = LengthPredictor(0.9)
+    assert predictor.predict("new", 10, 4000) is None
+    learned(predictor, "old", 10, LENGTHS)
+    known = predictor.predict("old", 10, 4000)
+    assert predictor.predict("new", 10, 4000) == predictor.predict("new", 10, 3000) == known, "limits of one magnitude"
+    assert predictor.predict("new", 10, 300) is predictor.predict("new", 100, 4000) is None
+    learned(predictor, "new", 10, [3])
+    assert (predictor.predict("new", 10, 4000) or 0) > 3, "one is not enough for a ninth decile"
+
+
+def test_many_that_were_longer_than_predicted_make_it_say_that_it_does_not_know() -> None:
+    assert learned(LengthPredictor(0.9), "t", 10, list(range(1, 100))).predict("t", 10, 4000) is None
+
+
+def test_a_limit_is_never_exceeded() -> None:
+    predictor = learned(LengthPredictor(0.5), "t", 10, [3500] * 20)
+    assert predictor.predict("t", 10, 3000) == 3000
+
+
+def test_memory_is_bounded_and_the_oldest_is_forgotten() -> None:
+    predictor = LengthPredictor(0.5)
+    for number in range(2 * MAX_GROUPS):
+        learned(predictor, f"tenant-{number}", 10, [3])
+    assert len(predictor._windows) == MAX_GROUPS
+    learned(predictor, "t", 10, [400] * WINDOW + [5] * WINDOW)
+    assert predictor.predict("t", 10, 4000) == 5

@@ -1,0 +1,236 @@
+"""Policies inside the engine: who starts, who gives way to whom, and that tenants share the KV cache evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from fakes.engine_runs import check_idle, tokens_of
+from fakes.schedules import BLOCK_SIZE, new_scheduler, new_sequence
+
+from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.policy import Policy, PolicyName
+from penstock.gpu_node.engine import Engine, StepOutput
+from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.shares import ByPolicy, note_held
+
+STEP_MS = 10.0
+AGING_MS = 10**6
+PREEMPTIVE = ("priority", "sjf", "fair")
+MakeEngine = Callable[..., Engine]
+
+
+class Bench:
+    """A scheduler of few blocks under a policy, stepped by hand; `starts` lists who was started."""
+
+    def __init__(self, name: PolicyName, num_blocks: int = 12, *, bypass_ms: int = 0, **settings: Any) -> None:
+        self.now_ms = 0.0
+        self.order = ByPolicy(Policy(name, AGING_MS, bypass_ms), lambda: self.now_ms)
+        self.scheduler: Scheduler = new_scheduler(num_blocks, discipline=self.order, budget=64, **settings)[0]
+        self.starts: list[str] = []
+        self.num_added = 0
+
+    def add(self, name: str, num_prompt: int = 8, num_output: int = 8, **fields: Any) -> Sequence:
+        self.num_added += 1
+        seq = new_sequence(name, num_prompt, num_output, first_token=1000 * self.num_added)
+        for field, value in fields.items():
+            setattr(seq, field, value)
+        seq.urgency = seq.priority
+        self.order.added(seq)
+        self.scheduler.add(seq)
+        self.now_ms += 0.001
+        return seq
+
+    def step(self) -> None:
+        before = set(self.scheduler.running)
+        step = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if step is None:
+            return
+        self.starts += [seq.request_id for seq in self.scheduler.running if seq not in before]
+        self.scheduler.plan(step)
+        self.now_ms += STEP_MS
+        note_held(step.seqs, STEP_MS, BLOCK_SIZE)
+        self.scheduler.commit(step, np.full(len(step.sampled), 7, dtype=np.int32))
+        for seq in step.sampled_seqs:
+            if seq.row < 0:
+                self.order.ended(seq, len(seq.token_ids) - seq.num_prompt_tokens)
+
+    def run(self) -> str:
+        while self.scheduler.running or self.scheduler.queues:
+            self.step()
+        return "".join(dict.fromkeys(self.starts))
+
+
+@pytest.mark.parametrize(("name", "order"), [("priority", "CEABD"), ("sjf", "ECDBA"), ("fair", "CEADB")])
+def test_waiting_ones_start_in_the_policys_order(name: PolicyName, order: str) -> None:
+    bench = Bench(name, max_num_seqs=1)
+    bench.add("A", 20, 4)
+    bench.add("B", 12, 4)
+    bench.add("C", 8, 4, priority=Priority.INTERACTIVE)
+    bench.add("D", 8, 4, tenant="other")
+    bench.add("E", 4, 4, priority=Priority.INTERACTIVE, tenant="other")
+    assert bench.run() == order
+
+
+@pytest.mark.parametrize("name", PREEMPTIVE)
+def test_less_urgent_ones_give_way_to_a_newcomer_at_once(name: PolicyName) -> None:
+    bench = Bench(name, num_blocks=8)
+    older, newer = bench.add("B", 12, 8, priority=Priority.BATCH), bench.add("C", 12, 8, priority=Priority.BATCH)
+    bench.step()
+    assert bench.scheduler.running == [older, newer]
+    urgent = bench.add("X", 12, 8, priority=Priority.INTERACTIVE)
+    bench.step()
+    assert bench.scheduler.running == [older, urgent], "the newest of them goes"
+    equal = bench.add("Y", 12, 8, priority=Priority.INTERACTIVE, tenant="other")
+    bench.step()
+    assert bench.scheduler.running == [urgent, equal]
+    bench.add("Z", 12, 8, priority=Priority.INTERACTIVE)
+    bench.step()
+    assert bench.scheduler.running == [urgent, equal], "equals wait"
+    assert bench.scheduler.num_preemptions == 2
+    bench.run()
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    bench = Bench("priority", num_blocks=8)
+    bench.add("A", 16, 4, priority=Priority.INTERACTIVE)
+    batch = bench.add("B", 4, 4, priority=Priority.BATCH)
+    bench.step()
+    bench.add("X", 20, 4, priority=Priority.INTERACTIVE)
+    bench.step()
+    assert batch in bench.scheduler.running
+    assert bench.scheduler.num_preemptions == 0
+    bench.run()
+
+
+def test_fcfs_preempts_for_nobody() -> None:
+    bench = Bench("fcfs", num_blocks=8)
+    batch = [bench.add(name, 12, 4, priority=Priority.BATCH) for name in "AB"]
+    bench.step()
+    bench.add("X", 12, 4, priority=Priority.INTERACTIVE)
+    bench.step()
+    assert bench.scheduler.running == batch
+
+
+def test_a_small_one_passes_one_that_does_not_fit_until_that_is_old() -> None:
+    for bypass_ms, order in ((0, "ABC"), (1000, "ACB")):
+        bench = Bench("priority", num_blocks=8, bypass_ms=bypass_ms)
+        bench.add("A", 16, 12)
+        bench.step()
+        bench.add("B", 24, 4)
+        bench.add("C", 4, 2)
+        assert bench.run() == order
+
+
+def test_tenants_get_equal_shares_of_the_cache_however_many_wait() -> None:
+    """Fifty of one tenant and ten of another: while both wait, none is ahead by more than a few sequences' worth."""
+    bench = Bench("fair", num_blocks=24, max_num_seqs=4)
+    greedy = [bench.add(f"a{i}", tenant="greedy") for i in range(50)]
+    modest = [bench.add(f"b{i}", 8, 16, tenant="modest") for i in range(10)]
+    while any(seq.row < 0 and seq.kv_ms == 0 for seq in modest):
+        bench.step()
+    used = [sum(seq.kv_ms for seq in seqs) for seqs in (greedy, modest)]
+    assert 0.7 < used[0] / used[1] < 1.4
+    bench.run()
+    num_before_last = bench.starts.index("b9")
+    assert num_before_last < 40, "a backlog of fifty does not stand before it"
+
+
+def test_who_has_waited_long_starts_as_more_urgent_and_does_not_give_way() -> None:
+    bench = Bench("priority", num_blocks=8)
+    aged = bench.add("A", 20, 8, priority=Priority.BATCH)
+    bench.now_ms += 3 * AGING_MS
+    bench.step()
+    bench.add("X", 20, 8, priority=Priority.INTERACTIVE)
+    bench.step()
+    assert bench.scheduler.running == [aged]
+    bench.run()
+
+
+def test_for_want_of_blocks_the_newest_of_the_least_urgent_gives_way() -> None:
+    bench = Bench("priority", num_blocks=12)
+    bench.add("B", 12, 12, priority=Priority.BATCH)
+    bench.add("C", 12, 12, priority=Priority.BATCH)
+    bench.step()
+    urgent = bench.add("X", 12, 12, priority=Priority.INTERACTIVE)
+    bench.step()
+    assert [seq.request_id for seq in bench.scheduler.running] == ["B", "C", "X"]
+    while bench.scheduler.num_preemptions == 0:
+        bench.step()
+    assert [seq.request_id for seq in bench.scheduler.running] == ["B", "X"]
+    while urgent.row >= 0:
+        bench.step()
+    bench.run()
+
+
+def test_shortest_first_learns_whose_outputs_are_short() -> None:
+    bench = Bench("sjf", num_blocks=40, max_num_seqs=2)
+    for tenant, num_output in (("brief", 3), ("wordy", 30)):
+        for i in range(9):
+            seq = bench.add(f"{tenant}{i}", 8, 40, tenant=tenant)
+            bench.order.ended(seq, num_output)
+            bench.scheduler.remove(seq)
+    for name, tenant in (("A", "wordy"), ("B", "brief"), ("C", "wordy"), ("D", "brief")):
+        bench.add(name, 8, 40, tenant=tenant)
+    assert bench.run() == "BDAC"
+
+
+def test_what_a_start_is_charged_follows_what_others_really_held() -> None:
+    """One long sequence of a; short ones of both tenants beside it. At first it is charged a hundred times too much."""
+    bench = Bench("fair", num_blocks=200, max_num_seqs=2)
+    for i in range(150):
+        bench.add(f"warm{i}", 8, 4)
+    bench.run()
+    bench.starts.clear()
+    bench.add("long", 8, 250, tenant="a")
+    bench.step()
+    for i in range(60):
+        bench.add(f"a{i}", 8, 4, tenant="a")
+        bench.add(f"b{i}", 8, 4, tenant="b")
+    while "a0" not in bench.starts:
+        bench.step()
+    assert 5 < len(bench.starts) < 40
+
+
+@pytest.mark.parametrize("name", get_args(PolicyName))
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_an_interactive_request_is_served_at_once_and_nobodys_tokens_change(
+    make_engine: MakeEngine, name: PolicyName, preemption: str
+) -> None:
+    settings = {"num_kv_blocks": 24, "num_swap_blocks": 48, "max_num_seqs": 8, "preemption": preemption}
+    engine = make_engine(scheduling_policy=name, **settings)
+    batch = {str(i): list(range(10 + i, 40 + i)) for i in range(12)}
+    params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+    outputs: list[StepOutput] = []
+    for request_id, prompt in batch.items():
+        engine.add(request_id, prompt, params, seed=int(request_id), priority=Priority.BATCH, tenant="bulk")
+    while engine.stats().kv_blocks_free > 2:
+        outputs += engine.step()
+    engine.add("X", list(range(100, 140)), params, seed=99, priority=Priority.INTERACTIVE)
+    num_steps = 0
+    while engine.has_work():
+        outputs += engine.step()
+        engine.check_integrity()
+        num_steps += not tokens_of(outputs, "X")
+    assert (num_steps <= 3) is (name != "fcfs")
+    check_idle(engine)
+    for request_id, prompt in {**batch, "X": list(range(100, 140))}.items():
+        engine.add("alone", prompt, params, seed=99 if request_id == "X" else int(request_id))
+        alone: list[StepOutput] = []
+        while engine.has_work():
+            alone += engine.step()
+        assert tokens_of(outputs, request_id) == tokens_of(alone, "alone")
+
+
+def test_outputs_say_how_much_cache_was_held_for_how_long(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True), seed=1)
+    held = []
+    while engine.has_work():
+        held += [output.kv_ms for output in engine.step()]
+    assert held == sorted(held)
+    assert held[-1] > 0

@@ -1,0 +1,201 @@
+"""A node under its pool's policy: urgent jobs find room where less urgent ones run; tenants pay for what they used."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from fakes.reference_engine import ReferenceEngine
+from redis.asyncio import Redis
+from uuid_utils import uuid7
+
+from penstock.contract import keys
+from penstock.contract.broker.node import HOLD_MS, Taken
+from penstock.contract.broker.producer import ProducerBroker
+from penstock.contract.job import Chunk, Job, Priority, SamplingParams, seed_of
+from penstock.gpu_node.engine import Engine
+from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.node import Node
+from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.worker import EngineLike
+
+POOL = "ref"
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def broker(redis: Redis) -> ProducerBroker:
+    return ProducerBroker(redis)
+
+
+@asynccontextmanager
+async def running(url: str, engine: EngineLike, **changes: Any) -> AsyncIterator[Node]:
+    settings = NodeSettings(model="reference", pool=POOL, redis_url=url, **{"lease_ms": 3000, **changes})
+    node, ready = Node(settings, engine), asyncio.Event()
+    task = asyncio.create_task(node.run(ready))
+    async with asyncio.timeout(PATIENCE_S):
+        await ready.wait()
+        try:
+            yield node
+        finally:
+            node.stop()
+            await task
+
+
+async def until(broker: ProducerBroker, job: Job, state: str, num_chunks: int = 0) -> None:
+    while True:
+        status = await broker.status(job.id, job.tenant)
+        if status.state == state and status.num_chunks >= num_chunks:
+            return
+        assert status.outcome is None or status.outcome.state == state
+        await asyncio.sleep(0.005)
+
+
+def new_job(priority: Priority, tenant: str = "default", **params: Any) -> Job:
+    wanted = SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **params})
+    return Job(id=f"{POOL}.{uuid7()}", prompt="0123456789", params=wanted, priority=priority, tenant=tenant)
+
+
+async def test_class_and_tenant_reach_the_engine(redis_url: str, broker: ProducerBroker) -> None:
+    engine = ReferenceEngine()
+    async with running(redis_url, engine):
+        for job in (new_job(Priority.BATCH, "a"), new_job(Priority.INTERACTIVE, "b")):
+            await broker.submit(job, cost=40)
+            await until(broker, job, "done")
+    assert engine.callers == [(2, "a"), (0, "b")]
+
+
+@pytest.mark.parametrize(("policy", "finds_room"), [("fair", True), ("fcfs", False)])
+async def test_an_interactive_job_finds_room_where_batch_jobs_hold_it_all(
+    redis_url: str, broker: ProducerBroker, policy: str, finds_room: bool
+) -> None:
+    engine = ReferenceEngine(step_s=0.002, kv_tokens=160)
+    async with running(redis_url, engine, scheduling_policy=policy, drain_s=0):
+        batch = [new_job(Priority.BATCH, max_tokens=2000) for _ in range(4)]
+        for job in batch:
+            await broker.submit(job, cost=160)
+        await until(broker, batch[0], "running", 1)
+        urgent = new_job(Priority.INTERACTIVE)
+        await broker.submit(urgent, cost=40)
+        if finds_room:
+            await until(broker, urgent, "done")
+            assert (await broker.status(batch[0].id, "default")).state == "running"
+        else:
+            await until(broker, batch[0], "running", 100)
+            assert (await broker.status(urgent.id, "default")).state == "queued"
+        assert [(await broker.status(job.id, "default")).state for job in batch[1:]] == ["queued"] * 3
+
+
+async def test_a_full_engine_serves_an_interactive_job_at_once_and_nobodys_tokens_change(
+    redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
+) -> None:
+    engine = make_engine(scheduling_policy="fair", num_kv_blocks=24, num_swap_blocks=24)
+    batch = [new_job(Priority.BATCH, max_tokens=170) for _ in range(6)]
+    urgent = new_job(Priority.INTERACTIVE)
+    async with running(redis_url, engine, lease_ms=15_000) as node:
+        for job in batch:
+            await broker.submit(job, cost=60)
+        await until(broker, batch[0], "running", 4)
+        await broker.submit(urgent, cost=60)
+        await until(broker, urgent, "done")
+        assert "running" in {(await broker.status(job.id, "default")).state for job in batch}
+        for job in batch:
+            await until(broker, job, "done")
+        assert len(node.ledger) == 0
+    assert engine.stats().num_preemptions > 0
+    alone = make_engine()
+    for job in (*batch, urgent):
+        log = [chunk for start in (0, 1000) for chunk in await broker.log(job.id, start)]
+        assert tokens_of(log) == tokens_alone(alone, job)
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def tokens_alone(engine: Engine, job: Job) -> list[int]:
+    prompt = engine.tokenizer.encode(job.prompt or "")
+    engine.add(job.id, prompt, job.params, seed=seed_of(job.id, job.params))
+    tokens: list[int] = []
+    while engine.has_work():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    return tokens
+
+
+class ThirstyEngine(ReferenceEngine):
+    """Each choice says that it held a million KV-token-milliseconds."""
+
+    def step(self) -> list[StepOutput]:
+        return [replace(output, kv_ms=1e6) for output in super().step()]
+
+
+async def test_a_tenant_pays_for_what_the_engine_measured(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
+    async with running(redis_url, ThirstyEngine()):
+        job, next_job = [new_job(Priority.STANDARD, "payer", n=3) for _ in range(2)]
+        await broker.submit(job, cost=40)
+        await until(broker, job, "done")
+        owed = await cast(Any, redis.zscore(f"{keys.prefix(POOL)}:debt:1", "payer"))
+        assert 3e6 <= owed <= 3e6 + 1
+        await broker.submit(next_job, cost=40)
+        await until(broker, next_job, "done")
+    charge = float(await cast(Any, redis.hget(keys.job(next_job.id), "charge")))
+    assert charge > 2 * 40 * HOLD_MS, "the first one taught the node how long it holds a token of cost"
+
+
+def held(tenant: str = "t", urgency: int = 1, cost: int = 100, max_tokens: int = 200, n: int = 1) -> HeldJob:
+    job = HeldJob(Taken(f"{POOL}.{uuid7()}", str(uuid7()), 0, 0, cost, 0, b"", tenant, urgency))
+    job.open(SamplingParams(max_tokens=max_tokens, n=n))
+    return job
+
+
+def ended(ledger: Ledger, num_tokens: int, kv_ms: float) -> None:
+    job = held()
+    ledger.open(job, 50)
+    job.add_tokens(0, 0, tuple(range(num_tokens)), "", "stop")
+    job.kv_ms = kv_ms
+    ledger.learn(job)
+
+
+def test_a_claim_is_what_outputs_of_this_kind_need_once_that_is_known() -> None:
+    ledger = Ledger()
+    before = held()
+    ledger.open(before, 50)
+    assert before.claim == 50 + 200, "worst case"
+    for _ in range(30):
+        ended(ledger, 20, 0)
+    after, other_kind = held(), held(max_tokens=1000)
+    ledger.open(after, 50)
+    ledger.open(other_kind, 50)
+    assert after.claim == 50 + 20
+    assert other_kind.claim == 50 + 256
+
+
+def test_how_long_cache_is_held_is_learned_from_what_ended() -> None:
+    ledger = Ledger()
+    assert ledger.hold_ms == HOLD_MS
+    for _ in range(200):
+        ended(ledger, 20, kv_ms=100 * 70.0)
+    assert ledger.hold_ms == pytest.approx(70, rel=0.01)
+
+
+def test_claims_of_a_class_are_its_own_and_those_of_more_urgent_ones() -> None:
+    ledger = Ledger()
+    for urgency, n in ((0, 1), (2, 3)):
+        job = held(urgency=urgency, n=n)
+        ledger.add(job)
+        ledger.open(job, 10)
+    assert ledger.claims() == ((210, 210, 210 + 610), (1, 1, 4))
+
+
+def test_a_job_that_was_stopped_on_its_way_pays_what_was_predicted_and_one_that_never_ran_nothing() -> None:
+    job = held()
+    assert job.kv_ms_used == 0
+    job.is_in_engine = True
+    assert job.kv_ms_used is None
+    job.add_tokens(0, 0, (1,), "", "stop")
+    assert job.kv_ms_used == 0

@@ -1,0 +1,32 @@
+"""What each policy is for shows on a simulated node: shorter completions, interactive work at once, even shares."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+from bench.policy_loads import LOADS
+from bench.policy_node import Figures, simulate
+
+from penstock.contract.policy import PolicyName
+
+
+def run(load: str, name: PolicyName, num_seeds: int = 2) -> list[Figures]:
+    return [simulate(name, LOADS[load](seed)) for seed in range(num_seeds)]
+
+
+def test_shortest_first_completes_in_four_fifths_of_the_mean_time() -> None:
+    for shortest, first_come in zip(run("lengths", "sjf", 3), run("lengths", "fcfs", 3), strict=True):
+        assert shortest.mean_completion <= 0.8 * first_come.mean_completion
+
+
+def test_interactive_work_does_not_wait_for_batch_work() -> None:
+    preemptive: tuple[PolicyName, ...] = ("priority", "sjf", "fair")
+    for figures in (run("classes", name) for name in preemptive):
+        assert max(one.ttft_p99["interactive"] for one in figures) < 100
+        assert all(one.preemptions for one in figures)
+    assert min(one.ttft_p99["interactive"] for one in run("classes", "fcfs")) > 1000
+
+
+def test_fair_turns_give_every_tenant_as_much() -> None:
+    assert min(figures.jain for figures in run("tenants", "fair")) > 0.95
+    assert mean(figures.jain for figures in run("tenants", "fcfs")) < 0.5
