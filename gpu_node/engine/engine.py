@@ -44,12 +44,7 @@ class Engine:
         self._salts_by_tenant = config.prefix_cache_salt == "tenant"
         self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
         self._costs = PreemptionCosts(config.preemption, sizes.block_bytes)
-        limits = Limits(
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self._limits.max_model_len,
-        )
+        limits = Limits.of(config, self._limits.max_model_len)
         self._discipline = discipline_of(config)
         self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline)
         self._requests: dict[str, LiveRequest] = {}

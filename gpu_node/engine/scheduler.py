@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.admission import Admission, Grants
+from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts
@@ -25,7 +26,15 @@ class Limits:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_prefill_beside_decode: int
+    """Tokens of prompts in a step in which others decode, who all wait for it."""
     max_model_len: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_model_len: int) -> Limits:
+        """As an engine's settings have them."""
+        names = (field.name for field in fields(cls) if field.name != "max_model_len")
+        return cls(max_model_len=max_model_len, **{name: getattr(config, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +126,10 @@ class Scheduler:
         self._make_way()
         named: list[int] = []
         preemptions_before = self.num_preemptions
-        ends = self._schedule_running(named)
+        budget = self._budget()
+        ends = self._schedule_running(budget, named)
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
-            ends = self._admit(ends, named)
+            ends = self._admit(budget, ends, named)
         if len(ends):
             return self._step(ends, named)
         if self.running or self.queues:
@@ -172,10 +182,16 @@ class Scheduler:
                 return
             self._preempt(victim)
 
-    def _schedule_running(self, named: list[int]) -> Ints:
+    def _budget(self) -> int:
+        """Tokens of the next step."""
+        rows, most = self._residents.rows, self._limits.max_num_batched_tokens
+        num_decoding = np.count_nonzero(self._rows.num_tokens[rows] - self._rows.num_computed[rows] == 1)
+        return min(most, num_decoding + self._limits.max_prefill_beside_decode) if num_decoding else most
+
+    def _schedule_running(self, budget: int, named: list[int]) -> Ints:
         """How far each of the running sequences gets that get something; the others are the last ones."""
         rows, table = self._residents.rows, self._rows
-        ends = _within(self._limits.max_num_batched_tokens, table.num_computed[rows], table.num_tokens[rows])
+        ends = _within(budget, table.num_computed[rows], table.num_tokens[rows])
         short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
         if short:
             ends = self._make_room(short, ends)
@@ -208,12 +224,12 @@ class Scheduler:
             self._admission.recompute(self.queues.swapped[-1])
         self._residents.grow(seq, num_blocks)
 
-    def _admit(self, ends: Ints, named: list[int]) -> Ints:
+    def _admit(self, budget: int, ends: Ints, named: list[int]) -> Ints:
         """Let others run with the budget that is left; how far each of all running ones gets."""
         if not self.queues:
             return ends
         spent = int((ends - self._rows.num_computed[self._residents.rows]).sum())
-        grants = Grants(self._limits.max_num_batched_tokens - spent, named)
+        grants = Grants(budget - spent, named)
         self._admission.admit(grants)
         return np.concatenate((ends, np.array(grants.ends, dtype=np.int32)))
 

@@ -42,6 +42,7 @@ def _decode_costs_us(num_seqs: int) -> Iterator[float]:
             block_size=BLOCK_SIZE,
             max_num_seqs=num_seqs,
             max_num_batched_tokens=num_seqs * (PROMPT_TOKENS + BLOCK_SIZE),
+            max_prefill_beside_decode=PROMPT_TOKENS,
             max_model_len=max_model_len,
         ),
         PreemptionCosts("recompute", 0),

@@ -53,6 +53,7 @@ def new_scheduler(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
+        max_prefill_beside_decode=max(1, budget // 2),
         max_model_len=(num_blocks + num_host_blocks) * BLOCK_SIZE,
     )
     return Scheduler(memory, limits, PreemptionCosts(preemption, 1), discipline=discipline), memory

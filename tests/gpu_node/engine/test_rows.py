@@ -38,7 +38,13 @@ def _sequence(number: int, kind: dict[str, Any], max_tokens: int = 8) -> Sequenc
 
 
 def _scheduler(max_num_seqs: int = 8) -> Scheduler:
-    limits = Limits(block_size=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=40)
+    limits = Limits(
+        block_size=4,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=64,
+        max_prefill_beside_decode=64,
+        max_model_len=40,
+    )
     return Scheduler(KvMemory(200), limits, PreemptionCosts("recompute", 0))
 
 
