@@ -12,6 +12,7 @@ from fakes.schedules import BLOCK_SIZE, new_scheduler, new_sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.contract.errors import RequestError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.policy import Policy, PolicyName
 from penstock.gpu_node.engine import Engine, StepOutput
@@ -281,3 +282,9 @@ def test_outputs_say_how_much_cache_was_held_for_how_long(make_engine: MakeEngin
         held += [output.kv_ms for output in engine.step()]
     assert held == sorted(held)
     assert held[-1] > 0
+
+
+def test_a_class_that_does_not_exist_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(RequestError, match="priority 3") as refused:
+        make_engine().add("a", [5], SamplingParams(), seed=1, priority=3)
+    assert refused.value.param == "priority"
