@@ -15,6 +15,7 @@ from penstock.gpu_node.engine.queues import Queues, leave_group
 from penstock.gpu_node.engine.residents import Residents
 from penstock.gpu_node.engine.rows import Ints, RowTable, Step, step_of
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.suspects import Suspects
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 
 
@@ -56,13 +57,15 @@ class Scheduler:
     ) -> None:
         self.queues = Queues()
         self.num_preemptions = self.num_swaps = 0
+        self._in_flight: Step | None = None
         self._memory = memory
         self._limits = limits
         self._costs = costs
         self._discipline = discipline = discipline or FirstComeFirstServed()
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._residents = Residents(memory, self._rows, limits.block_size)
-        self._admission = Admission(memory, self._residents, self.queues, discipline)
+        self._suspects = Suspects()
+        self._admission = Admission(memory, self._residents, self.queues, discipline, self._suspects)
 
     @property
     def running(self) -> list[Sequence]:
@@ -81,9 +84,10 @@ class Scheduler:
 
     @property
     def num_tokens_unused(self) -> int:
-        """Tokens that the blocks held have room for and nobody has stored."""
+        """Tokens that the blocks held have room for and nobody has stored or is storing."""
         in_host = sum(len(seq.blocks) * self._limits.block_size - seq.num_stored for seq in self.queues.swapped)
-        return self._residents.num_tokens_unused() + in_host
+        under_way = 0 if self._in_flight is None else self._in_flight.num_tokens_running
+        return self._residents.num_tokens_unused() + in_host - under_way
 
     def tokens_of(self, seq: Sequence) -> Ints:
         """Prompt and output of a sequence so far."""
@@ -101,6 +105,7 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Drop a sequence that is done or no longer wanted, wherever it is."""
+        self._suspects.forget(seq)
         if seq.row < 0:
             self.queues.remove(seq)
             self._memory.free(seq.blocks)
@@ -121,7 +126,8 @@ class Scheduler:
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
             ends = self._admit(ends, named)
         if len(ends):
-            return self._step(ends, named)
+            self._in_flight = self._step(ends, named)
+            return self._in_flight
         if self.running or self.queues:
             raise InvariantError(f"{len(self.running)} running and {self.queues.num_waiting} waiting ones are stuck")
         return None
@@ -132,6 +138,8 @@ class Scheduler:
 
     def commit(self, step: Step, tokens: Ints) -> Landed:
         """Note that a step was computed and what it sampled; whoever ends by that leaves."""
+        self._in_flight = None
+        self._suspects.landed(step)
         # A removed sequence's row is written to as well: nobody has it before the next step is scheduled.
         self._rows.num_computed[step.rows] = step.ends
         self._rows.append(step.sampled_rows, tokens)
@@ -145,14 +153,25 @@ class Scheduler:
                 self.remove(seq)
         return Landed(step.sampled_seqs, token_ids, broken)
 
-    def roll_back(self, step: Step) -> None:
-        """Note that a step failed: whoever runs starts over, for what the step was to store or to copy is not there."""
+    def roll_back(self, step: Step) -> Sequence | None:
+        """Note that a step failed: whoever runs starts over, for what the step was to store or to copy is not there.
+
+        Answers the sequence that makes steps fail and was dropped for it, once that is sure.
+        """
+        self._in_flight = None
+        alone, is_to_blame = self._suspects.failed(step)
         copied = set(step.copies[:, 1].tolist())
         self._memory.forget((*step.named_blocks, *copied))
         while self.running:
             self._requeue(self.running[-1])
         for seq in [seq for seq in self.queues.swapped if not copied.isdisjoint(seq.blocks)]:
             self._admission.recompute(seq)
+        if alone is not None and is_to_blame:
+            self.remove(alone)
+            return alone
+        if alone is not None:
+            self.queues.move_back(alone)
+        return None
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless lists, rows, blocks and reference counts agree; O(blocks), for tests."""
