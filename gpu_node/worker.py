@@ -17,7 +17,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
-"""In a row: more, and it is not a request but the runner that is broken."""
+"""Without an output between them: more, and it is not a request but the runner that is broken."""
 
 
 class EngineLike(Protocol):
@@ -169,9 +169,10 @@ class EngineWorker:
             self._num_failed_steps += 1
             if self._num_failed_steps > MAX_FAILED_STEPS:
                 raise
-            log.warning("a step failed", extra={"reason": repr(error), "in_a_row": self._num_failed_steps})
+            log.warning("a step failed", extra={"reason": repr(error), "without_output": self._num_failed_steps})
             return []
-        self._num_failed_steps = 0
+        if outputs:  # that a step could be launched says nothing yet
+            self._num_failed_steps = 0
         return outputs
 
     def _run_commands(self) -> None:
