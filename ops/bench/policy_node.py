@@ -169,7 +169,9 @@ def simulate(name: PolicyName, load: Iterable[SimulatedJob]) -> Figures:
     """Runs a load to its end."""
     arrivals = sorted(load, key=lambda job: job.submitted_ms)[::-1]
     node, ended = Node(Policy(name, AGING_MS, BYPASS_MS)), list[SimulatedJob]()
-    left = {tenant: sum(job.tenant == tenant for job in arrivals) for tenant in {job.tenant for job in arrivals}}
+    left = {
+        tenant: sum(job.tenant == tenant for job in arrivals) for tenant in sorted({job.tenant for job in arrivals})
+    }
     shares: dict[str, float] = {}
     while arrivals or node.waiting or node.running:
         if not (node.waiting or node.running):
