@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 from penstock.contract import packing, wire
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.contract.broker.node import HOLD_MS, Emission, Taken
+from penstock.contract.broker.node import Emission, Taken
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
 from penstock.contract.packing import Pack
+from penstock.contract.policy import HOLD_MS, learned_hold_ms
 from penstock.gpu_node.engine.predict import LengthPredictor
 
 RESERVED_QUANTILE = 0.9
 """So many outputs stay within what is held free for them; for the others somebody may have to give way."""
-_HOLD_WEIGHT = 0.05
 
 
 @dataclass(slots=True)
@@ -238,7 +238,7 @@ class Ledger:
         for length in job.ended_lengths:
             prompt, predicted = job.num_prompt_tokens, min(job.max_tokens, job.predicted_tokens)
             self._predictor.ended(job.taken.tenant, prompt, job.max_tokens, length, predicted)
-        self.hold_ms += _HOLD_WEIGHT * (job.kv_ms / max(1, job.taken.cost) - self.hold_ms)
+        self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_ms, job.taken.cost)
 
     def claims(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """KV tokens and sequences that jobs of each class, and of more urgent ones, use or will still need."""

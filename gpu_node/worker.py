@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +14,10 @@ from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOut
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 16
+"""Without an output between them: more, and it is not a request but the runner that is broken."""
 
 
 class EngineLike(Protocol):
@@ -77,6 +82,7 @@ class EngineWorker:
         self._may_step = threading.Event()
         self._may_step.set()
         self._stopping = False
+        self._num_failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self.stopped: Future[None] = Future()
         """Done when the thread ends; carries what killed it."""
@@ -149,7 +155,7 @@ class EngineWorker:
                 self._engine.wait()
                 self._run_commands()  # what came while a step was running counts for the next one
                 if self._may_step.is_set() and self._engine.has_work():
-                    outputs = self._engine.step()
+                    outputs = self._step()
                     if outputs:
                         self._deliver(outputs)
                 else:
@@ -158,6 +164,20 @@ class EngineWorker:
             self.stopped.set_result(None)
         except BaseException as error:
             self.stopped.set_exception(error)
+
+    def _step(self) -> list[StepOutput]:
+        """One step; one that fails is taken again, for the engine finds out whether a single request is to blame."""
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._num_failed_steps += 1
+            if self._num_failed_steps > MAX_FAILED_STEPS:
+                raise
+            log.warning("a step failed", extra={"reason": repr(error), "without_output": self._num_failed_steps})
+            return []
+        if outputs:  # that a step could be launched says nothing yet
+            self._num_failed_steps = 0
+        return outputs
 
     def _run_commands(self) -> None:
         while self._commands:

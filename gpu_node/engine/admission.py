@@ -10,6 +10,7 @@ from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.queues import Queues
 from penstock.gpu_node.engine.residents import Residents
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.suspects import Suspects
 
 _WATERMARK_FRACTION = 0.01
 
@@ -27,12 +28,15 @@ class Grants:
 class Admission:
     """Moves sequences from the queues to the residents."""
 
-    def __init__(self, memory: KvMemory, residents: Residents, queues: Queues, discipline: Discipline) -> None:
+    def __init__(
+        self, memory: KvMemory, residents: Residents, queues: Queues, discipline: Discipline, suspects: Suspects
+    ) -> None:
         self.prefix_hit_tokens = 0
         self._memory = memory
         self._residents = residents
         self._queues = queues
         self._discipline = discipline
+        self._suspects = suspects
         # A few blocks stay free so that the newcomer is not the next one to be preempted.
         self._watermark = max(1, int(memory.device.num_total * _WATERMARK_FRACTION))
 
@@ -78,7 +82,7 @@ class Admission:
         started: list[tuple[deque[Sequence], Sequence]] = []
 
         def start(seq: Sequence) -> bool:
-            if grants.budget <= 0 or not self.has_room(seq):
+            if grants.budget <= 0 or not self._suspects.may_join(seq, self._residents.seqs) or not self.has_room(seq):
                 return False
             started.append((self._queues.queue_of(seq), seq))
             self._start(seq, grants)

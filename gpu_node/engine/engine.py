@@ -9,13 +9,14 @@ from penstock.contract.job import Priority, SamplingParams, Usage, seed_of
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.flight import Flight, Meter
+from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.loading import load
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.offline import Prompt, gather, spread
 from penstock.gpu_node.engine.preemption import PreemptionCosts
 from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume, request_limits
-from penstock.gpu_node.engine.scheduler import Landed, Limits, Scheduler
+from penstock.gpu_node.engine.scheduler import Landed, Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.tokenizer import Tokenizer
@@ -34,12 +35,8 @@ class Engine:
         self._runner = self._model.runner
         self._tokenizer = Tokenizer(self._model.folder, vocab_size=self._model.vocab_size)
         sizes = self._runner.cache_sizes
-        self._memory = KvMemory(
-            sizes.num_device_blocks,
-            sizes.num_host_blocks,
-            enable_prefix_caching=config.enable_prefix_caching,
-            eviction=config.prefix_eviction,
-        )
+        pools, caches = (sizes.num_device_blocks, sizes.num_host_blocks), config.enable_prefix_caching
+        self._memory = KvMemory(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
         self._block_size = config.block_size
         self._salts_by_tenant = config.prefix_cache_salt == "tenant"
         self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
@@ -50,7 +47,7 @@ class Engine:
         self._requests: dict[str, LiveRequest] = {}
         self._finished_usage: dict[str, Usage] = {}
         self._live: dict[Choice, LiveChoice] = {}
-        self._ended_by_replay: list[LiveChoice] = []
+        self._ended_early: list[LiveChoice] = []
         self._flight: Flight | None = None
         self._held: tuple[list[Choice], float] = [], 0.0
         self._meter = Meter()
@@ -88,7 +85,7 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        self._ended_by_replay = [ended for ended in self._ended_by_replay if ended.request is not request]
+        self._ended_early = [ended for ended in self._ended_early if ended.request is not request]
         for choice in request.live.values():
             if self._live.pop(choice.seq, None) is not None:
                 self._scheduler.remove(choice.seq)
@@ -109,9 +106,9 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Land the step in flight, launch the next one, and hand out, while that runs, what the landed one gave.
 
-        A stop string is thus found one step late, and the token that its choice gained meanwhile is dropped. An
-        exception of the runner that belongs to no single request propagates; the requests stay and may be stepped
-        again or aborted.
+        A stop string is thus found one step late, and the token that its choice gained meanwhile is dropped. What the
+        runner raises propagates; the requests stay and may be stepped again or aborted. Whoever steps again has a
+        request that makes steps fail again and again ended with an error, as long as the runner computes others.
         """
         self._finished_usage.clear()
         landed = self._land()
@@ -204,7 +201,7 @@ class Engine:
             return
         self._requests[request.request_id] = request
         choices = request.live.values()
-        self._ended_by_replay += [choice for choice in choices if choice.output.finish_reason is not None]
+        self._ended_early += [choice for choice in choices if choice.output.finish_reason is not None]
         still_open = {choice.seq: choice for choice in choices if choice.output.finish_reason is None}
         self._live |= still_open
         for seq in still_open:
@@ -222,7 +219,7 @@ class Engine:
         try:
             result = flight.result()
         except Exception:
-            self._scheduler.roll_back(flight.step)
+            self._fail(self._scheduler.roll_back(flight.step))
             raise
         self._held = flight.step.seqs, flight.age_ms
         landed = self._scheduler.commit(flight.step, result.tokens)
@@ -232,6 +229,12 @@ class Engine:
         self._costs.note_copies(len(flight.step.copies), result.copy_ms)
         self._costs.note_forward(flight.step.num_prefill_tokens, result.forward_ms)
         return landed
+
+    def _fail(self, guilty: Choice | None) -> None:
+        """End a choice, which the scheduler has dropped, with the next outputs."""
+        if guilty is not None and (choice := self._live.pop(guilty, None)) is not None:
+            choice.output.fail()
+            self._ended_early.append(choice)
 
     def _launch(self) -> None:
         """Schedule the next step and submit it."""
@@ -243,7 +246,7 @@ class Engine:
 
     def _hand_out(self, landed: Landed | None) -> list[StepOutput]:
         """What each choice gained; nothing for those that are gone since their step was launched."""
-        ended, self._ended_by_replay = self._ended_by_replay, []
+        ended, self._ended_early = self._ended_early, []
         outputs = [self._output(choice, ()) for choice in ended]
         if landed is None:
             return outputs

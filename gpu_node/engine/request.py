@@ -57,6 +57,10 @@ class LiveRequest:
     first: Sequence | None = None
     """The choice that computes the prompt for its siblings; its prefix hits are the request's."""
 
+    def __post_init__(self) -> None:
+        if self.priority not in set(Priority):
+            raise RequestError(f"priority {self.priority} is not one of 0, 1 and 2", param="priority")
+
     def open(self, resume: Items[ResumedChoice], limits: RequestLimits, tokenizer: Tokenizer) -> None:
         """Open the choices that are not closed yet. Raises RequestError for a log that does not fit."""
         for choice in range(self.params.n):

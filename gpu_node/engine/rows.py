@@ -50,6 +50,12 @@ class Step:
     copies: Ints
     """[num_copies, 2]: what is copied from block to block before all that."""
 
+    @property
+    def num_tokens_running(self) -> int:
+        """Tokens that are computed for those who still run."""
+        counts = (self.ends - self.starts).tolist()
+        return sum(count for seq, count in zip(self.seqs, counts, strict=True) if seq.row >= 0)
+
 
 def step_of(
     seqs: list[Sequence],

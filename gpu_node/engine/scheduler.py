@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.admission import Admission, Grants
-from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
+from penstock.gpu_node.engine.limits import Limits, within
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts
 from penstock.gpu_node.engine.queues import Queues, leave_group
 from penstock.gpu_node.engine.residents import Residents
 from penstock.gpu_node.engine.rows import Ints, RowTable, Step, step_of
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.suspects import Suspects
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds a step and a sequence."""
-
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_beside_decode: int
-    """Tokens of prompts in a step in which others decode, who all wait for it."""
-    max_model_len: int
-
-    @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int) -> Limits:
-        """As an engine's settings have them."""
-        names = (field.name for field in fields(cls) if field.name != "max_model_len")
-        return cls(max_model_len=max_model_len, **{name: getattr(config, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +48,15 @@ class Scheduler:
     ) -> None:
         self.queues = Queues()
         self.num_preemptions = self.num_swaps = 0
+        self._in_flight: Step | None = None
         self._memory = memory
         self._limits = limits
         self._costs = costs
         self._discipline = discipline = discipline or FirstComeFirstServed()
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._residents = Residents(memory, self._rows, limits.block_size)
-        self._admission = Admission(memory, self._residents, self.queues, discipline)
+        self._suspects = Suspects()
+        self._admission = Admission(memory, self._residents, self.queues, discipline, self._suspects)
 
     @property
     def running(self) -> list[Sequence]:
@@ -90,9 +75,10 @@ class Scheduler:
 
     @property
     def num_tokens_unused(self) -> int:
-        """Tokens that the blocks held have room for and nobody has stored."""
+        """Tokens that the blocks held have room for and nobody has stored or is storing."""
         in_host = sum(len(seq.blocks) * self._limits.block_size - seq.num_stored for seq in self.queues.swapped)
-        return self._residents.num_tokens_unused() + in_host
+        under_way = 0 if self._in_flight is None else self._in_flight.num_tokens_running
+        return self._residents.num_tokens_unused() + in_host - under_way
 
     def tokens_of(self, seq: Sequence) -> Ints:
         """Prompt and output of a sequence so far."""
@@ -110,6 +96,7 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Drop a sequence that is done or no longer wanted, wherever it is."""
+        self._suspects.forget(seq)
         if seq.row < 0:
             self.queues.remove(seq)
             self._memory.free(seq.blocks)
@@ -131,7 +118,8 @@ class Scheduler:
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
             ends = self._admit(budget, ends, named)
         if len(ends):
-            return self._step(ends, named)
+            self._in_flight = self._step(ends, named)
+            return self._in_flight
         if self.running or self.queues:
             raise InvariantError(f"{len(self.running)} running and {self.queues.num_waiting} waiting ones are stuck")
         return None
@@ -142,6 +130,8 @@ class Scheduler:
 
     def commit(self, step: Step, tokens: Ints) -> Landed:
         """Note that a step was computed and what it sampled; whoever ends by that leaves."""
+        self._in_flight = None
+        self._suspects.landed(step)
         # A removed sequence's row is written to as well: nobody has it before the next step is scheduled.
         self._rows.num_computed[step.rows] = step.ends
         self._rows.append(step.sampled_rows, tokens)
@@ -155,14 +145,25 @@ class Scheduler:
                 self.remove(seq)
         return Landed(step.sampled_seqs, token_ids, broken)
 
-    def roll_back(self, step: Step) -> None:
-        """Note that a step failed: whoever runs starts over, for what the step was to store or to copy is not there."""
+    def roll_back(self, step: Step) -> Sequence | None:
+        """Note that a step failed: whoever runs starts over, for what the step was to store or to copy is not there.
+
+        Answers the sequence that makes steps fail and was dropped for it, once that is sure.
+        """
+        self._in_flight = None
+        alone, is_to_blame = self._suspects.failed(step)
         copied = set(step.copies[:, 1].tolist())
         self._memory.forget((*step.named_blocks, *copied))
         while self.running:
             self._requeue(self.running[-1])
         for seq in [seq for seq in self.queues.swapped if not copied.isdisjoint(seq.blocks)]:
             self._admission.recompute(seq)
+        if alone is not None and is_to_blame:
+            self.remove(alone)
+            return alone
+        if alone is not None:
+            self.queues.move_back(alone)
+        return None
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless lists, rows, blocks and reference counts agree; O(blocks), for tests."""
@@ -185,13 +186,13 @@ class Scheduler:
     def _budget(self) -> int:
         """Tokens of the next step."""
         rows, most = self._residents.rows, self._limits.max_num_batched_tokens
-        num_decoding = np.count_nonzero(self._rows.num_tokens[rows] - self._rows.num_computed[rows] == 1)
+        num_decoding = int(np.count_nonzero(self._rows.num_tokens[rows] - self._rows.num_computed[rows] == 1))
         return min(most, num_decoding + self._limits.max_prefill_beside_decode) if num_decoding else most
 
     def _schedule_running(self, budget: int, named: list[int]) -> Ints:
         """How far each of the running sequences gets that get something; the others are the last ones."""
         rows, table = self._residents.rows, self._rows
-        ends = _within(budget, table.num_computed[rows], table.num_tokens[rows])
+        ends = within(budget, table.num_computed[rows], table.num_tokens[rows])
         short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
         if short:
             ends = self._make_room(short, ends)
@@ -281,13 +282,3 @@ class Scheduler:
         blocks = [block for block in seq.blocks if self._memory.ref_count(block) == 0]
         self._memory.forget(blocks)
         return blocks
-
-
-def _within(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
-    """How far each gets with its part of a budget that is spent in order; whoever gets nothing is left out."""
-    spent = np.cumsum(num_tokens - starts)
-    if not len(spent) or spent[-1] <= budget:
-        return num_tokens
-    ends: Ints = num_tokens - np.maximum(spent - budget, 0).astype(np.int32)
-    served: Ints = ends[ends > starts]
-    return served

@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.contract.policy import Policy, Standing, choose, foremost, in_order_of_retreat, victims_of
+from penstock.contract.policy import (
+    HOLD_MS,
+    Policy,
+    Standing,
+    choose,
+    foremost,
+    in_order_of_retreat,
+    learned_hold_ms,
+    victims_of,
+)
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
 from penstock.gpu_node.engine.predict import LengthPredictor
@@ -15,9 +24,6 @@ from penstock.gpu_node.engine.sequence import Sequence
 
 ORDERING_QUANTILE = 0.5
 """Whom to serve first is a question of what is likely, not of what is safe to reserve."""
-HOLD_MS = 1000.0
-"""How long a KV token of predicted cost is assumed to be held before any sequence ended."""
-_HOLD_WEIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class ByPolicy:
             used = seq.kv_ms - start.kv_ms
             self._standing.turns[seq.priority].correct(seq.tenant, used - start.charge)
             if seq not in queued:
-                self._hold_ms += _HOLD_WEIGHT * (used / seq.cost - self._hold_ms)
+                self._hold_ms = learned_hold_ms(self._hold_ms, used, seq.cost)
 
 
 def discipline_of(config: EngineConfig) -> Discipline:

@@ -151,8 +151,9 @@ class NativeModel:
         self._check(self._library.penstock_step_start(self._handle, c.byref(plan)))
 
     def wait(self) -> None:
-        """Until the step is done."""
-        self._library.penstock_step_wait(self._handle)
+        """Until the step is done; nothing once the model is closed."""
+        if self._free.alive:
+            self._library.penstock_step_wait(self._handle)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero blocks of the cache in every layer."""

@@ -9,7 +9,16 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from penstock.contract.policy import Policy, PolicyName, Standing, choose, in_order_of_retreat, victims_of
+from penstock.contract.policy import (
+    HOLD_MS,
+    Policy,
+    PolicyName,
+    Standing,
+    choose,
+    in_order_of_retreat,
+    learned_hold_ms,
+    victims_of,
+)
 from penstock.gpu_node.engine.predict import LengthPredictor
 
 CLASSES = ("interactive", "standard", "batch")
@@ -72,7 +81,7 @@ class Node:
     standing: Standing = field(default_factory=Standing)
     predictor: LengthPredictor = field(default_factory=lambda: LengthPredictor(RESERVED_QUANTILE))
     now_ms: float = 0.0
-    hold_ms: float = 1000.0
+    hold_ms: float = HOLD_MS
     preemptions: int = 0
     kv_ms_by_tenant: dict[str, float] = field(default_factory=dict)
 
@@ -151,7 +160,7 @@ class Node:
         job.finished_ms = self.now_ms
         self.running.remove(job)
         self.standing.turns[job.priority].correct(job.tenant, job.kv_ms - job.charge)
-        self.hold_ms += 0.05 * (job.kv_ms / (job.num_prompt + job.num_output) - self.hold_ms)
+        self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_ms, job.num_prompt + job.num_output)
         self.predictor.ended(job.tenant, job.num_prompt, job.max_tokens, job.num_output, job.predicted)
         return True
 
@@ -160,7 +169,9 @@ def simulate(name: PolicyName, load: Iterable[SimulatedJob]) -> Figures:
     """Runs a load to its end."""
     arrivals = sorted(load, key=lambda job: job.submitted_ms)[::-1]
     node, ended = Node(Policy(name, AGING_MS, BYPASS_MS)), list[SimulatedJob]()
-    left = {tenant: sum(job.tenant == tenant for job in arrivals) for tenant in {job.tenant for job in arrivals}}
+    left = {
+        tenant: sum(job.tenant == tenant for job in arrivals) for tenant in sorted({job.tenant for job in arrivals})
+    }
     shares: dict[str, float] = {}
     while arrivals or node.waiting or node.running:
         if not (node.waiting or node.running):

@@ -28,9 +28,11 @@ NUM_CLASSES = 3
 LEAST_URGENT = NUM_CLASSES - 1
 MAX_PASSED = 16
 """In one look at the queue: so many that do not fit end it."""
-
 MAX_DEBTS = 1000
 """Tenants whose debt is remembered: the largest debts of a class."""
+HOLD_MS = 1000.0
+"""How long a KV token of a job's cost is assumed to be held before any job has ended."""
+_HOLD_WEIGHT = 0.05
 
 
 class Candidate(Protocol):
@@ -184,6 +186,11 @@ def in_order_of_retreat(running: Sequence[R]) -> list[R]:
 def victims_of(urgency: int, running: Sequence[R]) -> list[R]:
     """Who gives way to a newcomer that counts as this class, in order: only less urgent ones."""
     return [one for one in in_order_of_retreat(running) if one.urgency > urgency]
+
+
+def learned_hold_ms(hold_ms: float, kv_ms: float, cost: int) -> float:
+    """How long a KV token of cost is held, after one more has ended that held so much: a moving average."""
+    return hold_ms + _HOLD_WEIGHT * (kv_ms / max(1, cost) - hold_ms)
 
 
 def _in_order(waiting: list[C], policy: Policy, standing: Standing, now_ms: float) -> Iterator[tuple[C, int, bool]]:

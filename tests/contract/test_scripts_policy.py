@@ -219,6 +219,15 @@ def test_jobs_that_a_node_lost_are_not_paid_for(new_pool: Any) -> None:
     assert "".join(job.tenant for job, _ in pool.taken) == "abababab"
 
 
+def test_jobs_queued_before_there_were_turns_are_served_by_age(new_pool: Any) -> None:
+    pool = new_pool("fair")
+    for tenant in "aabb":
+        pool.submit(tenant, Priority.STANDARD, 40, 1)
+    pool.sync.delete(f"{P}:turn:1")
+    answer = pool.runner.run(pool.node.take(slots=3))
+    assert [job.job_id for job in answer.jobs] == list(pool.model.jobs)[:3]
+
+
 def test_a_node_of_another_policy_is_refused(new_pool: Any) -> None:
     pool = new_pool("fair")
     other = FakeNode(pool.client, "n1", "r")

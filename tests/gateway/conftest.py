@@ -75,6 +75,8 @@ class EchoEngine:
         *,
         seed: int,
         resume: Sequence[ResumedChoice] = (),
+        priority: int = 1,
+        tenant: str = "default",
     ) -> None:
         if len(prompt_token_ids) >= self.max_model_len:
             raise PromptTooLongError(f"prompt has {len(prompt_token_ids)} tokens, too many", param="prompt")

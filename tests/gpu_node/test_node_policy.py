@@ -14,9 +14,10 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract import keys
-from penstock.contract.broker.node import HOLD_MS, Taken
+from penstock.contract.broker.node import Taken
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Chunk, Job, Priority, SamplingParams, seed_of
+from penstock.contract.policy import HOLD_MS
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger

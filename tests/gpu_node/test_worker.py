@@ -10,7 +10,7 @@ from fakes.reference_engine import ReferenceEngine
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.worker import EngineWorker
+from penstock.gpu_node.worker import MAX_FAILED_STEPS, EngineWorker
 
 
 @pytest.fixture
@@ -81,3 +81,42 @@ def test_what_is_asked_while_a_step_runs_is_done_before_the_next_one() -> None:
     worker.stop()
     worker.stopped.result(5)
     assert engine.batches == [2]
+
+
+class Failing(ReferenceEngine):
+    """Its first steps fail; as an engine does, it says so when it is stepped again."""
+
+    num_failures = 0
+    is_launched = False
+
+    def step(self) -> list[StepOutput]:
+        if self.num_failures == 0:
+            return super().step()
+        self.is_launched = not self.is_launched
+        if self.is_launched:
+            return []
+        self.num_failures -= 1
+        raise MemoryError("no room")
+
+
+def test_a_step_that_fails_is_taken_again(delivered: list[StepOutput]) -> None:
+    engine = Failing()
+    engine.num_failures = MAX_FAILED_STEPS
+    worker = EngineWorker(engine, delivered.extend)
+    worker.start()
+    worker.add("1", [1], SamplingParams(max_tokens=1), 1, []).result(5)
+    while worker.call(lambda: len(delivered)).result(5) < 1:
+        pass
+    worker.stop()
+    worker.stopped.result(5)
+
+
+def test_an_engine_whose_steps_only_fail_ends_the_worker(delivered: list[StepOutput]) -> None:
+    engine = Failing()
+    engine.num_failures = MAX_FAILED_STEPS + 1
+    worker = EngineWorker(engine, delivered.extend)
+    worker.start()
+    worker.add("1", [1], SamplingParams(max_tokens=1), 1, [])
+    with pytest.raises(MemoryError):
+        worker.stopped.result(5)
+    assert delivered == []

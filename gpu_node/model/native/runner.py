@@ -68,11 +68,21 @@ class _Flight:
     def __init__(self, model: NativeModel, *arrays: Any) -> None:
         self._model = model
         self._arrays = arrays
+        self._has_landed = False
+
+    def __del__(self) -> None:
+        # A step that nobody waited for still reads the arrays.
+        self._land()
 
     def result(self) -> StepResult:
-        self._model.wait()
+        self._land()
         tokens, times_ms = self._arrays[-2:]
         return StepResult(tokens, *times_ms.tolist())
+
+    def _land(self) -> None:
+        if not self._has_landed:
+            self._has_landed = True
+            self._model.wait()
 
 
 def _step(plan: StepPlan) -> tuple[int | None, ...]:

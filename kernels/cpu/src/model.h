@@ -67,6 +67,8 @@ class Model {
  public:
   // `cores`: see Team.
   Model(const Spec& spec, int num_threads, const int32_t* cores);
+  // Ends a step that nobody waited for, as long as all that it uses is there.
+  ~Model() { team_.join(); }
 
   const Spec& spec() const { return spec_; }
   Team& team() { return team_; }

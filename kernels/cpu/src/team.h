@@ -45,6 +45,7 @@ class Team {
     }
   }
 
+  // What was started must have been joined.
   ~Team() {
     program_ = nullptr;
     launch();
@@ -56,11 +57,14 @@ class Team {
   // Starts `program` on the team's own threads; `join` must have come back from the one before.
   void start(std::function<void(Member&)> program) {
     program_ = std::move(program);
+    is_started_ = true;
     launch();
   }
 
-  // Runs the caller's share of the program, and comes back when all threads have left it.
+  // Runs the caller's share of the program, if one was started, and comes back when all threads have left it.
   void join() {
+    if (!is_started_) return;
+    is_started_ = false;
     Member member(*this, 0);
     program_(member);
     for (int i = 0; running_.load(std::memory_order_acquire) != 0; ++i) pause_or_yield(i);
@@ -142,6 +146,7 @@ class Team {
 
   const int size_;
   std::function<void(Member&)> program_;
+  bool is_started_ = false;
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};

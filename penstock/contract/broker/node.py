@@ -13,13 +13,12 @@ from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Chunk, Outcome, Priority
+from penstock.contract.policy import HOLD_MS
 from penstock.contract.wire import NodePressure, PoolRecord
 
 MAX_EMIT_JOBS = 512
 MAX_GIVE_BACK_JOBS = 128
 MAX_MESSAGE_CHARS = 1000
-HOLD_MS = 1000.0
-"""How long a KV token of a job's cost is assumed to be held by a node that has not finished any yet."""
 _ANNOUNCE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 """A plain HSET would be refused by a full Redis, which needs nodes most."""
 

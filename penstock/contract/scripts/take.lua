@@ -179,6 +179,8 @@ end
 local function queue_by_turn(p)
   local looked, tenants = at_most(MAX_LOOKED), {}
   local found = redis.call('ZRANGE', P .. ':turn:' .. p, 0, MAX_TENANTS - 1, 'WITHSCORES')
+  -- Jobs that were queued before there were turns.
+  if #found == 0 then return queue_by_age(p) end
   for at = 1, #found, 2 do tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
 
   -- The oldest job that is left of one tenant, nil when none is.

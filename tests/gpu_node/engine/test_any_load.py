@@ -159,7 +159,9 @@ class EngineMachine(RuleBasedStateMachine):
         (step, plan), self.flight = self.flight, None
         if fails:
             self.cache.fail(step, plan)
-            self.scheduler.roll_back(step)
+            guilty = self.scheduler.roll_back(step)
+            if guilty is not None:
+                del self.texts[guilty]
             self.seen["failure"] += 1
             assert not self.scheduler.running
             return

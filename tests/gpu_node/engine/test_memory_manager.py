@@ -200,8 +200,8 @@ def test_tokens_used_are_counted_once_wherever_they_are_shared(make: MakeEngine)
     used = engine.stats().kv_tokens_used
     engine.abort("x")
     assert drain(engine) == [] and engine.stats().kv_tokens_used == 0
-    # Two blocks are shared; a third step is on its way, and the second one was the fork's first.
-    assert used == 2 * 16 + (41 - 32) + (40 - 32)
+    # Two blocks are shared; the third step is on its way, and the second one was the fork's first.
+    assert used == 2 * 16 + (42 - 32) + (41 - 32)
 
 
 def test_vllms_names_are_understood_and_what_needs_a_card_is_refused_by_name(tiny_model: Path) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.ends import EndRule
+from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts
-from penstock.gpu_node.engine.scheduler import Limits, Scheduler
+from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.model.protocol import StepPlan
 

@@ -101,7 +101,7 @@ def test_after_a_failed_step_nothing_it_named_is_believed() -> None:
     scheduler.roll_back(step)
     assert memory.num_held == 0 and memory.device.num_cached == 0
     again = scheduler.schedule()
-    assert again is not None and [seq.request_id for seq in again.seqs] == ["a", "b"] and _counts(again) == [11, 3]
+    assert again is not None and [seq.request_id for seq in again.seqs] == ["a"] and _counts(again) == [11]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])

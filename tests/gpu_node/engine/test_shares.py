@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from fakes.engine_runs import check_idle, tokens_of
 from fakes.schedules import BLOCK_SIZE, new_scheduler, new_sequence
+from hypothesis import given
+from hypothesis import strategies as st
 
+from penstock.contract.errors import RequestError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.policy import Policy, PolicyName
 from penstock.gpu_node.engine import Engine, StepOutput
@@ -26,23 +29,30 @@ MakeEngine = Callable[..., Engine]
 class Bench:
     """A scheduler of few blocks under a policy, stepped by hand; `starts` lists who was started."""
 
-    def __init__(self, name: PolicyName, num_blocks: int = 12, *, bypass_ms: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, name: PolicyName, num_blocks: int = 12, *, bypass_ms: int = 0, aging_ms: int = AGING_MS, **settings: Any
+    ) -> None:
         self.now_ms = 0.0
-        self.order = ByPolicy(Policy(name, AGING_MS, bypass_ms), lambda: self.now_ms)
+        self.order = ByPolicy(Policy(name, aging_ms, bypass_ms), lambda: self.now_ms)
         self.scheduler: Scheduler = new_scheduler(num_blocks, discipline=self.order, budget=64, **settings)[0]
         self.starts: list[str] = []
         self.num_added = 0
 
     def add(self, name: str, num_prompt: int = 8, num_output: int = 8, **fields: Any) -> Sequence:
+        return self.add_choices(1, name, num_prompt, num_output, **fields)[0]
+
+    def add_choices(self, n: int, name: str, num_prompt: int, num_output: int, **fields: Any) -> list[Sequence]:
         self.num_added += 1
-        seq = new_sequence(name, num_prompt, num_output, first_token=1000 * self.num_added)
-        for field, value in fields.items():
-            setattr(seq, field, value)
-        seq.urgency = seq.priority
-        self.order.added(seq)
-        self.scheduler.add(seq)
+        first_token = 1000 * self.num_added
+        seqs = [new_sequence(name, num_prompt, num_output, choice=i, first_token=first_token) for i in range(n)]
+        for seq in seqs:
+            for field, value in fields.items():
+                setattr(seq, field, value)
+            seq.urgency = seq.priority
+            self.order.added(seq)
+        self.scheduler.add(*seqs)
         self.now_ms += 0.001
-        return seq
+        return seqs
 
     def step(self) -> None:
         before = set(self.scheduler.running)
@@ -196,6 +206,44 @@ def test_what_a_start_is_charged_follows_what_others_really_held() -> None:
     assert 5 < len(bench.starts) < 40
 
 
+num_choices = st.sampled_from((1, 1, 1, 2, 4))
+requests = st.tuples(
+    st.integers(1, 26), st.integers(1, 20), num_choices, st.sampled_from(Priority), st.sampled_from("ab")
+)
+
+
+@pytest.mark.parametrize("name", PREEMPTIVE)
+@given(
+    num_host_blocks=st.sampled_from((0, 4, 20)),
+    bypass_ms=st.sampled_from((0, 50, AGING_MS)),
+    aging_ms=st.sampled_from((30, AGING_MS)),
+    story=st.lists(st.one_of(requests, st.integers(0, 9), st.none()), max_size=30),
+)
+def test_whatever_comes_and_goes_everybody_ends(
+    name: PolicyName, num_host_blocks: int, bypass_ms: int, aging_ms: int, story: list[Any]
+) -> None:
+    """Requests, aborts (a number) and steps (None) in any order; pools hold little more than one of them."""
+    bench = Bench(name, bypass_ms=bypass_ms, aging_ms=aging_ms, num_host_blocks=num_host_blocks, preemption="auto")
+    live: list[Sequence] = []
+    for event in story:
+        if event is None:
+            bench.step()
+        elif isinstance(event, int):
+            waiting = [one for seq in bench.scheduler.queues for one in (seq, *seq.forks)]
+            live = [seq for seq in live if seq.row >= 0 or seq in waiting]
+            if live:
+                bench.scheduler.remove(live.pop(event % len(live)))
+        else:
+            num_prompt, num_output, n, priority, tenant = event
+            live += bench.add_choices(n, f"{len(live)}", num_prompt, num_output, priority=priority, tenant=tenant)
+    for _ in range(2000):
+        if not bench.scheduler.running and not bench.scheduler.queues:
+            break
+        bench.step()
+    assert not bench.scheduler.running and not bench.scheduler.queues
+    bench.scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("name", get_args(PolicyName))
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_an_interactive_request_is_served_at_once_and_nobodys_tokens_change(
@@ -234,3 +282,9 @@ def test_outputs_say_how_much_cache_was_held_for_how_long(make_engine: MakeEngin
         held += [output.kv_ms for output in engine.step()]
     assert held == sorted(held)
     assert held[-1] > 0
+
+
+def test_a_class_that_does_not_exist_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(RequestError, match="priority 3") as refused:
+        make_engine().add("a", [5], SamplingParams(), seed=1, priority=3)
+    assert refused.value.param == "priority"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.native import built
-from fakes.plans import Track, logits_alone, tokens_of_step
+from fakes.plans import Track, logits_alone, plan_of, tokens_of_step
 from fakes.sampling import rows_of
 
 from penstock.contract.errors import ConfigError
@@ -179,3 +179,16 @@ def test_threads_that_are_not_as_many_as_the_cores_run_anywhere(llama: Llama, th
     with ThreadPoolExecutor(1) as stepping:
         stepping.submit(loaded.runner.bind_thread).result()
         assert stepping.submit(os.sched_getaffinity, 0).result() == allowed
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_model_ends_with_a_step_that_nobody_waits_for(llama: Llama, this_isa: Isa, closes: bool) -> None:
+    before = _cores().keys()
+    runner = _load(llama(), runner="native", num_threads=3).runner
+    assert isinstance(runner, NativeRunner)
+    plan = plan_of([(Track([3, 4, 5], [1]), 3)], rows_of(1, temperature=0.0))
+    flight = runner.submit(plan)
+    if closes:
+        runner.close()
+    del runner, plan, flight
+    assert _cores().keys() <= before

@@ -1,0 +1,38 @@
+"""How many tokens a step may have, and how sequences share them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.rows import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a step and a sequence."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_beside_decode: int
+    """Tokens of prompts in a step in which others decode, who all wait for it."""
+    max_model_len: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_model_len: int) -> Limits:
+        """As an engine's settings have them."""
+        names = (field.name for field in fields(cls) if field.name != "max_model_len")
+        return cls(max_model_len=max_model_len, **{name: getattr(config, name) for name in names})
+
+
+def within(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
+    """How far each gets with its part of a budget that is spent in order; whoever gets nothing is left out."""
+    spent = np.cumsum(num_tokens - starts)
+    if not len(spent) or spent[-1] <= budget:
+        return num_tokens
+    ends: Ints = num_tokens - np.maximum(spent - budget, 0).astype(np.int32)
+    served: Ints = ends[ends > starts]
+    return served

@@ -1,0 +1,224 @@
+"""What the KV memory wastes, moves and saves: `python -m bench.memory_manager` writes results/memory_manager.md."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from bench.machine import describe, revision
+from bench.workload import offline_mix
+from penstock.cli.demo_model import demo_model
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
+
+RESULTS = Path(__file__).parent / "results"
+COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.memory_manager"
+BLOCK_SIZE = 16
+FIXED_TOKENS = 2048
+REPEATS = 15
+ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+
+def main() -> None:
+    """Measures on the demo model in bfloat16."""
+    machine = describe()
+    lines = [
+        "# KV memory",
+        "",
+        f"SmolLM2-135M in bfloat16, blocks of {BLOCK_SIZE} tokens, {machine['cores']} cores of {machine['cpu']}, "
+        f"{machine['date']}, {revision()}. `{COMMAND}`",
+    ]
+    for part in (_waste, _live_waste, _copies, _tiers, _shared_prefix, _layouts):
+        lines += ["", *part()]
+    (RESULTS / "memory_manager.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _engine(**settings: Any) -> Engine:
+    plain = {"runner": "native", "quantization": "none", "num_kv_blocks": 3000, "max_model_len": 4096}
+    return Engine(EngineConfig(model=str(demo_model()), **plain | settings))
+
+
+def _waste() -> Iterator[str]:
+    yield "## 100 tokens"
+    yield ""
+    held = -(-100 // BLOCK_SIZE) * BLOCK_SIZE
+    yield f"A fixed cache of {FIXED_TOKENS} tokens a sequence wastes {1 - 100 / FIXED_TOKENS:.1%};"
+    yield f"paging holds {held} for them and wastes {1 - 100 / held:.1%}."
+
+
+def _live_waste() -> Iterator[str]:
+    yield "## A live mixed load"
+    yield ""
+    yield "Tokens that held blocks have room for and nobody stores, mean over all steps; swapped sequences count too."
+    yield ""
+    yield "| load | mean waste | mean tokens a sequence | blocks in use, peak | preemptions (swaps) |"
+    yield "|---|---|---|---|---|"
+    short, long = offline_mix(64, seed=1), [(r.prompt * 4, 2 * r.num_output) for r in offline_mix(32, seed=2)]
+    loads = {
+        "prompts 16–512, outputs 16–256": [(r.prompt, r.num_output, 1) for r in short],
+        "the same, every 4th with n = 4": [(r.prompt, r.num_output, 1 + 3 * (i % 4 == 0)) for i, r in enumerate(short)],
+        "prompts 64–2,048, outputs 32–512": [(prompt, output, 1) for prompt, output in long],
+    }
+    for name, load in loads.items():
+        for num_blocks in (3000, 500):
+            engine = _engine(num_kv_blocks=num_blocks, num_swap_blocks=600)
+            for i, (prompt, output, n) in enumerate(load):
+                params = SamplingParams(temperature=1, max_tokens=output, ignore_eos=True, n=n)
+                engine.add(str(i), prompt, params, seed=i)
+            wastes, lengths, peak = _watch(engine)
+            stats = engine.stats()
+            preempted = f"{stats.num_preemptions} ({stats.num_swaps})"
+            yield f"| {name}; {num_blocks} blocks | {mean(wastes):.1%} | {mean(lengths):.0f} | {peak} | {preempted} |"
+
+
+def _watch(engine: Engine) -> tuple[list[float], list[float], int]:
+    wastes, lengths, peak = [], [], 0
+    while engine.has_work():
+        engine.step()
+        stats = engine.stats()
+        held = stats.kv_blocks_total - stats.kv_blocks_free
+        allocated = (held + stats.swap_blocks_total - stats.swap_blocks_free) * BLOCK_SIZE
+        if stats.num_running + stats.num_swapped:
+            wastes.append(1 - stats.kv_tokens_used / allocated)
+            lengths.append(stats.kv_tokens_used / (stats.num_running + stats.num_swapped))
+            peak = max(peak, held)
+    return wastes, lengths, peak
+
+
+def _copies() -> Iterator[str]:
+    yield "## Copies, and what they save"
+    yield ""
+    engine = _engine(num_swap_blocks=1000)
+    runner, sizes = engine._runner, engine._runner.cache_sizes
+    _touch(engine)
+    yield f"A block is {sizes.block_bytes / 2**10:.0f} KiB. A step begins with so many copies of blocks to the host:"
+    yield ""
+    yield "| blocks | ms, best of all | GiB/s | µs a block |"
+    yield "|---|---|---|---|"
+    for count in (1, 8, 64, 512):
+        pairs = [(1 + i, 1 + sizes.num_device_blocks + i) for i in range(count)]
+        plan = _plan([1], [[5]], copies=np.array(pairs, np.int32))
+        best_ms = min(runner.submit(plan).result().copy_ms for _ in range(REPEATS))
+        rate = count * sizes.block_bytes / best_ms * 1e3 / 2**30
+        yield f"| {count} | {best_ms:.2f} | {rate:.1f} | {best_ms / count * 1e3:.0f} |"
+    tokens = np.arange(512, dtype=np.int32) + 1000
+    chunk = _plan([512], [list(range(100, 132))], token_ids=tokens)
+    prefill_ms = min(runner.submit(chunk).result().forward_ms for _ in range(REPEATS)) * BLOCK_SIZE / 512
+    yield ""
+    yield f"Computing a block of {BLOCK_SIZE} tokens again takes {prefill_ms:.2f} ms; out and in again by copies,"
+    yield f"{2 * best_ms / count:.2f} ms: {prefill_ms / (2 * best_ms / count):.0f} times less."
+
+
+def _tiers() -> Iterator[str]:
+    yield "## A prefix of 2,048 tokens: time to the first token"
+    yield ""
+    yield "| | ms, best of 3 | tokens computed |"
+    yield "|---|---|---|"
+    rng = random.Random(0)
+    engine = _engine(num_kv_blocks=140, num_swap_blocks=400)
+    prompts = [[rng.randrange(1000, 40_000) for _ in range(2049)] for _ in range(2)]
+    times: dict[str, list[float]] = {"computed": [], "in the first tier": [], "evicted to the host": []}
+    computed: dict[str, int] = {}
+    for i in range(3):
+        fresh = [rng.randrange(1000, 40_000) for _ in range(2049)]
+        for kind, prompt in (
+            ("computed", fresh),
+            ("in the first tier", fresh),
+            ("", prompts[i % 2]),
+            ("evicted to the host", fresh),
+        ):
+            started_s = time.perf_counter()
+            usage = engine.generate([prompt], ONE)[0].usage
+            if kind:
+                times[kind].append((time.perf_counter() - started_s) * 1e3)
+                computed[kind] = len(prompt) - usage.cached_tokens
+    for kind, of in times.items():
+        yield f"| {kind} | {min(of):.0f} | {computed[kind]} |"
+
+
+def _shared_prefix() -> Iterator[str]:
+    yield "## 64 requests with a common prefix of 1,024 tokens"
+    yield ""
+    yield "| prefix cache | mean TTFT, ms | tokens found computed |"
+    yield "|---|---|---|"
+    rng = random.Random(1)
+    prefix = [rng.randrange(1000, 40_000) for _ in range(1024)]
+    prompts = [[*prefix, *(rng.randrange(1000, 40_000) for _ in range(16))] for _ in range(64)]
+    means = []
+    for cached in (True, False):
+        engine = _engine(num_kv_blocks=5000, enable_prefix_caching=cached, max_num_seqs=64)
+        for i, prompt in enumerate(prompts):
+            engine.add(str(i), prompt, ONE, seed=0)
+        started_s, times = time.perf_counter(), []
+        while engine.has_work():
+            times += [time.perf_counter() - started_s for _ in engine.step()]
+        means.append(mean(times) * 1e3)
+        share = engine.stats().prefix_hit_tokens / sum(map(len, prompts))
+        yield f"| {'on' if cached else 'off'} | {means[-1]:.0f} | {share:.1%} |"
+    yield ""
+    yield f"{means[1] / means[0]:.1f} times."
+
+
+def _layouts() -> Iterator[str]:
+    yield "## Why paging needs no compaction"
+    yield ""
+    yield "A step in which 16 sequences of 1,024 tokens decode, their blocks one behind the other or anywhere:"
+    yield ""
+    engine = _engine(num_kv_blocks=2000)
+    _touch(engine)
+    in_order = np.arange(1, 1 + 16 * 64, dtype=np.int32)
+    anywhere = np.random.default_rng(0).permutation(1999).astype(np.int32)[: 16 * 64] + 1
+    best = {}
+    for _ in range(REPEATS):
+        for name, blocks in (("in order", in_order), ("anywhere", anywhere)):
+            plan = _plan([1] * 16, blocks.reshape(16, 64).tolist(), context=1024)
+            best[name] = min(best.get(name, 1e9), engine._runner.submit(plan).result().forward_ms)
+    yield "| blocks | ms a step, best |"
+    yield "|---|---|"
+    for name, took_ms in best.items():
+        yield f"| {name} | {took_ms:.2f} |"
+    yield ""
+    yield f"{best['anywhere'] / best['in order'] - 1:+.1%}: a block is read in runs of kilobytes, wherever it lies."
+
+
+def _touch(engine: Engine) -> None:
+    """Store something in every block: pages that were never written are not memory yet."""
+    sizes = engine._runner.cache_sizes
+    copies = np.array([(block, block + 1) for block in range(1, sizes.num_blocks - 1)], np.int32)
+    engine._runner.submit(_plan([1], [[1]], copies=copies)).result()
+
+
+def _plan(
+    counts: list[int],
+    tables: list[list[int]],
+    *,
+    context: int | None = None,
+    token_ids: np.typing.NDArray[np.int32] | None = None,
+    copies: np.typing.NDArray[np.int32] | None = None,
+) -> StepPlan:
+    """A step that samples nothing: sequences that compute so many tokens, the last of `context`."""
+    ends = [context or count for count in counts]
+    positions = [at for count, end in zip(counts, ends, strict=True) for at in range(end - count, end)]
+    real, whole = np.empty(0, np.float32), np.empty(0, np.int32)
+    sampling = SamplingRows(real, whole, *[real] * 5, np.empty(0, np.uint64), whole, whole, (), whole, ())
+    return StepPlan(
+        token_ids=np.full(len(positions), 1000, np.int32) if token_ids is None else token_ids,
+        positions=np.array(positions, np.int32),
+        query_starts=np.cumsum([0, *counts]).astype(np.int32),
+        context_lens=np.array(ends, np.int32),
+        block_tables=np.array(tables, np.int32),
+        sample_seqs=whole,
+        sampling=sampling,
+        **({} if copies is None else {"copies": copies}),
+    )
+
+
+if __name__ == "__main__":
+    main()
