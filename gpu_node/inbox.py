@@ -123,39 +123,53 @@ class Inbox:
         """Reads, tokenizes and adds the jobs in the order in which they were taken."""
         apart = [job.job_id for job in jobs if not job.taken.request]
         read = await patiently(partial(self._broker.requests, apart), math.inf) if apart else []
-        requests = dict(zip(apart, read, strict=True))
-        for job in jobs:
-            try:
-                await self._admit(job, job.taken.request or requests[job.job_id])
-            except Exception as error:  # also what the tokenizer's library may raise: it concerns this job alone
-                self._refuse_for(job, error)
+        data = dict(zip(apart, read, strict=True))
+        opened = [(job, await self._open(job, job.taken.request or data[job.job_id])) for job in jobs]
+        asked = [(job, request) for job, request in opened if request is not None]
+        encoded = await asyncio.gather(*(self._encode(request) for _, request in asked), return_exceptions=True)
+        for (job, request), token_ids in zip(asked, encoded, strict=True):
+            if isinstance(token_ids, BaseException):
+                self._refuse_for(job, token_ids)  # whatever the tokenizer's library raises concerns this job alone
+            else:
+                self._start(job, request, token_ids)
 
-    async def _admit(self, job: HeldJob, data: bytes | None) -> None:
+    async def _open(self, job: HeldJob, data: bytes | None) -> Request | None:
+        """A job's request, once what an earlier node logged is read; None when the job ends here."""
         if data is None:
             # Cancelled between take and read; finish will be told so.
             self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
-            return
-        request = wire.decode_request(data)
-        logged: list[Chunk] = []
-        if job.taken.num_chunks:
-            logged = await patiently(partial(self._broker.log, job.job_id, job.taken.num_chunks), math.inf)
-        job.open(request.params, logged)
+            return None
+        try:
+            request = wire.decode_request(data)
+            logged: list[Chunk] = []
+            if job.taken.num_chunks:
+                logged = await patiently(partial(self._broker.log, job.job_id, job.taken.num_chunks), math.inf)
+            job.open(request.params, logged)
+        except Exception as error:
+            self._refuse_for(job, error)
+            return None
+        return request
+
+    async def _encode(self, request: Request) -> list[int]:
+        """A request's tokens; long ones of a batch are made side by side, on threads."""
         if _num_chars(request) <= MAX_CHARS_ON_LOOP:
-            token_ids = _encode(self._tokenizer, request)
-        else:
-            token_ids = await asyncio.to_thread(_encode, self._tokenizer, request)
+            return _encode(self._tokenizer, request)
+        return await asyncio.to_thread(_encode, self._tokenizer, request)
+
+    def _start(self, job: HeldJob, request: Request, token_ids: list[int]) -> None:
         self._ledger.open(job, len(token_ids))
         if job.is_complete:
             self._outbox.end(job, outcome_of(job))
             return
         if self._ledger.get(job.job_id) is not job or job.outcome is not None:
             return  # lost or cancelled while it was being read
-        resume = [ResumedChoice(*job.choice_so_far(i)) for i in range(request.params.n)] if logged else []
-        seed = seed_of(job.job_id, request.params)
+        params, taken = request.params, job.taken
+        resume = [ResumedChoice(*job.choice_so_far(i)) for i in range(params.n)] if taken.num_chunks else []
         job.is_in_engine = True
-        taken = job.taken
         added = self._worker.add(
-            taken.lease, token_ids, request.params, seed, resume, priority=taken.urgency, tenant=taken.tenant
+            *(taken.lease, token_ids, params, seed_of(job.job_id, params), resume),
+            priority=taken.urgency,
+            tenant=taken.tenant,
         )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.
         asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job))

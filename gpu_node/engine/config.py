@@ -53,8 +53,10 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(None, ge=2)
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(512, ge=1)
-    max_prefill_beside_decode: int = Field(192, ge=1)
-    """Most tokens of prompts in a step in which others decode, who all wait for it."""
+    max_prefill_beside_decode: int | None = Field(None, ge=1)
+    """Most tokens of prompts in a step in which others decode, who all wait for it; None: as in any other step.
+
+    None computes most tokens a second; nodes, whose callers read along, have a limit by default."""
     enable_prefix_caching: bool = True
     scheduling_policy: PolicyName = "fcfs"
     """Who starts first and who gives way; `aging_ms` and `bypass_ms`: see `contract/policy.py`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,8 +24,13 @@ class Limits:
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int) -> Limits:
         """As an engine's settings have them."""
-        names = (field.name for field in fields(cls) if field.name != "max_model_len")
-        return cls(max_model_len=max_model_len, **{name: getattr(config, name) for name in names})
+        return cls(
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_beside_decode=config.max_prefill_beside_decode or config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
 
 
 def within(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
