@@ -28,7 +28,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tries", type=int, default=3, help="most runs of one engine, workload and repeat if dirty")
     parser.add_argument("--campaign", default="main", help="which journal to go on with")
-    parser.add_argument("--redo", action="store_true", help="forget the chosen engines' runs first")
+    parser.add_argument("--redo", action="store_true", help="forget these engines' runs of these workloads first")
     parser.add_argument("--report", action="store_true", help="run nothing, write the tables of what was run")
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args(arguments)
@@ -49,7 +49,7 @@ def main() -> None:
     chosen = [one for one in CONTESTANTS.values() if one.name.startswith(tuple(options.engines))]
     journal = Journal(peers.BUILD / "bench" / f"{options.campaign}.jsonl")
     if options.redo:
-        journal.forget({one.name for one in chosen})
+        journal.forget({one.name for one in chosen}, set(options.workloads))
     runs = campaign.Campaign(journal, options.model or str(demo_model()), chosen, max_tries=options.tries)
     if not options.report:
         runs.run(options.workloads, options.repeats)

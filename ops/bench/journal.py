@@ -42,9 +42,9 @@ class Journal:
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(run)) + "\n")
 
-    def forget(self, contestants: set[str]) -> None:
-        """Drops the runs of some, whose code or setting has changed."""
-        self.runs = [run for run in self.runs if run.contestant not in contestants]
+    def forget(self, contestants: set[str], workloads: set[str]) -> None:
+        """Drops the runs of some at some workloads, for which their code or setting has changed."""
+        self.runs = [run for run in self.runs if run.contestant not in contestants or run.workload not in workloads]
         if self._path.exists():
             self._path.write_text("".join(json.dumps(asdict(run)) + "\n" for run in self.runs))
 

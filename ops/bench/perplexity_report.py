@@ -82,7 +82,8 @@ _LIMITS = """\
 Ratios are of the same windows, ± 95 % over the choice of windows; each grid's figures are compared with transformers on
 the stored weights, because its function is the same. `native` is the runner itself, whose activations are in int8 with
 every quantised format: one scale a token with `int8`, one for 32 channels with the groups. `rounded` has the weights
-quantised and dequantised by other code and computes in bfloat16: the weights' share alone.
+quantised and dequantised by other code and computes in bfloat16: the weights' share alone. `int8` turns all channels by
+Hadamard and cosine matrices when it loads, which partly turns back what `rotated` did with the same Hadamard matrices.
 
 What this does not say:
 

@@ -84,10 +84,11 @@ def test_a_failure_is_kept_with_its_reason_and_tried_by_the_next_start(
 
 
 def test_redone_engines_are_forgotten(journal: Journal) -> None:
-    for name in ("a", "b"):
-        journal.add(Run(name, "mix", 0, "abc", "command", RESULT))
-    journal.forget({"a"})
-    assert [run.contestant for run in Journal(journal._path).runs] == ["b"]
+    for name, workload in (("a", "mix"), ("a", "single"), ("b", "mix")):
+        journal.add(Run(name, workload, 0, "abc", "command", RESULT))
+    journal.forget({"a"}, {"mix"})
+    left = [(run.contestant, run.workload) for run in Journal(journal._path).runs]
+    assert left == [("a", "single"), ("b", "mix")]
 
 
 def test_a_peer_that_is_not_installed_is_skipped_by_name(

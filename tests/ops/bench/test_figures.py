@@ -76,9 +76,9 @@ def test_a_quantised_setting_must_beat_peers_of_any_kind() -> None:
 
 def test_the_queue_is_held_against_the_bare_engine() -> None:
     runs = [run("penstock bf16", 100), run("penstock-queue bf16", 98)]
-    assert verdict("through Redis ÷ bare engine", *runs) == (0.98, "penstock bf16", True)
+    assert verdict("through Redis ÷ bare engine, bf16", *runs) == (0.98, "penstock bf16", True)
     single = [run("penstock bf16", 100, workload="single"), run("penstock-queue bf16", 80, workload="single")]
-    assert verdict("TTFT that Redis adds, ms", *single) == (2.5, "penstock bf16", False)
+    assert verdict("TTFT that Redis adds, ms, bf16", *single) == (2.5, "penstock bf16", False)
 
 
 def test_a_target_without_both_sides_has_no_verdict() -> None:
