@@ -348,6 +348,32 @@ async def test_a_stop_while_prompts_are_read_gives_them_back_at_once(redis_url: 
     assert {(status.state, status.losses) for status in states} == {("queued", 0)}
 
 
+async def test_long_prompts_that_come_together_are_tokenized_side_by_side(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    engine, reading, may_go_on = ReferenceEngine(), threading.Event(), threading.Event()
+    together = threading.Barrier(2, timeout=PATIENCE_S)
+
+    def encode(text: str) -> list[int]:
+        if text.startswith("first"):
+            reading.set()
+            may_go_on.wait(PATIENCE_S)
+        else:
+            together.wait()  # breaks where one is read after the other
+        return list(text[:20].encode())
+
+    engine.tokenizer.encode = encode  # type: ignore[method-assign]
+    first, *others = (new_job(f"{name} " * MAX_CHARS_ON_LOOP) for name in ("first", "second", "third"))
+    async with running(redis_url, engine):
+        await broker.submit(first, cost=50)
+        await asyncio.to_thread(reading.wait, PATIENCE_S)
+        for job in others:
+            await broker.submit(job, cost=50)
+        may_go_on.set()
+        states = [(await until(broker, job, lambda status: status.outcome is not None)).state for job in others]
+    assert states == ["done", "done"]
+
+
 async def test_nodes_whose_limits_differ_do_not_share_a_pool(redis_url: str) -> None:
     class ShorterEngine(ReferenceEngine):
         def __init__(self) -> None:
