@@ -120,6 +120,8 @@ class Scheduler:
         if len(ends):
             self._in_flight = self._step(ends, named)
             return self._in_flight
+        if self.running and self.num_preemptions > preemptions_before:
+            return self.schedule()  # whoever had the whole step gave way: the others have it
         if self.running or self.queues:
             raise InvariantError(f"{len(self.running)} running and {self.queues.num_waiting} waiting ones are stuck")
         return None
