@@ -17,7 +17,7 @@ import uvicorn
 
 from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.errors import PromptTooLongError
-from penstock.contract.job import SamplingParams, Usage
+from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gateway.app import make_server
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
@@ -75,7 +75,7 @@ class EchoEngine:
         *,
         seed: int,
         resume: Sequence[ResumedChoice] = (),
-        priority: int = 1,
+        priority: int = Priority.STANDARD,
         tenant: str = "default",
     ) -> None:
         if len(prompt_token_ids) >= self.max_model_len:

@@ -71,12 +71,6 @@ PENSTOCK_INLINE float largest(Floats x) {
   return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
-PENSTOCK_INLINE __m256 widen_bf16(__m128i x) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
-}
-PENSTOCK_INLINE Floats load_bf16(const uint16_t* p) {
-  return {widen_bf16(_mm_loadu_si128((const __m128i*)p)), widen_bf16(_mm_loadu_si128((const __m128i*)(p + 8)))};
-}
 // Rounds to nearest even in the low half of each lane; a NaN stays one.
 PENSTOCK_INLINE __m256i narrow_bf16(__m256 x) {
   const __m256i u = _mm256_castps_si256(x);

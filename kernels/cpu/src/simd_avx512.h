@@ -45,9 +45,6 @@ PENSTOCK_INLINE Floats scale_by_power(Floats a, Floats n) { return {_mm512_scale
 PENSTOCK_INLINE float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
 PENSTOCK_INLINE float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 
-PENSTOCK_INLINE Floats load_bf16(const uint16_t* p) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
-}
 PENSTOCK_INLINE void store_bf16(uint16_t* p, Floats a) {
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v));
 }
