@@ -106,3 +106,18 @@ async def test_lack_of_memory_ends_no_job(redis_url: str, make_engine: MakeEngin
     want = roomy.generate(SMALL, params(20))
     assert [result.choices[0].token_ids for result in results] == [one.choices[0].token_ids for one in want]
     assert engine.stats().num_memory_failures > 0
+
+
+async def test_an_operator_sees_what_the_memory_does(redis_url: str, make_engine: MakeEngine) -> None:
+    engine = make_engine(num_kv_blocks=12, num_swap_blocks=6, preemption="swap", scheduling_policy="fcfs")
+    async with running(redis_url, engine, scheduling_policy="fcfs", lease_ms=3000), AsyncClient(redis_url) as client:
+        for _ in range(2):
+            await asyncio.gather(*(run(client, prompt * 2, 60) for prompt in SMALL[:6]))
+        stats = engine.stats()
+        async with asyncio.timeout(PATIENCE_S):
+            while (pressure := (await client.pressure(POOL)).nodes[0]).num_steps < stats.steps:
+                await asyncio.sleep(0.05)
+    assert pressure.swap_blocks_total == 6 and pressure.swap_blocks_free == 6
+    for name in ("kv_evictions", "swapped_out_blocks", "prefix_lookup_tokens", "prefix_hit_tokens", "max_step_tokens"):
+        assert getattr(pressure, name) == getattr(stats, name) > 0, name
+    assert 0 < pressure.prefix_hit_tokens < pressure.prefix_lookup_tokens
