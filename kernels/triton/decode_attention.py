@@ -191,7 +191,8 @@ def decode_attention(
         *(out, partial, weight, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, seqs),
         *sloped(slopes, scale),
-        *strides(block_tables, cache),
+        block_tables.stride(0),
+        *cache_strides(cache),
         GROUP=group,
         GROUP_PAD=padded(group, 16),
         BLOCK=cache.block_size,
@@ -212,11 +213,9 @@ def sloped(slopes: Tensor | None, scale: float) -> tuple[Tensor | None, float]:
     return None if slopes is None else slopes * LOG2_E, scale * LOG2_E
 
 
-def strides(block_tables: Tensor, cache: PagedCache) -> tuple[int, ...]:
-    """A table's row; a value's block and head; a scale's; and where the host's blocks lie."""
+def cache_strides(cache: PagedCache) -> tuple[int, ...]:
+    """Of a value's block and head, and a scale's; and where the host's blocks begin and lie."""
     scales = cache.k_scales
     by_scale = (0, 0) if scales is None else (scales.stride(1), scales.stride(0))
-    return (
-        *(block_tables.stride(0), cache.k.stride(1), cache.k.stride(0), *by_scale),
-        *(cache.host_from, cache.host_jump // cache.k.element_size(), cache.host_jump // 4),
-    )
+    jumps = cache.host_from, cache.host_jump // cache.k.element_size(), cache.host_jump // 4
+    return cache.k.stride(1), cache.k.stride(0), *by_scale, *jumps

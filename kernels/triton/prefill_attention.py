@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton.decode_attention import block_offset, sloped, strides
+from penstock.kernels.triton.decode_attention import block_offset, cache_strides, sloped
 from penstock.kernels.triton.launches import Launch, padded, tuned_launch
 
 QUERY_TILE = 64
@@ -183,7 +183,8 @@ def prefill_attention(
         *(out, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, tiles),
         *sloped(slopes, scale),
-        *strides(block_tables, cache),
+        block_tables.stride(0),
+        *cache_strides(cache),
         GROUP=group,
         HEAD=head_dim,
         HEAD_PAD=padded(head_dim, 16),

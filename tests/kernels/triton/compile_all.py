@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -17,8 +18,11 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.triton import layers
+from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.prefill_attention import prefill_attention
+from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
 CAPABILITIES = (80, 90)
 
@@ -73,13 +77,31 @@ def _attend(attention: Callable[..., None], cache: PagedCache, *last: Any, **rul
 
 def compile_doors(capability: int) -> None:
     """Every door as a model of Llama's size calls it."""
-    # int8 for all, float8 from Ada on.
-    for kept in (torch.bfloat16, torch.int8, *([torch.float8_e4m3fn] if capability >= 89 else ())):
+    # float8 from Ada on.
+    formats = [torch.bfloat16, torch.int8, *([torch.float8_e4m3fn] if capability >= 89 else ())]
+    for kept in formats:
         _attend(decode_attention, _cache(kept), _ints(4), 8)
         _attend(prefill_attention, _cache(kept), _ints(4, 2))
     ruled: dict[str, Any] = {"window": 512, "slopes": _empty(32, dtype=torch.float32)}
     _attend(decode_attention, _cache(), _ints(4), 1, **ruled)
     _attend(prefill_attention, _cache(), _ints(4, 2), **ruled)
+    _compile_layers(formats)
+    marks = Marks(_ints(4, 128_256))
+    marks.fill(_ints(9, 3), 0)
+    sample(_empty(4, 128_256), _ints(4, len(RULE_COLUMNS)), marks)
+    copy_blocks(_empty(4, 65_536, dtype=torch.uint8), np.array([[1, 2]], np.int32), host_from=2, host_jump=1 << 40)
+
+
+def _compile_layers(formats: list[torch.dtype]) -> None:
+    x, residual, weight = _empty(4, 4096), _empty(4, 4096, dtype=torch.float32), _empty(4096)
+    layers.add_rms_norm(residual, x, weight, 1e-5)
+    layers.add_layer_norm(residual, None, weight, weight, 1e-5)
+    layers.silu_mul(x)
+    layers.gelu(x)
+    angles, norm = _empty(512, 64, dtype=torch.float32), _empty(128)
+    for kept in formats:
+        given = _empty(4, 48 * 128), _cache(kept), _ints(4), _ints(4), angles, angles
+        layers.rotate_and_store(*given, q_norm=norm, k_norm=norm)
 
 
 def main() -> None:
