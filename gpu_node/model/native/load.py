@@ -13,10 +13,11 @@ from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
 from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.native.formats import format_of, rows_of
 from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.gpu_node.model.positions import rope_angles
 from penstock.gpu_node.model.protocol import RunnerOptions
-from penstock.gpu_node.model.rope import rope_angles
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
+from penstock.gpu_node.model.tensors import DecoderTensors, StoredNorm
 from penstock.kernels.cpu.build import BuildError, library_path
 from penstock.kernels.cpu.library import Format, KvFormat, NativeModel, NativeSpec, Place, Slot, Vector
 from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
@@ -70,6 +71,24 @@ def _check(described: Description, options: RunnerOptions) -> None:
         raise NativeUnavailableError(f"they want a block_size that is a multiple of {PAGE_TOKENS}")
     if spec.head_dim % PAGE_TOKENS or spec.head_dim > MAX_HEAD_DIM:
         raise NativeUnavailableError(f"head_dim {spec.head_dim} is no multiple of {PAGE_TOKENS} up to {MAX_HEAD_DIM}")
+    missing = [name for name, is_there in _features_missing(spec).items() if is_there]
+    if missing:
+        raise NativeUnavailableError(f"they have no {', no '.join(missing)}")
+
+
+def _features_missing(spec: ModelSpec) -> dict[str, bool]:
+    """What the kernels cannot compute, and whether the model has it."""
+    return {
+        "layer norms": spec.norm == "layer",
+        "MLP without a gate": not spec.is_gated,
+        f"activation {spec.activation}": spec.activation != "silu",
+        "biases": spec.qkv_bias or spec.out_bias or spec.mlp_bias,
+        "norms of heads": spec.names.q_norm is not None,
+        "ALiBi": spec.rope is None,
+        "heads that rotate in part": spec.rope is not None and spec.rope.dim != spec.head_dim,
+        "sliding windows": any(spec.windows),
+        "parallel attention and MLP": spec.parallel_residual,
+    }
 
 
 def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
@@ -116,9 +135,8 @@ class _Packer:
     def __init__(self, model: NativeModel, described: Description, quantization: str, progress: Progress) -> None:
         self._model = model
         self._spec = described.spec
-        self._names = described.names
         self._max_model_len = described.max_model_len
-        self._checkpoint = Checkpoint.open(described.source)
+        self._tensors = DecoderTensors(Checkpoint.open(described.source), described.spec)
         self._quantization = quantization
         self._turned = _is_turned(quantization)
         self._progress = progress
@@ -126,41 +144,34 @@ class _Packer:
 
     def pack(self) -> set[Format]:
         """All of it; the formats that were used."""
-        spec, names = self._spec, self._names
+        spec, tensors = self._spec, self._tensors
         for layer in range(spec.num_layers):
             self._pack_layer(layer)
             self._progress("load", (layer + 1) / (spec.num_layers + 1))
-        embedding = self._checkpoint.get(names.embedding, spec.vocab_size, spec.hidden_size)
-        head = embedding
-        if not spec.tied_head:
-            head = self._checkpoint.get(names.head, spec.vocab_size, spec.hidden_size)
-        gains = self._set_norm(Vector.FINAL_NORM, 0, names.final_norm)
-        self._fuse(Slot.HEAD, 0, [head], gains)
+        gains = self._set_norm(Vector.FINAL_NORM, 0, tensors.final_norm())
+        self._fuse(Slot.HEAD, 0, (tensors.head(),), gains)
         # Only as long as the norm does not go into the head are tied ones the same.
         if not spec.tied_head or gains is not None:
-            self._fuse(Slot.EMBEDDING, 0, [embedding])
-        cos, sin = rope_angles(spec, self._max_model_len)
-        self._model.set_vector(Vector.COS, 0, cos)
-        self._model.set_vector(Vector.SIN, 0, sin)
+            self._fuse(Slot.EMBEDDING, 0, (tensors.embedding(),))
+        if spec.rope is not None:
+            cos, sin = rope_angles(spec.rope, self._max_model_len)
+            self._model.set_vector(Vector.COS, 0, cos)
+            self._model.set_vector(Vector.SIN, 0, sin)
         self._progress("load", 1.0)
         return self._formats
 
     def _pack_layer(self, layer: int) -> None:
-        spec, names = self._spec, self._names
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        hidden, inter = spec.hidden_size, spec.intermediate_size
+        tensors = self._tensors
+        gains = self._set_norm(Vector.ATTENTION_NORM, layer, tensors.attention_norm(layer))
+        self._fuse(Slot.QKV, layer, tensors.qkv(layer).weights, gains)
+        self._fuse(Slot.OUT, layer, tensors.out(layer).weights)
+        mlp_norm = tensors.mlp_norm(layer)
+        gains = None if mlp_norm is None else self._set_norm(Vector.MLP_NORM, layer, mlp_norm)
+        gate, up = tensors.mlp_in(layer).weights
+        self._interleave(Slot.GATE_UP, layer, gate, up, gains)
+        self._fuse(Slot.DOWN, layer, tensors.mlp_out(layer).weights)
 
-        def get(name: str, rows: int, columns: int) -> StoredTensor:
-            return self._checkpoint.get(name.format(layer=layer), rows, columns)
-
-        parts = [get(names.q, q_size, hidden), get(names.k, kv_size, hidden), get(names.v, kv_size, hidden)]
-        self._fuse(Slot.QKV, layer, parts, self._set_norm(Vector.ATTENTION_NORM, layer, names.attention_norm))
-        self._fuse(Slot.OUT, layer, [get(names.o, hidden, q_size)])
-        gate, up = get(names.gate, inter, hidden), get(names.up, inter, hidden)
-        self._interleave(Slot.GATE_UP, layer, gate, up, self._set_norm(Vector.MLP_NORM, layer, names.mlp_norm))
-        self._fuse(Slot.DOWN, layer, [get(names.down, hidden, inter)])
-
-    def _fuse(self, slot: Slot, layer: int, parts: list[StoredTensor], gains: _Gains = None) -> None:
+    def _fuse(self, slot: Slot, layer: int, parts: tuple[StoredTensor, ...], gains: _Gains = None) -> None:
         """One matrix with the parts' rows one after the other."""
         self._allocate(slot, layer, parts, sum(part.shape[0] for part in parts))
         first = 0
@@ -171,12 +182,12 @@ class _Packer:
 
     def _interleave(self, slot: Slot, layer: int, one: StoredTensor, other: StoredTensor, gains: _Gains) -> None:
         """One matrix in which the parts' rows alternate by halves of a panel."""
-        self._allocate(slot, layer, [one, other], 2 * one.shape[0])
+        self._allocate(slot, layer, (one, other), 2 * one.shape[0])
         for place, part in ((Place.FIRST_HALF, one), (Place.SECOND_HALF, other)):
             source, data, order = rows_of(part)
             self._model.fill(slot, layer, source, data, place=place, row_order=order, gains=gains)
 
-    def _allocate(self, slot: Slot, layer: int, parts: list[StoredTensor], rows: int) -> None:
+    def _allocate(self, slot: Slot, layer: int, parts: tuple[StoredTensor, ...], rows: int) -> None:
         # Rows of a turned embedding are read one at a time, and an error in one stays in the sum of all layers.
         precise = self._turned and slot is Slot.EMBEDDING
         weights = Format.BF16 if precise else format_of(parts, self._quantization)
@@ -184,9 +195,8 @@ class _Packer:
             self._formats.add(weights)
         self._model.allocate(slot, layer, weights, rows, parts[0].shape[1])
 
-    def _set_norm(self, vector: Vector, layer: int, name: str) -> _Gains:
+    def _set_norm(self, vector: Vector, layer: int, norm: StoredNorm) -> _Gains:
         """Give a norm its weights; a turned model's go into the matrix behind it, for which they come back."""
-        tensor = self._checkpoint.get(name.format(layer=layer), self._spec.hidden_size)
-        gains = tensor.to_float32().reshape(-1)
+        gains = norm.weight.to_float32()
         self._model.set_vector(vector, layer, np.ones_like(gains) if self._turned else gains)
         return gains if self._turned else None
