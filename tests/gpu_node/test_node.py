@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from fakes.reference_engine import ReferenceEngine, reference_tokens
+from fakes.running_node import PATIENCE_S, running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -22,31 +23,13 @@ from penstock.contract.job import Job, Result, SamplingParams
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.inbox import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.node import Node
-from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.worker import EngineLike
 
 POOL = "ref"
-PATIENCE_S = 20.0
 
 
-def settings(url: str, **changes: Any) -> NodeSettings:
-    return NodeSettings(model="reference", pool=POOL, redis_url=url, **{"lease_ms": 3000, **changes})
-
-
-@asynccontextmanager
-async def running(url: str, engine: ReferenceEngine, **changes: Any) -> AsyncIterator[Node]:
-    node, ready = Node(settings(url, **changes), engine), asyncio.Event()
-    task = asyncio.create_task(node.run(ready))
-    waiting = asyncio.create_task(ready.wait())
-    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
-    waiting.cancel()
-    try:
-        if task.done():
-            task.result()
-        yield node
-    finally:
-        node.stop()
-        async with asyncio.timeout(PATIENCE_S):
-            await task
+def running(url: str, engine: EngineLike, **changes: Any) -> AbstractAsyncContextManager[Node]:
+    return running_node(url, engine, pool=POOL, **changes)
 
 
 def new_job(prompt: str = "hello", **params: Any) -> Job:

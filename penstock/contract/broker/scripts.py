@@ -12,7 +12,7 @@ import msgpack
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from penstock.contract import keys
+from penstock.contract import crash, keys
 from penstock.contract.broker.connection import translated
 
 Argument = bytes | str | int | float
@@ -41,8 +41,11 @@ def packed(rows: Sequence[tuple[Any, ...]]) -> bytes:
 async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
     """Runs one script of a pool; raises the errors of `connection.translated`."""
     schema = keys.schema(pool)
+    crash.point("before", name)
     with translated():
         try:
-            return await redis.evalsha(_digest(name), 1, schema, *arguments)
+            answer = await redis.evalsha(_digest(name), 1, schema, *arguments)
         except NoScriptError:
-            return await redis.eval(source(name), 1, schema, *arguments)
+            answer = await redis.eval(source(name), 1, schema, *arguments)
+    crash.point("after", name)
+    return answer
