@@ -23,15 +23,10 @@ from penstock.contract.broker import scripts
 
 Address = str | tuple[str, int]
 READ_BYTES = 1 << 16
-SCRIPTS = tuple(
-    sorted(
-        path.name.removesuffix(".lua")
-        for path in (resources.files("penstock.contract") / "scripts").iterdir()
-        if path.name.endswith(".lua") and path.name != "prelude.lua"
-    )
-)
-_BY_DIGEST = {hashlib.sha1(scripts.source(name).encode()).hexdigest().encode(): name for name in SCRIPTS}
-_BY_SOURCE = {scripts.source(name).encode(): name for name in SCRIPTS}
+_FILES = (resources.files("penstock.contract") / "scripts").iterdir()
+_SCRIPTS = [file.name.removesuffix(".lua") for file in _FILES if file.name not in ("prelude.lua", "__init__.py")]
+_BY_DIGEST = {hashlib.sha1(scripts.source(name).encode()).hexdigest().encode(): name for name in _SCRIPTS}
+_BY_SOURCE = {scripts.source(name).encode(): name for name in _SCRIPTS}
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 from fakes.reference_engine import ReferenceEngine
-from fakes.running_node import running_node
+from fakes.running_node import PATIENCE_S, running_node
 from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, new_work, statuses
 from redis.asyncio import Redis
 
+from penstock.contract.broker.retry import patiently
 from penstock.producer.client import AsyncClient, ClientSettings
 
 POOL = "road"
@@ -19,6 +20,11 @@ SETTINGS: dict[str, Any] = {"reattach_grace_ms": 100, "drain_s": 0.0}
 QUICK = ClientSettings(echo_interval_s=0.3, silent_after_s=1.0, read_beat_interval_s=0.3)
 STEP_S = 0.01
 LONG_TOKENS = 2000
+SCRIPTS = (
+    *("submit", "attach", "detach", "cancel", "read_beat", "sweep"),
+    *("join", "take", "emit", "finish", "give_back", "beat", "leave"),
+)
+"""All that a walk calls."""
 
 
 def new_works(num_tokens: int) -> list[Work]:
@@ -68,10 +74,21 @@ async def served(url: str) -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[AsyncClient]:
+    """A client that waits for Redis also when it starts."""
+    client = AsyncClient(url, settings=QUICK)
+    await patiently(client.connect, PATIENCE_S)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
 async def walk(redis: Redis, url: str, *, num_tokens: int = 100) -> None:
     """Jobs of all kinds, read twice, while their node gives them back to another one. `redis` sees no faults."""
     works = new_works(num_tokens)
-    async with served(url) as first, AsyncClient(url, settings=QUICK) as client:
+    async with served(url) as first, connected(url) as client:
         reading = [asyncio.create_task(read(client, work)) for work in works]
         again = asyncio.create_task(read_twice(client, works[0]))
         left = await leave_two(client)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from fakes.node_process import NodeProcess
-from faults.processes import ReaderProcess
+from faults.http_reader import HttpReading
+from faults.processes import GatewayProcess, ReaderProcess
 from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
@@ -156,3 +157,55 @@ async def test_a_client_may_die_at_every_moment(redis: Redis, redis_url: str, po
 @pytest.mark.parametrize("point", RETURNED_CLIENT_POINTS)
 async def test_a_client_that_has_come_back_may_die_too(redis: Redis, redis_url: str, point: str) -> None:
     await kill_a_client(redis, redis_url, point, has_returned=True)
+
+
+# Gateways ----------------------------------------------------------------------------------------
+
+GATEWAY_POINTS = (
+    *(f"{when} submit {count}" for when in ("before", "after") for count in (1, 4)),
+    *(f"{when} read_beat {count}" for when in ("before", "after") for count in (1, 2)),
+    *(f"{when} sweep 2" for when in ("before", "after")),
+    *(f"before dispatch {count}" for count in (1, 40)),
+    *(f"after event {count}" for count in (1, 100)),
+)
+QUICK_GATEWAY_POINTS = ("after submit 4", "after event 100")
+LEFT_GATEWAY_POINTS = tuple(f"{when} detach 1" for when in ("before", "after"))
+
+
+async def kill_a_gateway(redis: Redis, url: str, point: str, *, leaves: bool = False) -> None:
+    """One gateway dies at the point; those who ask another one with the same key get all of the same jobs."""
+    works = new_works(5)
+    first, second = [HttpReading() for _ in works], [HttpReading() for _ in works]
+    with NodeProcess(url, step_s=STEP_S, abandon_after_ms=5000, **SETTINGS), GatewayProcess(url) as living:
+        with GatewayProcess(url, dies=f"{point} kill") as dying:
+            for base, readings in ((dying.url, first), (living.url, second)):
+                asking = [
+                    reading.read(
+                        base, work, POOL, key=f"key {i}", max_events=3 if leaves and base == dying.url else None
+                    )
+                    for i, (work, reading) in enumerate(zip(works, readings, strict=True))
+                ]
+                await asyncio.gather(*asking)
+            assert await asyncio.to_thread(dying.wait) == -signal.SIGKILL, "it came to the point"
+        for work, one, other in zip(works, first, second, strict=True):
+            other.check(work)
+            assert one.is_part_of(other)
+            assert one.job_id in ("", other.job_id)
+        await check_settled(redis, POOL)
+
+
+@pytest.mark.parametrize("point", QUICK_GATEWAY_POINTS)
+async def test_a_gateway_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
+    await kill_a_gateway(redis, redis_url, point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", [point for point in GATEWAY_POINTS if point not in QUICK_GATEWAY_POINTS])
+async def test_a_gateway_may_die_at_every_moment(redis: Redis, redis_url: str, point: str) -> None:
+    await kill_a_gateway(redis, redis_url, point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", LEFT_GATEWAY_POINTS)
+async def test_a_gateway_may_die_while_its_readers_leave(redis: Redis, redis_url: str, point: str) -> None:
+    await kill_a_gateway(redis, redis_url, point, leaves=True)

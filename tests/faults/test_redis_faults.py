@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from faults.proxy import CUT_REPLY, LOST_CALL, LOST_REPLY, SCRIPTS, Fault, FaultProxy, Rule
+from faults.proxy import CUT_REPLY, LOST_CALL, LOST_REPLY, Fault, FaultProxy, Rule
 from faults.redis_process import RedisProcess
-from faults.road import POOL, QUICK, new_works, read, served, walk
+from faults.road import POOL, QUICK, SCRIPTS, new_works, read, served, walk
 from faults.sentinel import Replicated
 from faults.work import PROMPT, Work, check_logs, check_settled, new_work, statuses
 from redis.asyncio import Redis

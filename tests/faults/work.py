@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,6 +12,8 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract import keys
+from penstock.contract.audit import Finding, audit
+from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.job import Choice, Chunk, SamplingParams
 from penstock.contract.wire import decode_chunks
@@ -91,6 +94,8 @@ def new_work(pool: str, num_tokens: int, *, stops_at: float = 0.0, **options: An
 
 
 STOP_CHARS = 3
+SETTLE_ATTEMPTS = 50
+SETTLE_PAUSE_S = 0.1
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -125,14 +130,12 @@ async def holder(redis: Redis, job_id: str) -> str:
     return (node or b"").decode().rpartition("-")[0]
 
 
-async def check_settled(redis: Redis, pool: str, *, allow: Callable[[str], bool] = lambda _: False) -> None:
-    """Nothing of an ended job is left but what its readers may still ask for."""
-    prefix = keys.prefix(pool)
-    names = [name.decode().removeprefix(f"{prefix}:") async for name in redis.scan_iter(match=f"{_literal(prefix)}:*")]
-    open_kinds = ("q", "back", "wait", "due", "run", "open", "tenant", "in")
-    assert [name for name in names if name.partition(":")[0] in open_kinds and not allow(name)] == []
-
-
-def _literal(text: str) -> str:
-    """A pattern that only `text` matches."""
-    return "".join(f"[{char}]" if char in "{}" else char for char in text)
+async def check_settled(redis: Redis, pool: str) -> None:
+    """No job is open, and every key of the pool agrees with the jobs' records, at the latest when nodes have beaten."""
+    findings: list[Finding] = []
+    for _ in range(SETTLE_ATTEMPTS):
+        if not (findings := await audit(AdminBroker(redis), pool)):
+            break
+        await asyncio.sleep(SETTLE_PAUSE_S)
+    assert findings == []
+    assert await cast(Any, redis.scard(f"{keys.prefix(pool)}:open")) == 0

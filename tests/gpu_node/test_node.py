@@ -285,11 +285,26 @@ async def test_an_engine_that_hangs_ends_the_node_and_its_jobs_move(redis_url: s
             await until(broker, job, lambda status: status.num_chunks >= 10)
             await asyncio.sleep(3)
             assert node.ledger.job_ids == [job.id]
-    assert caught.group_contains(InvariantError, match="has not answered")
+    assert caught.group_contains(InvariantError, match="has made no step")
     release.set()
     async with running(redis_url, ReferenceEngine()):
         result = await ended(broker, job)
     assert list(result.choices[0].token_ids) == expected(job)
+
+
+async def test_an_engine_that_answers_but_makes_no_step_ends_the_node(redis_url: str, broker: ProducerBroker) -> None:
+    class StuckEngine(ReferenceEngine):
+        def step(self) -> list[StepOutput]:
+            if len(self.batches) < 10:
+                return super().step()
+            time.sleep(0.01)
+            return []
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(redis_url, StuckEngine(step_s=0.005), stall_after_s=0.5) as node:
+            await broker.submit(new_job(max_tokens=100), cost=50)
+            await asyncio.wrap_future(node._worker.stopped)
+    assert caught.group_contains(InvariantError, match="has made no step")
 
 
 async def test_what_a_library_raises_at_one_prompt_concerns_that_job_alone(
