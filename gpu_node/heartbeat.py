@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 from penstock.contract.broker.node import NodeBroker
-from penstock.contract.errors import InvariantError, UnavailableError
+from penstock.contract.errors import UnavailableError
 from penstock.contract.wire import NodePressure
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.watchdog import Watchdog
 from penstock.gpu_node.worker import EngineWorker
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ MAX_INTERVAL_S = 2.0
 BEATS_PER_LEASE = 6
 BEATS_PER_CHECK = 5
 _RATE_HALF_LIFE_S = 10.0
+_INTERVALS_A_LOOK = 3
+"""Waiting for the engine's answer, the beat, and the pause before the next one."""
 
 
 class Gauge:
@@ -66,8 +70,9 @@ class Heartbeat:
         self._drain, self._prefill, self._decode, self._steps = (Gauge(time.monotonic()) for _ in range(4))
         self._num_beats = 0
         self._last_stats: EngineStats | None = None
-        self._stall_after_s = stall_after_s
-        self._answered_s = time.monotonic()
+        self._watchdog = Watchdog(
+            stall_after_s=stall_after_s, max_look_s=_INTERVALS_A_LOOK * self._interval_s, now_s=time.monotonic()
+        )
         self.draining = False
 
     async def run(self) -> None:
@@ -132,16 +137,13 @@ class Heartbeat:
     async def _stats(self) -> EngineStats:
         """The engine's figures; the last known ones while a long step keeps it busy, because beats must not wait.
 
-        Raises InvariantError when it hangs: a node that only seems to live would keep its jobs for ever.
+        Raises InvariantError when it hangs.
         """
-        try:
+        answer: EngineStats | None = None
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._interval_s):
-                self._last_stats = await asyncio.wrap_future(self._worker.stats())
-                self._answered_s = time.monotonic()
-        except TimeoutError:
-            silent_s = time.monotonic() - self._answered_s
-            if silent_s > self._stall_after_s:
-                raise InvariantError(f"the engine has not answered for {silent_s:.0f} s") from None
+                self._last_stats = answer = await asyncio.wrap_future(self._worker.stats())
+        self._watchdog.look(answer, may_step=not self._worker.is_paused, now_s=time.monotonic())
         if self._last_stats is None:
             raise UnavailableError("the engine has not answered yet")
         return self._last_stats

@@ -2,7 +2,7 @@
 
 All keys of a pool share the hash tag `{pool}`, so that a script stays in one cluster slot. P is `penstock:{pool}`.
 Times are Redis milliseconds. `end` is the one function of the scripts that closes a
-job, `ring` the one that wakes a node.
+job, `ring` the one that wakes a node; audit may write all of them.
 
     key                    type    writers                              holds; life
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
@@ -29,6 +29,7 @@ job, `ring` the one that wakes a node.
     P:backlog              hash    submit, take, give_back, sweep, end  queued cost in tokens per class
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
     P:sweep                string  sweep                                when it last ran
+    P:audit                string  audit                                who repairs this pool at the moment; 10 s
     P:schema               hash    join                                 protocol version; the pool's policy and limits
     penstock:pools         hash    node                                 pool → pool record (wire.py)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
+from penstock.contract import crash
 from penstock.contract.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import Chunk, Job, Result
@@ -76,7 +77,9 @@ class JobSource:
     async def log(self, start: int, count: int) -> list[Chunk]:
         """A page of the job's log."""
         self._inbox.stats.log_reads += 1
-        return await self._courier.ask(lambda broker: broker.log(self.job_id, start, count))
+        chunks = await self._courier.ask(lambda broker: broker.log(self.job_id, start, count))
+        crash.point("after", "log")
+        return chunks
 
     async def result(self) -> Result | None:
         """The job's terminal record, None while it has none."""
