@@ -16,6 +16,7 @@ from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.settings import RedisSettings
+from penstock.contract.terms import UNLIMITED
 from penstock.contract.wire import PoolPressure
 from penstock.producer.client.copies import POOLS_TTL_S, Copy, Door, Warmer
 from penstock.producer.client.courier import Courier
@@ -105,7 +106,9 @@ class AsyncClient:
         await self._courier.ask(lambda _: self._inbox.greet(job.pool))
         await self._door(job.pool).admit(cost, job.priority)
         self._warmer.want()
-        return await self._enqueue(Submission(job, cost, options.get("channel", False)))
+        return await self._enqueue(
+            Submission(job, cost, options.get("channel", False), options.get("terms") or UNLIMITED)
+        )
 
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
         """Submits a job and yields its chunks; see `submit` and `AsyncJob.stream`."""

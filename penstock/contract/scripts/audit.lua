@@ -1,6 +1,6 @@
 -- audit: holds jobs, tenants' turns and sums against the jobs' own records; with `repair` it mends what is wrong, beside
 -- running nodes: each job is looked at and mended in one script, and sums are corrected by differences.
--- ARGV: repairer ('' only looks), msgpack of {jobs = [[id, [[place, entry]…]]…], turns = [[p, tenant]…],
+-- ARGV: repairer ('' only looks), msgpack of {jobs = [[id, [[place, entry]…]]…], turns = [[p, tenant]…], idems = [key…],
 --   sums = [[key, field, by]…] or nil}; `place` is a key without P: where the id was seen, `entry` its stream entry.
 -- A call with `sums` is a repairer's last one.
 -- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
@@ -8,7 +8,7 @@ local MAX_ROWS, REPAIR_MS = 128, 10000
 local repairer, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local schema, now = read_schema(), clock()
 if not schema then return {'UNKNOWN_POOL'} end
-if #asked.jobs > MAX_ROWS or #asked.turns > MAX_ROWS then return redis.error_reply('TOO_MANY_ROWS') end
+if #asked.jobs > MAX_ROWS or #asked.turns > MAX_ROWS or #asked.idems > MAX_ROWS then return redis.error_reply('TOO_MANY_ROWS') end
 local repairs = repairer ~= ''
 if repairs then
   local other = redis.call('GET', P .. ':audit')
@@ -192,6 +192,20 @@ local function check_turn(p, tenant)
   end
 end
 
+-- An idempotency key lives as long as its job is open, and for a while after that.
+local function check_idem(key)
+  local id = redis.call('GET', P .. ':' .. key)
+  local job = id and read_job(id)
+  local is_open, life = job and not is_terminal(job.state), redis.call('PTTL', P .. ':' .. key)
+  if is_open and life >= 0 then
+    find('would_vanish', key, id, 'the key of an open job lives for ever')
+    if repairs then redis.call('PERSIST', P .. ':' .. key) end
+  elseif not is_open and life == -1 then
+    find('lives_for_ever', key, id, 'its job has ended or is unknown')
+    if repairs then redis.call('PEXPIRE', P .. ':' .. key, schema.idem_ttl_ms) end
+  end
+end
+
 local function check_nodes()
   local known = {}
   for _, node in ipairs(redis.call('ZRANGE', P .. ':nodes', 0, -1)) do known[node] = true end
@@ -215,6 +229,7 @@ if open > schema.max_open_jobs then
 end
 for _, row in ipairs(asked.jobs) do check_job(row[1], row[2]) end
 for _, row in ipairs(asked.turns) do check_turn(row[1], row[2]) end
+for _, key in ipairs(asked.idems) do check_idem(key) end
 check_nodes()
 if repairs and asked.sums then
   for _, row in ipairs(asked.sums) do redis.call('HINCRBY', P .. ':' .. row[1], row[2], row[3]) end
