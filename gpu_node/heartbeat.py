@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from dataclasses import fields, replace
 
 from penstock.contract.broker.node import NodeBroker
 from penstock.contract.errors import UnavailableError
@@ -25,21 +26,27 @@ BEATS_PER_CHECK = 5
 _RATE_HALF_LIFE_S = 10.0
 _INTERVALS_A_LOOK = 3
 """Waiting for the engine's answer, the beat, and the pause before the next one."""
+_FIGURES = sorted({field.name for field in fields(NodePressure)} & {field.name for field in fields(EngineStats)})
+"""A record has the engine's figures by their names there."""
 
 
 class Gauge:
-    """Rates from counters: an exponentially fading average per second."""
+    """Rates from counters: an exponentially fading average per second.
 
-    def __init__(self, now_s: float) -> None:
+    One that `keeps` says how fast it goes whenever it goes: a time without gain leaves it.
+    """
+
+    def __init__(self, now_s: float, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._last_s = now_s
         self._last = 0.0
         self.per_s = 0.0
 
     def update(self, total: float, now_s: float, *, counts: bool = True) -> float:
-        """Takes in a counter's new value; a time without gain, or that does not count, leaves the rate."""
+        """Takes in a counter's new value; a time that does not count leaves the rate."""
         elapsed_s, gained = now_s - self._last_s, total - self._last
         self._last_s, self._last = now_s, total
-        if counts and elapsed_s > 0 and gained > 0:
+        if counts and elapsed_s > 0 and (gained > 0 or not self._keeps):
             fade = 0.5 ** (elapsed_s / _RATE_HALF_LIFE_S) if self.per_s else 0.0
             self.per_s = fade * self.per_s + (1 - fade) * gained / elapsed_s
         return self.per_s
@@ -68,6 +75,7 @@ class Heartbeat:
         self._base = base
         self._interval_s = min(MAX_INTERVAL_S, lease_ms / 1000 / BEATS_PER_LEASE)
         self._drain, self._prefill, self._decode, self._steps = (Gauge(time.monotonic()) for _ in range(4))
+        self._preemptions = Gauge(time.monotonic(), keeps=False)
         self._num_beats = 0
         self._last_stats: EngineStats | None = None
         self._watchdog = Watchdog(
@@ -106,31 +114,20 @@ class Heartbeat:
     async def _pressure(self) -> NodePressure:
         stats = await self._stats()
         now_s = time.monotonic()
-        base = self._base
         steps_per_s = self._steps.update(stats.steps, now_s)
         decode_per_s = self._decode.update(stats.decode_tokens, now_s)
-        return NodePressure(
-            node_id=base.node_id,
-            block_size=stats.block_size,
-            kv_blocks_total=stats.kv_blocks_total,
-            kv_blocks_free=stats.kv_blocks_free,
-            kv_blocks_cached=stats.kv_blocks_cached,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
+        return replace(
+            self._base,
+            **{name: getattr(stats, name) for name in _FIGURES},
             num_jobs=len(self._ledger),
-            max_num_seqs=base.max_num_seqs,
             kv_tokens_unclaimed=self._inbox.kv_tokens_unclaimed,
             prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),
             decode_tokens_per_s=decode_per_s,
             # Only while jobs wait: what an idle node finishes says nothing of how fast it could.
             drain_cost_per_s=self._drain.update(self._outbox.num_finished_cost, now_s, counts=self._inbox.has_backlog),
-            step_ms_p50=stats.step_ms_p50,
-            step_ms_p99=stats.step_ms_p99,
-            num_preemptions=stats.num_preemptions,
+            preemptions_per_s=self._preemptions.update(stats.num_preemptions, now_s),
             num_steps=stats.steps,
             mean_batch=decode_per_s / steps_per_s if steps_per_s else 0.0,
-            max_model_len=base.max_model_len,
-            revision=base.revision,
             draining=self.draining,
         )
 

@@ -43,6 +43,43 @@ class Limits:
         return max(self.max_prefill_beside_decode, num_waiting // BACKLOG_STEPS)
 
 
+class StepSize:
+    """Most tokens that a step may have: after one that found no memory half as many as it had, then more again.
+
+    It is doubled after some computed steps, after twice as many where that was too early.
+    """
+
+    _FIRST_WAIT = 8
+    _LONGEST_WAIT = 1024
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.restore()
+
+    def restore(self) -> None:
+        """What made steps fail is gone."""
+        self.max_tokens = self._most
+        self._wait = self._FIRST_WAIT
+        self._num_landed = 0
+        self._has_grown = False
+
+    def found_no_memory(self, num_tokens: int) -> None:
+        """A step of so many tokens did."""
+        self.max_tokens = max(1, num_tokens // 2)
+        if self._has_grown:
+            self._wait = min(self._LONGEST_WAIT, 2 * self._wait)
+        self._num_landed, self._has_grown = 0, False
+
+    def landed(self) -> None:
+        """A step was computed."""
+        if self.max_tokens == self._most:
+            return
+        self._num_landed += 1
+        if self._num_landed == self._wait:
+            self.max_tokens = min(self._most, 2 * self.max_tokens)
+            self._num_landed, self._has_grown = 0, True
+
+
 def within(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
     """How far each gets with its part of a budget that is spent in order; whoever gets nothing is left out."""
     spent = np.cumsum(num_tokens - starts)

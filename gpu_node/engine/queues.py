@@ -50,11 +50,6 @@ class Queues:
         seq = _group(choices)
         self.queue_of(seq).appendleft(seq)
 
-    def move_back(self, seq: Sequence) -> None:
-        """Let all others come before a waiting sequence."""
-        self.waiting.remove(seq)
-        self.waiting.append(seq)
-
     def remove(self, seq: Sequence) -> None:
         """Take out a sequence; others that were to start with it stay."""
         queue = self.queue_of(seq)

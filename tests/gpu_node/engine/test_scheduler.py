@@ -97,7 +97,7 @@ def test_two_prompts_of_one_step_share_their_blocks() -> None:
     assert step is not None and _counts(step) == [11, 3]
     first, second = step.seqs
     assert first.blocks[:2] == second.blocks[:2] and first.blocks[2] != second.blocks[2]
-    assert second.cached_tokens == 8 and scheduler.prefix_hit_tokens == 8
+    assert second.cached_tokens == 8 and scheduler.prefix_hits.hit_tokens == 8
 
 
 def test_the_last_token_of_a_known_prompt_is_computed_again() -> None:
