@@ -36,6 +36,7 @@ job, `ring` the one that wakes a node; audit may write all of them.
     P:audit                string  audit                                who repairs this pool at the moment; 10 s
     P:schema               hash    join                                 protocol version; the pool's policy and limits
     penstock:pools         hash    node                                 pool → pool record (wire.py)
+    penstock:keys          hash    penstock keys                        API key's id → its record (api_keys.py)
 
     channel
     penstock:inbox:<process>   one per reading process: this step's chunks for that reader, back to back
@@ -48,6 +49,7 @@ from __future__ import annotations
 from penstock.contract.job import pool_of
 
 POOLS = "penstock:pools"
+API_KEYS = "penstock:keys"
 NUM_PRIORITIES = 3
 
 

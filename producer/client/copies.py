@@ -18,6 +18,7 @@ from penstock.contract.wire import PoolPressure
 T = TypeVar("T")
 PRESSURE_TTL_S = 0.25
 POOLS_TTL_S = 1.0
+KEYS_TTL_S = 2.0
 WARM_S = 30.0
 """For so long after a job's submission the copies it needed are kept fresh, so that the next one waits for none."""
 _JITTER = 0.2

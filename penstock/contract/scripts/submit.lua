@@ -84,7 +84,7 @@ end
 local function next_due(name, amount)
   local due = math.max(now, tonumber(redis.call('HGET', rate_key, name) or '0'))
   local later = due + amount * 60000 / per_minute[name]
-  if due > now and later > now + burst_s * 1000 then return nil, later - now - burst_s * 1000 end
+  if due > now and later > now + burst_s * 1000 then return nil, math.min(due, later - burst_s * 1000) - now end
   return later
 end
 
