@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 
 from penstock.contract import crash
@@ -36,7 +37,20 @@ def arm(spec: str) -> None:
     crash.point = point
 
 
+def end_with_parent() -> None:
+    """A test that is killed leaves no process behind."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 if __name__ == "__main__":
+    end_with_parent()
     if os.environ.get("FAULT_AT"):
         arm(os.environ["FAULT_AT"])
     del sys.argv[0]

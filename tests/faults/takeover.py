@@ -22,8 +22,11 @@ from redis.asyncio import Redis
 
 from penstock.contract import keys
 from penstock.contract.job import Chunk
-from penstock.producer.client import AsyncClient
+from penstock.producer.client import AsyncClient, ClientSettings
 
+PATIENCE_S = 600.0
+WATCH_S = 0.05
+MAX_HELD_UP_S = 0.5
 StartNode = Callable[[str], NodeProcess]
 """Of the node's name."""
 
@@ -36,6 +39,28 @@ class Takeover:
     drawn: int
     num_tokens: int
     seconds: float
+    held_up_s: float
+    """For how long, at most, this process itself got no turn meanwhile: its clock then says little of the others."""
+
+
+class HeldUp:
+    """Watches its own clock for as long as the block runs."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watching.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            looked_s = time.monotonic()
+            await asyncio.sleep(WATCH_S)
+            self.longest_s = max(self.longest_s, time.monotonic() - looked_s - WATCH_S)
 
 
 class Lane:
@@ -50,7 +75,8 @@ class Lane:
 
     async def __aenter__(self) -> Self:
         await asyncio.gather(self._start(), self._start())
-        self._client = await self._stack.enter_async_context(AsyncClient(self._url))
+        settings = ClientSettings(outage_s=PATIENCE_S)
+        self._client = await self._stack.enter_async_context(AsyncClient(self._url, settings=settings))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -75,11 +101,14 @@ class Lane:
             num_logged = await cast(Any, self.redis.llen(keys.log(work.id)))
             was_running = (await statuses(self.redis, [work]))[0].state == "running"
             starting = asyncio.create_task(self._start())
-            first_s = await _read_on(chunks, work, num_logged)
-        await starting
+            try:
+                async with HeldUp() as held_up:
+                    first_s = await _read_on(chunks, work, num_logged)
+            finally:
+                await starting
         (status,) = await statuses(self.redis, [work])
         assert (status.state, status.outcome and status.outcome.code) == ("done", ""), "no job is lost"
-        return Takeover(work, drawn, num_tokens, first_s - killed_s) if was_running else None
+        return Takeover(work, drawn, num_tokens, first_s - killed_s, held_up.longest_s) if was_running else None
 
 
 async def _read_on(chunks: AsyncIterator[Chunk], work: Work, num_logged: int) -> float:
@@ -99,6 +128,19 @@ class Takeovers:
     wanted: int
     hits: list[Takeover] = field(default_factory=list)
     num_missed: int = 0
+    num_disturbed: int = 0
+    """Rounds in which the machine stood still: their streams count, their times do not, and they are repeated."""
+
+    def note(self, hit: Takeover | None) -> None:
+        """A round is over; one whose kill hit nothing is to be repeated."""
+        if hit is None:
+            self.num_missed += 1
+            self.wanted += 1
+        elif hit.held_up_s > MAX_HELD_UP_S:
+            self.num_disturbed += 1
+            self.wanted += 1
+        else:
+            self.hits.append(hit)
 
     async def run_lane(self, lane: Lane, new: Callable[[str, int], Work], rng: random.Random) -> None:
         """Rounds in one lane until all lanes have enough; `new` makes the job of a pool's round."""
@@ -107,14 +149,9 @@ class Takeovers:
                 self.wanted -= 1
                 work = new(lane.pool, self.wanted)
                 num_tokens = work.num_expected
-                hit = await lane.run(work, rng.randint(1, num_tokens - 1), num_tokens)
+                self.note(await lane.run(work, rng.randint(1, num_tokens - 1), num_tokens))
                 work.check()
                 await check_logs(lane.redis, [work])
-                if hit is None:
-                    self.num_missed += 1
-                    self.wanted += 1
-                else:
-                    self.hits.append(hit)
         await check_settled(lane.redis, lane.pool)
 
 
