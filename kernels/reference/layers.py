@@ -13,6 +13,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (scaled * weight.float()).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Norm by mean and variance in float32. x: [..., hidden]; weight, bias: [hidden]; returns x's shape and dtype."""
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight.float() + bias.float()).to(x.dtype)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + head_dim / 2), as the Hugging Face checkpoints of Llama are laid out.
 
