@@ -17,6 +17,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (scaled * weight.float()).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm by mean and variance in float32. x: [..., hidden]; weight, bias: [hidden]; returns x's shape and dtype."""
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    scaled *= weight.float()
+    return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
+
+
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Add `delta`, if any, to `residual` in place, and norm the sum.
 
@@ -31,8 +40,7 @@ def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias:
     """As `add_rms_norm`, with the mean taken off and `bias`, [hidden], added."""
     if delta is not None:
         residual += delta
-    wide_bias = None if bias is None else bias.float()
-    return functional.layer_norm(residual.float(), weight.shape, weight.float(), wide_bias, eps).to(weight.dtype)
+    return layer_norm(residual.float(), weight, bias, eps).to(weight.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
