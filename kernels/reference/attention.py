@@ -17,14 +17,14 @@ def paged_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
-    slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a mixed batch of prefill chunks and decode steps, computed in float32.
 
     q: [num_tokens, num_heads, head_dim]; query_starts: [num_seqs + 1]; context_lens: [num_seqs], cached tokens with
     this step's included; block_tables: [num_seqs, max_blocks]; scale: of the scores, head_dim ** -0.5 where none is
-    given; window: how many tokens, its own among them, a query sees at most; slopes: [num_heads], what a score loses
-    for each token of distance (ALiBi, arXiv:2108.12409). Returns [num_tokens, num_heads, head_dim] in q's dtype.
+    given; window: how many tokens, its own among them, a query sees at most; biases: [num_heads, num_positions],
+    what is added to the scores of a token by its position (ALiBi, arXiv:2108.12409). Returns q's shape and dtype.
     """
     num_kv_heads, head_dim = cache.k.shape[0], cache.k.shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
@@ -37,9 +37,8 @@ def paged_attention(
             blocks = block_tables[seq, : -(-visible // cache.block_size)].long()
             keys, values = (kept[:, first:visible] for kept in _read(cache, blocks))
             scores = q[token].float().view(num_kv_heads, -1, head_dim) @ keys.transpose(1, 2) * scale
-            if slopes is not None:
-                distances = torch.arange(visible - first - 1, -1, -1, device=q.device)
-                scores -= slopes.float().view(num_kv_heads, -1, 1) * distances
+            if biases is not None:
+                scores += biases[:, first:visible].reshape(num_kv_heads, -1, visible - first)
             out[token] = (torch.softmax(scores, dim=-1) @ values).reshape(-1, head_dim).to(q.dtype)
     return out
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.reference.attention import store_kv
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,9 +29,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     """Norm by mean and variance in float32. x: [..., hidden]; weight, bias: [hidden]; returns x's shape and dtype."""
     wide = x.float()
     centred = wide - wide.mean(-1, keepdim=True)
-    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    scaled *= weight.float()
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.float()
     return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + rotary_dim / 2) of each head's first numbers, as Hugging Face's checkpoints have them.
+
+    x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, rotary_dim // 2]; returns x's shape and dtype.
+    """
+    half = cos.shape[-1]
+    first, second, kept = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :].float()
+    cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1).to(x.dtype)
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -41,17 +59,6 @@ def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias:
     if delta is not None:
         residual += delta
     return layer_norm(residual.float(), weight, bias, eps).to(weight.dtype)
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + rotary_dim / 2) of each head's first numbers, as Hugging Face's checkpoints have them.
-
-    x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, rotary_dim // 2]; returns x's shape and dtype.
-    """
-    half = cos.shape[-1]
-    first, second, kept = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :].float()
-    cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1).to(x.dtype)
 
 
 def rotate_and_store(
@@ -83,12 +90,12 @@ def rotate_and_store(
     return q.contiguous()
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up in float32. gate_up: [num_tokens, 2 * inter], gate first; returns [num_tokens, inter]."""
+def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up in float32. gate_up: [num_tokens, 2 * inter], gate first; returns [num_tokens, inter]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (functional.silu(gate) * up).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU by the error function, in float32; returns x's shape and dtype."""
-    return functional.gelu(x.float()).to(x.dtype)
+def activate(x: Tensor, activation: str) -> Tensor:
+    """activation(x) in float32; returns x's shape and dtype."""
+    return ACTIVATIONS[activation](x.float()).to(x.dtype)

@@ -20,7 +20,7 @@ def paged_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
-    slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """As `kernels.reference.attention.paged_attention`, int32 throughout; waits for the device to read the starts."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -32,8 +32,8 @@ def paged_attention(
     if len(decoding):
         seqs = torch.from_numpy(decoding).to(q.device)
         splits = num_splits(len(seqs), cache.k.shape[0], q.device)
-        decode_attention(*given, seqs, splits, scale=scale, window=window or 0, slopes=slopes)
+        decode_attention(*given, seqs, splits, scale=scale, window=window or 0, biases=biases)
     if len(chunks):
         tiles = torch.from_numpy(prefill_tiles(starts, chunks)).to(q.device)
-        prefill_attention(*given, tiles, scale=scale, window=window or 0, slopes=slopes)
+        prefill_attention(*given, tiles, scale=scale, window=window or 0, biases=biases)
     return out

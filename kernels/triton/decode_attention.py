@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton.launches import Launch, num_multiprocessors, padded, tuned_launch
 
-LOG2_E = math.log2(math.e)
+LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_SPLITS = 32
 _MIN_SPAN = 256
 """Tokens that are worth a split of their own."""
@@ -48,8 +48,9 @@ def _decode(
     contexts,
     starts,
     seqs,
-    slopes,
+    biases,
     scale,
+    bias_stride,
     table_stride,
     block_stride,
     head_stride,
@@ -68,7 +69,7 @@ def _decode(
     WINDOW: tl.constexpr,
     MIN_SPAN: tl.constexpr,
     QUANTISED: tl.constexpr,
-    SLOPED: tl.constexpr,
+    BIASED: tl.constexpr,
 ):
     """Grid [sequences, key heads, splits]. Query heads that share a key head are the rows of one product."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -88,8 +89,6 @@ def _decode(
     best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
-    if SLOPED:
-        slope = tl.load(slopes + heads, mask=g < GROUP, other=0.0)
     for at in range(begin, end, TILE):
         tokens = at + t
         seen = (tokens < end) & (tokens >= first)
@@ -100,8 +99,9 @@ def _decode(
         if QUANTISED:
             scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
             scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=seen, other=0.0)[None, :]
-        if SLOPED:
-            scores -= slope[:, None] * (context - 1 - tokens)[None, :]
+        if BIASED:
+            bias_at = heads[:, None] * bias_stride + tokens[None, :]
+            scores += tl.load(biases + bias_at, mask=(g < GROUP)[:, None] & seen[None, :], other=0.0) * LOG2_E
         scores = tl.where(seen[None, :], scores, -float("inf"))
         better = tl.maximum(best, tl.max(scores, 1))
         p, shrink = tl.exp2(scores - better[:, None]), tl.exp2(best - better)
@@ -172,7 +172,7 @@ def decode_attention(
     *,
     scale: float,
     window: int = 0,
-    slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> None:
     """Attend for the only query of each of `seqs`, [num_rows] in int32, into its row of `out`.
 
@@ -190,14 +190,13 @@ def decode_attention(
     _decode[(num_rows, num_kv_heads, splits)](
         *(out, partial, weight, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, seqs),
-        *sloped(slopes, scale),
-        block_tables.stride(0),
+        *(biases, scale * LOG2_E.value, 0 if biases is None else biases.stride(0), block_tables.stride(0)),
         *cache_strides(cache),
         GROUP=group,
         GROUP_PAD=padded(group, 16),
         BLOCK=cache.block_size,
         QUANTISED=cache.k_scales is not None,
-        SLOPED=slopes is not None,
+        BIASED=biases is not None,
         **cut,
         **head,
         **launch.options,
@@ -206,11 +205,6 @@ def decode_attention(
         _merge[(num_rows, num_heads)](
             out, partial, weight, context_lens, query_starts, seqs, **cut, **head, num_warps=2
         )
-
-
-def sloped(slopes: Tensor | None, scale: float) -> tuple[Tensor | None, float]:
-    """Slopes and scale for scores that are powers of two."""
-    return None if slopes is None else slopes * LOG2_E, scale * LOG2_E
 
 
 def cache_strides(cache: PagedCache) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ _ROUNDING = tl.constexpr(12582912.0)
 """1.5 * 2^23: a float32 below 2^22 that this is added to and taken off again is rounded, to even between two."""
 _COLUMNS = 1024
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
 
 @triton.jit
 def _add_norm(
@@ -158,22 +160,24 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _silu_mul(out, gate_up, INTER: tl.constexpr, COLUMNS: tl.constexpr):
-    """Grid [tokens, runs of columns]."""
-    i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(0).to(tl.int64)
-    gate = tl.load(gate_up + row * 2 * INTER + i, mask=i < INTER, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * INTER + INTER + i, mask=i < INTER, other=0.0).to(tl.float32)
-    tl.store(out + row * INTER + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=i < INTER)
+def _activated(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        return x * tl.sigmoid(x)
+    if KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    # gelu_tanh: 0.5 * (1 + tanh(y)) is sigmoid(2 * y).
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
-def _gelu(out, x, size, COLUMNS: tl.constexpr):
-    """Grid [runs of numbers]."""
-    i = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    value = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
-    result = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
-    tl.store(out + i, result.to(out.dtype.element_ty), mask=i < size)
+def _activate(out, x, INNER: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr):
+    """Grid [tokens, runs of columns]."""
+    i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row, width = tl.program_id(0).to(tl.int64), 2 * INNER if GATED else INNER
+    y = _activated(tl.load(x + row * width + i, mask=i < INNER, other=0.0).to(tl.float32), KIND)
+    if GATED:
+        y *= tl.load(x + row * width + INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
+    tl.store(out + row * INNER + i, y.to(out.dtype.element_ty), mask=i < INNER)
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -239,16 +243,18 @@ def rotate_and_store(
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """As `kernels.reference.layers.silu_mul`; rows are contiguous."""
-    num_tokens, inter = len(gate_up), gate_up.shape[1] // 2
-    out = torch.empty(num_tokens, inter, dtype=gate_up.dtype, device=gate_up.device)
-    _silu_mul[(num_tokens, triton.cdiv(inter, _COLUMNS))](out, gate_up, INTER=inter, COLUMNS=_COLUMNS)
-    return out
+def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """As `kernels.reference.layers.gate_mul`; rows are contiguous."""
+    return _activated_rows(gate_up, gate_up.shape[1] // 2, activation, gated=True)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """As `kernels.reference.layers.gelu`; x is contiguous."""
-    out = torch.empty_like(x)
-    _gelu[(triton.cdiv(x.numel(), _COLUMNS),)](out, x, x.numel(), COLUMNS=_COLUMNS)
+def activate(x: Tensor, activation: str) -> Tensor:
+    """As `kernels.reference.layers.activate`; x: [num_tokens, inner], rows contiguous."""
+    return _activated_rows(x, x.shape[1], activation, gated=False)
+
+
+def _activated_rows(x: Tensor, inner: int, activation: str, *, gated: bool) -> Tensor:
+    out = torch.empty(len(x), inner, dtype=x.dtype, device=x.device)
+    grid = (len(x), triton.cdiv(inner, _COLUMNS))
+    _activate[grid](out, x, INNER=inner, COLUMNS=_COLUMNS, KIND=activation, GATED=gated)
     return out

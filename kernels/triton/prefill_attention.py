@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton.decode_attention import block_offset, cache_strides, sloped
+from penstock.kernels.triton.decode_attention import LOG2_E, block_offset, cache_strides
 from penstock.kernels.triton.launches import Launch, padded, tuned_launch
 
 QUERY_TILE = 64
@@ -22,7 +22,8 @@ def _attend_tile(
     queries,
     positions,
     context,
-    slope,
+    biases,
+    bias_at,
     scale,
     table,
     k,
@@ -43,7 +44,7 @@ def _attend_tile(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     QUANTISED: tl.constexpr,
-    SLOPED: tl.constexpr,
+    BIASED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take the TILE keys from `at` on into the running maximum, total and sum; unmasked where all of them are seen."""
@@ -57,8 +58,8 @@ def _attend_tile(
     if QUANTISED:
         scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
         scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=held, other=0.0)[None, :]
-    if SLOPED:
-        scores -= slope * (positions[:, None] - tokens[None, :])
+    if BIASED:
+        scores += tl.load(biases + bias_at + tokens, mask=held, other=0.0)[None, :] * LOG2_E
     if MASKED:
         seen = (tokens[None, :] <= positions[:, None]) & held[None, :]
         if WINDOW > 0:
@@ -89,8 +90,9 @@ def _prefill(
     contexts,
     starts,
     tiles,
-    slopes,
+    biases,
     scale,
+    bias_stride,
     table_stride,
     block_stride,
     head_stride,
@@ -107,7 +109,7 @@ def _prefill(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     QUANTISED: tl.constexpr,
-    SLOPED: tl.constexpr,
+    BIASED: tl.constexpr,
 ):
     """Grid [tiles of queries, heads]; `tiles` holds each one's sequence and first query."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -121,7 +123,6 @@ def _prefill(
     at = ((start + r).to(tl.int64) * num_heads + head) * HEAD
     is_value = (r < count)[:, None] & (d < HEAD)[None, :]
     queries = tl.load(q + at[:, None] + d[None, :], mask=is_value, other=0.0)
-    slope = tl.load(slopes + head) if SLOPED else 0.0
     table = tables + seq.to(tl.int64) * table_stride
     state = (
         tl.full([ROWS], -float("inf"), tl.float32),
@@ -133,15 +134,45 @@ def _prefill(
     whole_end = begin if WINDOW > 0 else (prefix + offset + 1) // TILE * TILE
     for j in range(begin, whole_end, TILE):
         state = _attend_tile(
-            *(state, j, queries, positions, context, slope, scale, table, k, v, k_scales, v_scales, head // GROUP),
+            *(
+                state,
+                j,
+                queries,
+                positions,
+                context,
+                biases,
+                head * bias_stride,
+                scale,
+                table,
+                k,
+                v,
+                k_scales,
+                v_scales,
+                head // GROUP,
+            ),
             *(block_stride, head_stride, scale_block_stride, scale_head_stride, host_from, host_jump, host_scale_jump),
-            *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, SLOPED, False),
+            *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, BIASED, False),
         )
     for j in range(whole_end, tl.minimum(prefix + offset + ROWS, context), TILE):
         state = _attend_tile(
-            *(state, j, queries, positions, context, slope, scale, table, k, v, k_scales, v_scales, head // GROUP),
+            *(
+                state,
+                j,
+                queries,
+                positions,
+                context,
+                biases,
+                head * bias_stride,
+                scale,
+                table,
+                k,
+                v,
+                k_scales,
+                v_scales,
+                head // GROUP,
+            ),
             *(block_stride, head_stride, scale_block_stride, scale_head_stride, host_from, host_jump, host_scale_jump),
-            *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, SLOPED, True),
+            *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, BIASED, True),
         )
     _, total, acc = state
     # Rows behind the last query may have seen nothing.
@@ -169,7 +200,7 @@ def prefill_attention(
     *,
     scale: float,
     window: int = 0,
-    slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> None:
     """Attend for the queries of `tiles`, which `prefill_tiles` made, into their rows of `out`.
 
@@ -182,8 +213,7 @@ def prefill_attention(
     _prefill[(len(tiles), num_heads)](
         *(out, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, tiles),
-        *sloped(slopes, scale),
-        block_tables.stride(0),
+        *(biases, scale * LOG2_E.value, 0 if biases is None else biases.stride(0), block_tables.stride(0)),
         *cache_strides(cache),
         GROUP=group,
         HEAD=head_dim,
@@ -193,6 +223,6 @@ def prefill_attention(
         TILE=launch.tile,
         WINDOW=window,
         QUANTISED=cache.k_scales is not None,
-        SLOPED=slopes is not None,
+        BIASED=biases is not None,
         **launch.options,
     )

@@ -21,12 +21,13 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def mend() -> None:
-    """Let torch convert between floats, to nearest even, as a card does."""
+    """Let torch convert between floats, to nearest even, and nobody warn of what overflows, as on a card."""
     from triton.runtime import interpreter
 
     module: Any = interpreter
     module._convert_float = _convert
     module.InterpreterBuilder.create_dot = _dot
+    module.GridExecutor.__call__ = np.errstate(all="ignore")(module.GridExecutor.__call__)
 
 
 def _convert(data: NDArray[Any], source: Any, target: Any, _rounding: Any) -> NDArray[Any]:

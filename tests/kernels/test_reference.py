@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.reference.attention import paged_attention, store_kv
-from penstock.kernels.reference.layers import rms_norm, rope, silu_mul
+from penstock.kernels.reference.layers import gate_mul, rms_norm, rope
 
 
 def test_paged_attention_equals_dense_causal_attention() -> None:
@@ -42,6 +42,6 @@ def test_rope_turns_pairs_and_keeps_lengths() -> None:
     torch.testing.assert_close(turned, torch.cat((complex_x.real, complex_x.imag), dim=-1))
 
 
-def test_silu_mul_equals_torch() -> None:
+def test_gate_mul_equals_torch() -> None:
     gate_up = torch.randn(4, 10)
-    torch.testing.assert_close(silu_mul(gate_up), functional.silu(gate_up[:, :5]) * gate_up[:, 5:])
+    torch.testing.assert_close(gate_mul(gate_up, "silu"), functional.silu(gate_up[:, :5]) * gate_up[:, 5:])

@@ -82,7 +82,7 @@ def compile_doors(capability: int) -> None:
     for kept in formats:
         _attend(decode_attention, _cache(kept), _ints(4), 8)
         _attend(prefill_attention, _cache(kept), _ints(4, 2))
-    ruled: dict[str, Any] = {"window": 512, "slopes": _empty(32, dtype=torch.float32)}
+    ruled: dict[str, Any] = {"window": 512, "biases": _empty(32, 512, dtype=torch.float32)}
     _attend(decode_attention, _cache(), _ints(4), 1, **ruled)
     _attend(prefill_attention, _cache(), _ints(4, 2), **ruled)
     _compile_layers(formats)
@@ -96,8 +96,9 @@ def _compile_layers(formats: list[torch.dtype]) -> None:
     x, residual, weight = _empty(4, 4096), _empty(4, 4096, dtype=torch.float32), _empty(4096)
     layers.add_rms_norm(residual, x, weight, 1e-5)
     layers.add_layer_norm(residual, None, weight, weight, 1e-5)
-    layers.silu_mul(x)
-    layers.gelu(x)
+    for activation in layers.ACTIVATIONS:
+        layers.activate(x, activation)
+        layers.gate_mul(x, activation)
     angles, norm = _empty(512, 64, dtype=torch.float32), _empty(128)
     for kept in formats:
         given = _empty(4, 48 * 128), _cache(kept), _ints(4), _ints(4), angles, angles

@@ -18,7 +18,7 @@ from .conftest import TOLERANCES
 COUNTS, CONTEXTS = [1, 5, 1, 70, 1, 1], [1, 5, 300, 95, 64, 129]
 SHAPES: dict[str, dict[str, Any]] = {
     "groups of 3": {"heads": 6, "kv_heads": 2, "head_dim": 16},
-    "window and slopes, odd head": {"heads": 2, "kv_heads": 2, "head_dim": 24, "window": 37, "sloped": True},
+    "window and biases, odd head": {"heads": 2, "kv_heads": 2, "head_dim": 24, "window": 37, "biased": True},
     "one key head for 20": {"heads": 20, "kv_heads": 1, "head_dim": 32, "block_size": 8},
 }
 
@@ -26,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
-    shape = {"block_size": 16, "window": None, "sloped": False} | SHAPES[name]
+    shape = {"block_size": 16, "window": None, "biased": False} | SHAPES[name]
     scene = make_scene(
         *(COUNTS, CONTEXTS),
         block_size=shape["block_size"],
@@ -36,8 +36,8 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.devic
         device=device,
     )
     q = torch.randn(sum(COUNTS), shape["heads"], shape["head_dim"], device=device).to(dtype)
-    slopes = torch.rand(shape["heads"], device=device) if shape["sloped"] else None
-    rules: dict[str, Any] = {"scale": 0.3, "window": shape["window"], "slopes": slopes}
+    biases = torch.randn(shape["heads"], 301, device=device) if shape["biased"] else None
+    rules: dict[str, Any] = {"scale": 0.3, "window": shape["window"], "biases": biases}
     got, want = (module.paged_attention(q, scene.cache, *scene.tables, **rules) for module in (attention, reference))
     torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -43,8 +44,8 @@ def test_norms_add_and_scale(name: str, added: bool, dtype: torch.dtype, device:
 def test_activations(inter: int, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     x = 3 * _random(3, 2 * inter, dtype=dtype, device=device)
-    for name in ("silu_mul", "gelu"):
-        want, got = (getattr(module, name)(x) for module in BOTH)
+    for name, activation in product(("gate_mul", "activate"), layers.ACTIVATIONS):
+        want, got = (getattr(module, name)(x, activation) for module in BOTH)
         torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 

@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 from penstock.kernels.reference.sampler import NO_TOKENS
 from penstock.kernels.triton.sampler import Marks, mark_entries, pack_rules, sample
 
-# The interpreter is numpy's, which warns of what overflows; the samplers know that it does.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
 
 def _tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
     rows, (count, vocab) = case.rows, case.logits.shape
