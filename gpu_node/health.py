@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 REMEMBERED_S = 30.0
 """What was wrong for a moment is told for so long, so that somebody sees it."""
-_SILENT_ENGINE_S = 10.0
+_STALLED_ENGINE_S = 10.0
 _SILENT_REDIS_S = 5.0
 _LATE_S = 1.0
 _JUMP_S = 1.0
@@ -31,7 +31,8 @@ class Signs:
     late_s: float
     """How much later than it wanted to the event loop came to look."""
     stats: EngineStats
-    engine_silent_s: float
+    engine_stalled_s: float
+    """Time without an answer, or without a step though there is work."""
     redis_silent_s: float
     hears_doorbell: bool
     unsent_bytes: int
@@ -67,8 +68,8 @@ class Health:
 
     def _of_engine(self, signs: Signs, before: Signs) -> Iterator[tuple[str, str]]:
         stats, last = signs.stats, before.stats
-        if signs.engine_silent_s > _SILENT_ENGINE_S:
-            yield "engine", f"has not answered for {signs.engine_silent_s:.0f} s"
+        if signs.engine_stalled_s > _STALLED_ENGINE_S:
+            yield "engine", f"has made no step for {signs.engine_stalled_s:.0f} s"
         num_without_memory = stats.num_memory_failures - last.num_memory_failures
         num_failed = stats.num_failed_steps - last.num_failed_steps - num_without_memory
         if num_failed > 0:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import fields, replace
 
 from penstock.contract.broker.node import NodeBroker
-from penstock.contract.errors import InvariantError, UnavailableError
+from penstock.contract.errors import UnavailableError
 from penstock.contract.wire import NodePressure
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.health import Health, Signs
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.watchdog import Watchdog
 from penstock.gpu_node.worker import EngineWorker
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,8 @@ MAX_INTERVAL_S = 2.0
 BEATS_PER_LEASE = 6
 BEATS_PER_CHECK = 5
 _RATE_HALF_LIFE_S = 10.0
+_INTERVALS_A_LOOK = 3
+"""Waiting for the engine's answer, the beat, and the pause before the next one."""
 _FIGURES = sorted({field.name for field in fields(NodePressure)} & {field.name for field in fields(EngineStats)})
 """A record has the engine's figures by their names there."""
 
@@ -75,9 +79,10 @@ class Heartbeat:
         self._preemptions = Gauge(time.monotonic(), keeps=False)
         self._num_beats = 0
         self._last_stats: EngineStats | None = None
-        self._stall_after_s = stall_after_s
-        self._answered_s = self._beaten_s = time.monotonic()
-        self._late_s = 0.0
+        self._watchdog = Watchdog(
+            stall_after_s=stall_after_s, max_look_s=_INTERVALS_A_LOOK * self._interval_s, now_s=time.monotonic()
+        )
+        self._beaten_s, self._late_s = time.monotonic(), 0.0
         self._health = Health()
         self.draining = False
 
@@ -139,7 +144,7 @@ class Heartbeat:
             wall_s=time.time(),
             late_s=self._late_s,
             stats=stats,
-            engine_silent_s=now_s - self._answered_s,
+            engine_stalled_s=self._watchdog.stalled_s,
             redis_silent_s=now_s - self._beaten_s,
             hears_doorbell=self._inbox.hears_doorbell,
             unsent_bytes=self._ledger.unsent_bytes,
@@ -150,16 +155,13 @@ class Heartbeat:
     async def _stats(self) -> EngineStats:
         """The engine's figures; the last known ones while a long step keeps it busy, because beats must not wait.
 
-        Raises InvariantError when it hangs: a node that only seems to live would keep its jobs for ever.
+        Raises InvariantError when it hangs.
         """
-        try:
+        answer: EngineStats | None = None
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._interval_s):
-                self._last_stats = await asyncio.wrap_future(self._worker.stats())
-                self._answered_s = time.monotonic()
-        except TimeoutError:
-            silent_s = time.monotonic() - self._answered_s
-            if silent_s > self._stall_after_s:
-                raise InvariantError(f"the engine has not answered for {silent_s:.0f} s") from None
+                self._last_stats = answer = await asyncio.wrap_future(self._worker.stats())
+        self._watchdog.look(answer, may_step=not self._worker.is_paused, now_s=time.monotonic())
         if self._last_stats is None:
             raise UnavailableError("the engine has not answered yet")
         return self._last_stats

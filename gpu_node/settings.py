@@ -82,7 +82,7 @@ class NodeSettings(Settings):
     max_num_batched_tokens: int = Field(512, ge=1)
     """Most tokens in one step."""
     max_prefill_beside_decode: int = Field(192, ge=1)
-    """Most tokens of prompts in a step in which others decode, who all wait for it."""
+    """Most tokens of prompts in a step in which others decode, who all wait for it; a long backlog may have more."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of the model; else all cores that the process may use."""
 

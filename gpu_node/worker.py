@@ -100,6 +100,11 @@ class EngineWorker:
         self._may_step.set()
         self._wake.set()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is held between two steps."""
+        return not self._may_step.is_set()
+
     def set_paused(self, paused: bool) -> None:
         """Holds the engine between two steps, or lets it go on."""
         if paused:

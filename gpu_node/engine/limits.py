@@ -9,6 +9,9 @@ import numpy as np
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.rows import Ints
 
+BACKLOG_STEPS = 8
+"""In how many steps prompts that wait are computed, where their number would let them wait for longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -18,7 +21,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_beside_decode: int
-    """Tokens of prompts in a step in which others decode, who all wait for it."""
+    """Tokens of prompts in a step in which others decode, who all wait for it; a long backlog may have more."""
     max_model_len: int
 
     @classmethod
@@ -31,6 +34,13 @@ class Limits:
             max_prefill_beside_decode=config.max_prefill_beside_decode or config.max_num_batched_tokens,
             max_model_len=max_model_len,
         )
+
+    def prefill_beside_decode(self, num_waiting: int) -> int:
+        """Tokens of prompts in the next step in which others decode, of so many that wait to be computed.
+
+        Where more people wait for a first token than for the next one, small portions would make all of them slower.
+        """
+        return max(self.max_prefill_beside_decode, num_waiting // BACKLOG_STEPS)
 
 
 class StepSize:

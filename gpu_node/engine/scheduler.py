@@ -198,8 +198,12 @@ class Scheduler:
     def _budget(self) -> int:
         """Tokens of the next step."""
         rows, most = self._residents.rows, self._step_size.max_tokens
-        num_decoding = int(np.count_nonzero(self._rows.num_tokens[rows] - self._rows.num_computed[rows] == 1))
-        return min(most, num_decoding + self._limits.max_prefill_beside_decode) if num_decoding else most
+        to_compute = self._rows.num_tokens[rows] - self._rows.num_computed[rows]
+        num_decoding = int(np.count_nonzero(to_compute == 1))
+        if not num_decoding:
+            return most
+        waiting = int(to_compute.sum()) - num_decoding + self.queues.num_tokens_waiting
+        return min(most, num_decoding + self._limits.prefill_beside_decode(waiting))
 
     def _schedule_running(self, budget: int, named: list[int]) -> Ints:
         """How far each of the running sequences gets that get something; the others are the last ones."""

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 from penstock.gpu_node.model.source import ModelSource
-from penstock.gpu_node.model.spec import ModelSpec, NameMap
+from penstock.gpu_node.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model's files, shapes and names."""
+    """A model's files and what is made of them."""
 
     source: ModelSource
     spec: ModelSpec
-    names: NameMap
     stored_dtype: str
     """What config.json says its numbers are kept in."""
     max_model_len: int

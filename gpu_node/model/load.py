@@ -63,7 +63,6 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
     return Description(
         source=source,
         spec=spec,
-        names=family.names,
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         max_model_len=options.max_model_len or spec.max_position,
     )

@@ -67,7 +67,7 @@ def test_a_nodes_troubles_are_named_each_by_its_part() -> None:
 
 
 def test_it_asks_the_live_nodes(redis_url: str) -> None:
-    with NodeProcess(redis_url, name="probed", lease_ms=3000):
+    with NodeProcess(redis_url, name="probed", lease_ms=120_000):
         said = doctor("--redis-url", redis_url).stdout
     assert re.search(r"ok +node +probed-\w+: 0 jobs", said)
 

@@ -16,7 +16,7 @@ WELL = Signs(
     wall_s=5000.0,
     late_s=0.01,
     stats=replace(ReferenceEngine().stats(), steps=100, max_step_tokens=512),
-    engine_silent_s=0.1,
+    engine_stalled_s=0.1,
     redis_silent_s=2.0,
     hears_doorbell=True,
     unsent_bytes=0,
@@ -35,7 +35,7 @@ def later(signs: Signs, by_s: float = 2.0, **changes: Any) -> Signs:
 @pytest.mark.parametrize(
     ("changes", "part", "why"),
     [
-        ({"engine_silent_s": 12.0}, "engine", "has not answered for 12 s"),
+        ({"engine_stalled_s": 12.0}, "engine", "has made no step for 12 s"),
         ({"num_failed_steps": 3}, "runner", "3 steps failed"),
         ({"num_failed_steps": 3, "num_memory_failures": 3}, "memory", "3 steps found none"),
         ({"max_step_tokens": 64}, "memory", "steps are held to 64 of 512 tokens"),
@@ -57,7 +57,7 @@ def test_the_part_that_is_not_well_is_named(changes: dict[str, Any], part: str, 
 def test_what_is_usual_is_no_trouble() -> None:
     health = Health()
     health.look(WELL)
-    assert health.look(later(WELL, steps=200, num_preemptions=5, unsent_bytes=1000, engine_silent_s=2.0)) == {}
+    assert health.look(later(WELL, steps=200, num_preemptions=5, unsent_bytes=1000, engine_stalled_s=2.0)) == {}
 
 
 def test_a_passing_trouble_is_told_for_a_while_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -108,7 +108,7 @@ async def test_lack_of_memory_ends_no_job(redis_url: str, make: MakeEngine) -> N
     engine._runner = FaultyRunner(
         engine._runner, lambda at, plan: MemoryError() if at == "start" and len(plan.token_ids) > 6 else None
     )
-    async with running(redis_url, engine, lease_ms=3000), AsyncClient(redis_url) as client:
+    async with running(redis_url, engine, lease_ms=6000), AsyncClient(redis_url) as client:
         results = await asyncio.gather(*(run(client, prompt, 20) for prompt in SMALL))
         async with asyncio.timeout(PATIENCE_S):
             while not (troubles := (await client.pressure(POOL)).nodes[0].troubles):
@@ -121,7 +121,7 @@ async def test_lack_of_memory_ends_no_job(redis_url: str, make: MakeEngine) -> N
 
 async def test_an_operator_sees_what_the_memory_does(redis_url: str, make: MakeEngine) -> None:
     engine = make(num_kv_blocks=12, num_swap_blocks=6, preemption="swap", scheduling_policy="fcfs")
-    async with running(redis_url, engine, scheduling_policy="fcfs", lease_ms=3000), AsyncClient(redis_url) as client:
+    async with running(redis_url, engine, scheduling_policy="fcfs", lease_ms=6000), AsyncClient(redis_url) as client:
         await asyncio.gather(*(run(client, prompt * 2, 60) for prompt in SMALL[:6]))
         for _ in range(2):
             await run(client, SMALL[0] * 2, 1)
