@@ -15,7 +15,7 @@ from fakes.faulty_runner import FaultyRunner, Place
 
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import SamplingParams, seed_of
-from penstock.gpu_node.engine import Engine, StepOutput
+from penstock.gpu_node.engine import Engine, StepOutput, trail
 from penstock.gpu_node.engine.trail import MAX_RECORDS
 from penstock.gpu_node.model.protocol import StepPlan
 
@@ -287,6 +287,19 @@ def test_the_trail_says_who_held_what_when_memory_ran_out(
     assert last == engine.memory_trail()[-1]
     assert "step failed: MemoryError('no 3 MiB')" in last and "most: large 28, small 6" in last
     assert " 4 run 0 wait 0 swapped  steps of 512 " in last and "kv 19 held" in last
+
+
+def test_growth_is_logged_before_a_system_might_kill_for_it(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, now_s = make_engine(), iter(range(1_000_000))
+    engine._trail._now_s = lambda: next(now_s)
+    with caplog.at_level(logging.INFO):
+        for mib in (100, 105, 109, 120, 110, 131, 200):
+            monkeypatch.setattr(trail, "_resident_bytes", lambda mib=mib: mib << 20)
+            engine.step()
+    told = [record.record for record in caplog.records if record.message == "memory grew"]  # type: ignore[attr-defined]
+    assert [next(mib for mib in (100, 120, 200) if f" {mib} MiB " in line) for line in told] == [100, 120, 200]
 
 
 def test_the_trail_counts_what_happened_between_two_records_and_stays_short(make_engine: MakeEngine) -> None:
