@@ -54,7 +54,7 @@ class Outbox:
         self._broker = broker
         self._ledger = ledger
         self._worker = worker
-        self._max_unsent_bytes = max_unsent_bytes
+        self.max_unsent_bytes = max_unsent_bytes
         self._stream_interval_s = stream_interval_ms / 1000
         self._flushed_s = -math.inf
         self._bell = bell
@@ -208,7 +208,7 @@ class Outbox:
             self._emptied.set()
 
     def _pause_engine_if_full(self) -> None:
-        self._worker.set_paused(self._ledger.unsent_bytes > self._max_unsent_bytes)
+        self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)
 
 
 def outcome_of(job: HeldJob) -> Outcome:
