@@ -174,7 +174,7 @@ LEFT_GATEWAY_POINTS = tuple(f"{when} detach 1" for when in ("before", "after"))
 
 async def kill_a_gateway(redis: Redis, url: str, point: str, *, leaves: bool = False) -> None:
     """One gateway dies at the point; those who ask another one with the same key get all of the same jobs."""
-    works = new_works(5)
+    works = new_works(5, 150)
     first, second = [HttpReading() for _ in works], [HttpReading() for _ in works]
     with NodeProcess(url, step_s=STEP_S, abandon_after_ms=5000, **SETTINGS), GatewayProcess(url) as living:
         with GatewayProcess(url, dies=f"{point} kill") as dying:
