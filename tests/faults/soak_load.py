@@ -8,7 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from faults.http_reader import HttpReading
+from faults.http_reader import HttpReading, http_client
 from faults.processes import GatewayProcess
 from faults.work import KINDS, PROMPT, Work, check_logs, new_work, statuses
 from redis.asyncio import Redis
@@ -38,7 +38,7 @@ class Load:
 
     async def run(self, *, num_clients: int, num_http: int) -> None:
         """So many readers of each kind, one job after the other, until `stop`."""
-        async with asyncio.TaskGroup() as group:
+        async with http_client() as self._http, asyncio.TaskGroup() as group:
             for _ in range(num_clients):
                 group.create_task(self._repeat(self._read_by_client))
             for _ in range(num_http):
@@ -69,7 +69,7 @@ class Load:
         reading, job_id = HttpReading(), ""
         while not reading.is_whole:
             reading = HttpReading()
-            await reading.read(self._rng.choice(self._gateways).url, work, self._pool, key=key)
+            await reading.read(self._http, self._rng.choice(self._gateways).url, work, key=key)
             assert reading.job_id in ("", job_id) or not job_id, "the key names one job"
             job_id = reading.job_id or job_id
             if not reading.is_whole:

@@ -73,6 +73,7 @@ async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(re
         await check_settled(redis, POOL)
 
 
+@pytest.mark.slow
 async def test_a_node_that_was_cut_off_comes_back_and_serves(redis_server: str, redis: Redis, redis_url: str) -> None:
     async with FaultProxy(redis_server.removeprefix("unix://")) as proxy:
         cut_off, living = ReferenceEngine(step_s=0.02), ReferenceEngine(step_s=0.02)
@@ -99,6 +100,7 @@ async def test_a_node_that_was_cut_off_comes_back_and_serves(redis_server: str, 
 # Hung engines ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_node_whose_engine_hangs_ends_and_its_jobs_move(redis: Redis, redis_url: str) -> None:
     works = [new_work(POOL, 100, **kind) for kind in KINDS]
     hung = NodeProcess(redis_url, step_s=0.01, name="hung", dies="after step 30 hang", stall_after_s=1.5, **SETTINGS)

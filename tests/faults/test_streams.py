@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from fakes.node_process import NodeProcess
 from fakes.reference_engine import ReferenceEngine
 from fakes.running_node import running_node
-from faults.http_reader import HttpReading
+from faults.http_reader import HttpReading, http_client
 from faults.processes import GatewayProcess
 from faults.redis_process import RedisProcess
 from faults.work import KINDS, check_settled, new_work
@@ -27,10 +28,13 @@ NUM_CALLERS = 100
 async def test_streams_stay_open_while_redis_is_away(tmp_path: Path, outage_s: float) -> None:
     works = [new_work(POOL, 200, **kind) for kind in KINDS]
     readings = [HttpReading() for _ in works]
-    with RedisProcess(tmp_path / "redis") as server, NodeProcess(server.url, step_s=0.01, pool=POOL):
-        with GatewayProcess(server.url, keep_alive_s=1) as gateway:
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisProcess(tmp_path / "redis"))
+        stack.enter_context(NodeProcess(server.url, step_s=0.01, pool=POOL))
+        async with http_client() as http:
+            gateway = stack.enter_context(GatewayProcess(server.url, keep_alive_s=1))
             reading = [
-                asyncio.create_task(one.read(gateway.url, work, POOL, key=work.id))
+                asyncio.create_task(one.read(http, gateway.url, work, key=work.id))
                 for one, work in zip(readings, works, strict=True)
             ]
             while min(one.num_events for one in readings) < 10:
@@ -52,9 +56,10 @@ async def test_a_hundred_who_ask_with_one_key_get_one_generation(redis: Redis, r
     readings = [HttpReading() for _ in range(NUM_CALLERS)]
     async with running_node(redis_url, engine, pool=POOL):
         with GatewayProcess(redis_url) as first, GatewayProcess(redis_url) as second:
-            await asyncio.gather(
-                *(one.read((first, second)[i % 2].url, work, POOL, key="one key") for i, one in enumerate(readings))
-            )
+            async with http_client() as http:
+                urls = (first.url, second.url) * (NUM_CALLERS // 2)
+                asking = (one.read(http, url, work, key="one key") for one, url in zip(readings, urls, strict=True))
+                await asyncio.gather(*asking)
         await check_settled(redis, POOL)
     assert len(engine.callers) == 1
     assert len({one.job_id for one in readings}) == 1
