@@ -85,8 +85,12 @@ class ProducerBroker:
         self._unreadable: set[bytes] = set()
         """Pools that were warned of: clients ask for all pools every second."""
 
-    async def submit(self, job: Job, *, cost: int, inbox: str = "", channel: bool = False) -> Submitted:
+    async def submit(
+        self, job: Job, *, cost: int, inbox: str = "", channel: bool = False, weight: float = 1.0
+    ) -> Submitted:
         """Enqueues a job; repeating it with the same id and body is harmless.
+
+        A tenant of `weight` 2 pays half for it under fair turns.
 
         Raises NotFoundError (no such pool), ConflictError (id or idempotency key of another body or tenant),
         BusyError (caps, Redis full), TooLargeError, RequestError (id too old or from the future).
@@ -103,6 +107,7 @@ class ProducerBroker:
             *(job.id, job.tenant, int(job.priority), job.params.n, cost, body, request, job.deadline_ms or 0),
             *(inbox, int(channel), int(job.background)),
             hashlib.blake2b(idem.encode(), digest_size=16).hexdigest() if idem else "",
+            *(job.not_before_ms or 0, weight),
         )
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):

@@ -1,12 +1,13 @@
 -- submit: accepts a job, or says why not. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash
+--       not_before_in_ms weight
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
 --       | {BUSY, what, limit}
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 
 local id, tenant, p, n, cost = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local body, request, deadline_in, inbox, channel = ARGV[6], ARGV[7], tonumber(ARGV[8]), ARGV[9], ARGV[10]
-local background, idem = ARGV[11], ARGV[12]
+local background, idem, not_before_in, weight = ARGV[11], ARGV[12], tonumber(ARGV[13]), ARGV[14]
 
 local schema = read_schema()
 if not schema then return {'UNKNOWN_POOL'} end
@@ -44,18 +45,24 @@ end
 local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
 -- One that nobody reads from the start has the grace time to find a reader.
 local unread = (inbox == '' and channel ~= '1') and now or ''
-local job = {id = id, tenant = tenant, p = p, cost = tostring(cost), submitted = tostring(now), deadline = deadline}
+local is_later = not_before_in > 0
+local job = {id = id, tenant = tenant, p = p, cost = tostring(cost), submitted = now + not_before_in, deadline = deadline}
 redis.call('SET', P .. ':in:' .. id, request)
-local entry = redis.call('XADD', queue_key(job), '*', 'id', id)
+local entry = is_later and LATER or redis.call('XADD', queue_key(job), '*', 'id', id)
 -- A small hash is searched from its front: what emit reads at every step comes first.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
   'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
-  'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'body', body, 'entry', entry, 'submitted', now,
-  'losses', 0, 'preemptions', 0)
-note_queued(job)
+  'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'body', body, 'entry', entry, 'submitted', job.submitted,
+  'losses', 0, 'preemptions', 0, 'weight', weight)
+if is_later then
+  redis.call('ZADD', P .. ':later', job.submitted, id)
+  note_due(job)
+else
+  note_queued(job)
+end
 redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
 if idem ~= '' then redis.call('SET', idem_key, id, 'PX', schema.idem_ttl_ms) end
 if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
-ring(cost)
+if not is_later then ring(cost) end
 return {'OK', id, 'queued', 0, 1}
