@@ -15,6 +15,7 @@ from penstock.contract.broker import scripts
 from penstock.contract.broker.node import Emission, NodeBroker, Return, Room, TakeAnswer, Taken
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Chunk, Job, Outcome, Priority
+from penstock.contract.terms import Terms
 from penstock.contract.wire import NodePressure, PoolRecord, encode_chunk
 
 POOL = "m"
@@ -171,7 +172,9 @@ class Queue:
         **fields: Any,
     ) -> str:
         job = job or new_job(**fields)
-        return (await self.producer.submit(job, cost=cost, inbox=inbox, channel=channel, weight=weight)).job_id
+        return (
+            await self.producer.submit(job, cost=cost, inbox=inbox, channel=channel, terms=Terms(weight=weight))
+        ).job_id
 
     async def submit_many(self, count: int, **fields: Any) -> list[str]:
         """Jobs whose order of submission is plain, also when they fall into one millisecond."""

@@ -97,6 +97,43 @@ class ModelJob:
         self.log += chunks[len(self.log) - index :]
 
 
+@dataclass
+class _Look:
+    """A node's look at the queue: what fits, and what it makes room for."""
+
+    room: list[int]
+    slots: list[int]
+    num_running: int
+    held_by_others: set[str]
+    taken: list[ModelJob] = field(default_factory=list)
+    made_room_for: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """A suspect that was taken stays alone."""
+        return any(job.is_suspect for job in self.taken)
+
+    def fits(self, job: ModelJob, urgency: int) -> bool:
+        need, places = min(job.cost, KV_TOTAL), min(job.n, SLOTS_TOTAL)
+        must_wait = job.is_suspect and bool(self.num_running + len(self.taken))
+        job.waits_as = SUSPECTS if must_wait else job.job_id
+        if self.is_over or must_wait or need > self.room[urgency] or places > self.slots[urgency]:
+            return False
+        for lower in range(urgency, 3):
+            self.room[lower] -= need
+            self.slots[lower] -= places
+        job.urgency = urgency
+        self.taken.append(job)
+        return True
+
+    def makes_room(self, job: ModelJob) -> bool:
+        if not self.is_over:
+            if job.waits_as in self.held_by_others:
+                return False
+            self.made_room_for = job.waits_as
+        return True
+
+
 class QueueModel:
     """What each call must answer, and what it must leave behind."""
 
@@ -114,7 +151,8 @@ class QueueModel:
         return sorted(jobs, key=_age)
 
     def running(self, node: str) -> list[ModelJob]:
-        return [j for j in self.jobs.values() if j.state == "running" and j.node == node]
+        jobs = [j for j in self.jobs.values() if j.state == "running" and j.node == node]
+        return sorted(jobs, key=_age)
 
     def submit(self, job: ModelJob) -> None:
         self.jobs[job.job_id] = job
@@ -130,52 +168,23 @@ class QueueModel:
 
     def take(self, node: ModelNode, room: list[int], slots: list[int], hold_ms: float) -> list[ModelJob]:
         """Jobs that the node is given, in order; their leases are the caller's to fill in."""
-
         self.let_in()
         running = self.running(node.name)
-        taken: list[ModelJob] = []
-        made_room_for = ""
-
-        def fits(job: ModelJob, urgency: int) -> bool:
-            need, places = min(job.cost, KV_TOTAL), min(job.n, SLOTS_TOTAL)
-            job.waits_as = job.job_id
-            if any(one.is_suspect for one in taken):
-                return False
-            if job.is_suspect and (running or taken):
-                job.waits_as = SUSPECTS
-                return False
-            if need > room[urgency] or places > slots[urgency]:
-                return False
-            for lower in range(urgency, 3):
-                room[lower] -= need
-                slots[lower] -= places
-            job.urgency = urgency
-            taken.append(job)
-            return True
-
-        def makes_room(job: ModelJob) -> bool:
-            nonlocal made_room_for
-            if any(one.is_suspect for one in taken):
-                return True
-            if job.waits_as in {name for other, name in self.holds.items() if other != node.name}:
-                return False
-            made_room_for = job.waits_as
-            return True
-
         queued = [job for priority in range(3) for job in self.queued(priority) if not job.is_over]
         ours = [j for j in queued if j.avoids != node.name and (not j.log or j.revision == node.revision)]
         for job in ours:
             job.charge = job.cost * hold_ms / job.weight
+        held_by_others = {name for other, name in self.holds.items() if other != node.name}
+        look = _Look(room, slots, len(running), held_by_others)
         if not (len(running) == 1 and running[0].is_suspect):
-            chosen = choose(ours, self.policy, self.standing, self.now_ms, fits, makes_room)
-            assert chosen == taken
+            choose(ours, self.policy, self.standing, self.now_ms, look.fits, look.makes_room)
         self.holds.pop(node.name, None)
-        if made_room_for:
-            self.holds[node.name] = made_room_for
-        for job in taken:
+        if look.made_room_for:
+            self.holds[node.name] = look.made_room_for
+        for job in look.taken:
             job.state, job.node, job.revision, job.is_back = "running", node.name, node.revision, False
             self._leave_turn(job)
-        return taken
+        return look.taken
 
     def _leave_turn(self, job: ModelJob) -> None:
         if job.tenant not in {other.tenant for other in self.queued(job.priority)}:

@@ -6,7 +6,7 @@ import pytest
 from contract.harness import LEASE_MS, FakeNode, P, Queue, chunks_of, new_job
 
 from penstock.contract import keys
-from penstock.contract.broker.node import MAX_EMIT_JOBS, Emission, Taken, Return
+from penstock.contract.broker.node import MAX_EMIT_JOBS, Emission, Return, Taken
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Outcome, Usage
 from penstock.contract.wire import encode_result

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 import redis as sync_redis
-from contract.harness import FakeNode, P, Queue, new_job
+from contract.harness import POOL, FakeNode, P, Queue, new_job
 from contract.queue_check import check_jobs, check_lives, check_policy, check_sets, dump
 from contract.queue_model import (
     KV_TOTAL,
@@ -28,11 +28,14 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.contract.audit import audit
+from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.node import Emission, SweptError, Taken
 from penstock.contract.errors import ConflictError, InvariantError
 from penstock.contract.job import MAX_DEADLINE_MS, Chunk, Job, Outcome, Priority, SamplingParams
 from penstock.contract.policy import Policy, PolicyName
+from penstock.contract.terms import Terms
 from penstock.contract.wire import NodePressure, encode_chunk, encode_record
 
 T = TypeVar("T")
@@ -75,9 +78,12 @@ class QueueMachine(RuleBasedStateMachine):
         return self.runner.run(call)
 
     def teardown(self) -> None:
+        # Results are no results here.
+        found = [f for f in self.run(audit(AdminBroker(self.client), POOL)) if f.name != "unreadable"]
         self.run(self.client.aclose())
         self.runner.close()
         self.sync.close()
+        assert found == []
 
     def job(self, pick: int) -> ModelJob:
         return list(self.model.jobs.values())[pick % len(self.model.jobs)]
@@ -133,12 +139,12 @@ class QueueMachine(RuleBasedStateMachine):
             "not_before_ms": FOREVER_MS // 2 if later else None,
         }
         job = new_job(**fields, **times)
-        assert not self.run(self.queue.producer.submit(job, cost=cost, inbox="me", weight=weight)).existed
+        assert not self.run(self.queue.producer.submit(job, cost=cost, inbox="me", terms=Terms(weight=weight))).existed
         known = ModelJob(job.id, tenant, priority, n, cost, background, deadline, weight, later, is_up=not later)
         # Not Redis's clock: jobs of one millisecond would have no order that the next run repeats.
         known.submitted_ms = self.model.now_ms - 25 * AGING_MS + len(self.requests) * AGING_MS // 4 - AGING_MS // 8
-        self.sync.hset(f"{P}:job:{job.id}", "submitted", known.submitted_ms)
         if not later:
+            self.sync.hset(f"{P}:job:{job.id}", "submitted", known.submitted_ms)
             self.sync.zadd(f"{P}:wait:{int(priority)}", {job.id: known.submitted_ms})
         self.model.submit(known)
         self.requests.append(job)
@@ -185,6 +191,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.sync.hset(key, "avoid_until", 0)
         elif what == "not_before" and job.is_later:
             job.is_up = True
+            self.sync.hset(key, "submitted", job.submitted_ms)
             self.sync.zadd(f"{P}:later", {job.job_id: job.submitted_ms}, xx=True)
 
     # Nodes

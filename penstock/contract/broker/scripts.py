@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, cast
@@ -30,12 +29,12 @@ def _digest(name: str) -> str:
     return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
 
 
-def packed(rows: Sequence[tuple[Any, ...]]) -> bytes:
+def packed(value: Any) -> bytes:
     """Many arguments in one: redis-py takes longer to send hundreds than Redis to read them.
 
     Bytes go as strings, as Redis's Lua knows no other.
     """
-    return cast(bytes, msgpack.packb(rows, use_bin_type=False))
+    return cast(bytes, msgpack.packb(value, use_bin_type=False))
 
 
 async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:

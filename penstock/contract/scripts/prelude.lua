@@ -6,7 +6,7 @@
 -- checks memory only before the first write, so it refuses submits and nothing else.
 -- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
 --   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
---   urgency charge
+--   urgency charge weight bytes idem
 -- `entry` says where a queued one stands: its place in its tenant's stream, LATER, or '' for the given-back ones.
 -- `loss_nodes` is node@ms of each loss since it last made progress.
 
@@ -52,6 +52,12 @@ local function read_schema(names)
   local schema = {}
   for i, name in ipairs(names) do schema[name] = tonumber(values[i]) end
   return schema
+end
+
+local function is_older(one, other)
+  local mine, theirs = tonumber(one.submitted), tonumber(other.submitted)
+  if mine ~= theirs then return mine < theirs end
+  return one.id < other.id
 end
 
 local function is_terminal(state)
@@ -183,6 +189,9 @@ local function leave_queue(job)
   leave_turn_if_last(job)
   redis.call('ZREM', P .. ':wait:' .. job.p, job.id)
   redis.call('HINCRBY', P .. ':backlog', job.p, -tonumber(job.cost))
+  if redis.call('HINCRBY', P .. ':queued', job.tenant, -tonumber(job.cost)) == 0 then
+    redis.call('HDEL', P .. ':queued', job.tenant)
+  end
 end
 
 local function note_due(job)
@@ -193,6 +202,7 @@ local function note_queued(job)
   redis.call('ZADD', P .. ':wait:' .. job.p, job.submitted, job.id)
   note_due(job)
   redis.call('HINCRBY', P .. ':backlog', job.p, job.cost)
+  redis.call('HINCRBY', P .. ':queued', job.tenant, job.cost)
   enter_turn(job)
 end
 
@@ -280,6 +290,9 @@ local function end_job(job, schema, now, state, code, message, param)
   redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
   local is_dead = code == 'node_lost'
   if is_dead then bury(job, now) else redis.call('DEL', P .. ':in:' .. job.id) end
+  local bytes, idem = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem'))
+  redis.call('HINCRBY', P .. ':bytes', job.p, -(bytes or 0))
+  if idem and idem ~= '' then redis.call('PEXPIRE', P .. ':idem:' .. idem, schema.idem_ttl_ms) end
   local log = log_key(job.id)
   local index = redis.call('LLEN', log)
   local chunk = terminal_chunk(job.id, index, state, code, message, param)

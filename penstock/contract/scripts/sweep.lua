@@ -29,6 +29,7 @@ for _, node in ipairs(redis.call('ZRANGEBYSCORE', P .. ':nodes', '-inf', now - s
   local ids = redis.call('SRANDMEMBER', P .. ':run:' .. node, budget)
   local jobs = {}
   for _, id in ipairs(ids) do jobs[#jobs + 1] = read_job(id) end
+  table.sort(jobs, is_older)
   budget = budget - #ids
   lost[#lost + 1] = {node = node, jobs = jobs, empty = #ids == redis.call('SCARD', P .. ':run:' .. node),
     was_draining = was_draining(node)}

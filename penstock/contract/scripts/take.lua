@@ -126,12 +126,6 @@ local function reader_of_stream(looked, key)
   end)
 end
 
-local function is_older(one, other)
-  local mine, theirs = tonumber(one.submitted), tonumber(other.submitted)
-  if mine ~= theirs then return mine < theirs end
-  return one.id < other.id
-end
-
 -- Order --------------------------------------------------------------------------------------------
 -- A queue of one class is {head, next}: the job that aging looks at, and a function that gives one job after the other.
 -- `tried` holds ids that a queue must not give again; `took` is told what was taken.
