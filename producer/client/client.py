@@ -18,7 +18,7 @@ from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.settings import RedisSettings
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.terms import Terms
 from penstock.contract.wire import PoolPressure
 from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door, Warmer
 from penstock.producer.client.courier import Courier
@@ -49,6 +49,7 @@ class AsyncClient:
         settings = settings or ClientSettings.load()
         self.stats = ClientStats()
         self._tenant = tenant
+        self._terms = Terms(weight=settings.weight)
         self._redis = connect(url)
         broker = ProducerBroker(self._redis)
         self._courier = Courier(broker, settings.outage_s)
@@ -115,7 +116,7 @@ class AsyncClient:
         await self._door(job.pool).admit(cost, job.priority)
         self._warmer.want()
         return await self._enqueue(
-            Submission(job, cost, options.get("channel", False), options.get("terms") or UNLIMITED)
+            Submission(job, cost, options.get("channel", False), options.get("terms") or self._terms)
         )
 
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

@@ -29,6 +29,8 @@ if check then
   end
 end
 
+table.sort(missing, is_older)
+
 redis.call('ZREM', P .. ':free', '')
 redis.call('ZADD', P .. ':nodes', now, node)
 redis.call('ZADD', P .. ':revs', now, revision)

@@ -27,7 +27,7 @@ while from < FIRST + count do
 end
 for i = FIRST, FIRST + count - 1 do publish(job, ARGV[i]) end
 redis.call('SET', P .. ':out:' .. id, result, 'PX', schema.result_ttl_ms)
-if kv_ms then correct_turn(job, kv_ms - (tonumber(job.charge) or 0)) end
+if kv_ms then correct_turn(job, kv_ms / weight_of(job) - (tonumber(job.charge) or 0)) end
 end_job(job, schema, now, state, code, message, param)
 flush()
 return 'OK'
