@@ -84,6 +84,8 @@ async def audit(broker: AdminBroker, pool: str, *, repair: bool = False) -> list
     # Behind the jobs, whose repair may have moved them.
     for turns in _parts(sorted(seen.turns), MAX_ROWS):
         rows += await broker.check(pool, turns=turns, repairer=repairer)
+    for idems in _parts(sorted(seen.idems), MAX_ROWS):
+        rows += await broker.check(pool, idems=idems, repairer=repairer)
     findings = [Finding(*row) for row in rows]
     findings += await _sums(broker, pool, repairer)
     findings += await _nodes(broker, pool)

@@ -21,17 +21,23 @@ job, `ring` the one that wakes a node; audit may write all of them.
     P:took:<node>          string  take; leave                          last call number and its answer; 1 min
     P:open                 set     submit; end                          ids not yet terminal
     P:tenant:<t>:open      set     submit; end                          the same, of one tenant
-    P:idem:<t>:<hash>      string  submit                               the job's id; idem_ttl_ms
+    P:idem:<t>:<hash>      string  submit                               the job's id; idem_ttl_ms after its end
     P:nodes                zset    join, beat, emit; sweep, leave       node → last beat
     P:revs                 zset    join, beat; sweep                    revision → last beat
     P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
     P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
     P:backlog              hash    submit, take, give_back, sweep, end  queued cost in tokens per class
+    P:queued               hash    submit, take, give_back, sweep, end  the same per tenant; no field where it is 0
+    P:bytes                hash    submit; end                          bytes that open jobs may come to hold, per class
+    P:refused              hash    submit                               cost refused lately, and when; 10 min
+    P:rate:<t>             hash    submit                               ms when its next job and token are due
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
     P:sweep                string  sweep                                when it last ran
+    P:count                hash    scripts                              how often what happened, for operators
     P:audit                string  audit                                who repairs this pool at the moment; 10 s
     P:schema               hash    join                                 protocol version; the pool's policy and limits
     penstock:pools         hash    node                                 pool → pool record (wire.py)
+    penstock:keys          hash    penstock keys                        API key's id → its record (api_keys.py)
 
     channel
     penstock:inbox:<process>   one per reading process: this step's chunks for that reader, back to back
@@ -44,6 +50,7 @@ from __future__ import annotations
 from penstock.contract.job import pool_of
 
 POOLS = "penstock:pools"
+API_KEYS = "penstock:keys"
 NUM_PRIORITIES = 3
 
 
@@ -95,6 +102,26 @@ def pressure(pool: str) -> str:
 def backlog(pool: str) -> str:
     """Hash: queued cost per class."""
     return f"{prefix(pool)}:backlog"
+
+
+def queued(pool: str) -> str:
+    """Hash: queued cost per tenant."""
+    return f"{prefix(pool)}:queued"
+
+
+def promised_bytes(pool: str) -> str:
+    """Hash: bytes that open jobs may come to hold, per class."""
+    return f"{prefix(pool)}:bytes"
+
+
+def open_jobs(pool: str) -> str:
+    """Set: ids of jobs that are not terminal."""
+    return f"{prefix(pool)}:open"
+
+
+def counts(pool: str) -> str:
+    """Hash: how often what happened."""
+    return f"{prefix(pool)}:count"
 
 
 def inbox_channel(process: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from penstock.contract.job import TERMINAL_STATES, Outcome
 from penstock.contract.wire import NodePressure
 
 MAX_ROWS = 128
-"""Of audit.lua: jobs and tenants that one call looks at."""
+"""Of audit.lua: jobs, tenants and keys that one call looks at."""
 _SCAN_COUNT = 1000
 _PER_JOB = frozenset(("job", "in", "log", "out"))
 _REPAIR_AGAIN_MS = 10_000
@@ -35,6 +36,8 @@ class Seen:
     jobs: dict[str, list[Place]] = field(default_factory=dict)
     turns: set[tuple[str, str]] = field(default_factory=set)
     """(class, tenant)"""
+    idems: list[str] = field(default_factory=list)
+    """Idempotency keys, without the pool's prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +75,15 @@ class AdminBroker:
         kind, _, rest = name.partition(":")
         if kind in _PER_JOB:
             seen.jobs.setdefault(rest, [])
+        elif kind == "idem":
+            seen.idems.append(name)
         elif kind == "turn":
             seen.turns.update((rest, tenant.decode()) for tenant in await redis.zrange(key, 0, -1))
         elif kind == "q":
             seen.turns.add(_class_and_tenant(rest))
             for entry, fields in await redis.xrange(key):
                 seen.jobs.setdefault(fields[b"id"].decode(), []).append((name, entry.decode()))
-        elif kind in ("back", "wait", "due"):
+        elif kind in ("back", "wait", "due", "later", "dead"):
             if kind == "back":
                 seen.turns.add(_class_and_tenant(rest))
             _note(seen, name, await redis.zrange(key, 0, -1))
@@ -90,16 +95,19 @@ class AdminBroker:
         pool: str,
         jobs: Sequence[tuple[str, Sequence[Place]]] = (),
         turns: Sequence[tuple[str, str]] = (),
+        idems: Sequence[str] = (),
         sums: Sequence[tuple[str, str, int]] | None = None,
         *,
         repairer: str = "",
     ) -> list[tuple[str, str, str, str]]:
-        """Disagreements as (name, key, id, detail), at most MAX_ROWS jobs and tenants a call; with a `repairer`'s
+        """Disagreements as (name, key, id, detail), at most MAX_ROWS of each kind a call; with a `repairer`'s
         name they are mended; its last call brings the corrections of `sums` (hash, field, by).
 
         Raises NotFoundError for an unknown pool, BusyError while another repairer is at work.
         """
-        asked = scripts.packed({"jobs": jobs, "turns": turns} | ({} if sums is None else {"sums": sums}))
+        asked = scripts.packed(
+            {"jobs": jobs, "turns": turns, "idems": idems} | ({} if sums is None else {"sums": sums})
+        )
         answer = await scripts.call(self._redis, "audit", pool, repairer, asked)
         if answer[0] == b"UNKNOWN_POOL":
             raise NotFoundError(f"no pool {pool}", code="model_not_found", param="pool")
@@ -108,29 +116,36 @@ class AdminBroker:
         return [tuple(str(cast(bytes, part).decode()) for part in row) for row in answer[1]]  # type: ignore[misc]
 
     async def excess_of_sums(self, pool: str) -> dict[Sum, int]:
-        """By how much each sum over queued jobs exceeds what their records add up to; jobs may move meanwhile."""
-        recorded, waiting = await self._sums_and_waiting(pool)
-        for at in range(0, len(waiting), MAX_ROWS):
-            part = waiting[at : at + MAX_ROWS]
-            with translated():
-                found = await asyncio.gather(
-                    *(cast(Any, self._redis.hget(keys.job(job_id), "cost")) for job_id, _ in part)
-                )
-            for (_, priority), cost in zip(part, found, strict=True):
-                recorded[priority] -= int(cost or 0)
-        return {("backlog", str(p)): excess for p, excess in enumerate(recorded)}
+        """By how much each sum over jobs exceeds what their records add up to; jobs may move meanwhile."""
+        excess, waiting, open_ids = await self._sums(pool)
+        for part in _pages(waiting):
+            for tenant, priority, cost in await self._records(part, "tenant", "p", "cost"):
+                excess["backlog", priority] -= int(cost or 0)
+                excess["queued", tenant] -= int(cost or 0)
+        for part in _pages(open_ids):
+            for priority, num_bytes in await self._records(part, "p", "bytes"):
+                excess["bytes", priority] -= int(num_bytes or 0)
+        return dict(excess)
 
-    async def _sums_and_waiting(self, pool: str) -> tuple[list[int], list[tuple[str, int]]]:
-        """The backlog of each class, and every queued job with its class, of one moment."""
-        classes = range(keys.NUM_PRIORITIES)
+    async def _sums(self, pool: str) -> tuple[Counter[Sum], list[str], list[str]]:
+        """The sums as they are kept, the queued jobs and the open ones, of one moment."""
         with translated():
             async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.hmget(keys.backlog(pool), [str(p) for p in classes])
-                for p in classes:
-                    pipe.zrange(keys.waiting(pool, p), 0, -1)
-                backlog, *waiting = await pipe.execute()
-        ids = [(job_id.decode(), p) for p in classes for job_id in waiting[p]]
-        return [int(cost or 0) for cost in backlog], ids
+                for key in (keys.backlog(pool), keys.queued(pool), keys.promised_bytes(pool)):
+                    pipe.hgetall(key)
+                pipe.smembers(keys.open_jobs(pool))
+                for priority in range(keys.NUM_PRIORITIES):
+                    pipe.zrange(keys.waiting(pool, priority), 0, -1)
+                backlog, queued, num_bytes, open_ids, *waiting = await pipe.execute()
+        kept = {"backlog": backlog, "queued": queued, "bytes": num_bytes}
+        sums = Counter({(name, f.decode()): int(value) for name, fields in kept.items() for f, value in fields.items()})
+        return sums, [i.decode() for ids in waiting for i in ids], [i.decode() for i in open_ids]
+
+    async def _records(self, job_ids: Sequence[str], *names: str) -> list[list[str]]:
+        """Fields of these jobs' records, '' where there is none."""
+        with translated():
+            found = await asyncio.gather(*(cast(Any, self._redis.hmget(keys.job(i), names)) for i in job_ids))
+        return [[(value or b"").decode() for value in values] for values in found]
 
     async def stories(self, job_ids: Sequence[str]) -> list[Story]:
         """What these jobs have said."""
@@ -139,12 +154,11 @@ class AdminBroker:
 
     async def _story(self, job_id: str) -> Story:
         redis = cast(Any, self._redis)
-        end, log, result = await asyncio.gather(
-            redis.hmget(keys.job(job_id), ["state", "code", "message", "param"]),
+        ((state, code, message, param),), log, result = await asyncio.gather(
+            self._records([job_id], "state", "code", "message", "param"),
             redis.lrange(keys.log(job_id), 0, -1),
             redis.get(keys.result(job_id)),
         )
-        state, code, message, param = ((value or b"").decode() for value in end)
         outcome = Outcome(cast(Any, state), code, message, param) if state in TERMINAL_STATES else None
         return Story(job_id, outcome, tuple(log), result)
 
@@ -158,6 +172,10 @@ class AdminBroker:
 def _class_and_tenant(rest: str) -> tuple[str, str]:
     priority, _, tenant = rest.partition(":")
     return priority, tenant
+
+
+def _pages(job_ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (job_ids[at : at + MAX_ROWS] for at in range(0, len(job_ids), MAX_ROWS))
 
 
 def _note(seen: Seen, name: str, members: Sequence[bytes]) -> None:

@@ -1,6 +1,6 @@
 -- audit: holds jobs, tenants' turns and sums against the jobs' own records; with `repair` it mends what is wrong, beside
 -- running nodes: each job is looked at and mended in one script, and sums are corrected by differences.
--- ARGV: repairer ('' only looks), msgpack of {jobs = [[id, [[place, entry]…]]…], turns = [[p, tenant]…],
+-- ARGV: repairer ('' only looks), msgpack of {jobs = [[id, [[place, entry]…]]…], turns = [[p, tenant]…], idems = [key…],
 --   sums = [[key, field, by]…] or nil}; `place` is a key without P: where the id was seen, `entry` its stream entry.
 -- A call with `sums` is a repairer's last one.
 -- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
@@ -8,7 +8,7 @@ local MAX_ROWS, REPAIR_MS = 128, 10000
 local repairer, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local schema, now = read_schema(), clock()
 if not schema then return {'UNKNOWN_POOL'} end
-if #asked.jobs > MAX_ROWS or #asked.turns > MAX_ROWS then return redis.error_reply('TOO_MANY_ROWS') end
+if #asked.jobs > MAX_ROWS or #asked.turns > MAX_ROWS or #asked.idems > MAX_ROWS then return redis.error_reply('TOO_MANY_ROWS') end
 local repairs = repairer ~= ''
 if repairs then
   local other = redis.call('GET', P .. ':audit')
@@ -32,8 +32,12 @@ local function places_of(job)
     places['run:' .. job.node] = ''
     return places
   end
-  places['wait:' .. job.p] = job.submitted
   if job.deadline ~= '' then places.due = job.deadline end
+  if job.entry == LATER then
+    places.later = job.submitted
+    return places
+  end
+  places['wait:' .. job.p] = job.submitted
   if job.entry ~= '' then
     places['q:' .. job.p .. ':' .. job.tenant] = job.entry
   else
@@ -100,12 +104,16 @@ local function check_place(job, id, place, entry, wanted)
   end
 end
 
+-- A dead letter may have been purged, so it may stand among them and need not.
+local function is_dead_letter(job) return job and redis.call('HGET', job_key(job.id), 'code') == 'node_lost' end
+
 local function check_places(job, id, seen)
   local wanted = places_of(job)
   for place, value in pairs(wanted) do check_place(job, id, place, value, value) end
   for _, one in ipairs(seen) do
     local place, entry = one[1], one[2]
     local known = wanted[place]
+    if place == 'dead' and is_dead_letter(job) then known = '' end
     if known == nil or (kind_of(place) == 'stream' and known ~= entry) then check_place(job, id, place, entry, false) end
   end
 end
@@ -149,7 +157,7 @@ local function check_ended(job)
     find('no_result', 'out:' .. id, id, 'the job is done')
   end
   local _, num_nodes = string.gsub(nodes or '', '%S+', '')
-  if redis.call('HGET', job_key(id), 'code') == 'node_lost' and
+  if is_dead_letter(job) and
     (tonumber(losses or '0') < schema.max_losses or num_nodes < schema.max_losses) then
     find('not_lost', 'job:' .. id, id, 'node_lost after ' .. tostring(losses) .. ' losses on ' .. num_nodes .. ' nodes')
   end
@@ -192,6 +200,20 @@ local function check_turn(p, tenant)
   end
 end
 
+-- An idempotency key lives as long as its job is open, and for a while after that.
+local function check_idem(key)
+  local id = redis.call('GET', P .. ':' .. key)
+  local job = id and read_job(id)
+  local is_open, life = job and not is_terminal(job.state), redis.call('PTTL', P .. ':' .. key)
+  if is_open and life >= 0 then
+    find('would_vanish', key, id, 'the key of an open job lives for ever')
+    if repairs then redis.call('PERSIST', P .. ':' .. key) end
+  elseif not is_open and life == -1 then
+    find('lives_for_ever', key, id, 'its job has ended or is unknown')
+    if repairs then redis.call('PEXPIRE', P .. ':' .. key, schema.idem_ttl_ms) end
+  end
+end
+
 local function check_nodes()
   local known = {}
   for _, node in ipairs(redis.call('ZRANGE', P .. ':nodes', 0, -1)) do known[node] = true end
@@ -201,10 +223,12 @@ local function check_nodes()
       if repairs then redis.call('ZREM', P .. ':free', node) end
     end
   end
-  for _, node in ipairs(redis.call('HKEYS', P .. ':pressure')) do
-    if not known[node] then
-      find('stray', 'pressure', node, 'the node is not in the pool')
-      if repairs then redis.call('HDEL', P .. ':pressure', node) end
+  for _, name in ipairs({'pressure', 'hold'}) do
+    for _, node in ipairs(redis.call('HKEYS', P .. ':' .. name)) do
+      if not known[node] then
+        find('stray', name, node, 'the node is not in the pool')
+        if repairs then redis.call('HDEL', P .. ':' .. name, node) end
+      end
     end
   end
 end
@@ -215,6 +239,7 @@ if open > schema.max_open_jobs then
 end
 for _, row in ipairs(asked.jobs) do check_job(row[1], row[2]) end
 for _, row in ipairs(asked.turns) do check_turn(row[1], row[2]) end
+for _, key in ipairs(asked.idems) do check_idem(key) end
 check_nodes()
 if repairs and asked.sums then
   for _, row in ipairs(asked.sums) do redis.call('HINCRBY', P .. ':' .. row[1], row[2], row[3]) end
