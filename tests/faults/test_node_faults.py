@@ -16,7 +16,7 @@ from faults.proxy import FaultProxy
 from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
-from penstock.contract.broker.node import NodeBroker, Room
+from penstock.contract.broker.node import NodeBroker, Return, Room
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import seed_of
 from penstock.contract.wire import NodePressure, PoolRecord, decode_request
@@ -166,7 +166,9 @@ class Scribe:
             jobs = [(HeldJob(one), yet.pop(one.job_id)) for one in taken]
             for job, num_steps in jobs:
                 await self._write(job, num_steps)
-            await self._broker.give_back([(job.job_id, job.taken.lease, job.taken.cost) for job, _ in jobs])
+            await self._broker.give_back(
+                [Return(job.job_id, job.taken.lease, job.taken.cost, job.taken.cost) for job, _ in jobs]
+            )
 
     async def _write(self, job: HeldJob, num_steps: int) -> None:
         request = decode_request(job.taken.request)
