@@ -68,7 +68,7 @@ async def test_class_and_tenant_reach_the_engine(redis_url: str, broker: Produce
         for job in (new_job(Priority.BATCH, "a"), new_job(Priority.INTERACTIVE, "b")):
             await broker.submit(job, cost=40)
             await until(broker, job, "done")
-    assert engine.callers == [(2, "a"), (0, "b")]
+    assert list(engine.callers) == [(2, "a"), (0, "b")]
 
 
 @pytest.mark.parametrize(("policy", "finds_room"), [("fair", True), ("fcfs", False)])

@@ -338,6 +338,8 @@ async def test_jobs_admitted_since_count(client: AsyncClient, told_node: FakeNod
         ("x", {"temperature": 1, "params": SamplingParams()}, "temperature", "not both"),
         ("x", {"deadline_s": 0}, "deadline_s", "604800"),
         ("x", {"deadline_s": float("nan")}, "deadline_s", "604800"),
+        ("x", {"not_before_s": -1}, "not_before_s", "604800"),
+        ("x", {"not_before_s": 5, "deadline_s": 5}, "not_before_s", "must lie before deadline_s"),
         ("x", {"priority": 7}, "priority", "2"),
         ("x", {"tenant": "a b"}, "tenant", "pattern"),
         ("x", {"job_id": f"{POOL}.123"}, "job_id", "pattern"),
