@@ -19,6 +19,7 @@ from penstock.contract.settle import settle
 from penstock.gateway import health
 from penstock.gateway.access_log import AccessLog
 from penstock.gateway.entry import Entry, warn_if_open
+from penstock.gateway.head import BoundedHead
 from penstock.gateway.openai import generate, models
 from penstock.gateway.openai.answer import JOB_HEADER
 from penstock.gateway.openai.errors import install_error_handlers
@@ -81,6 +82,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         create_app(settings),
         host=settings.host,
         port=settings.port,
+        http=BoundedHead,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -181,6 +181,9 @@ async def end_after_give_back(queue: Queue) -> str:
     return taken.job_id
 
 
+DEAD_LETTER_MS = 7 * 24 * 3600 * 1000
+
+
 async def end_by_sweep(queue: Queue) -> str:
     for number in range(3):
         node = await queue.node(f"n{number}")
@@ -198,8 +201,10 @@ async def test_ended_job_leaves_nothing_that_lives_for_ever(
     limits = {f"job:{job_id}": SCHEMA["result_ttl_ms"], f"log:{job_id}": SCHEMA["log_ttl_ms"]}
     if end in (end_by_finish, end_after_give_back):
         limits[f"out:{job_id}"] = SCHEMA["result_ttl_ms"]
+    if end is end_by_sweep:
+        limits |= dict.fromkeys((f"job:{job_id}", f"in:{job_id}"), DEAD_LETTER_MS)
     of_the_pool = {"schema", "nodes", "revs", "free", "pressure", "backlog", "bytes", "readers", "sweep"}
-    of_the_pool |= {"head", "vtime", "debt"}
+    of_the_pool |= {"head", "vtime", "debt", "dead"}
     names = await queue.keys()
     assert {name for name in names if name.partition(":")[0] not in ("took", *of_the_pool)} == set(limits)
     for name, limit in limits.items():
