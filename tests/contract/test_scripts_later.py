@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from contract.harness import P, Queue, new_job
 
 from penstock.contract.broker.node import TakeAnswer
@@ -92,7 +93,8 @@ async def test_a_waiting_job_can_be_cancelled_and_asked_for_again(queue: Queue) 
     assert (await queue.producer.pressure("m")).backlog_cost == (0, 0, 0)
 
 
-async def test_a_tenant_of_twice_the_weight_gets_twice_as_much(queue: Queue) -> None:
+@pytest.mark.parametrize("kv_ms", [None, 5000.0])
+async def test_a_tenant_of_twice_the_weight_gets_twice_as_much(queue: Queue, kv_ms: float | None) -> None:
     node = await queue.node(policy="fair")
     for _ in range(60):
         await queue.submit(tenant="one", cost=10, params=SamplingParams())
@@ -101,5 +103,5 @@ async def test_a_tenant_of_twice_the_weight_gets_twice_as_much(queue: Queue) -> 
     for _ in range(30):
         (taken,) = (await node.take(slots=1)).jobs
         tenants.append(taken.tenant)
-        await node.finish(taken, 0, kv_ms=5000.0)
+        await node.finish(taken, 0, kv_ms=kv_ms)
     assert tenants.count("two") == 2 * tenants.count("one") == 20
