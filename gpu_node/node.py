@@ -81,6 +81,10 @@ class Node:
             self._hurry.set()
         self._stop.set()
 
+    async def relieve(self) -> None:
+        """Gives back what this node has no room for and another has; it does so by itself every second."""
+        await self._relief.relieve()
+
     async def run(self, ready: asyncio.Event | None = None) -> None:
         """Serves until `stop`, then drains. Raises what killed the engine; its jobs are then left to other nodes."""
         self._worker.start()
