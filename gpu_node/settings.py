@@ -33,7 +33,7 @@ class NodeSettings(Settings):
     aliases: tuple[str, ...] = ()
     """Further names under which clients may ask for the model."""
 
-    runner: Literal["auto", "native", "torch"] = "auto"
+    runner: Literal["auto", "gpu", "native", "torch"] = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
@@ -49,6 +49,7 @@ class NodeSettings(Settings):
     """`tenant`: tenants do not share cached prefixes."""
     gpu_memory_utilization: float | None = Field(None, gt=0.0, le=1.0)
     cpu_offload_gib: float = Field(0.0, ge=0.0)
+    deterministic: bool = False
     max_model_len: int | None = Field(None, ge=2)
     max_num_seqs: int = Field(64, ge=1, le=512)
     max_num_batched_tokens: int = Field(512, ge=1)

@@ -20,7 +20,7 @@ def node(
     pool: Annotated[str | None, typer.Option(help="Pool to work for; default: the model's name.")] = None,
     name: Annotated[str | None, typer.Option(help="This node's name in logs and records.")] = None,
     alias: Annotated[list[str] | None, typer.Option(help="Further name for the model; may be repeated.")] = None,
-    runner: Annotated[str | None, typer.Option(help="auto, native or torch.")] = None,
+    runner: Annotated[str | None, typer.Option(help="auto, gpu, native or torch.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
     quantization: Annotated[
         str | None, typer.Option(help="auto (as stored), none, int8, int8_group or int4; native runner.")
