@@ -4,6 +4,8 @@
 #   make test        the test suite (a few minutes on two cores)
 #   make check       format, lint, types
 #   make check-full  all of it, slow tests included
+#   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
+#   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
 #   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses
 #   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
 #   make bench-gpu   measure a CUDA device, in ten minutes; BENCH=--dry runs through it on the CPU
@@ -26,7 +28,7 @@ STAMP := $(VENV)/.penstock-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check check-full bench bench-peers bench-gpu lock clean
+.PHONY: demo test check check-full faults mutants bench bench-peers bench-gpu lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -41,6 +43,12 @@ check: $(STAMP)
 
 check-full: check
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900
+
+faults: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m faults.campaigns $(FAULTS)
+
+mutants: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m faults.mutants
 
 bench: $(STAMP)
 	PYTHONPATH=ops $(BIN)/python -m bench $(BENCH)

@@ -46,4 +46,6 @@ class AccessLog:
         finally:
             duration_ms = round((time.monotonic() - started_s) * 1000)
             line = {"method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
-            logger.info("request", extra={**line, "status": int(status), "duration_ms": duration_ms})
+            caller = scope.get("state", {}).get("caller")
+            key = {"key_id": caller.key_id} if caller is not None and caller.key_id else {}
+            logger.info("request", extra={**line, "status": int(status), "duration_ms": duration_ms, **key})

@@ -14,9 +14,11 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from penstock.contract.logs import configure_logging
+from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
 from penstock.gateway import health
 from penstock.gateway.access_log import AccessLog
+from penstock.gateway.entry import Entry, warn_if_open
 from penstock.gateway.openai import generate, models
 from penstock.gateway.openai.answer import JOB_HEADER
 from penstock.gateway.openai.errors import install_error_handlers
@@ -38,6 +40,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with _client_of(settings) as client:
             app.state.client = client
+            await warn_if_open(client, is_closed=settings.require_keys)
             yield
 
     # Nothing that takes a body is FastAPI's, so its OpenAPI document would say little.
@@ -47,6 +50,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.router.routes.extend(generate.ROUTES)
     for room in (models, health):
         app.include_router(room.router)
+    pepper = KeySettings.load(key_pepper=settings.key_pepper).key_pepper
+    app.add_middleware(Entry, pepper=pepper, is_closed=settings.require_keys)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -8,7 +8,7 @@ import math
 import secrets
 from functools import partial
 
-from penstock.contract import wire
+from penstock.contract import crash, wire
 from penstock.contract.broker.node import NodeBroker, Room, TakeAnswer
 from penstock.contract.broker.retry import patiently, pauses
 from penstock.contract.errors import PenstockError, RequestError, UnavailableError
@@ -91,7 +91,9 @@ class Inbox:
         jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
         if jobs:
+            crash.point("before", "admission")
             await self._admit_all(jobs)
+            crash.point("after", "admission")
         if len(jobs) == MAX_TAKEN_AT_ONCE:
             return 0.0
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S

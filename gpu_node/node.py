@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from penstock.contract import keys
+from penstock.contract import crash, keys
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.node import NodeBroker, SweptError
 from penstock.contract.broker.retry import patiently
@@ -165,6 +165,7 @@ class Node:
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the engine's thread."""
+        crash.point("after", "step")
         with suppress(RuntimeError):  # the loop may be closed already
             self._loop.call_soon_threadsafe(self._outbox.accept, outputs)
 

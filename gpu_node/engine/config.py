@@ -11,7 +11,7 @@ from penstock.contract.policy import PolicyName
 from penstock.gpu_node.engine.eviction import EvictionName
 from penstock.gpu_node.engine.preemption import PreemptionName
 
-_ALIASES = {
+THEIR_NAMES = {
     "swap_space": "swap_space_gib",
     "cpu_offload_gb": "cpu_offload_gib",
     "num_gpu_blocks_override": "num_kv_blocks",
@@ -75,10 +75,10 @@ class EngineConfig(BaseModel):
     def _by_our_names(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        for theirs, ours in _ALIASES.items():
+        for theirs, ours in THEIR_NAMES.items():
             if theirs in given and ours in given:
                 raise ValueError(f"{theirs} is another name for {ours}: give one of them")
-        return {_ALIASES.get(name, name): value for name, value in given.items()}
+        return {THEIR_NAMES.get(name, name): value for name, value in given.items()}
 
     @model_validator(mode="after")
     def _limits_agree(self) -> Self:

@@ -102,7 +102,7 @@ class StepHandle(Protocol):
     """A step that may still be running."""
 
     def result(self) -> StepResult:
-        """Wait for it; raises what made the whole step fail."""
+        """Wait for it; raises what made the whole step fail: MemoryError where a smaller one might not."""
 
 
 class ModelRunner(Protocol):
@@ -119,6 +119,7 @@ class ModelRunner(Protocol):
         """Start a step and come back at once.
 
         Its plan's arrays must not change until the result is there, and the next step may be submitted only then.
+        Raises as a result does.
         """
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:

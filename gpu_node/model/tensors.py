@@ -15,7 +15,7 @@ class StoredLinear:
     """The parts of a matrix, whose rows follow each other."""
 
     weights: tuple[StoredTensor, ...]
-    biases: tuple[StoredTensor, ...]
+    biases: tuple[StoredTensor, ...] = ()
     """One a part, or none at all."""
 
 

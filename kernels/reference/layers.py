@@ -25,6 +25,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (scaled * weight.float()).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm by mean and variance in float32. x: [..., hidden]; weight, bias: [hidden]; returns x's shape and dtype."""
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + rotary_dim / 2) of each head's first numbers, as Hugging Face's checkpoints have them.
 
@@ -50,8 +58,7 @@ def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias:
     """As `add_rms_norm`, with the mean taken off and `bias`, [hidden], added."""
     if delta is not None:
         residual += delta
-    wide_bias = None if bias is None else bias.float()
-    return functional.layer_norm(residual.float(), weight.shape, weight.float(), wide_bias, eps).to(weight.dtype)
+    return layer_norm(residual.float(), weight, bias, eps).to(weight.dtype)
 
 
 def rotate_and_store(

@@ -2,7 +2,7 @@
 
 All keys of a pool share the hash tag `{pool}`, so that a script stays in one cluster slot. P is `penstock:{pool}`.
 Times are Redis milliseconds. `end` is the one function of the scripts that closes a
-job, `ring` the one that wakes a node.
+job, `ring` the one that wakes a node; audit may write all of them.
 
     key                    type    writers                              holds; life
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
@@ -21,16 +21,22 @@ job, `ring` the one that wakes a node.
     P:took:<node>          string  take; leave                          last call number and its answer; 1 min
     P:open                 set     submit; end                          ids not yet terminal
     P:tenant:<t>:open      set     submit; end                          the same, of one tenant
-    P:idem:<t>:<hash>      string  submit                               the job's id; idem_ttl_ms
+    P:idem:<t>:<hash>      string  submit                               the job's id; idem_ttl_ms after its end
     P:nodes                zset    join, beat, emit; sweep, leave       node → last beat
     P:revs                 zset    join, beat; sweep                    revision → last beat
     P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
     P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
     P:backlog              hash    submit, take, give_back, sweep, end  queued cost in tokens per class
+    P:queued               hash    submit, take, give_back, sweep, end  the same per tenant; no field where it is 0
+    P:bytes                hash    submit; end                          bytes that open jobs may come to hold, per class
+    P:refused              hash    submit                               cost refused lately, and when; 10 min
+    P:rate:<t>             hash    submit                               ms when its next job and token are due
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
     P:sweep                string  sweep                                when it last ran
+    P:audit                string  audit                                who repairs this pool at the moment; 10 s
     P:schema               hash    join                                 protocol version; the pool's policy and limits
     penstock:pools         hash    node                                 pool → pool record (wire.py)
+    penstock:keys          hash    penstock keys                        API key's id → its record (api_keys.py)
 
     channel
     penstock:inbox:<process>   one per reading process: this step's chunks for that reader, back to back
@@ -43,6 +49,7 @@ from __future__ import annotations
 from penstock.contract.job import pool_of
 
 POOLS = "penstock:pools"
+API_KEYS = "penstock:keys"
 NUM_PRIORITIES = 3
 
 
@@ -94,6 +101,21 @@ def pressure(pool: str) -> str:
 def backlog(pool: str) -> str:
     """Hash: queued cost per class."""
     return f"{prefix(pool)}:backlog"
+
+
+def queued(pool: str) -> str:
+    """Hash: queued cost per tenant."""
+    return f"{prefix(pool)}:queued"
+
+
+def promised_bytes(pool: str) -> str:
+    """Hash: bytes that open jobs may come to hold, per class."""
+    return f"{prefix(pool)}:bytes"
+
+
+def open_jobs(pool: str) -> str:
+    """Set: ids of jobs that are not terminal."""
+    return f"{prefix(pool)}:open"
 
 
 def inbox_channel(process: str) -> str:

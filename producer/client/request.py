@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import Job, Message, Priority, SamplingParams, pool_of
+from penstock.contract.terms import Terms
 
 MAX_DEADLINE_S = 7 * 24 * 3600
 
@@ -38,6 +39,8 @@ class SubmitOptions(TypedDict, total=False):
     """A later submission with the same key and request is the same job."""
     job_id: str | None
     tenant: str | None
+    terms: Terms | None
+    """The tenant's limits; none by default."""
 
     n: int
     temperature: float
@@ -56,7 +59,7 @@ class SubmitOptions(TypedDict, total=False):
 
 
 _QUEUEING = frozenset({"priority", "background", "idempotency_key"})
-_ELSEWHERE = frozenset({"model", "params", "deadline_s", "channel", "job_id", "tenant"})
+_ELSEWHERE = frozenset({"model", "params", "deadline_s", "channel", "job_id", "tenant", "terms"})
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
 """Fields of a job that callers know by another name."""
 

@@ -10,7 +10,7 @@ from contract.queue_model import TERMINAL, ModelJob, QueueModel
 
 from penstock.contract.wire import decode_chunks
 
-OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took"}
+OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took", "queued", "bytes"}
 OF_POLICY = {"turn", "vtime", "debt", "head"}
 Dump = dict[str, Any]
 
@@ -61,6 +61,11 @@ def check_sets(found: Dump, model: QueueModel) -> None:
     backlog = {int(p): int(cost) for p, cost in found.get("backlog", {}).items() if int(cost)}
     costs = {p: sum(job.cost for job in model.queued(p)) for p in range(3)}
     assert backlog == {p: cost for p, cost in costs.items() if cost}
+    queued = [job for p in range(3) for job in model.queued(p)]
+    of_tenants = {
+        tenant: sum(job.cost for job in queued if job.tenant == tenant) for tenant in {j.tenant for j in queued}
+    }
+    assert {tenant.decode(): int(cost) for tenant, cost in found.get("queued", {}).items()} == of_tenants
     known = {node.name for node in model.nodes.values() if node.is_known}
     assert _members("nodes", found.get("nodes", [])) == known
 

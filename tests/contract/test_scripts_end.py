@@ -198,7 +198,7 @@ async def test_ended_job_leaves_nothing_that_lives_for_ever(
     limits = {f"job:{job_id}": SCHEMA["result_ttl_ms"], f"log:{job_id}": SCHEMA["log_ttl_ms"]}
     if end in (end_by_finish, end_after_give_back):
         limits[f"out:{job_id}"] = SCHEMA["result_ttl_ms"]
-    of_the_pool = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep"}
+    of_the_pool = {"schema", "nodes", "revs", "free", "pressure", "backlog", "bytes", "readers", "sweep"}
     of_the_pool |= {"head", "vtime", "debt"}
     names = await queue.keys()
     assert {name for name in names if name.partition(":")[0] not in ("took", *of_the_pool)} == set(limits)
@@ -207,7 +207,8 @@ async def test_ended_job_leaves_nothing_that_lives_for_ever(
     for name in names:
         if name.startswith("took:"):
             assert await queue.redis.pttl(f"{P}:{name}") > 0
-    assert set(await queue.redis.hvals(f"{P}:backlog")) <= {b"0"}
+    for sums in ("backlog", "bytes"):
+        assert set(await queue.redis.hvals(f"{P}:{sums}")) <= {b"0"}
 
 
 async def test_open_job_has_no_end_of_life(queue: Queue) -> None:

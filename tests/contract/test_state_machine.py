@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 import redis as sync_redis
-from contract.harness import FakeNode, P, Queue, new_job
+from contract.harness import POOL, FakeNode, P, Queue, new_job
 from contract.queue_check import check_jobs, check_lives, check_policy, check_sets, dump
 from contract.queue_model import (
     KV_TOTAL,
@@ -28,6 +28,8 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.contract.audit import audit
+from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.node import Emission, SweptError, Taken
 from penstock.contract.errors import ConflictError, InvariantError
@@ -75,9 +77,12 @@ class QueueMachine(RuleBasedStateMachine):
         return self.runner.run(call)
 
     def teardown(self) -> None:
+        # Results are no results here.
+        found = [f for f in self.run(audit(AdminBroker(self.client), POOL)) if f.name != "unreadable"]
         self.run(self.client.aclose())
         self.runner.close()
         self.sync.close()
+        assert found == []
 
     def job(self, pick: int) -> ModelJob:
         return list(self.model.jobs.values())[pick % len(self.model.jobs)]

@@ -73,13 +73,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_family_model(folder: Path, name: str, dtype: str = "float32") -> Path:
-    """Write a model of `FAMILIES` to `folder`; all that training would move from its start is random."""
+def make_family_model(folder: Path, name: str, dtype: str = "float32", **changes: Any) -> Path:
+    """Write a model of `FAMILIES` to `folder`; all that training would move from its start is random.
+
+    `changes` are settings that are to be others.
+    """
     import torch
     import transformers
 
     kind, settings = FAMILIES[name]
-    config = getattr(transformers, kind)(**settings)
+    config = getattr(transformers, kind)(**settings | changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

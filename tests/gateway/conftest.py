@@ -95,6 +95,9 @@ class EchoEngine:
     def wait(self) -> None:
         pass
 
+    def memory_trail(self) -> list[str]:
+        return []
+
     def step(self) -> list[StepOutput]:
         time.sleep(self.step_s)
         self._num_steps += 1

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import logging
-from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.gpu_node.model.cache import cache_folder
-from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
 from penstock.gpu_node.model.description import Description, cache_sizes
-from penstock.gpu_node.model.native.formats import format_of, rows_of
+from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.gpu_node.model.positions import rope_angles
 from penstock.gpu_node.model.protocol import RunnerOptions
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
-from penstock.gpu_node.model.tensors import DecoderTensors, StoredNorm
 from penstock.kernels.cpu.build import BuildError, library_path
-from penstock.kernels.cpu.library import Format, KvFormat, NativeModel, NativeSpec, Place, Slot, Vector
+from penstock.kernels.cpu.library import Activation, Format, KvFormat, NativeModel, NativeSpec
 from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 
 _log = logging.getLogger(__name__)
 
 PAGE_TOKENS = 16
 MAX_HEAD_DIM = 256
+_ACTIVATIONS = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
 _KV_FORMATS = {"auto": KvFormat.BF16, "bfloat16": KvFormat.BF16, "int8": KvFormat.INT8}
 
 
@@ -52,7 +46,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     native_spec = _native_spec(described, options, sizes.num_blocks, kv_format)
     cores = cores_to_stay_on(threads)
     model = NativeModel(library, native_spec, threads, cores)
-    formats = _Packer(model, described, options.quantization, progress).pack()
+    quantization = _quantization(spec, options.quantization)
+    formats = Packer(model, described, quantization, progress, turned=bool(native_spec.turned)).pack()
     arithmetic = _arithmetic(isa, formats, kv_format, turned=bool(native_spec.turned))
     facts = arithmetic, sizes.num_device_blocks, threads, sizes.num_host_blocks
     _log.info("native runner %s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
@@ -71,24 +66,6 @@ def _check(described: Description, options: RunnerOptions) -> None:
         raise NativeUnavailableError(f"they want a block_size that is a multiple of {PAGE_TOKENS}")
     if spec.head_dim % PAGE_TOKENS or spec.head_dim > MAX_HEAD_DIM:
         raise NativeUnavailableError(f"head_dim {spec.head_dim} is no multiple of {PAGE_TOKENS} up to {MAX_HEAD_DIM}")
-    missing = [name for name, is_there in _features_missing(spec).items() if is_there]
-    if missing:
-        raise NativeUnavailableError(f"they have no {', no '.join(missing)}")
-
-
-def _features_missing(spec: ModelSpec) -> dict[str, bool]:
-    """What the kernels cannot compute, and whether the model has it."""
-    return {
-        "layer norms": spec.norm == "layer",
-        "MLP without a gate": not spec.is_gated,
-        f"activation {spec.activation}": spec.activation != "silu",
-        "biases": spec.qkv_bias or spec.out_bias or spec.mlp_bias,
-        "norms of heads": spec.names.q_norm is not None,
-        "ALiBi": spec.rope is None,
-        "heads that rotate in part": spec.rope is not None and spec.rope.dim != spec.head_dim,
-        "sliding windows": any(spec.windows),
-        "parallel attention and MLP": spec.parallel_residual,
-    }
 
 
 def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
@@ -112,91 +89,28 @@ def _native_spec(described: Description, options: RunnerOptions, num_blocks: int
         block_size=options.block_size,
         num_blocks=num_blocks,
         kv_format=kv_format,
-        turned=_is_turned(options.quantization),
+        turned=_is_turned(spec, options.quantization),
+        rotary_dim=0 if spec.rope is None else spec.rope.dim,
+        activation=_ACTIVATIONS[spec.activation],
+        has_layer_norms=spec.norm == "layer",
+        is_gated=spec.is_gated,
+        is_parallel=spec.parallel_residual,
     )
 
 
-def _is_turned(quantization: str) -> bool:
-    """One scale for a whole row does not do for channels with outliers; groups do without."""
-    return quantization == "int8"
+def _is_turned(spec: ModelSpec, quantization: str) -> bool:
+    """One scale for a whole row does not do for channels with outliers; groups do without.
+
+    Only what is normed by its length stays the same when it is turned: a layer norm knows the channels' mean.
+    """
+    return quantization == "int8" and spec.norm == "rms"
+
+
+def _quantization(spec: ModelSpec, wanted: str) -> str:
+    """What was asked for; int8 in groups where rows cannot be turned."""
+    return "int8_group" if wanted == "int8" and not _is_turned(spec, wanted) else wanted
 
 
 def _arithmetic(isa: Isa, formats: set[Format], kv_format: KvFormat, *, turned: bool) -> str:
     weights = "+".join(weights.name.lower() for weights in sorted(formats))
     return f"native-{isa}-{weights}{'-turned' if turned else ''}-kv-{kv_format.name.lower()}"
-
-
-_Gains: TypeAlias = NDArray[np.float32] | None
-
-
-class _Packer:
-    """Reads a checkpoint's tensors and lays them out for the kernels."""
-
-    def __init__(self, model: NativeModel, described: Description, quantization: str, progress: Progress) -> None:
-        self._model = model
-        self._spec = described.spec
-        self._max_model_len = described.max_model_len
-        self._tensors = DecoderTensors(Checkpoint.open(described.source), described.spec)
-        self._quantization = quantization
-        self._turned = _is_turned(quantization)
-        self._progress = progress
-        self._formats: set[Format] = set()
-
-    def pack(self) -> set[Format]:
-        """All of it; the formats that were used."""
-        spec, tensors = self._spec, self._tensors
-        for layer in range(spec.num_layers):
-            self._pack_layer(layer)
-            self._progress("load", (layer + 1) / (spec.num_layers + 1))
-        gains = self._set_norm(Vector.FINAL_NORM, 0, tensors.final_norm())
-        self._fuse(Slot.HEAD, 0, (tensors.head(),), gains)
-        # Only as long as the norm does not go into the head are tied ones the same.
-        if not spec.tied_head or gains is not None:
-            self._fuse(Slot.EMBEDDING, 0, (tensors.embedding(),))
-        if spec.rope is not None:
-            cos, sin = rope_angles(spec.rope, self._max_model_len)
-            self._model.set_vector(Vector.COS, 0, cos)
-            self._model.set_vector(Vector.SIN, 0, sin)
-        self._progress("load", 1.0)
-        return self._formats
-
-    def _pack_layer(self, layer: int) -> None:
-        tensors = self._tensors
-        gains = self._set_norm(Vector.ATTENTION_NORM, layer, tensors.attention_norm(layer))
-        self._fuse(Slot.QKV, layer, tensors.qkv(layer).weights, gains)
-        self._fuse(Slot.OUT, layer, tensors.out(layer).weights)
-        mlp_norm = tensors.mlp_norm(layer)
-        gains = None if mlp_norm is None else self._set_norm(Vector.MLP_NORM, layer, mlp_norm)
-        gate, up = tensors.mlp_in(layer).weights
-        self._interleave(Slot.GATE_UP, layer, gate, up, gains)
-        self._fuse(Slot.DOWN, layer, tensors.mlp_out(layer).weights)
-
-    def _fuse(self, slot: Slot, layer: int, parts: tuple[StoredTensor, ...], gains: _Gains = None) -> None:
-        """One matrix with the parts' rows one after the other."""
-        self._allocate(slot, layer, parts, sum(part.shape[0] for part in parts))
-        first = 0
-        for part in parts:
-            source, data, order = rows_of(part)
-            self._model.fill(slot, layer, source, data, first=first, row_order=order, gains=gains)
-            first += part.shape[0]
-
-    def _interleave(self, slot: Slot, layer: int, one: StoredTensor, other: StoredTensor, gains: _Gains) -> None:
-        """One matrix in which the parts' rows alternate by halves of a panel."""
-        self._allocate(slot, layer, (one, other), 2 * one.shape[0])
-        for place, part in ((Place.FIRST_HALF, one), (Place.SECOND_HALF, other)):
-            source, data, order = rows_of(part)
-            self._model.fill(slot, layer, source, data, place=place, row_order=order, gains=gains)
-
-    def _allocate(self, slot: Slot, layer: int, parts: tuple[StoredTensor, ...], rows: int) -> None:
-        # Rows of a turned embedding are read one at a time, and an error in one stays in the sum of all layers.
-        precise = self._turned and slot is Slot.EMBEDDING
-        weights = Format.BF16 if precise else format_of(parts, self._quantization)
-        if not precise:
-            self._formats.add(weights)
-        self._model.allocate(slot, layer, weights, rows, parts[0].shape[1])
-
-    def _set_norm(self, vector: Vector, layer: int, norm: StoredNorm) -> _Gains:
-        """Give a norm its weights; a turned model's go into the matrix behind it, for which they come back."""
-        gains = norm.weight.to_float32()
-        self._model.set_vector(vector, layer, np.ones_like(gains) if self._turned else gains)
-        return gains if self._turned else None

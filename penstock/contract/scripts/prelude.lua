@@ -6,7 +6,7 @@
 -- checks memory only before the first write, so it refuses submits and nothing else.
 -- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
 --   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
---   urgency charge
+--   urgency charge bytes idem
 
 local P = string.sub(KEYS[1], 1, -8)
 local CLASSES = 3
@@ -172,12 +172,16 @@ local function leave_queue(job)
   redis.call('ZREM', P .. ':wait:' .. job.p, job.id)
   redis.call('ZREM', P .. ':due', job.id)
   redis.call('HINCRBY', P .. ':backlog', job.p, -tonumber(job.cost))
+  if redis.call('HINCRBY', P .. ':queued', job.tenant, -tonumber(job.cost)) == 0 then
+    redis.call('HDEL', P .. ':queued', job.tenant)
+  end
 end
 
 local function note_queued(job)
   redis.call('ZADD', P .. ':wait:' .. job.p, job.submitted, job.id)
   if job.deadline ~= '' then redis.call('ZADD', P .. ':due', job.deadline, job.id) end
   redis.call('HINCRBY', P .. ':backlog', job.p, job.cost)
+  redis.call('HINCRBY', P .. ':queued', job.tenant, job.cost)
   enter_turn(job)
 end
 
@@ -236,6 +240,9 @@ local function end_job(job, schema, now, state, code, message, param)
   redis.call('SREM', P .. ':open', job.id)
   redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
   redis.call('DEL', P .. ':in:' .. job.id)
+  local bytes, idem = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem'))
+  redis.call('HINCRBY', P .. ':bytes', job.p, -(bytes or 0))
+  if idem and idem ~= '' then redis.call('PEXPIRE', P .. ':idem:' .. idem, schema.idem_ttl_ms) end
   local log = log_key(job.id)
   local index = redis.call('LLEN', log)
   local chunk = terminal_chunk(job.id, index, state, code, message, param)

@@ -1,0 +1,27 @@
+"""What a tenant is entitled to, as somebody who is trusted says at each submit: a gateway's key record, or a client."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NO_LIMIT = 0
+
+
+class Terms(BaseModel):
+    """A tenant's limits in one pool; each is held by the queue itself, over all who submit for the tenant.
+
+    Rates are smooth: `burst_s` seconds' worth may come at once. Tokens are counted by predicted cost.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_open_jobs: int = Field(NO_LIMIT, ge=0)
+    """Jobs that wait or run."""
+    max_queued_cost: int = Field(NO_LIMIT, ge=0)
+    """KV tokens of the jobs that wait."""
+    jobs_per_minute: int = Field(NO_LIMIT, ge=0)
+    tokens_per_minute: int = Field(NO_LIMIT, ge=0)
+    burst_s: int = Field(10, ge=1, le=3600)
+
+
+UNLIMITED = Terms()

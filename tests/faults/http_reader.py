@@ -1,0 +1,64 @@
+"""Reads a completion's events over HTTP, as far as they come."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+from faults.work import PROMPT, Work
+
+TIMEOUT_S = 60.0
+_ASKED = ("temperature", "n", "stop", "max_tokens")
+
+
+class HttpReading:
+    """One request: what it said, until its end or until the line was cut."""
+
+    def __init__(self) -> None:
+        self.job_id = ""
+        self.texts: dict[int, str] = {}
+        self.finishes: dict[int, str] = {}
+        self.num_events = 0
+        self.is_whole = False
+
+    async def read(self, url: str, work: Work, pool: str, *, key: str, max_events: int | None = None) -> None:
+        """Asks a gateway for the work under an idempotency key; hangs up behind `max_events`."""
+        asked = {name: work.options[name] for name in _ASKED if name in work.options}
+        body: dict[str, Any] = {"model": pool, "prompt": PROMPT, "stream": True, **asked}
+        try:
+            async with (
+                httpx.AsyncClient(timeout=TIMEOUT_S) as client,
+                client.stream("POST", f"{url}/v1/completions", json=body, headers={"Idempotency-Key": key}) as response,
+            ):
+                response.raise_for_status()
+                self.job_id = response.headers["x-penstock-job"]
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        self._take_in(line.removeprefix("data: "))
+                    if max_events is not None and self.num_events >= max_events:
+                        return
+        except httpx.TransportError:
+            return
+
+    def check(self, work: Work) -> None:
+        """All of it came, and it is what an undisturbed run says."""
+        assert self.is_whole
+        choices = Work(work.options | {"job_id": self.job_id}).expected()
+        assert self.texts == {choice.index: choice.text for choice in choices}
+        assert self.finishes == {choice.index: choice.finish_reason for choice in choices}
+
+    def is_part_of(self, other: HttpReading) -> bool:
+        """Whether it is a beginning of what the other one read."""
+        return all(other.texts[choice].startswith(text) for choice, text in self.texts.items())
+
+    def _take_in(self, data: str) -> None:
+        self.num_events += 1
+        if data == "[DONE]":
+            self.is_whole = True
+            return
+        (said,) = json.loads(data)["choices"]
+        choice = said["index"]
+        self.texts[choice] = self.texts.get(choice, "") + said["text"]
+        if said["finish_reason"]:
+            self.finishes[choice] = said["finish_reason"]
