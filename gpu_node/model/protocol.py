@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.masks import TokenMasks
+
 NULL_BLOCK = 0
 """Padding of block tables; never written by a sequence, always finite."""
 
@@ -42,6 +44,12 @@ class SamplingRows:
     """How many of a row's `seen` are prompt: the repetition penalty counts those too, the other two do not."""
     banned: tuple[NDArray[np.int32], ...]
     """Per row the tokens that must not be chosen."""
+    biased: tuple[NDArray[np.int32], ...]
+    """Per row the tokens, each once, whose logits are moved before all else."""
+    biases: tuple[NDArray[np.float32], ...]
+    """By how much: as long as `biased`."""
+    masks: TokenMasks | None = None
+    """What rows may choose at all, written while the step runs; None where no row has a mask."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,9 @@ class SubmitOptions(TypedDict, total=False):
     ignore_eos: bool
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
 
 
 _QUEUEING = frozenset({"priority", "background", "idempotency_key"})
