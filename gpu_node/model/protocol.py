@@ -61,7 +61,7 @@ class StepPlan:
     """
 
     token_ids: NDArray[np.int32]
-    """[num_tokens]"""
+    """[num_tokens]; a runner that takes steps ahead knows -1 - i as what row i of the step before samples."""
     positions: NDArray[np.int32]
     """[num_tokens]"""
     query_starts: NDArray[np.int32]
@@ -139,7 +139,7 @@ class RunnerOptions:
     """What a runner needs to know beyond the model itself. Numbers of blocks win over sizes in GiB."""
 
     runner: str
-    """`auto`, `native` or `torch`."""
+    """`auto`, `gpu`, `native` or `torch`."""
     dtype: str
     quantization: str
     kv_cache_dtype: str
@@ -153,6 +153,9 @@ class RunnerOptions:
     swap_space_gib: float = 0.0
     gpu_memory_utilization: float | None = None
     cpu_offload_gib: float = 0.0
+    max_num_batched_tokens: int = 512
+    deterministic: bool = False
+    """Whether a card may add in no order but one."""
 
 
 @dataclass(frozen=True, slots=True)
