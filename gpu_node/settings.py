@@ -45,14 +45,14 @@ class NodeSettings(Settings):
     aliases: tuple[str, ...] = ()
     """Further names under which clients may ask for the model."""
 
-    runner: Literal["auto", "native", "torch"] = "auto"
-    """native: the C++ kernels; auto: those where they run, else torch."""
+    runner: Literal["auto", "gpu", "native", "torch"] = "auto"
+    """gpu: a CUDA device; native: the C++ kernels; auto: a device where there is one, else those, else torch."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """What torch computes in."""
     quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
     """How the native runner keeps matrices; auto: as stored."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
-    """The native runner keeps keys and values in bfloat16 or int8."""
+    """The native runner keeps keys and values in bfloat16 or int8; a card in what it computes in, int8 or fp8."""
     block_size: Literal[8, 16, 32] = 16
     """Tokens of a block of the KV cache; 8 on torch only."""
     kv_cache_gib: float = Field(1.0, gt=0.0)
@@ -75,6 +75,8 @@ class NodeSettings(Settings):
     """Of a card's memory."""
     cpu_offload_gib: float = Field(0.0, ge=0.0)
     """Of the weights, streamed to a card from host memory."""
+    deterministic: bool = False
+    """Sums on a card in one order whatever the batch, some percent slower."""
     max_model_len: int | None = Field(None, ge=2)
     """Most tokens of prompt and answer together."""
     max_num_seqs: int = Field(64, ge=1, le=512)

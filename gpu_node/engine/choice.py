@@ -18,12 +18,16 @@ class ChoiceOutput:
     processes and resumes. Stop strings are looked for in text that begins once `min_tokens` are there.
     """
 
-    def __init__(self, rule: EndRule, stops: tuple[str, ...], detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, rule: EndRule, stops: tuple[str, ...], detokenizer: Detokenizer, *, includes_stop: bool = False
+    ) -> None:
+        """`includes_stop`: what ends the choice, a string or a token, stays in its text."""
         self.num_tokens = 0
         self.finish_reason: EndReason | None = None
         self._rule = rule
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
+        self._includes_stop = includes_stop
+        self._stops = StopStrings(stops, included=includes_stop)
         self._num_unstopped = rule.min_tokens - 1 if stops else rule.max_tokens
         """Leading tokens whose text no stop string can end."""
         self._released: list[str] = []
@@ -52,7 +56,7 @@ class ChoiceOutput:
 
     def _take(self, token_id: int) -> None:
         reason = self._rule.reason(token_id, self.num_tokens)
-        if reason == "stop":
+        if reason == "stop" and not self._includes_stop:
             self._finish(reason)
             return
         text = self._detokenizer.push_one(token_id)

@@ -32,8 +32,8 @@ class EngineConfig(BaseModel):
 
     model: str = Field(min_length=1)
     """Hub id with optional `@revision`, a folder, or a `.gguf` file."""
-    runner: Literal["auto", "native", "torch"] = "auto"
-    """`native`: the C++ kernels; `auto`: those where they run, else torch."""
+    runner: Literal["auto", "gpu", "native", "torch"] = "auto"
+    """`gpu`: a CUDA device; `native`: the C++ kernels; `auto`: a device where there is one, else those or torch."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
     """How the native runner keeps matrices; `auto`: as the checkpoint does, `none`: in bfloat16."""
@@ -67,6 +67,8 @@ class EngineConfig(BaseModel):
     prefix_eviction: EvictionName = "lru"
     """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
     num_threads: int | None = Field(None, ge=1)
+    deterministic: bool = False
+    """Sums on a card in one order whatever the batch, some percent slower; on the CPU they always are."""
 
     @model_validator(mode="before")
     @classmethod

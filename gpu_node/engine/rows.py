@@ -113,8 +113,10 @@ class _Settings:
     values: dict[str, NDArray[Any]]
     num_prompt_tokens: Ints
     none: tuple[Ints, ...]
+    biased: tuple[Ints, ...]
+    biases: tuple[NDArray[np.float32], ...]
     are_penalised: bool
-    have_min_tokens: bool
+    have_bans: bool
 
 
 class RowTable:
@@ -231,9 +233,17 @@ class RowTable:
         seen = banned = settings.none
         if settings.are_penalised:
             seen = tuple(self.tokens_of(seq) if seq.is_penalised else NO_TOKENS for seq in seqs)
-        if settings.have_min_tokens:
-            banned = tuple(seq.banned_ids(at) for seq, at in zip(seqs, position.tolist(), strict=True))
-        return SamplingRows(**settings.values, position=position, seen=seen, banned=banned)
+        if settings.have_bans:
+            banned = tuple(seq.banned_ids(self.tokens_of(seq)) if seq.has_bans else NO_TOKENS for seq in seqs)
+        return SamplingRows(
+            **settings.values,
+            position=position,
+            seen=seen,
+            banned=banned,
+            biased=settings.biased,
+            biases=settings.biases,
+            masks=None,
+        )
 
     def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
         return _Settings(
@@ -242,7 +252,9 @@ class RowTable:
             num_prompt_tokens=self._num_prompt_tokens[rows],
             none=(NO_TOKENS,) * len(seqs),
             are_penalised=any(seq.is_penalised for seq in seqs),
-            have_min_tokens=any(seq.end_rule.min_tokens for seq in seqs),
+            biased=tuple(seq.biased for seq in seqs),
+            biases=tuple(seq.biases for seq in seqs),
+            have_bans=any(seq.has_bans for seq in seqs),
         )
 
 

@@ -42,6 +42,11 @@ class Tokenizer:
         """Tokens of a text, with the special tokens that the model expects around it."""
         return list(self._backend.encode(text, add_special_tokens=True).ids)
 
+    def encode_word(self, word: str) -> list[tuple[int, ...]]:
+        """The ways in which a word's tokens may stand in a text: at its start or behind a space, and within it."""
+        encoded = (self._backend.encode(text, add_special_tokens=False).ids for text in (f" {word.lstrip()}", word))
+        return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Tokens of a chat up to where the assistant speaks. `developer` is read as `system`."""
         if self._template is None:

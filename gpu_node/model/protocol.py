@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.masks import TokenMasks
+
 NULL_BLOCK = 0
 """Padding of block tables; never written by a sequence, always finite."""
 
@@ -42,6 +44,12 @@ class SamplingRows:
     """How many of a row's `seen` are prompt: the repetition penalty counts those too, the other two do not."""
     banned: tuple[NDArray[np.int32], ...]
     """Per row the tokens that must not be chosen."""
+    biased: tuple[NDArray[np.int32], ...]
+    """Per row the tokens, each once, whose logits are moved before all else."""
+    biases: tuple[NDArray[np.float32], ...]
+    """By how much: as long as `biased`."""
+    masks: TokenMasks | None = None
+    """What rows may choose at all, written while the step runs; None where no row has a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ class StepPlan:
     """
 
     token_ids: NDArray[np.int32]
-    """[num_tokens]"""
+    """[num_tokens]; a runner that takes steps ahead knows -1 - i as what row i of the step before samples."""
     positions: NDArray[np.int32]
     """[num_tokens]"""
     query_starts: NDArray[np.int32]
@@ -131,7 +139,7 @@ class RunnerOptions:
     """What a runner needs to know beyond the model itself. Numbers of blocks win over sizes in GiB."""
 
     runner: str
-    """`auto`, `native` or `torch`."""
+    """`auto`, `gpu`, `native` or `torch`."""
     dtype: str
     quantization: str
     kv_cache_dtype: str
@@ -145,6 +153,9 @@ class RunnerOptions:
     swap_space_gib: float = 0.0
     gpu_memory_utilization: float | None = None
     cpu_offload_gib: float = 0.0
+    max_num_batched_tokens: int = 512
+    deterministic: bool = False
+    """Whether a card may add in no order but one."""
 
 
 @dataclass(frozen=True, slots=True)

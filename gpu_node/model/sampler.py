@@ -22,7 +22,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     """
     best, at = logits.max(dim=-1)
     failed = ~torch.isfinite(best).numpy()
-    if any(map(len, rows.seen)) or any(map(len, rows.banned)):
+    if rows.masks is not None or any(map(len, (*rows.seen, *rows.banned, *rows.biased))):
+        _bias(logits, rows)
         _penalise(logits, rows)
         _ban(logits, rows)
         best, at = logits.max(dim=-1)
@@ -57,10 +58,23 @@ def _penalise_output(logits: Tensor, output: NDArray[np.int32], frequency: float
     logits[tokens] = logits[tokens] - frequency * counts - presence
 
 
+def _bias(logits: Tensor, rows: SamplingRows) -> None:
+    for i, (biased, biases) in enumerate(zip(rows.biased, rows.biases, strict=True)):
+        if len(biased):
+            logits[i, torch.from_numpy(biased).long()] += torch.from_numpy(biases)
+
+
 def _ban(logits: Tensor, rows: SamplingRows) -> None:
     for i, banned in enumerate(rows.banned):
         if len(banned):
             logits[i, torch.from_numpy(banned).long()] = -torch.inf
+    if rows.masks is not None:
+        rows.masks.wait()
+        allowed = np.unpackbits(rows.masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        masked = rows.masks.rows >= 0
+        logits[torch.from_numpy(masked)] = logits[torch.from_numpy(masked)].masked_fill(
+            torch.from_numpy(allowed[rows.masks.rows[masked]] == 0), -torch.inf
+        )
 
 
 def _draw(logits: Tensor, rows: SamplingRows, drawn: NDArray[np.intp]) -> NDArray[np.int32]:

@@ -104,6 +104,7 @@ class NativePlan(c.Structure):
         *((name, c.c_void_p) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
         *((name, c.c_void_p) for name in ("top_k", "choice", "position", "seed")),
         *((name, c.c_void_p) for name in ("seen", "num_seen", "num_seen_prompt", "banned", "num_banned")),
+        *((name, c.c_void_p) for name in ("biased", "biases", "num_biased", "masks", "masks_written")),
         ("num_copies", c.c_int32),
         *((name, c.c_void_p) for name in ("copies", "tokens", "logits", "times_ms")),
     ]

@@ -34,6 +34,9 @@ class _Rule(c.Structure):
         *((name, c.c_int32) for name in ("num_seen", "num_seen_prompt")),
         ("banned", c.c_void_p),
         ("num_banned", c.c_int32),
+        *((name, c.c_void_p) for name in ("biased", "biases")),
+        ("num_biased", c.c_int32),
+        ("mask", c.c_void_p),
     ]
 
 
@@ -114,9 +117,22 @@ class Single:
     def sample_row(self, logits: Floats, row: SamplingRow) -> int:
         """The token that a row chooses. logits: [vocab]."""
         logits = logits.copy()
-        seen, banned = (np.ascontiguousarray(ids, np.int32) for ids in (row.seen, row.banned))
+        seen, banned, biased = (np.ascontiguousarray(ids, np.int32) for ids in (row.seen, row.banned, row.biased))
+        biases, mask = np.ascontiguousarray(row.biases, np.float32), None
+        if row.mask is not None:
+            mask = np.ascontiguousarray(row.mask, np.uint32)
         plain = {name: getattr(row, name) for name in (*_FLOATS, *_INTEGERS, "seed", "num_seen_prompt")}
-        rule = _Rule(**plain, seen=_at(seen), num_seen=len(seen), banned=_at(banned), num_banned=len(banned))
+        rule = _Rule(
+            **plain,
+            seen=_at(seen),
+            num_seen=len(seen),
+            banned=_at(banned),
+            num_banned=len(banned),
+            biased=_at(biased),
+            biases=_at(biases),
+            num_biased=len(biased),
+            mask=None if mask is None else _at(mask),
+        )
         token: int = self._library.penstock_single_sample(_at(logits), len(logits), c.byref(rule))
         return token
 

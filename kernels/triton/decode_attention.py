@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton.launches import Launch, num_multiprocessors, padded, tuned_launch
+from penstock.kernels.triton.launches import Launch, attention_launch, num_multiprocessors, padded
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_SPLITS = 32
@@ -173,6 +173,7 @@ def decode_attention(
     scale: float,
     window: int = 0,
     biases: Tensor | None = None,
+    launch: Launch | None = None,
 ) -> None:
     """Attend for the only query of each of `seqs`, [num_rows] in int32, into its row of `out`.
 
@@ -181,7 +182,7 @@ def decode_attention(
     """
     num_rows, num_heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     num_kv_heads, group = cache.k.shape[0], num_heads // cache.k.shape[0]
-    launch = tuned_launch("decode_attention", f"{head_dim},{group}", q.device, Launch(64, 4, 3))
+    launch = launch or attention_launch("decode_attention", head_dim, group, q.device)
     shape = (num_rows, num_heads, splits) if splits > 1 else (0,)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(shape, dtype=torch.float32, device=q.device)

@@ -25,12 +25,23 @@ class Launch(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def tuned_launch(kernel: str, shape: str, device: torch.device, default: Launch) -> Launch:
-    """The launch that was measured to be fastest for `kernel` at `shape` on this card; `default` where none was."""
-    if device.type != "cuda":
-        return default
-    measured = _table(torch.cuda.get_device_name(device)).get(kernel, {}).get(shape)
-    return Launch(*measured) if measured else default
+def attention_launch(kernel: str, head_dim: int, group: int, device: torch.device) -> Launch:
+    """The launch that was measured to be fastest for heads of this kind on this card, or else a guess.
+
+    kernel: `decode_attention` or `prefill_attention`; group: query heads to a key head.
+    """
+    if device.type == "cuda":
+        measured = _table(torch.cuda.get_device_name(device)).get(kernel, {}).get(shape_name(head_dim, group))
+        if measured:
+            return Launch(*measured)
+    if kernel == "decode_attention":
+        return Launch(64, 4, 3)
+    return Launch(64, 4 if head_dim <= 64 else 8, 2)
+
+
+def shape_name(head_dim: int, group: int) -> str:
+    """What heads of a kind are called in a table."""
+    return f"{head_dim},{group}"
 
 
 def num_multiprocessors(device: torch.device) -> int:

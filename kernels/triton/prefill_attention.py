@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton.decode_attention import LOG2_E, block_offset, cache_strides
-from penstock.kernels.triton.launches import Launch, padded, tuned_launch
+from penstock.kernels.triton.launches import Launch, attention_launch, padded
 
 QUERY_TILE = 64
 
@@ -201,6 +201,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     biases: Tensor | None = None,
+    launch: Launch | None = None,
 ) -> None:
     """Attend for the queries of `tiles`, which `prefill_tiles` made, into their rows of `out`.
 
@@ -208,8 +209,7 @@ def prefill_attention(
     """
     num_heads, head_dim = q.shape[1:]
     group = num_heads // cache.k.shape[0]
-    default = Launch(64, 4 if head_dim <= 64 else 8, 2)
-    launch = tuned_launch("prefill_attention", f"{head_dim},{group}", q.device, default)
+    launch = launch or attention_launch("prefill_attention", head_dim, group, q.device)
     _prefill[(len(tiles), num_heads)](
         *(out, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, tiles),

@@ -12,14 +12,18 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
 MAX_MESSAGES = 4096
 MAX_TOKENS_LIMIT = 1 << 20
+MAX_DEADLINE_S = 7 * 24 * 3600
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 """A pool's or tenant's name; shards of a pool are written `<pool>~<n>` and carry no other character."""
 _UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
@@ -39,6 +43,7 @@ def _encodable(text: str) -> str:
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
 
@@ -59,7 +64,9 @@ class SamplingParams(_Door):
 
     `temperature == 0` is greedy. `top_k` of 0 or -1 means no limit. `min_p` drops tokens less likely than that share of
     the likeliest one. The repetition penalty counts prompt and output, the other two the output only; a negative one
-    favours what was said. `max_tokens` of None runs to the model's limit.
+    favours what was said. `logit_bias` is added to the logits of the tokens that it names, before all else. `bad_words`
+    are texts whose tokens never follow each other so. `include_stop_str_in_output` leaves what ended a choice in its
+    text. `max_tokens` of None runs to the model's limit.
     With no `seed` the job's id gives it, so that a job submitted twice is the same job.
     """
 
@@ -77,6 +84,14 @@ class SamplingParams(_Door):
     ignore_eos: bool = False
     stop: tuple[StopString, ...] = Field((), max_length=MAX_STOP_STRINGS)
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[TokenId, Bias] = Field({}, max_length=MAX_LOGIT_BIASES)
+    bad_words: tuple[StopString, ...] = Field((), max_length=MAX_BAD_WORDS)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _by_id(cls, value: dict[int, float]) -> dict[int, float]:
+        return dict(sorted(value.items()))
 
     @model_validator(mode="before")
     @classmethod
@@ -102,8 +117,8 @@ class Message(_Door):
 class Job(_Door):
     """One request as it is submitted: a prompt in exactly one of three forms, and what the queue must know.
 
-    `id` is `<pool>.<uuidv7>`, minted by the caller, so that a retry is the same job. `deadline_ms` is a
-    duration from the moment of submission.
+    `id` is `<pool>.<uuidv7>`, minted by the caller, so that a retry is the same job. `deadline_ms` and `not_before_ms`
+    are durations from the moment of submission; before the latter it is not taken, nor does it age.
     """
 
     id: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
@@ -113,7 +128,8 @@ class Job(_Door):
     params: SamplingParams = SamplingParams()
     tenant: Name = "default"
     priority: Priority = Priority.STANDARD
-    deadline_ms: int | None = Field(None, ge=1, le=7 * 24 * 3600 * 1000)
+    deadline_ms: int | None = Field(None, ge=1, le=1000 * MAX_DEADLINE_S)
+    not_before_ms: int | None = Field(None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
@@ -122,6 +138,12 @@ class Job(_Door):
         given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(self, n) is not None]
         if len(given) != 1:
             raise ValueError(f"exactly one of prompt, prompt_token_ids, messages must be given, not {given or 'none'}")
+        return self
+
+    @model_validator(mode="after")
+    def _begins_before_deadline(self) -> Self:
+        if self.deadline_ms is not None and (self.not_before_ms or 0) >= self.deadline_ms:
+            raise ValueError(f"not_before_ms ({self.not_before_ms}) must lie before deadline_ms ({self.deadline_ms})")
         return self
 
     @property

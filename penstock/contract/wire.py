@@ -203,8 +203,11 @@ def encode_request(job: Job) -> bytes:
         fields["tokens"] = job.prompt_token_ids
     elif job.messages is not None:
         fields["messages"] = [{"role": m.role, "content": m.content} for m in job.messages]
-    fields["params"] = job.params.model_dump(exclude_defaults=True)
-    return pack(fields)
+    params = job.params.model_dump(exclude_defaults=True)
+    if "logit_bias" in params:
+        # Maps have no keys but texts.
+        params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
+    return pack(fields | {"params": params})
 
 
 def decode_request(data: bytes) -> Request:

@@ -27,6 +27,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
     MAX_MESSAGES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -104,11 +106,13 @@ class _Generation(Wire):
         list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS), BeforeValidator(_list_of)
     ] = []
 
+    include_stop_str_in_output: bool | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    bad_words: Annotated[list[str], FailFast(), Field(max_length=MAX_BAD_WORDS)] = []
+
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    logit_bias: Annotated[Any, only(None, {})] = None
     skip_special_tokens: Annotated[Any, only(None, True)] = None
-    include_stop_str_in_output: Annotated[Any, only(None, False)] = None
 
     def _given(self) -> dict[str, Any]:
         values = ((name, getattr(self, name)) for name in SamplingParams.model_fields)

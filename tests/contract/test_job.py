@@ -59,6 +59,8 @@ def problem_of(model: type[Any], fields: dict[str, Any]) -> tuple[str, str]:
         ("min_tokens", -1, "0"),
         ("stop", ["x"] * (MAX_STOP_STRINGS + 1), str(MAX_STOP_STRINGS)),
         ("stop_token_ids", [1] * 65, "64"),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0), "1024"),
+        ("bad_words", ["x"] * 65, "64"),
         ("max_tokens", "many", "integer"),
         ("ignore_eos", "perhaps", "boolean"),
     ],
@@ -76,6 +78,10 @@ def test_wrong_sampling_parameter_is_named_with_its_limit(field: str, value: obj
         ("stop", ["ok", "x" * 257], "stop.1"),
         ("stop_token_ids", [-1], "stop_token_ids.0"),
         ("stop_token_ids", [1 << 31], "stop_token_ids.0"),
+        ("logit_bias", {"-1": 1.0}, "logit_bias.-1.[key]"),
+        ("logit_bias", {"a": 1.0}, "logit_bias.a.[key]"),
+        ("logit_bias", {5: 100.1}, "logit_bias.5"),
+        ("bad_words", ["ok", ""], "bad_words.1"),
     ],
 )
 def test_wrong_item_is_named_by_its_place(field: str, value: object, where: str) -> None:
@@ -85,6 +91,11 @@ def test_wrong_item_is_named_by_its_place(field: str, value: object, where: str)
 @pytest.mark.parametrize("field", ["top_a", "best_of", "length_penalty", "Temperature"])
 def test_parameter_that_is_not_honoured_is_refused_by_name(field: str) -> None:
     assert problem_of(SamplingParams, {field: 1})[0] == field
+
+
+def test_biases_are_kept_in_the_order_of_tokens_whatever_the_keys_are() -> None:
+    for given in ({"20": 100, "3": -1.5}, {20: 100, 3: -1.5}, {3: -1.5, 20: 100}):
+        assert [*SamplingParams(logit_bias=given).logit_bias.items()] == [(3, -1.5), (20, 100.0)]
 
 
 def test_minimum_above_maximum_is_refused() -> None:

@@ -121,6 +121,9 @@ sampling = st.builds(
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
     stop_token_ids=st.lists(small_ints, max_size=3).map(tuple),
+    include_stop_str_in_output=st.booleans(),
+    logit_bias=st.dictionaries(small_ints, st.floats(-100, 100), max_size=3),
+    bad_words=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
 )
 messages = st.lists(
     st.builds(Message, role=st.sampled_from(["system", "user", "assistant"]), content=texts), min_size=1

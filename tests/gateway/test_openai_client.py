@@ -126,7 +126,9 @@ def test_stop_and_extensions_reach_the_engine(api):
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_sampling_option_reaches_the_engine(api, engine, stream):
     options = {"temperature": 0.5, "top_p": 0.9, "presence_penalty": -1.5, "frequency_penalty": 0.25, "seed": 3}
-    extensions = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
+    options |= {"logit_bias": {"20": -100, "3": 1.5}}
+    extensions = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "bad_words": ["no", "never"]}
+    extensions["include_stop_str_in_output"] = True
     said = api.completions.create(
         model=MODEL, prompt="a", max_tokens=9, stream=stream, **options, extra_body=extensions
     )

@@ -21,7 +21,8 @@ from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE
 from penstock.producer.client import AsyncClient
 
-OPTIONS = {"min_p": 0.25, "presence_penalty": -1.5, "frequency_penalty": 0.5, "max_tokens": 1}
+PLAIN = {"min_p": 0.25, "presence_penalty": -1.5, "frequency_penalty": 0.5, "max_tokens": 1}
+OPTIONS = PLAIN | {"logit_bias": {"20": -100, "3": 1.5}, "bad_words": ["no"], "include_stop_str_in_output": True}
 
 
 async def _by_client(url: str, _folder: Path) -> None:
@@ -42,7 +43,7 @@ async def _by_task(url: str, _folder: Path) -> None:
 
 
 async def _by_command(url: str, _folder: Path) -> None:
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in PLAIN.items()]
     command = ("-m", "penstock", "submit", "hello", "--raw", "--redis-url", url, *options)
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.DEVNULL)
     assert await process.wait() == 0
@@ -57,7 +58,7 @@ async def test_sampling_options_reach_the_node(
         [job] = await node.take()
         await job.say()
         await job.finish()
-    assert job.request.params == SamplingParams(**OPTIONS)
+    assert job.request.params == SamplingParams(**(PLAIN if door is _by_command else OPTIONS))
 
 
 async def test_a_job_with_a_frequency_penalty_repeats_less_and_with_a_negative_one_more(

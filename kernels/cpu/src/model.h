@@ -58,6 +58,11 @@ struct Plan {
   const int32_t *num_seen, *num_seen_prompt;
   const int32_t* const* banned;
   const int32_t* num_banned;
+  const int32_t* const* biased;
+  const float* const* biases;
+  const int32_t* num_biased;
+  const uint32_t* const* masks;  // by row, null where it may choose any token
+  const int32_t* masks_written;  // not 0 once they are all written, which others do while the step runs
   int32_t num_copies;
   const int32_t* copies;  // [num_copies, 2]: whole blocks, in order, before all else
   int32_t* tokens;  // out: [num_samples]
@@ -143,6 +148,7 @@ class Model {
   void project_head(Member& member);
   void note_logits(Member& member, int first, int rows, int panel, float* out);
   void choose(Member& member);
+  void await_masks() const;
   int32_t best_of_threads(int row) const;
   SamplingRule rule(int row) const;
 
