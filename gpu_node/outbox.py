@@ -216,7 +216,8 @@ class Outbox:
 def outcome_of(job: HeldJob) -> Outcome:
     """How a job ends whose choices have all ended."""
     if job.has_failed_choice:
-        return Outcome("failed", "model_error", "the model's output was not finite")
+        said = "the model's output was not finite, or its steps failed where those of others did not"
+        return Outcome("failed", "model_error", said)
     return Outcome("done")
 
 

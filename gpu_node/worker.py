@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
 """Without one that was computed between them: more, and it is not a request but the runner that is broken."""
+MAX_PAUSE_S = 0.1
+"""After a failed step, longer with each in a row: memory that another process took may be back in a moment."""
 
 
 class EngineLike(Protocol):
@@ -187,6 +190,7 @@ class EngineWorker:
             if self._num_failed_steps > MAX_FAILED_STEPS:
                 raise
             log.warning("a step failed", extra={"reason": repr(error), "in_a_row": self._num_failed_steps})
+            time.sleep(min(MAX_PAUSE_S, 2**self._num_failed_steps / 1000))
             return []
 
     def _run_commands(self) -> None:

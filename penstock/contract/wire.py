@@ -62,6 +62,8 @@ class NodePressure:
     kv_blocks_total: int = 0
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0
+    kv_tokens_used: int = 0
+    """Tokens stored in blocks that somebody holds; the rest of these is what blocks waste."""
     num_running: int = 0
     num_waiting: int = 0
     num_jobs: int = 0

@@ -174,9 +174,10 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(redis_url: st
 
     job = new_job(max_tokens=100)
     with pytest.raises(ExceptionGroup) as caught:
-        async with running(redis_url, DyingEngine(step_s=0.005), lease_ms=3000):
+        async with running(redis_url, DyingEngine(step_s=0.005), lease_ms=3000) as node:
             await broker.submit(job, cost=50)
-            await asyncio.sleep(1)
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.wait((asyncio.wrap_future(node._worker.stopped),))
     assert caught.group_contains(RuntimeError, match="the device is gone")
     async with running(redis_url, ReferenceEngine(), lease_ms=3000):
         result = await ended(broker, job)

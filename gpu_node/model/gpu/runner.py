@@ -17,6 +17,7 @@ from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.protocol import CacheSizes, SamplingRows, StepPlan, StepResult
+from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, mark_entries, sample
 
@@ -66,6 +67,7 @@ class GpuRunner:
     def bind_thread(self) -> None:
         """Nothing to do: the card computes."""
 
+    @naming_lack_of_memory()
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> _Flight:
         """Start a step."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fakes.plans import Track, logits_of_step, plan_of
 from fakes.prompts import mixed_prompts
 from fakes.random_families import WINDOW, make_family_model
@@ -117,3 +118,18 @@ def _two_steps(runner: Any, *, ahead: bool) -> list[list[int]]:
 def test_a_step_may_be_submitted_before_the_tokens_ahead_of_it_are_known(tiny_model: Path) -> None:
     runner = _runner(tiny_model, "gpu")
     assert _two_steps(runner, ahead=True) == _two_steps(runner, ahead=False)
+
+
+def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner = _runner(tiny_model, "gpu")
+    plan = plan_of([(Track([5, 6, 7, 8], [1, 2]), 4)], rows_of(1, position=0))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(runner._decoder, "logits", out_of_memory)
+        runner.submit(plan)
+    want = _runner(tiny_model, "gpu").submit(plan).result().tokens
+    assert runner.submit(plan).result().tokens.tolist() == want.tolist()
