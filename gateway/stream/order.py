@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
@@ -19,7 +18,8 @@ LEAVE_TIMEOUT_S = 5.0
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Place:
     """A chunk of a job: the last one that a caller got of a stream."""
 
     job_id: str
@@ -62,8 +62,8 @@ async def open_jobs(
     jobs: list[AsyncJob] = []
     try:
         if order.cut_at is not None:
-            job_id, index = order.cut_at
-            jobs.append(await client.attach(job_id, after=index, tenant=order.tenant))
+            cut_at = order.cut_at
+            jobs.append(await client.attach(cut_at.job_id, after=cut_at.index, tenant=order.tenant))
         else:
             for number, prompt in enumerate(order.prompts):
                 jobs.append(await _submit(client, order, number, prompt))
