@@ -127,6 +127,7 @@ class Heartbeat:
             max_model_len=base.max_model_len,
             revision=base.revision,
             draining=self.draining,
+            predicted_outputs=self._ledger.predicted_outputs,
         )
 
     async def _stats(self) -> EngineStats:

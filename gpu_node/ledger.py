@@ -252,6 +252,11 @@ class Ledger:
             # It was moved often enough: this time there shall be room for it to its end.
             job.predicted_tokens = job.most_tokens
 
+    @property
+    def predicted_outputs(self) -> tuple[tuple[int, int, int], ...]:
+        """How long outputs are, for those who estimate what a new job will need; see `NodePressure`."""
+        return self._predictor.of_all_tenants()
+
     def learn(self, job: HeldJob) -> None:
         """Learns from a job whose choices have all ended how long outputs are and how long the cache is held."""
         for length in job.ended_lengths:

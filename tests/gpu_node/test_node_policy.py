@@ -203,6 +203,19 @@ async def test_a_tenant_pays_for_what_the_engine_measured(redis_url: str, redis:
     assert charge > 2 * 40 * HOLD_MS, "the first one taught the node how long it holds a token of cost"
 
 
+async def test_a_node_tells_how_long_outputs_are(redis_url: str, broker: ProducerBroker) -> None:
+    """So that a job counts in the queue as what its node will hold free for it."""
+    async with running(redis_url, ReferenceEngine()) as node:
+        for _ in range(30):
+            job = new_job(Priority.STANDARD, max_tokens=20)
+            await broker.submit(job, cost=40)
+            await until(broker, job, "done")
+        wanted = (len(job.prompt or "").bit_length(), (20).bit_length(), 20)
+        while wanted not in (await broker.pressure(POOL)).nodes[0].predicted_outputs:
+            await asyncio.sleep(0.01)
+        assert node.ledger.predicted_outputs == (wanted,)
+
+
 def held(tenant: str = "t", urgency: int = 1, cost: int = 100, max_tokens: int = 200, n: int = 1) -> HeldJob:
     job = HeldJob(Taken(f"{POOL}.{uuid7()}", str(uuid7()), 0, 0, cost, 0, b"", tenant, urgency))
     job.open(SamplingParams(max_tokens=max_tokens, n=n))
