@@ -37,6 +37,7 @@ job, `ring` the one that wakes a node; audit may write all of them.
     P:rate:<t>             hash    submit                               ms when its next job and token are due
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
     P:sweep                string  sweep                                when it last ran
+    P:count                hash    scripts                              how often what happened, for operators
     P:audit                string  audit                                who repairs this pool at the moment; 10 s
     P:schema               hash    join                                 protocol version; the pool's policy and limits
     penstock:pools         hash    node                                 pool → pool record (wire.py)
@@ -125,6 +126,11 @@ def promised_bytes(pool: str) -> str:
 def open_jobs(pool: str) -> str:
     """Set: ids of jobs that are not terminal."""
     return f"{prefix(pool)}:open"
+
+
+def counts(pool: str) -> str:
+    """Hash: how often what happened."""
+    return f"{prefix(pool)}:count"
 
 
 def inbox_channel(process: str) -> str:

@@ -13,10 +13,12 @@ from penstock.contract.admission import estimate_cost
 from penstock.contract.api_keys import ApiKey
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.dead_letters import DeadLetters
+from penstock.contract.broker.figures import FiguresBroker
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
 from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
+from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.settings import RedisSettings
 from penstock.contract.terms import Terms
@@ -54,6 +56,7 @@ class AsyncClient:
         self._terms = Terms(weight=settings.weight)
         self._redis = connect(url)
         broker = ProducerBroker(self._redis)
+        self._figures = FiguresBroker(self._redis)
         self._courier = Courier(broker, settings.outage_s)
         self._inbox = Inbox(self._redis, broker, settings, self.stats)
         self._pools = Copy(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
@@ -100,6 +103,11 @@ class AsyncClient:
     async def api_keys(self) -> dict[str, ApiKey]:
         """Every API key by id, as of at most two seconds ago, for those who let others in."""
         return await self._keys.get()
+
+    async def figures(self) -> tuple[list[PoolFigures], tuple[int, int]]:
+        """What operators watch: figures of all pools, and the bytes that Redis uses and may use (0: no limit)."""
+        figures = await self._courier.ask(lambda _: self._figures.all())
+        return figures, await self._courier.ask(lambda _: self._figures.memory())
 
     async def pressure(self, pool: str) -> PoolPressure:
         """A pool's live nodes and backlog, as of at most a quarter of a second ago."""

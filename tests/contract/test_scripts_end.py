@@ -204,7 +204,19 @@ async def test_ended_job_leaves_nothing_that_lives_for_ever(
     if end is end_by_sweep:
         # A dead letter can be looked at for a week.
         limits |= {f"job:{job_id}": DEAD_LIFE_MS, f"in:{job_id}": DEAD_LIFE_MS}
-    of_the_pool = {"schema", "nodes", "revs", "free", "pressure", "backlog", "bytes", "readers", "sweep", "dead"}
+    of_the_pool = {
+        "schema",
+        "nodes",
+        "revs",
+        "free",
+        "pressure",
+        "backlog",
+        "bytes",
+        "readers",
+        "sweep",
+        "dead",
+        "count",
+    }
     of_the_pool |= {"head", "vtime", "debt"}
     names = await queue.keys()
     assert {name for name in names if name.partition(":")[0] not in ("took", *of_the_pool)} == set(limits)

@@ -38,7 +38,11 @@ redis.call('ZADD', P .. ':free', free, node)
 redis.call('HSET', P .. ':pressure', node, record)
 for _, id in ipairs(orphans) do redis.call('SREM', P .. ':run:' .. node, id) end
 for _, job in ipairs(missing) do
-  if not end_if_over(job, schema, now) then requeue(job, job.cost, 0) end
+  if not end_if_over(job, schema, now) then
+    requeue(job, job.cost, 0)
+    tally('given_back_unlisted')
+  end
 end
+if #fenced > 0 then tally('fenced', #fenced) end
 flush()
 return {'OK', cancelled, expired, fenced}

@@ -11,7 +11,10 @@ local schema = read_schema()
 local job = schema and read_job(id)
 if not job then return 'GONE' end
 if is_terminal(job.state) and job.node == node and job.lease == lease then return 'OK' end
-if not holds(job, node, lease) then return 'FENCED' end
+if not holds(job, node, lease) then
+  tally('fenced')
+  return 'FENCED'
+end
 local log = log_key(id)
 local length = redis.call('LLEN', log)
 if index > length then return 'NEED ' .. length end

@@ -34,6 +34,7 @@ for at = FIRST, #ARGV, ARGS do
     answer = 'GONE'
   elseif not holds(job, node, lease) then
     answer = 'FENCED'
+    tally('fenced')
   elseif not end_if_over(job, schema, now) then
     local preemptions = tonumber(job.preemptions) + 1
     if preemptions >= MAX_PREEMPTIONS then cost = math.max(cost, most) end
@@ -42,6 +43,7 @@ for at = FIRST, #ARGV, ARGS do
     else
       redis.call('HSET', job_key(id), 'preemptions', preemptions)
       requeue(job, cost, now + schema.avoid_ms)
+      tally(only_if_room and 'given_back_pressure' or 'given_back_drain')
     end
   end
   answers[#answers + 1] = answer

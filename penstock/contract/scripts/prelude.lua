@@ -60,6 +60,12 @@ local function is_older(one, other)
   return one.id < other.id
 end
 
+-- Counts for operators what is rare, or once a job. Where it is a script's first write, the free one stands before it.
+local function tally(event, by)
+  redis.call('HDEL', P .. ':count', '')
+  redis.call('HINCRBY', P .. ':count', event, by or 1)
+end
+
 local function is_terminal(state)
   return state == 'done' or state == 'failed' or state == 'cancelled' or state == 'expired'
 end
@@ -288,6 +294,8 @@ local function end_job(job, schema, now, state, code, message, param)
   redis.call('SREM', P .. ':open', job.id)
   redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
   local is_dead = code == 'node_lost'
+  tally('ended_' .. state)
+  if is_dead then tally('dead_letters') end
   if is_dead then bury(job, now) else redis.call('DEL', P .. ':in:' .. job.id) end
   local bytes, idem = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem'))
   redis.call('HINCRBY', P .. ':bytes', job.p, -(bytes or 0))

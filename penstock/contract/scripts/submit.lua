@@ -149,6 +149,7 @@ if is_later then
 else
   note_queued(job)
 end
+tally('submitted')
 redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
 redis.call('HINCRBY', P .. ':bytes', p, bytes)

@@ -15,6 +15,7 @@ if last < 0 or last > now or now - last > schema.lease_ms / 2 then
     for _, member in ipairs(redis.call('ZRANGE', P .. set, 0, -1)) do redis.call('ZADD', P .. set, now, member) end
   end
   redis.call('SET', P .. ':sweep', now)
+  tally('sweep_resets')
   return {'RESET'}
 end
 
@@ -54,6 +55,7 @@ local function count_loss(job)
   elseif not string.find(nodes, entry, 1, true) then
     losses, nodes = losses + 1, nodes .. entry .. now
   end
+  tally('losses')
   redis.call('HSET', job_key(job.id), 'losses', losses, 'mark', length, 'loss_nodes', nodes)
   return losses
 end
@@ -80,6 +82,7 @@ for _, dead in ipairs(lost) do
     redis.call('ZREM', P .. ':nodes', dead.node)
     redis.call('HDEL', P .. ':pressure', dead.node)
     nodes_lost = nodes_lost + 1
+    tally('nodes_lost')
   end
 end
 for _, job in ipairs(due) do
