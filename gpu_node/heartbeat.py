@@ -65,7 +65,8 @@ class Heartbeat:
         self._interval_s = min(MAX_INTERVAL_S, lease_ms / 1000 / BEATS_PER_LEASE)
         self._drain, self._prefill, self._decode, self._steps = (Gauge(time.monotonic()) for _ in range(4))
         self._num_beats = 0
-        self._last_stats: EngineStats | None = None
+        self.engine_stats: EngineStats | None = None
+        """The last figures that the engine gave."""
         self._stall_after_s = stall_after_s
         self._answered_s = time.monotonic()
         self.draining = False
@@ -137,12 +138,12 @@ class Heartbeat:
         """
         try:
             async with asyncio.timeout(self._interval_s):
-                self._last_stats = await asyncio.wrap_future(self._worker.stats())
+                self.engine_stats = await asyncio.wrap_future(self._worker.stats())
                 self._answered_s = time.monotonic()
         except TimeoutError:
             silent_s = time.monotonic() - self._answered_s
             if silent_s > self._stall_after_s:
                 raise InvariantError(f"the engine has not answered for {silent_s:.0f} s") from None
-        if self._last_stats is None:
+        if self.engine_stats is None:
             raise UnavailableError("the engine has not answered yet")
-        return self._last_stats
+        return self.engine_stats

@@ -116,6 +116,9 @@ class Inbox:
             if (older := self._ledger.get(job.job_id)) is not None:
                 self._outbox.drop(older)
             self._ledger.add(job)
+        counts = self._ledger.counts
+        counts.taken += len(jobs)
+        counts.taken_over += sum(bool(job.taken.num_chunks or job.taken.losses) for job in jobs)
         self.answered_call = self._call
         return jobs
 

@@ -12,6 +12,7 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
 from penstock.contract.packing import Pack
 from penstock.contract.policy import HOLD_MS, learned_hold_ms
+from penstock.gpu_node.counts import NodeCounts
 from penstock.gpu_node.engine.predict import LengthPredictor
 
 RESERVED_QUANTILE = 0.9
@@ -203,6 +204,7 @@ class Ledger:
 
     def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
         self._max_model_len = max_model_len
+        self.counts = NodeCounts()
         self._jobs: dict[str, HeldJob] = {}
         self._by_lease: dict[str, HeldJob] = {}
         self._predictor = LengthPredictor(RESERVED_QUANTILE)

@@ -66,6 +66,10 @@ class NodeSettings(Settings):
     max_unsent_bytes: int = Field(64 << 20, ge=1 << 10)
     """Chunks kept while Redis is away; past it the engine pauses."""
 
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """Where this node's figures are served for Prometheus; None: nowhere, 0: a free port, which the log tells."""
+    metrics_host: str = "127.0.0.1"
+
     lease_ms: int = Field(15_000, ge=3_000, le=600_000)
     """A node silent for this long is dead; another takes its jobs."""
     abandon_after_ms: int = Field(30_000, ge=1_000)

@@ -364,7 +364,7 @@ for i, job in ipairs(taken) do
   redis.call('HSETNX', job_key(job.id), 'taken', now)
   redis.call('SADD', P .. ':run:' .. node, job.id)
   ids[i], leases[i], rows[i] = job.id, job.lease, row(job)
-  if job.revision ~= '' and redis.call('HGET', job_key(job.id), 'loss_nodes') then tally('takeovers') end
+  if rows[i][3] > 0 or rows[i][4] > 0 then tally('takeovers') end
 end
 redis.call('SET', took_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
 flush()
