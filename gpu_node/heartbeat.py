@@ -82,7 +82,11 @@ class Heartbeat:
             await asyncio.sleep(self._interval_s)
 
     async def beat(self) -> None:
-        """One beat."""
+        """One beat. Jobs whose deadline has passed end, also those that the engine has no token of to send."""
+        now_s = time.monotonic()
+        for job in self._ledger:
+            if job.outcome is None and now_s >= job.expires_s:
+                self._outbox.end_as(job.job_id, "EXPIRED")
         pressure = await self._pressure()
         check = self._num_beats % BEATS_PER_CHECK == 0
         # In this order: a take that is answered in between belongs to a later call than the one named here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -50,6 +51,8 @@ class HeldJob:
         """Output that each choice will probably not exceed."""
         self.most_tokens = MAX_TOKENS_LIMIT
         """Output that no choice can exceed."""
+        self.expires_s = math.inf
+        """When its deadline passes, on this process's monotonic clock."""
         self.kv_ms = 0.0
         """KV-token-milliseconds of the choices that have ended."""
         self.num_acknowledged = 0

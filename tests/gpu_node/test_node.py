@@ -19,6 +19,7 @@ from penstock.contract import keys
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Job, Result, SamplingParams
+from penstock.gpu_node import heartbeat
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.inbox import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.node import Node
@@ -133,6 +134,22 @@ async def test_a_job_whose_deadline_passes_while_it_runs_expires(redis_url: str,
         job = new_job(max_tokens=4000).model_copy(update={"deadline_ms": 200})
         await broker.submit(job, cost=50)
         assert (await ended(broker, job)).outcome.state == "expired"
+
+
+async def test_a_deadline_ends_a_job_that_the_engine_has_not_begun(
+    redis_url: str, broker: ProducerBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is sent of it, so no answer of Redis tells; nor does the check of what the node holds."""
+    monkeypatch.setattr(heartbeat, "BEATS_PER_CHECK", 1 << 30)
+    async with running(redis_url, ReferenceEngine(step_s=0.01, max_num_seqs=1), drain_s=0):
+        first, behind = new_job(max_tokens=4000), new_job().model_copy(update={"deadline_ms": 500})
+        await broker.submit(first, cost=50)
+        await until(broker, first, lambda status: status.num_chunks > 0)
+        await broker.submit(behind, cost=50)
+        result = await ended(broker, behind)
+        assert (result.outcome.state, result.outcome.code) == ("expired", "deadline_exceeded")
+        assert result.taken_ms > 0
+        assert (await broker.status(first.id, "default")).state == "running"
 
 
 async def test_a_prompt_too_long_fails_by_name_and_the_node_goes_on(redis_url: str, broker: ProducerBroker) -> None:
