@@ -82,11 +82,8 @@ class Heartbeat:
             await asyncio.sleep(self._interval_s)
 
     async def beat(self) -> None:
-        """One beat. Jobs whose deadline has passed end, also those that the engine has no token of to send."""
-        now_s = time.monotonic()
-        for job in self._ledger:
-            if job.outcome is None and now_s >= job.expires_s:
-                self._outbox.end_as(job.job_id, "EXPIRED")
+        """One beat."""
+        self._end_expired()
         pressure = await self._pressure()
         check = self._num_beats % BEATS_PER_CHECK == 0
         # In this order: a take that is answered in between belongs to a later call than the one named here.
@@ -102,6 +99,13 @@ class Heartbeat:
             self._outbox.end_as(job_id, "CANCEL")
         for job_id in answer.expired:
             self._outbox.end_as(job_id, "EXPIRED")
+
+    def _end_expired(self) -> None:
+        """Jobs past their deadline, also those that the engine has no tokens of to send."""
+        now_s = time.monotonic()
+        for job in self._ledger:
+            if job.outcome is None and now_s >= job.expires_s:
+                self._outbox.end_as(job.job_id, "EXPIRED")
 
     async def _pressure(self) -> NodePressure:
         stats = await self._stats()
