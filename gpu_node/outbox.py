@@ -216,6 +216,7 @@ class Outbox:
         self._ledger.remove(job)
         if not len(self._ledger):
             self._emptied.set()
+            self._bell.room_grew()  # a suspect may wait for a node that holds nothing
 
     def _pause_engine_if_full(self) -> None:
         self._worker.set_paused(self._ledger.unsent_bytes > self._max_unsent_bytes)

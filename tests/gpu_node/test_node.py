@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -216,6 +216,58 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(redis_url: st
         result = await ended(broker, job)
     assert list(result.choices[0].token_ids) == expected(job)
     assert (await broker.status(job.id, "default")).losses == 1
+
+
+async def test_a_job_that_kills_its_nodes_is_found_out_and_those_beside_it_come_back_token_exact(
+    redis_url: str, redis: Redis, broker: ProducerBroker
+) -> None:
+    """Each node is started anew until all has ended; whoever lost two with it runs alone."""
+
+    class DeadError(BaseException):
+        pass
+
+    class FragileEngine(ReferenceEngine):
+        def add(self, request_id: str, prompt_token_ids: Sequence[int], *args: Any, **options: Any) -> None:
+            super().add(request_id, prompt_token_ids, *args, **options)
+            self.is_poisoned = bytes(prompt_token_ids) == b"poison" or getattr(self, "is_poisoned", False)
+
+        def step(self) -> list[StepOutput]:
+            if getattr(self, "is_poisoned", False) and len(self.batches) >= 3:
+                raise DeadError
+            return super().step()
+
+    poison, *others = [new_job(prompt, max_tokens=30) for prompt in ("poison", *"abcdef")]
+
+    async def all_ended() -> None:
+        for job in (*others, poison):
+            await until(broker, job, lambda status: status.outcome is not None)
+
+    num_dead = 0
+    while True:
+        node, ready = Node(settings(redis_url), FragileEngine(step_s=0.002)), asyncio.Event()
+        serving = asyncio.create_task(node.run(ready))
+        await asyncio.wait_for(ready.wait(), PATIENCE_S)
+        if not num_dead:
+            await asyncio.gather(*(broker.submit(job, cost=50) for job in (poison, *others)))
+        waiting = asyncio.create_task(all_ended())
+        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            break
+        waiting.cancel()
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await serving
+        assert caught.group_contains(DeadError)
+        num_dead += 1
+        await redis.zadd(keys.nodes(POOL), {node.node_id: 1}, xx=True)  # its lease has passed
+    node.stop()
+    await asyncio.gather(serving, waiting)
+    assert num_dead == 3
+    result = await ended(broker, poison)
+    assert (result.outcome.state, result.outcome.code) == ("failed", "node_lost")
+    for job in others:
+        result = await ended(broker, job)
+        assert (result.outcome.state, list(result.choices[0].token_ids)) == ("done", expected(job))
+    assert {(await broker.status(job.id, "default")).losses for job in others} <= {0, 1, 2}
 
 
 async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(

@@ -116,6 +116,17 @@ async def test_a_full_engine_serves_an_interactive_job_at_once_and_nobodys_token
         assert by_choice(log) == by_choice_alone(alone, job)
 
 
+async def test_a_job_larger_than_its_nodes_whole_cache_runs_there_by_turns(
+    redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
+) -> None:
+    """So no job that a pool accepts is too large for all of its nodes."""
+    job = new_job(Priority.STANDARD, max_tokens=120, n=8, temperature=0.9)
+    async with running(redis_url, make_engine(num_kv_blocks=20, max_model_len=256), lease_ms=15_000):
+        await broker.submit(job, cost=8 * 130)
+        await until(broker, job, "done")
+    assert by_choice(await broker.log(job.id, 0, 2000)) == by_choice_alone(make_engine(), job)
+
+
 async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobodys_tokens_change(
     redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
 ) -> None:
