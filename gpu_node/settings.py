@@ -60,11 +60,15 @@ class NodeSettings(Settings):
     drain_s: float = Field(20.0, ge=0.0)
     """After SIGTERM: how long running jobs may go on before the rest is given back."""
     stall_after_s: float = Field(120.0, gt=0.0)
-    """An engine that has not answered for this long hangs; the node ends and others take its jobs."""
+    """An engine that has not answered, or has work and made no step, for so long hangs: the node ends, others take over."""
     stream_interval_ms: float = Field(40.0, ge=0.0, le=1000.0)
     """How often the tokens of 16 and more jobs leave at most; those of fewer leave at every step."""
     max_unsent_bytes: int = Field(64 << 20, ge=1 << 10)
     """Chunks kept while Redis is away; past it the engine pauses."""
+
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """Where this node's figures are served for Prometheus; None: nowhere, 0: a free port, which the log tells."""
+    metrics_host: str = "127.0.0.1"
 
     lease_ms: int = Field(15_000, ge=3_000, le=600_000)
     """A node silent for this long is dead; another takes its jobs."""

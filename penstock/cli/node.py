@@ -34,6 +34,7 @@ def node(
         str | None, typer.Option(help="Who is served first in the pool: fcfs, priority, sjf or fair (the default).")
     ] = None,
     lease_ms: Annotated[int | None, typer.Option(help="Silence after which another node takes the jobs.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve figures for Prometheus here; 0: a free port.")] = None,
 ) -> None:
     """Load a model and work for its pool until SIGTERM, which gives unfinished jobs back."""
     try:
@@ -58,6 +59,7 @@ def node(
         max_num_batched_tokens=max_num_batched_tokens,
         scheduling_policy=scheduling_policy,
         lease_ms=lease_ms,
+        metrics_port=metrics_port,
     )
     configure_logging()
     asyncio.run(run_node(settings))

@@ -16,7 +16,7 @@ EVENTS = {
     "dead_letters": "jobs that lost their nodes too often without progress",
     "nodes_lost": "nodes that fell silent for a lease",
     "losses": "running jobs whose node was lost",
-    "takeovers": "jobs that a node took after another one was lost",
+    "takeovers": "jobs that a node took which another one had begun, or was lost with",
     "fenced": "writes of a node for a job that was no longer its own",
     "given_back_drain": "jobs that a node returned because it was told to go",
     "given_back_pressure": "jobs that a node returned so that another may run them",

@@ -20,7 +20,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_MESSAGES = 4096
 MAX_TOKENS_LIMIT = 1 << 20
-MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
+MAX_DEADLINE_S = 7 * 24 * 3600
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 """A pool's or tenant's name; shards of a pool are written `<pool>~<n>` and carry no other character."""
 _UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
@@ -114,8 +114,8 @@ class Job(_Door):
     params: SamplingParams = SamplingParams()
     tenant: Name = "default"
     priority: Priority = Priority.STANDARD
-    deadline_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)
-    not_before_ms: int | None = Field(None, ge=0, le=MAX_DEADLINE_MS)
+    deadline_ms: int | None = Field(None, ge=1, le=1000 * MAX_DEADLINE_S)
+    not_before_ms: int | None = Field(None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 

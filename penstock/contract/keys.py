@@ -6,15 +6,19 @@ job, `ring` the one that wakes a node; audit may write all of them.
 
     key                    type    writers                              holds; life
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
-    P:back:<p>:<tenant>    zset    give_back, sweep; take, end          ids given back, by submitted ms
+    P:back:<p>:<tenant>    zset    give_back, sweep; take, end          ids given back or let in, by submitted ms
+    P:later                zset    submit; take, sweep, end             ids of jobs with not_before, by when it comes
     P:wait:<p>             zset    submit, give_back, sweep; take, end  all queued ids by submitted ms
     P:due                  zset    submit, give_back, sweep; take, end  queued ids by deadline
     P:turn:<p>             zset    submit, give_back, sweep; take, end  tenants with queued jobs, by virtual time
     P:vtime:<p>            string  take                                 highest virtual time that anybody started at
     P:debt:<p>             zset    take, end; submit, give_back, sweep  tenants without queued jobs that are ahead of it
     P:head                 hash    take                                 class → when the head of its queue was taken
+    P:hold                 hash    take; sweep, leave                   node → what it makes room for, and until when
     P:job:<id>             hash    scripts                              the job's record; result_ttl_ms after its end
-    P:in:<id>              string  submit; end                          the request (wire.py); gone at the end
+    P:in:<id>              string  submit; end, DeadLetters             the request (wire.py); gone at the end, a dead
+                                                                        letter's after 7 days
+    P:dead                 zset    end; sweep, DeadLetters              dead letters by end; 10,000 for 7 days
     P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
     P:out:<id>             string  finish                               the result (wire.py); result_ttl_ms
     P:run:<node>           set     take; end, give_back, beat, sweep    ids a node holds
@@ -92,6 +96,11 @@ def waiting(pool: str, priority: int) -> str:
 def nodes(pool: str) -> str:
     """Zset: node ids by last beat."""
     return f"{prefix(pool)}:nodes"
+
+
+def dead(pool: str) -> str:
+    """Zset: dead letters by when they died."""
+    return f"{prefix(pool)}:dead"
 
 
 def pressure(pool: str) -> str:

@@ -81,6 +81,8 @@ class NodePressure:
     max_model_len: int = 0
     revision: str = ""
     draining: bool = False
+    predicted_outputs: tuple[tuple[int, int, int], ...] = ()
+    """(bits of the prompt's tokens, bits of max_tokens, tokens that a choice of this kind will probably not exceed)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Self, Unpack
 from penstock.contract.admission import estimate_cost
 from penstock.contract.api_keys import ApiKey
 from penstock.contract.broker.connection import connect
+from penstock.contract.broker.dead_letters import DeadLetters
 from penstock.contract.broker.figures import FiguresBroker
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
@@ -24,6 +25,7 @@ from penstock.contract.terms import Terms
 from penstock.contract.wire import PoolPressure
 from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door, Warmer
 from penstock.producer.client.courier import Courier
+from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import Inbox
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
@@ -60,6 +62,7 @@ class AsyncClient:
         self._pools = Copy(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
         keys = KeyStore(self._redis)
         self._keys = Copy(lambda: self._courier.ask(lambda _: keys.all()), KEYS_TTL_S)
+        self.dead = DeadLetterBox(self._courier, DeadLetters(self._redis), self.submit)
         self._doors: dict[str, Door] = {}
         self._warmer = Warmer(self._pools, self._doors)
         self._warming: asyncio.Task[None] | None = None
@@ -119,7 +122,7 @@ class AsyncClient:
         self._courier.require_open()
         record = choose_pool((await self.pools()).values(), options.get("model"), options.get("job_id"))
         job = build_job(prompt, options, record.pool, self._tenant)
-        cost = estimate_cost(job, record)
+        cost = estimate_cost(job, record, (await self.pressure(job.pool)).nodes)
         await self._courier.ask(lambda _: self._inbox.greet(job.pool))
         await self._door(job.pool).admit(cost, job.priority)
         self._warmer.want()

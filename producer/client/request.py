@@ -12,10 +12,8 @@ from pydantic import ValidationError
 
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
-from penstock.contract.job import MAX_DEADLINE_MS, Job, Message, Priority, SamplingParams, pool_of
+from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
 from penstock.contract.terms import Terms
-
-MAX_DEADLINE_S = MAX_DEADLINE_MS / 1000
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message]
 """Text, token ids, or the messages of a chat."""
@@ -162,5 +160,5 @@ def _duration_ms(duration_s: float | None, name: str) -> int | None:
     if duration_s is None:
         return None
     if not isinstance(duration_s, (int, float)) or not 0 < duration_s <= MAX_DEADLINE_S:
-        raise RequestError(f"{name} must be above 0 and at most {MAX_DEADLINE_S:.0f} seconds", param=name)
+        raise RequestError(f"{name} must be above 0 and at most {MAX_DEADLINE_S} seconds", param=name)
     return math.ceil(1000 * duration_s)

@@ -33,7 +33,7 @@ from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.node import Emission, SweptError, Taken
 from penstock.contract.errors import ConflictError, InvariantError
-from penstock.contract.job import MAX_DEADLINE_MS, Chunk, Job, Outcome, Priority, SamplingParams
+from penstock.contract.job import MAX_DEADLINE_S, Chunk, Job, Outcome, Priority, SamplingParams
 from penstock.contract.policy import Policy, PolicyName
 from penstock.contract.terms import Terms
 from penstock.contract.wire import NodePressure, encode_chunk, encode_record
@@ -135,7 +135,7 @@ class QueueMachine(RuleBasedStateMachine):
     ) -> None:
         fields = {"tenant": tenant, "priority": priority, "background": background, "params": SamplingParams(n=n)}
         times = {
-            "deadline_ms": MAX_DEADLINE_MS if deadline else None,
+            "deadline_ms": 1000 * MAX_DEADLINE_S if deadline else None,
             "not_before_ms": FOREVER_MS // 2 if later else None,
         }
         job = new_job(**fields, **times)

@@ -13,7 +13,7 @@ if check then
   for at = FIRST, #ARGV do held[ARGV[at]] = true end
   local running = {}
   for _, id in ipairs(redis.call('SMEMBERS', P .. ':run:' .. node)) do
-    local job = read_job(id)
+    local job = read_job(id, {'state', 'lease', 'cancel', 'deadline'})
     running[id] = true
     if not job then
       orphans[#orphans + 1] = id
@@ -21,7 +21,7 @@ if check then
       if job.cancel == '1' then cancelled[#cancelled + 1] = id
       elseif is_expired(job, now) then expired[#expired + 1] = id end
     elseif tonumber(string.match(job.lease, '^(%d+):')) <= answered then
-      missing[#missing + 1] = job
+      missing[#missing + 1] = read_job(id)
     end
   end
   for at = FIRST, #ARGV do

@@ -180,7 +180,7 @@ end
 -- The queue --------------------------------------------------------------------------------------
 
 local function leave_queue(job)
-  redis.call('ZREM', P .. ':due', job.id)
+  if job.deadline ~= '' then redis.call('ZREM', P .. ':due', job.id) end
   if job.entry == LATER then
     redis.call('ZREM', P .. ':later', job.id)
     return
@@ -278,7 +278,6 @@ local function bury(job, now)
   local dead, request = P .. ':dead', P .. ':in:'
   redis.call('PEXPIRE', request .. job.id, DEAD_LIFE_MS)
   redis.call('ZADD', dead, now, job.id)
-  redis.call('ZREMRANGEBYSCORE', dead, '-inf', now - DEAD_LIFE_MS)
   for _, id in ipairs(redis.call('ZRANGE', dead, 0, -1 - MAX_DEAD)) do
     redis.call('DEL', request .. id)
     redis.call('ZREM', dead, id)

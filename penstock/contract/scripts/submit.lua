@@ -138,11 +138,11 @@ local is_later = not_before_in > 0
 local job = {id = id, tenant = tenant, p = p, cost = tostring(cost), submitted = now + not_before_in, deadline = deadline}
 redis.call('SET', P .. ':in:' .. id, request)
 local entry = is_later and LATER or redis.call('XADD', queue_key(job), '*', 'id', id)
--- A small hash is searched from its front: what emit reads at every step comes first.
+-- A small hash is searched from its front: what emit reads at every step comes first, then what take looks at.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
   'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
-  'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'body', body, 'entry', entry, 'submitted', job.submitted,
-  'losses', 0, 'preemptions', 0, 'weight', weight, 'bytes', bytes, 'idem', idem_name)
+  'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
+  'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'bytes', bytes, 'idem', idem_name)
 if is_later then
   redis.call('ZADD', P .. ':later', job.submitted, id)
   note_due(job)

@@ -91,5 +91,6 @@ end
 let_in(now)
 redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - MAX_READER_SILENCE_MS)
 redis.call('ZREMRANGEBYSCORE', P .. ':revs', '-inf', now - MAX_READER_SILENCE_MS)
+redis.call('ZREMRANGEBYSCORE', P .. ':dead', '-inf', now - DEAD_LIFE_MS)
 flush()
 return {'OK', nodes_lost, requeued, ended}

@@ -51,6 +51,10 @@ end
 
 -- Who may be looked at -----------------------------------------------------------------------------
 
+-- All that the look, the taking and an end ask for: a field that a fresh job lacks costs as much as ten that it has.
+local LOOKED_FIELDS = {'state', 'tenant', 'p', 'n', 'cost', 'entry', 'submitted', 'losses', 'preemptions', 'weight',
+  'deadline', 'background', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision'}
+
 local over, gone, again_in = {}, {}, 0
 
 local function look_again_in(ms) again_in = again_in == 0 and ms or math.min(again_in, ms) end
@@ -100,7 +104,7 @@ local function reader(looked, read_page)
           return nil
         end
       end
-      local job = read_job(ids[at])
+      local job = read_job(ids[at], LOOKED_FIELDS)
       at, looked.count = at + 1, looked.count + 1
       if job and is_for_us(job) then return job end
     end
@@ -228,13 +232,14 @@ local queues, taken, num_passed = {}, {}, 0
 local function is_suspect(job)
   local losses = tonumber(job.losses)
   if losses == 0 or losses < schema.max_losses - 1 then return false end
-  return redis.call('LLEN', log_key(job.id)) - (tonumber(job.mark) or 0) < schema.progress_chunks
+  local mark = tonumber(redis.call('HGET', job_key(job.id), 'mark') or '0')
+  return redis.call('LLEN', log_key(job.id)) - mark < schema.progress_chunks
 end
 
 -- A suspect that runs here runs alone, until it has ended or shown progress.
 local function runs_suspect()
   if num_held ~= 1 then return false end
-  local job = read_job(redis.call('SRANDMEMBER', P .. ':run:' .. node), {'state', 'losses', 'mark'})
+  local job = read_job(redis.call('SRANDMEMBER', P .. ':run:' .. node), {'state', 'losses'})
   return job and is_suspect(job)
 end
 
@@ -338,12 +343,8 @@ end
 
 -- Writes -------------------------------------------------------------------------------------------
 
-redis.call('DEL', took_key)
-if makes_room_for then
-  redis.call('HSET', P .. ':hold', node, makes_room_for .. ' ' .. now + schema.lease_ms)
-else
-  redis.call('HDEL', P .. ':hold', node)
-end
+redis.call('HDEL', P .. ':hold', node)
+if makes_room_for then redis.call('HSET', P .. ':hold', node, makes_room_for .. ' ' .. now + schema.lease_ms) end
 for _, job in ipairs(over) do end_if_over(job, schema, now) end
 for _, job in ipairs(gone) do
   end_job(job, schema, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')
@@ -354,12 +355,12 @@ for i, job in ipairs(taken) do
   leave_queue(job)
   if job.is_head then redis.call('HSET', P .. ':head', job.p, now) end
   job.lease = call .. ':' .. nonce .. ':' .. i
+  local first_take = job.revision == '' and {'taken', now} or {}
   redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
-    'revision', revision, 'urgency', job.urgency, 'charge', job.charge)
-  redis.call('HSETNX', job_key(job.id), 'taken', now)
+    'revision', revision, 'urgency', job.urgency, 'charge', job.charge, unpack(first_take))
   redis.call('SADD', P .. ':run:' .. node, job.id)
   ids[i], leases[i], rows[i] = job.id, job.lease, row(job)
-  if job.loss_nodes ~= '' then tally('takeovers') end
+  if rows[i][3] > 0 or rows[i][4] > 0 then tally('takeovers') end
 end
 redis.call('SET', took_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
 flush()
