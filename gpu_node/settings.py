@@ -60,7 +60,7 @@ class NodeSettings(Settings):
     drain_s: float = Field(20.0, ge=0.0)
     """After SIGTERM: how long running jobs may go on before the rest is given back."""
     stall_after_s: float = Field(120.0, gt=0.0)
-    """An engine that has not answered, or has work and made no step, for so long hangs: the node ends, others take over."""
+    """An engine that has not answered, or has work and made no step, this long hangs; its node ends, others go on."""
     stream_interval_ms: float = Field(40.0, ge=0.0, le=1000.0)
     """How often the tokens of 16 and more jobs leave at most; those of fewer leave at every step."""
     max_unsent_bytes: int = Field(64 << 20, ge=1 << 10)
