@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import secrets
+import time
 from functools import partial
 
 from penstock.contract import crash, wire
@@ -120,11 +121,16 @@ class Inbox:
             self._hold(await self._broker.take(self._call, self._nonce, nothing))
 
     def _hold(self, answer: TakeAnswer) -> list[HeldJob]:
-        jobs = [HeldJob(taken) for taken in answer.jobs]
+        jobs, now_s = [HeldJob(taken) for taken in answer.jobs], time.monotonic()
         for job in jobs:
+            if job.taken.deadline_in_ms:
+                job.expires_s = now_s + job.taken.deadline_in_ms / 1000
             if (older := self._ledger.get(job.job_id)) is not None:
                 self._outbox.drop(older)
             self._ledger.add(job)
+        counts = self._ledger.counts
+        counts.taken += len(jobs)
+        counts.taken_over += sum(bool(job.taken.num_chunks or job.taken.losses) for job in jobs)
         self.answered_call = self._call
         return jobs
 

@@ -71,6 +71,10 @@ class Relief:
         given = [job for job, answer in zip(wanted, answers, strict=True) if answer != "NO_ROOM"]
         for job in given:
             self._outbox.forget(job)
+        if only_if_room:
+            self._ledger.counts.given_back_pressure += len(given)
+        else:
+            self._ledger.counts.given_back_drain += len(given)
         if given and only_if_room:
             log.info("gave jobs back for want of room", extra={"num_jobs": len(given)})
 

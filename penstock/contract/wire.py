@@ -105,6 +105,8 @@ class NodePressure:
     max_model_len: int = 0
     revision: str = ""
     draining: bool = False
+    predicted_outputs: tuple[tuple[int, int, int], ...] = ()
+    """(bits of the prompt's tokens, bits of max_tokens, tokens that a choice of this kind will probably not exceed)."""
     troubles: dict[str, str] = field(default_factory=dict)
     """Parts of the node that are not well, or were not lately, and why."""
 

@@ -216,7 +216,7 @@ def stack(redis_url: str) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def shared_engine(stack: Stack) -> EchoEngine:
     engine = EchoEngine()
-    stack.start_node(engine, model=MODEL, pool="echo", aliases=("echo-alias",))
+    stack.start_node(engine, model=MODEL, pool="echo", aliases=("echo-alias",), reattach_grace_ms=500)
     return engine
 
 
