@@ -171,8 +171,6 @@ class Outbox:
                 self._heed(job, emission, answer)
 
     def _heed(self, job: HeldJob, emission: Emission, answer: str) -> None:
-        if self._ledger.of_lease(job.taken.lease) is None:
-            return  # given back meanwhile
         kind, _, rest = answer.partition(" ")
         if kind in ("FENCED", "GONE"):
             self.drop(job)
