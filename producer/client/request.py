@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import Job, Message, Priority, SamplingParams, pool_of
+from penstock.contract.structured import StructuredOutputs
 
 MAX_DEADLINE_S = 7 * 24 * 3600
 
@@ -56,6 +57,7 @@ class SubmitOptions(TypedDict, total=False):
     include_stop_str_in_output: bool
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None
 
 
 _QUEUEING = frozenset({"priority", "background", "idempotency_key"})

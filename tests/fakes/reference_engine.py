@@ -99,6 +99,9 @@ class ReferenceEngine:
                 live = _Live(request_id, choice, prompt_token_ids, params, seed, list(logged.token_ids))
                 self._live.append(live)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Nothing takes long."""
+
     def abort(self, request_id: str) -> None:
         """Forgets a request."""
         self._live = [live for live in self._live if live.request_id != request_id]

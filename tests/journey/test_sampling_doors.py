@@ -23,6 +23,7 @@ from penstock.producer.client import AsyncClient
 
 PLAIN = {"min_p": 0.25, "presence_penalty": -1.5, "frequency_penalty": 0.5, "max_tokens": 1}
 OPTIONS = PLAIN | {"logit_bias": {"20": -100, "3": 1.5}, "bad_words": ["no"], "include_stop_str_in_output": True}
+OPTIONS |= {"structured_outputs": {"json": {"type": "object"}}}
 
 
 async def _by_client(url: str, _folder: Path) -> None:
