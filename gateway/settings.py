@@ -9,7 +9,7 @@ from penstock.contract.settings import Settings
 
 
 class GatewaySettings(Settings):
-    """Frozen for the life of the process. A `redis_url` of None means `$PENSTOCK_REDIS_URL`."""
+    """Frozen for the life of the process. None means `$PENSTOCK_REDIS_URL` and `$PENSTOCK_KEY_PEPPER`."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_")
 
@@ -22,4 +22,6 @@ class GatewaySettings(Settings):
     keep_alive_s: float = Field(10.0, gt=0, description="silence on a stream after which a comment goes out")
     send_timeout_s: float = Field(60.0, gt=0, description="a reader that takes nothing for so long is cut off")
     drain_s: int = Field(30, ge=0, description="how long open answers may go on after SIGTERM")
+    require_keys: bool = Field(False, description="let nobody in without an API key, even while there are none")
+    key_pepper: str | None = Field(None, repr=False)
     cors_origins: tuple[str, ...] = ()

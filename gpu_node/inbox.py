@@ -8,7 +8,7 @@ import math
 import secrets
 from functools import partial
 
-from penstock.contract import wire
+from penstock.contract import crash, wire
 from penstock.contract.broker.node import NodeBroker, Room, TakeAnswer
 from penstock.contract.broker.retry import patiently, pauses
 from penstock.contract.errors import PenstockError, RequestError, UnavailableError
@@ -56,6 +56,8 @@ class Inbox:
         self._bell = bell
         self._call = 0
         self._nonce = ""
+        self.num_tokenizer_failures = 0
+        """Prompts at which the tokenizer failed, other than by refusing them."""
         self.answered_call = 0
         """Last take whose answer has arrived: jobs of later ones are not yet known to us."""
 
@@ -63,6 +65,11 @@ class Inbox:
     def kv_tokens_unclaimed(self) -> int:
         """KV tokens neither used nor still needed by jobs already taken."""
         return self._room().kv_tokens[-1]
+
+    @property
+    def hears_doorbell(self) -> bool:
+        """Whether the queue can ring."""
+        return self._bell.is_heard
 
     @property
     def has_backlog(self) -> bool:
@@ -91,7 +98,9 @@ class Inbox:
         jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
         if jobs:
+            crash.point("before", "admission")
             await self._admit_all(jobs)
+            crash.point("after", "admission")
         if len(jobs) == MAX_TAKEN_AT_ONCE:
             return 0.0
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S
@@ -129,6 +138,7 @@ class Inbox:
         encoded = await asyncio.gather(*(self._encode(request) for _, request in asked), return_exceptions=True)
         for (job, request), token_ids in zip(asked, encoded, strict=True):
             if isinstance(token_ids, BaseException):
+                self.num_tokenizer_failures += not isinstance(token_ids, PenstockError)
                 self._refuse_for(job, token_ids)  # whatever the tokenizer's library raises concerns this job alone
             else:
                 self._start(job, request, token_ids)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
-"""Without an output between them: more, and it is not a request but the runner that is broken."""
+"""Without one that was computed between them: more, and it is not a request but the runner that is broken."""
 
 
 class EngineLike(Protocol):
@@ -73,6 +73,9 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats:
         """Figures for the pressure record."""
 
+    def memory_trail(self) -> list[str]:
+        """What the memory went through lately, a line a record."""
+
 
 class EngineWorker:
     """Runs an engine on a thread of its own. `deliver` is called there, once per step that produced something."""
@@ -85,7 +88,7 @@ class EngineWorker:
         self._may_step = threading.Event()
         self._may_step.set()
         self._stopping = False
-        self._num_failed_steps = 0
+        self._num_failed_steps = self._num_steps = 0
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self.stopped: Future[None] = Future()
         """Done when the thread ends; carries what killed it."""
@@ -99,6 +102,11 @@ class EngineWorker:
         self._stopping = True
         self._may_step.set()
         self._wake.set()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is held between two steps."""
+        return not self._may_step.is_set()
 
     def set_paused(self, paused: bool) -> None:
         """Holds the engine between two steps, or lets it go on."""
@@ -170,21 +178,23 @@ class EngineWorker:
                 self._wake.clear()
             self.stopped.set_result(None)
         except BaseException as error:
-            self.stopped.set_exception(error)
+            try:
+                log.critical("the engine died", extra={"reason": repr(error), "trail": self._engine.memory_trail()})
+            finally:
+                self.stopped.set_exception(error)
 
     def _step(self) -> list[StepOutput]:
         """One step; one that fails is taken again, for the engine finds out whether a single request is to blame."""
         try:
-            outputs = self._engine.step()
+            return self._engine.step()
         except Exception as error:
-            self._num_failed_steps += 1
+            num_steps = self._engine.stats().steps
+            self._num_failed_steps = 1 if num_steps > self._num_steps else self._num_failed_steps + 1
+            self._num_steps = num_steps
             if self._num_failed_steps > MAX_FAILED_STEPS:
                 raise
-            log.warning("a step failed", extra={"reason": repr(error), "without_output": self._num_failed_steps})
+            log.warning("a step failed", extra={"reason": repr(error), "in_a_row": self._num_failed_steps})
             return []
-        if outputs:  # that a step could be launched says nothing yet
-            self._num_failed_steps = 0
-        return outputs
 
     def _run_commands(self) -> None:
         while self._commands:

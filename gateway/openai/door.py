@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.contract.errors import RequestError
 from penstock.gateway.body import read_json_body
+from penstock.gateway.entry import caller_of
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.order import Order
@@ -39,10 +40,20 @@ def idempotency_key_of(request: Request) -> str | None:
     return key
 
 
-def order_of(body: ChatRequest | CompletionRequest, idempotency_key: str | None) -> Order:
-    """What the body asks of the queue."""
+def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
+    """What the caller asks of the queue."""
+    caller, idempotency_key = caller_of(request), idempotency_key_of(request)
     try:
         params = body.params()
     except ValidationError as error:
         raise request_error(error) from None
-    return Order(body.model, body.prompts(), params, body.job_priority, idempotency_key, body.prompt_field)
+    return Order(
+        body.model,
+        body.prompts(),
+        params,
+        body.job_priority,
+        tenant=caller.tenant,
+        terms=caller.terms,
+        idempotency_key=idempotency_key,
+        prompt_field=body.prompt_field,
+    )

@@ -7,7 +7,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.openai.answer import Answer, StreamAnswer, WholeAnswer
-from penstock.gateway.openai.door import idempotency_key_of, order_of, read_body
+from penstock.gateway.openai.door import order_of, read_body
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer, Renderer
 
@@ -26,7 +26,7 @@ class Generate:
 
     async def _answer_to(self, request: Request) -> Answer:
         body = await read_body(request, self._body)
-        order = order_of(body, idempotency_key_of(request))
+        order = order_of(request, body)
         if body.stream:
             return StreamAnswer(request, order, self._dialect, include_usage=body.include_usage)
         return WholeAnswer(request, order, self._dialect)

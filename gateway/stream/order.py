@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
 
 LEAVE_TIMEOUT_S = 5.0
@@ -25,6 +26,8 @@ class Order:
     prompts: Sequence[Prompt]
     params: SamplingParams
     priority: Priority = Priority.STANDARD
+    tenant: str = "default"
+    terms: Terms = UNLIMITED
     idempotency_key: str | None = None
     prompt_field: str = "prompt"
     """What the caller calls the prompt, for errors that are about it."""
@@ -61,6 +64,8 @@ async def _submit(client: AsyncClient, order: Order, index: int, prompt: Prompt)
         model=order.model,
         params=order.params,
         priority=order.priority,
+        tenant=order.tenant,
+        terms=order.terms,
         background=False,
         idempotency_key=order.key_of(index),
     )

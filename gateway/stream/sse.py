@@ -10,6 +10,8 @@ from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import Send
 
+from penstock.contract import crash
+
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n"
 """No blank line behind it: after an `id` some readers, OpenAI's among them, take a blank line for an empty event."""
@@ -46,6 +48,7 @@ class EventWriter:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        crash.point("after", "event")
         self._sending_since_s = None
 
     async def end(self) -> None:

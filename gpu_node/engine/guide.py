@@ -108,7 +108,7 @@ class Guides:
             return Guide(self._compiled[wanted].deep_copy(), self._vocab_size)
 
     def write(self, masks: TokenMasks | None) -> None:
-        """Have a step's masks written while it runs."""
+        """Begin to write a step's masks, which goes on while it runs."""
         if not isinstance(masks, GuidedMasks):
             return
         try:

@@ -52,10 +52,27 @@ class Step:
     """[num_copies, 2]: what is copied from block to block before all that."""
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed."""
+        return int((self.ends - self.starts).sum())
+
+    @property
     def num_tokens_running(self) -> int:
         """Tokens that are computed for those who still run."""
         counts = (self.ends - self.starts).tolist()
         return sum(count for seq, count in zip(self.seqs, counts, strict=True) if seq.row >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile."""
+
+    seqs: list[Sequence]
+    token_ids: list[int]
+    ended: set[Sequence]
+    """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
+    broken_blocks: list[int]
+    """Blocks of failed sequences, held by nobody and known to nobody."""
 
 
 def step_of(

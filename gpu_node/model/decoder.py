@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
+from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.positions import rope_angles
 from penstock.gpu_node.model.protocol import StepPlan
 from penstock.gpu_node.model.spec import Activation, ModelSpec
-from penstock.gpu_node.model.weights import DecoderWeights, LayerWeights
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,

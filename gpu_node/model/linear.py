@@ -19,7 +19,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight: [out, in]; bias: [out]."""
         self._bias = bias
-        self._prepacked = can_prepack(weight.dtype)
+        self._prepacked = weight.is_cpu and can_prepack(weight.dtype)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._prepacked else weight
 
     def __call__(self, x: Tensor) -> Tensor:

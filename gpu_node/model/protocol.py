@@ -86,7 +86,7 @@ class StepPlan:
     """
 
     token_ids: NDArray[np.int32]
-    """[num_tokens]"""
+    """[num_tokens]; a runner that takes steps ahead knows -1 - i as what row i of the step before samples."""
     positions: NDArray[np.int32]
     """[num_tokens]"""
     query_starts: NDArray[np.int32]
@@ -135,7 +135,7 @@ class StepHandle(Protocol):
     """A step that may still be running."""
 
     def result(self) -> StepResult:
-        """Wait for it; raises what made the whole step fail."""
+        """Wait for it; raises what made the whole step fail: MemoryError where a smaller one might not."""
 
 
 class ModelRunner(Protocol):
@@ -152,6 +152,7 @@ class ModelRunner(Protocol):
         """Start a step and come back at once.
 
         Its plan's arrays must not change until the result is there, and the next step may be submitted only then.
+        Raises as a result does.
         """
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
@@ -163,7 +164,7 @@ class RunnerOptions:
     """What a runner needs to know beyond the model itself. Numbers of blocks win over sizes in GiB."""
 
     runner: str
-    """`auto`, `native` or `torch`."""
+    """`auto`, `gpu`, `native` or `torch`."""
     dtype: str
     quantization: str
     kv_cache_dtype: str
@@ -177,6 +178,9 @@ class RunnerOptions:
     swap_space_gib: float = 0.0
     gpu_memory_utilization: float | None = None
     cpu_offload_gib: float = 0.0
+    max_num_batched_tokens: int = 512
+    deterministic: bool = False
+    """Whether a card may add in no order but one."""
 
 
 @dataclass(frozen=True, slots=True)

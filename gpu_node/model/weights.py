@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.gpu_node.model.checkpoint import StoredTensor
+from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.linear import Linear
 from penstock.gpu_node.model.norm import Norm
 from penstock.gpu_node.model.spec import ModelSpec
@@ -17,37 +17,18 @@ from penstock.gpu_node.model.tensors import DecoderTensors, StoredLinear, Stored
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer."""
-
-    attention_norm: Norm
-    qkv: Linear
-    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
-    head_norms: tuple[Norm, Norm] | None
-    """Of queries and keys."""
-    out: Linear
-    mlp_norm: Norm
-    mlp_in: Linear
-    """[intermediate, hidden], twice that many rows where it is gated: gate, up."""
-    mlp_out: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """All tensors of a decoder; `head` multiplies with `embedding` where the checkpoint ties them."""
-
-    embedding: Tensor
-    layers: tuple[LayerWeights, ...]
-    final_norm: Norm
-    head: Linear
-
-
 def load_weights(
-    tensors: DecoderTensors, spec: ModelSpec, dtype: torch.dtype, progress: Callable[[float], None]
+    tensors: DecoderTensors,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    progress: Callable[[float], None],
+    device: torch.device | None = None,
 ) -> DecoderWeights:
-    """Read, fuse and convert a checkpoint. Raises ConfigError naming a tensor that is missing or of another shape."""
-    convert = _Converter(dtype, spec.norm_eps)
+    """Read, fuse and convert a checkpoint, onto the CPU where no device is named.
+
+    Raises ConfigError naming a tensor that is missing or of another shape.
+    """
+    convert = _Converter(dtype, spec.norm_eps, device)
     embedding = convert.tensor(tensors.embedding())
     layers = []
     for layer in range(spec.num_layers):
@@ -78,15 +59,16 @@ def _load_layer(tensors: DecoderTensors, convert: _Converter, layer: int) -> Lay
 class _Converter:
     """Stored tensors to torch's, in one dtype."""
 
-    def __init__(self, dtype: torch.dtype, norm_eps: float) -> None:
+    def __init__(self, dtype: torch.dtype, norm_eps: float, device: torch.device | None) -> None:
         self._dtype = dtype
         self._norm_eps = norm_eps
+        self._device = device
 
     def tensor(self, stored: StoredTensor) -> Tensor:
         kind = _FLOATS.get(stored.kind)
         if kind is None or stored.row_order is not None:
-            return torch.from_numpy(stored.to_float32()).to(self._dtype)
-        return torch.from_numpy(stored.data.copy()).view(kind).reshape(stored.shape).to(self._dtype)
+            return torch.from_numpy(stored.to_float32()).to(self._device, self._dtype)
+        return torch.from_numpy(stored.data.copy()).view(kind).reshape(stored.shape).to(self._device, self._dtype)
 
     def linear(self, stored: StoredLinear) -> Linear:
         weight = torch.cat([self.tensor(part) for part in stored.weights])

@@ -110,6 +110,9 @@ class NativePlan(c.Structure):
     ]
 
 
+_NO_MEMORY = b"std::bad_alloc"
+
+
 class KernelError(Exception):
     """A native call failed; says why."""
 
@@ -176,7 +179,10 @@ class NativeModel:
         self._library.penstock_vector_fill(self._handle, layer, vector, values.ctypes.data, values.size)
 
     def start(self, plan: NativePlan) -> None:
-        """Start a step on the model's threads; what the plan points to must stay until `wait` is back."""
+        """Start a step on the model's threads; what the plan points to must stay until `wait` is back.
+
+        Raises MemoryError where there is not enough for it; nothing has happened then.
+        """
         self._check(self._library.penstock_step_start(self._handle, c.byref(plan)))
 
     def wait(self) -> None:
@@ -191,6 +197,8 @@ class NativeModel:
 
     @staticmethod
     def _check(error: bytes) -> None:
+        if error == _NO_MEMORY:
+            raise MemoryError("the native kernels found no memory")
         if error:
             raise KernelError(error.decode(errors="replace"))
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.audit import audit_pools
 from penstock.cli.demo_model import demo_model
 from penstock.cli.processes import Supervisor, run_until_stopped
 from penstock.cli.serve import start_all
@@ -50,7 +51,7 @@ def demo(
         str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
     ] = None,
 ) -> None:
-    """Start Redis, a node and a gateway, ask one question over HTTP, show the answer as it comes, and end all."""
+    """Start Redis, a node and a gateway, ask one question over HTTP, show the answer as it comes, audit, end all."""
     options: dict[str, object] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -75,10 +76,12 @@ async def _demo(redis_url: str, model: str, question: str, options: dict[str, ob
         async with httpx.AsyncClient(timeout=None) as client:
             events = ask(client, f"{gateway['url']}/v1/chat/completions", body)
             speed = await supervisor.unless_one_dies(_show(events))
-    print(
-        f"\n\n{speed.num_tokens} tokens: the first after {speed.ttft_s * 1000:.0f} ms, "
-        f"the rest at {speed.tokens_per_s:.1f} tokens/s"
-    )
+        print(
+            f"\n\n{speed.num_tokens} tokens: the first after {speed.ttft_s * 1000:.0f} ms, "
+            f"the rest at {speed.tokens_per_s:.1f} tokens/s"
+        )
+        if await audit_pools(redis_url, [node["pool"]]):
+            raise PenstockError("the queue's keys do not agree with its jobs")
 
 
 async def _show(events: AsyncIterator[dict[str, Any]]) -> Speed:

@@ -13,6 +13,10 @@ from penstock.contract.wire import PoolPressure, PoolRecord
 
 PREDICTED_OUTPUT_TOKENS = 256
 """Output assumed of a job that names no max_tokens, until its node knows better."""
+JOB_BYTES = 2_048
+"""What a job takes in Redis beside its request, its log and its result."""
+LOG_BYTES_PER_TOKEN = 45
+"""A token of a log takes 96 bytes when it comes alone and 30 when four come together; few jobs write all they may."""
 MAX_WAIT_MS = 60_000
 """A job that would wait longer than this for its turn is told to come back."""
 MIN_RETRY_AFTER_MS = 1_000
@@ -46,6 +50,13 @@ def estimate_cost(job: Job, record: PoolRecord) -> int:
     output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
     cost = prompt + params.n * min(output, PREDICTED_OUTPUT_TOKENS)
     return max(1, min(cost, record.max_model_len * params.n) if record.max_model_len else cost)
+
+
+def estimate_bytes(job: Job, request_bytes: int) -> int:
+    """Bytes that a job may come to hold in Redis: its request, its record, and a log of all the tokens it may have."""
+    params = job.params
+    output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
+    return request_bytes + JOB_BYTES + params.n * output * LOG_BYTES_PER_TOKEN
 
 
 def decide(pressure: PoolPressure, *, cost: int, priority: int, admitted_since: int = 0) -> None:

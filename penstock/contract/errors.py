@@ -3,6 +3,8 @@
     PenstockError
     ├── RequestError            400  the caller can mend it; `param` names the field
     │   ├── PromptTooLongError  400
+    │   ├── UnauthorizedError   401  no API key, or not a valid one
+    │   ├── ForbiddenError      403  the API key is not good for this
     │   ├── TooLargeError       413
     │   ├── NotFoundError       404
     │   └── ConflictError       409  the id or idempotency key is taken by another body
@@ -52,6 +54,22 @@ class PromptTooLongError(RequestError):
     """Prompt (plus wanted output) does not fit the model's context or the node's KV cache."""
 
     code = "context_length_exceeded"
+
+
+class UnauthorizedError(RequestError):
+    """Nobody we know: no API key, or not a valid one."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class ForbiddenError(RequestError):
+    """Somebody we know, who may not do this."""
+
+    status = 403
+    type = "permission_error"
+    code = "insufficient_scope"
 
 
 class TooLargeError(RequestError):

@@ -2,35 +2,46 @@
 
 All keys of a pool share the hash tag `{pool}`, so that a script stays in one cluster slot. P is `penstock:{pool}`.
 Times are Redis milliseconds. `end` is the one function of the scripts that closes a
-job, `ring` the one that wakes a node.
+job, `ring` the one that wakes a node; audit may write all of them.
 
     key                    type    writers                              holds; life
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
-    P:back:<p>:<tenant>    zset    give_back, sweep; take, end          ids given back, by submitted ms
+    P:back:<p>:<tenant>    zset    give_back, sweep; take, end          ids given back or let in, by submitted ms
+    P:later                zset    submit; take, sweep, end             ids of jobs with not_before, by when it comes
     P:wait:<p>             zset    submit, give_back, sweep; take, end  all queued ids by submitted ms
     P:due                  zset    submit, give_back, sweep; take, end  queued ids by deadline
     P:turn:<p>             zset    submit, give_back, sweep; take, end  tenants with queued jobs, by virtual time
     P:vtime:<p>            string  take                                 highest virtual time that anybody started at
     P:debt:<p>             zset    take, end; submit, give_back, sweep  tenants without queued jobs that are ahead of it
     P:head                 hash    take                                 class → when the head of its queue was taken
+    P:hold                 hash    take; sweep, leave                   node → what it makes room for, and until when
     P:job:<id>             hash    scripts                              the job's record; result_ttl_ms after its end
-    P:in:<id>              string  submit; end                          the request (wire.py); gone at the end
+    P:in:<id>              string  submit; end, DeadLetters             the request (wire.py); gone at the end, a dead
+                                                                        letter's after 7 days
+    P:dead                 zset    end; sweep, DeadLetters              dead letters by end; 10,000 for 7 days
     P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
     P:out:<id>             string  finish                               the result (wire.py); result_ttl_ms
     P:run:<node>           set     take; end, give_back, beat, sweep    ids a node holds
     P:took:<node>          string  take; leave                          last call number and its answer; 1 min
     P:open                 set     submit; end                          ids not yet terminal
     P:tenant:<t>:open      set     submit; end                          the same, of one tenant
-    P:idem:<t>:<hash>      string  submit                               the job's id; idem_ttl_ms
+    P:idem:<t>:<hash>      string  submit                               the job's id; idem_ttl_ms after its end
     P:nodes                zset    join, beat, emit; sweep, leave       node → last beat
     P:revs                 zset    join, beat; sweep                    revision → last beat
     P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
     P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
     P:backlog              hash    submit, take, give_back, sweep, end  queued cost in tokens per class
+    P:queued               hash    submit, take, give_back, sweep, end  the same per tenant; no field where it is 0
+    P:bytes                hash    submit; end                          bytes that open jobs may come to hold, per class
+    P:refused              hash    submit                               cost refused lately, and when; 10 min
+    P:rate:<t>             hash    submit                               ms when its next job and token are due
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
     P:sweep                string  sweep                                when it last ran
+    P:count                hash    scripts                              how often what happened, for operators
+    P:audit                string  audit                                who repairs this pool at the moment; 10 s
     P:schema               hash    join                                 protocol version; the pool's policy and limits
     penstock:pools         hash    node                                 pool → pool record (wire.py)
+    penstock:keys          hash    penstock keys                        API key's id → its record (api_keys.py)
 
     channel
     penstock:inbox:<process>   one per reading process: this step's chunks for that reader, back to back
@@ -43,6 +54,7 @@ from __future__ import annotations
 from penstock.contract.job import pool_of
 
 POOLS = "penstock:pools"
+API_KEYS = "penstock:keys"
 NUM_PRIORITIES = 3
 
 
@@ -86,6 +98,11 @@ def nodes(pool: str) -> str:
     return f"{prefix(pool)}:nodes"
 
 
+def dead(pool: str) -> str:
+    """Zset: dead letters by when they died."""
+    return f"{prefix(pool)}:dead"
+
+
 def pressure(pool: str) -> str:
     """Hash: node id to packed pressure record."""
     return f"{prefix(pool)}:pressure"
@@ -94,6 +111,26 @@ def pressure(pool: str) -> str:
 def backlog(pool: str) -> str:
     """Hash: queued cost per class."""
     return f"{prefix(pool)}:backlog"
+
+
+def queued(pool: str) -> str:
+    """Hash: queued cost per tenant."""
+    return f"{prefix(pool)}:queued"
+
+
+def promised_bytes(pool: str) -> str:
+    """Hash: bytes that open jobs may come to hold, per class."""
+    return f"{prefix(pool)}:bytes"
+
+
+def open_jobs(pool: str) -> str:
+    """Set: ids of jobs that are not terminal."""
+    return f"{prefix(pool)}:open"
+
+
+def counts(pool: str) -> str:
+    """Hash: how often what happened."""
+    return f"{prefix(pool)}:count"
 
 
 def inbox_channel(process: str) -> str:

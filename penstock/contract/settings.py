@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.contract.errors import ConfigError
@@ -48,6 +48,12 @@ class RedisSettings(Settings):
     """Where Redis is: redis://, rediss:// or unix://; None where it was not said."""
 
     redis_url: str | None = None
+
+
+class KeySettings(Settings):
+    """A secret beside Redis that all API keys' digests depend on; the same for gateways and `penstock keys`."""
+
+    key_pepper: str = Field("", repr=False)
 
 
 def redis_url_of(given: str | None) -> str:

@@ -75,12 +75,36 @@ class NodePressure:
     step_ms_p50: float = 0.0
     step_ms_p99: float = 0.0
     num_preemptions: int = 0
+    preemptions_per_s: float = 0.0
+    num_swaps: int = 0
+    """Preemptions whose blocks were copied to the host; the others were computed again."""
+    num_swapped: int = 0
+    """Sequences whose blocks are there now."""
+    swap_blocks_total: int = 0
+    swap_blocks_free: int = 0
+    swap_blocks_cached: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    kv_evictions: int = 0
+    """Cached prefix blocks that the device gave away, to the host where that had room."""
+    swap_evictions: int = 0
+    prefix_lookup_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    """Of these, tokens found computed, on both tiers."""
+    swap_hit_tokens: int = 0
+    """Of these, tokens that the host had."""
+    num_failed_steps: int = 0
+    num_memory_failures: int = 0
+    max_step_tokens: int = 0
+    """Most tokens that a step may have: fewer than usual after one that found no memory."""
     num_steps: int = 0
     mean_batch: float = 0.0
     """Sequences per step, over the steps since the last record."""
     max_model_len: int = 0
     revision: str = ""
     draining: bool = False
+    troubles: dict[str, str] = field(default_factory=dict)
+    """Parts of the node that are not well, or were not lately, and why."""
 
 
 @dataclass(frozen=True, slots=True)

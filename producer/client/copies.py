@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from penstock.contract import admission
-from penstock.contract.errors import PenstockError
+from penstock.contract.errors import BusyError, PenstockError
 from penstock.contract.job import Priority
 from penstock.contract.keys import NUM_PRIORITIES
 from penstock.contract.wire import PoolPressure
@@ -17,8 +18,10 @@ from penstock.contract.wire import PoolPressure
 T = TypeVar("T")
 PRESSURE_TTL_S = 0.25
 POOLS_TTL_S = 1.0
+KEYS_TTL_S = 2.0
 WARM_S = 30.0
 """For so long after a job's submission the copies it needed are kept fresh, so that the next one waits for none."""
+_JITTER = 0.2
 _EARLY_S = 0.05
 """Copies are fetched anew this long before they run out."""
 
@@ -89,7 +92,12 @@ class Door:
         """Returns when a job of this cost may be submitted; raises BusyError or UnavailableError when not."""
         pressure = await self.pressure()
         admitted_since = sum(self._admitted_cost[: priority + 1])
-        admission.decide(pressure, cost=cost, priority=priority, admitted_since=admitted_since)
+        try:
+            admission.decide(pressure, cost=cost, priority=priority, admitted_since=admitted_since)
+        except BusyError as error:
+            # Or all who are refused now would come back at once.
+            error.retry_after_ms = round(error.retry_after_ms * random.uniform(1 - _JITTER, 1 + _JITTER))
+            raise
         self._admitted_cost[priority] += cost
 
     async def refresh(self) -> None:

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
 
-from penstock.contract import keys
+from penstock.contract import crash, keys
 from penstock.contract.broker.connection import translated
 from penstock.contract.broker.line import Line
 from penstock.contract.broker.producer import ProducerBroker
@@ -223,6 +223,7 @@ class Inbox:
             return
         self.stats.messages += 1
         self.stats.chunks += len(chunks)
+        crash.point("before", "dispatch")
         feeds = self._feeds
         for chunk in chunks:
             feed = feeds.get(chunk.job_id)

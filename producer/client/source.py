@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from penstock.contract import crash
 from penstock.contract.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import Chunk, Job, Result
+from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.inbox import Inbox
 
@@ -19,6 +21,7 @@ class Submission:
     job: Job
     cost: int
     channel: bool
+    terms: Terms = UNLIMITED
 
 
 async def submit(courier: Courier, inbox: str, submission: Submission) -> Submitted:
@@ -27,7 +30,8 @@ async def submit(courier: Courier, inbox: str, submission: Submission) -> Submit
 
 
 async def _submit(broker: ProducerBroker, inbox: str, submission: Submission) -> Submitted:
-    return await broker.submit(submission.job, cost=submission.cost, inbox=inbox, channel=submission.channel)
+    job, terms = submission.job, submission.terms
+    return await broker.submit(job, cost=submission.cost, inbox=inbox, channel=submission.channel, terms=terms)
 
 
 class JobSource:
@@ -53,7 +57,8 @@ class JobSource:
             if self._submission is None or self.feed.ended:
                 raise
             self._inbox.stats.resubmits += 1
-            again = await self._submit_again(self._submission)
+            # It was accepted once: no limit may refuse it now.
+            again = await self._submit_again(replace(self._submission, terms=self._submission.terms.without_limits()))
             standing = Attached(again.state, again.num_chunks, again.pushed)
         self.feed.note(standing)
         return standing
@@ -76,7 +81,9 @@ class JobSource:
     async def log(self, start: int, count: int) -> list[Chunk]:
         """A page of the job's log."""
         self._inbox.stats.log_reads += 1
-        return await self._courier.ask(lambda broker: broker.log(self.job_id, start, count))
+        chunks = await self._courier.ask(lambda broker: broker.log(self.job_id, start, count))
+        crash.point("after", "log")
+        return chunks
 
     async def result(self) -> Result | None:
         """The job's terminal record, None while it has none."""

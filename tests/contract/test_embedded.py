@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import redis
 
 from penstock.contract.embedded import EmbeddedRedis, find_redis_server, resolve_redis
 from penstock.contract.errors import ConfigError
 
+NOBODY = 65534
 OWNER = """
 import sys, threading, time
 from penstock.contract.embedded import EmbeddedRedis
@@ -75,6 +77,22 @@ def test_server_is_private_and_bounded() -> None:
         assert config["maxmemory-policy"] == "noeviction"
         assert config["appendonly"] == "no"
         assert config["save"] == ""
+
+
+def test_server_is_out_of_reach_of_other_users_and_machines() -> None:
+    with EmbeddedRedis() as server:
+        listening = {c.laddr for c in psutil.Process(server_pid(server.url)).net_connections() if c.status == "LISTEN"}
+        assert listening == set()
+        if os.getuid() != 0:
+            pytest.skip("only root can try as another user")
+        with socket.socket(socket.AF_UNIX) as connection:
+            os.seteuid(NOBODY)
+            try:
+                with pytest.raises(PermissionError):
+                    connection.connect(server.url.removeprefix("unix://"))
+            finally:
+                os.seteuid(0)
+            connection.connect(server.url.removeprefix("unix://"))
 
 
 def test_full_server_refuses_writes_and_keeps_what_it_has() -> None:

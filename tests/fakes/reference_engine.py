@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.contract.errors import PromptTooLongError
-from penstock.contract.job import SamplingParams, Usage, seed_of
+from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
+from penstock.gpu_node.engine.ends import EndReason
 from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
 
 VOCAB = 26
 BLOCK_SIZE = 16
+MAX_REMEMBERED = 4096
 
 
 def reference_token(seed: int, choice: int, position: int, previous: int) -> int:
@@ -26,10 +29,15 @@ def reference_token(seed: int, choice: int, position: int, previous: int) -> int
 
 def reference_tokens(job_id: str, params: SamplingParams, prompt: Sequence[int], choice: int = 0) -> list[int]:
     """All tokens of a choice."""
-    seed, tokens = seed_of(job_id, params), [prompt[-1]]
-    for i in range(params.max_tokens or 16):
-        tokens.append(reference_token(seed, choice, i, tokens[-1]))
-    return tokens[1:]
+    return list(reference_choice(job_id, params, prompt, choice).token_ids)
+
+
+def reference_choice(job_id: str, params: SamplingParams, prompt: Sequence[int], choice: int = 0) -> Choice:
+    """A choice as an undisturbed engine gives it."""
+    live = _Live(job_id, choice, prompt, params, seed_of(job_id, params))
+    while (reason := live.reason) is None:
+        live.append()
+    return Choice(choice, live.said[: live.safe_chars], tuple(live.tokens), reason)
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -53,12 +61,50 @@ class ReferenceTokenizer:
 
 @dataclass
 class _Live:
+    """A choice under way. `said`: the text of all tokens; `released`: how many of its characters were let out."""
+
     request_id: str
     choice: int
     prompt: Sequence[int]
     params: SamplingParams
     seed: int
-    tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    said: str = ""
+    released: int = 0
+
+    def append(self) -> int:
+        """The next token: of the seed where the request samples, of what stands before it in any case."""
+        previous = self.tokens[-1] if self.tokens else self.prompt[-1]
+        seed = self.seed if self.params.temperature else 0
+        token = reference_token(seed, self.choice, len(self.tokens), previous)
+        self.tokens.append(token)
+        self.said += text_of([token])
+        return token
+
+    @property
+    def reason(self) -> EndReason | None:
+        """Why it ends here, if it does."""
+        if self._stop_at is not None:
+            return "stop"
+        return "length" if len(self.tokens) >= (self.params.max_tokens or 16) else None
+
+    @property
+    def safe_chars(self) -> int:
+        """Characters that are no part of a stop string, and cannot become one."""
+        if self._stop_at is not None:
+            return self._stop_at
+        if self.reason is not None:
+            return len(self.said)
+        tails = (length for stop in self.params.stop for length in range(1, len(stop)))
+        return len(self.said) - max((n for n in tails if self._ends_with_begun_stop(n)), default=0)
+
+    @property
+    def _stop_at(self) -> int | None:
+        found = [at for at in map(self.said.find, self.params.stop) if at >= 0]
+        return min(found) if found else None
+
+    def _ends_with_begun_stop(self, length: int) -> bool:
+        return any(len(stop) > length and self.said.endswith(stop[:length]) for stop in self.params.stop)
 
 
 class ReferenceEngine:
@@ -71,8 +117,9 @@ class ReferenceEngine:
         self.max_model_len = 4096
         self.num_kv_tokens = kv_tokens
         self.revision = revision
-        self.batches: list[int] = []
-        self.callers: list[tuple[int, str]] = []
+        self.batches: deque[int] = deque(maxlen=MAX_REMEMBERED)
+        self.callers: deque[tuple[int, str]] = deque(maxlen=MAX_REMEMBERED)
+        self._num_steps = 0
         self._step_s = step_s
         self._max_num_seqs = max_num_seqs
         self._live: list[_Live] = []
@@ -97,6 +144,7 @@ class ReferenceEngine:
             logged = resume[choice] if resume else ResumedChoice((), "", None)
             if logged.finish_reason is None:
                 live = _Live(request_id, choice, prompt_token_ids, params, seed, list(logged.token_ids))
+                live.said, live.released = text_of(live.tokens), len(logged.text)
                 self._live.append(live)
 
     def prepare(self, params: SamplingParams) -> None:
@@ -121,29 +169,33 @@ class ReferenceEngine:
         if self._step_s:
             time.sleep(self._step_s)
         batch = self._live[: self._max_num_seqs]
+        self._num_steps += 1
         self.batches.append(len(batch))
         return [self._advance(live) for live in batch]
 
     def _advance(self, live: _Live) -> StepOutput:
         position = len(live.tokens)
-        previous = live.tokens[-1] if live.tokens else live.prompt[-1]
-        token = reference_token(live.seed, live.choice, position, previous)
-        live.tokens.append(token)
-        self._done_tokens += 1
-        ended = len(live.tokens) >= (live.params.max_tokens or 16)
-        usage = None
-        if ended:
+        # One that a log left without its end has all its tokens.
+        fresh = () if live.reason else (live.append(),)
+        self._done_tokens += len(fresh)
+        reason, usage = live.reason, None
+        if reason:
             self._live.remove(live)
             if not any(other.request_id == live.request_id for other in self._live):
                 usage = Usage(len(live.prompt), live.params.n * len(live.tokens))
-        reason = "length" if ended else None
-        return StepOutput(live.request_id, live.choice, position, (token,), text_of([token]), reason, usage)
+        text = live.said[live.released : live.safe_chars]
+        live.released += len(text)
+        return StepOutput(live.request_id, live.choice, position, fresh, text, reason, usage)
 
     def stats(self) -> EngineStats:
         """Figures in the shape of the real ones."""
         total = self.num_kv_tokens // BLOCK_SIZE
         used = sum(-(-(len(live.prompt) + len(live.tokens)) // BLOCK_SIZE) for live in self._live)
         return EngineStats(
-            total, total - used, 0, BLOCK_SIZE, len(self._live), 0, 0, len(self.batches), 0, self._done_tokens,
+            total, total - used, 0, BLOCK_SIZE, len(self._live), 0, 0, self._num_steps, 0, self._done_tokens,
             self._step_s * 1e3, self._step_s * 1e3, 0,
         )  # fmt: skip
+
+    def memory_trail(self) -> list[str]:
+        """Nothing to tell: its blocks are only counted."""
+        return []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from fakes.reference_engine import ReferenceEngine, reference_tokens
+from fakes.running_node import PATIENCE_S, running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -22,31 +23,13 @@ from penstock.contract.job import Job, Result, SamplingParams
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.inbox import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.node import Node
-from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.worker import EngineLike
 
 POOL = "ref"
-PATIENCE_S = 20.0
 
 
-def settings(url: str, **changes: Any) -> NodeSettings:
-    return NodeSettings(model="reference", pool=POOL, redis_url=url, **{"lease_ms": 3000, **changes})
-
-
-@asynccontextmanager
-async def running(url: str, engine: ReferenceEngine, **changes: Any) -> AsyncIterator[Node]:
-    node, ready = Node(settings(url, **changes), engine), asyncio.Event()
-    task = asyncio.create_task(node.run(ready))
-    waiting = asyncio.create_task(ready.wait())
-    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
-    waiting.cancel()
-    try:
-        if task.done():
-            task.result()
-        yield node
-    finally:
-        node.stop()
-        async with asyncio.timeout(PATIENCE_S):
-            await task
+def running(url: str, engine: EngineLike, **changes: Any) -> AbstractAsyncContextManager[Node]:
+    return running_node(url, engine, pool=POOL, **changes)
 
 
 def new_job(prompt: str = "hello", **params: Any) -> Job:
@@ -302,11 +285,26 @@ async def test_an_engine_that_hangs_ends_the_node_and_its_jobs_move(redis_url: s
             await until(broker, job, lambda status: status.num_chunks >= 10)
             await asyncio.sleep(3)
             assert node.ledger.job_ids == [job.id]
-    assert caught.group_contains(InvariantError, match="has not answered")
+    assert caught.group_contains(InvariantError, match="has made no step")
     release.set()
     async with running(redis_url, ReferenceEngine()):
         result = await ended(broker, job)
     assert list(result.choices[0].token_ids) == expected(job)
+
+
+async def test_an_engine_that_answers_but_makes_no_step_ends_the_node(redis_url: str, broker: ProducerBroker) -> None:
+    class StuckEngine(ReferenceEngine):
+        def step(self) -> list[StepOutput]:
+            if len(self.batches) < 10:
+                return super().step()
+            time.sleep(0.01)
+            return []
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(redis_url, StuckEngine(step_s=0.005), stall_after_s=0.5) as node:
+            await broker.submit(new_job(max_tokens=100), cost=50)
+            await asyncio.wrap_future(node._worker.stopped)
+    assert caught.group_contains(InvariantError, match="has made no step")
 
 
 async def test_what_a_library_raises_at_one_prompt_concerns_that_job_alone(

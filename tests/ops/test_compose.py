@@ -31,7 +31,8 @@ from tests.source_tree import ROOT
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = (ROOT / "ops/Dockerfile").read_text()
-VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
+VARIABLE = re.compile(r"\$\{(\w+):[-?]([^}]*)\}")
+ACL_SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "ops/acl/compose.yml").read_text())["services"]
 START_TIMEOUT_S = 60
 
 
@@ -44,8 +45,11 @@ def free_port() -> int:
 class Host:
     """This machine in the place of the containers."""
 
-    def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, variables: Mapping[str, str], services: Mapping[str, dict[str, Any]] = SERVICES
+    ) -> None:
         self._folder = folder
+        self._services = services
         self._variables = variables
         self.gateway_port, self.redis_port = free_port(), free_port()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -59,7 +63,7 @@ class Host:
             (self.bin / name).symlink_to(found)
 
     def start(self, service: str) -> None:
-        words = [self._translate(word) for word in SERVICES[service]["command"]]
+        words = [self._translate(word) for word in self._services[service]["command"]]
         if service == "redis":
             words += ["--bind", "127.0.0.1", "--port", str(self.redis_port)]
         with (self._folder / f"{service}.log").open("wb") as log:
@@ -68,7 +72,7 @@ class Host:
             )
 
     def wait_until_healthy(self, service: str) -> None:
-        kind, *words = SERVICES[service]["healthcheck"]["test"]
+        kind, *words = self._services[service]["healthcheck"]["test"]
         assert kind in ("CMD", "CMD-SHELL")
         words = [self._translate(word) for word in words]
         command = ["sh", "-c", *words] if kind == "CMD-SHELL" else words
@@ -85,7 +89,7 @@ class Host:
         """As Docker does: SIGTERM, and after the grace period SIGKILL."""
         running = self._running[service]
         running.send_signal(signal.SIGTERM)
-        return running.wait(int(str(SERVICES[service]["stop_grace_period"]).removesuffix("s")))
+        return running.wait(int(str(self._services[service]["stop_grace_period"]).removesuffix("s")))
 
     def kill_all(self) -> None:
         for running in self._running.values():
@@ -106,7 +110,7 @@ class Host:
 
     def _env(self, service: str) -> dict[str, str]:
         path = os.pathsep.join((str(Path(sys.executable).parent), str(self.bin), os.environ["PATH"]))
-        own = {name: self._translate(value) for name, value in SERVICES[service].get("environment", {}).items()}
+        own = {name: self._translate(value) for name, value in self._services[service].get("environment", {}).items()}
         image = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         return {"PATH": path, "HOME": str(self._folder / "home"), **image, **own}
 
@@ -114,6 +118,7 @@ class Host:
         word = VARIABLE.sub(lambda m: self._variables.get(m[1]) or m[2], word).replace("$$", "$")
         for theirs, ours in (
             ("redis://redis:", "redis://127.0.0.1:"),
+            ("@redis:", "@127.0.0.1:"),
             ("0.0.0.0", "127.0.0.1"),
             ("6379", str(self.redis_port)),
             ("8000", str(self.gateway_port)),
@@ -146,6 +151,39 @@ def test_the_services_serve_a_stream_and_a_batch(host: Host) -> None:
     assert_batch(host)
 
     for service in ("worker", "gpu_node-cpu", "gateway", "redis"):
+        assert host.stop(service) in (0, -signal.SIGTERM), host.log(service)
+
+
+@pytest.fixture
+def host_with_users(tmp_path: Path) -> Iterator[Host]:
+    """The same over the users of ops/acl."""
+    services = {name: {**service} for name, service in SERVICES.items()}
+    for name, ours in ACL_SERVICES.items():
+        environment = {**services[name].get("environment", {}), **ours.get("environment", {})}
+        services[name] |= {**ours, "environment": environment}
+    passwords = {f"{role}_PASSWORD": role.lower() * 5 for role in ("GATEWAY", "NODE", "WORKER", "ADMIN")}
+    model = make_tiny_model(tmp_path / "tiny")
+    host = Host(tmp_path, {"MODEL": str(model), "KV_CACHE_GIB": "0.01", **passwords}, services)
+    yield host
+    host.kill_all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_services_do_their_work_each_as_its_own_user_of_redis(host_with_users: Host) -> None:
+    host = host_with_users
+    host.start("redis")
+    host.wait_until_healthy("redis")
+    with redis.Redis(port=host.redis_port) as client, pytest.raises(redis.exceptions.NoPermissionError):
+        client.get("penstock:pools")
+    for service in ("gateway", "gpu_node-cpu", "worker"):
+        host.start(service)
+    for service in ("gateway", "worker", "gpu_node-cpu"):
+        host.wait_until_healthy(service)
+    assert_stream_over_http(host.gateway_port)
+    assert_batch(host)
+    for service in ("worker", "gpu_node-cpu", "gateway", "redis"):
+        assert "NOPERM" not in host.log(service)
         assert host.stop(service) in (0, -signal.SIGTERM), host.log(service)
 
 

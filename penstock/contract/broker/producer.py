@@ -11,6 +11,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from penstock.contract import keys, wire
+from penstock.contract.admission import estimate_bytes
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
 from penstock.contract.errors import (
@@ -23,6 +24,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
 from penstock.contract.packing import MAX_BYTES, WireError
+from penstock.contract.terms import UNLIMITED, Terms
 from penstock.contract.wire import PoolPressure, PoolRecord
 
 _LOG = logging.getLogger(__name__)
@@ -85,11 +87,14 @@ class ProducerBroker:
         self._unreadable: set[bytes] = set()
         """Pools that were warned of: clients ask for all pools every second."""
 
-    async def submit(self, job: Job, *, cost: int, inbox: str = "", channel: bool = False) -> Submitted:
+    async def submit(
+        self, job: Job, *, cost: int, inbox: str = "", channel: bool = False, terms: Terms = UNLIMITED
+    ) -> Submitted:
         """Enqueues a job; repeating it with the same id and body is harmless.
 
         Raises NotFoundError (no such pool), ConflictError (id or idempotency key of another body or tenant),
-        BusyError (caps, Redis full), TooLargeError, RequestError (id too old or from the future).
+        BusyError (the pool's or the tenant's limits, Redis full), TooLargeError, RequestError (id too old or from the
+        future).
         """
         request = wire.encode_request(job)
         if len(request) > MAX_BYTES:
@@ -103,6 +108,9 @@ class ProducerBroker:
             *(job.id, job.tenant, int(job.priority), job.params.n, cost, body, request, job.deadline_ms or 0),
             *(inbox, int(channel), int(job.background)),
             hashlib.blake2b(idem.encode(), digest_size=16).hexdigest() if idem else "",
+            estimate_bytes(job, len(request)),
+            *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
+            *(terms.burst_s, terms.weight, job.not_before_ms or 0),
         )
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):
@@ -260,6 +268,16 @@ def _submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
         case "BAD_ID_AGE":
             return RequestError(f"job id {job.id} is older than 24 h or from the future", code="bad_id", param="job_id")
         case "BUSY":
-            what, limit = answer[1].decode(), answer[2]
-            return BusyError(f"the pool's limit of {limit} {what} is reached", retry_after_ms=1000)
+            return _busy_error(answer[1].decode(), *answer[2:])
     return InvariantError(f"submit answered {kind}")
+
+
+def _busy_error(what: str, limit: int, retry_after_ms: int) -> BusyError:
+    if what == "memory":
+        message = f"Redis is {limit} % full, with what open jobs may still write"
+        return BusyError(message, code="redis_full", retry_after_ms=retry_after_ms)
+    whose, _, rest = what.rpartition("'s ")
+    if whose:
+        message = f"this tenant's limit of {limit} {rest} is reached"
+        return BusyError(message, code="rate_limit_exceeded", retry_after_ms=retry_after_ms)
+    return BusyError(f"the pool's limit of {limit} {rest} is reached", retry_after_ms=retry_after_ms)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, cast
@@ -12,7 +11,7 @@ import msgpack
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from penstock.contract import keys
+from penstock.contract import crash, keys
 from penstock.contract.broker.connection import translated
 
 Argument = bytes | str | int | float
@@ -30,19 +29,22 @@ def _digest(name: str) -> str:
     return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
 
 
-def packed(rows: Sequence[tuple[Any, ...]]) -> bytes:
+def packed(value: Any) -> bytes:
     """Many arguments in one: redis-py takes longer to send hundreds than Redis to read them.
 
     Bytes go as strings, as Redis's Lua knows no other.
     """
-    return cast(bytes, msgpack.packb(rows, use_bin_type=False))
+    return cast(bytes, msgpack.packb(value, use_bin_type=False))
 
 
 async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
     """Runs one script of a pool; raises the errors of `connection.translated`."""
     schema = keys.schema(pool)
+    crash.point("before", name)
     with translated():
         try:
-            return await redis.evalsha(_digest(name), 1, schema, *arguments)
+            answer = await redis.evalsha(_digest(name), 1, schema, *arguments)
         except NoScriptError:
-            return await redis.eval(source(name), 1, schema, *arguments)
+            answer = await redis.eval(source(name), 1, schema, *arguments)
+    crash.point("after", name)
+    return answer

@@ -1,17 +1,24 @@
 -- submit: accepts a job, or says why not. A known id or idempotency key with the same body is the same job.
--- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash
+-- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash bytes
+--   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms
+-- bytes: what the job may come to hold in Redis. The tenant's limits are 0 where there is none.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
---       | {BUSY, what, limit}
+--       | {BUSY, what, limit, retry_after_ms}
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
+local MEMORY_PERCENT = {[0] = 90, 90, 80}
+local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
 
 local id, tenant, p, n, cost = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local body, request, deadline_in, inbox, channel = ARGV[6], ARGV[7], tonumber(ARGV[8]), ARGV[9], ARGV[10]
-local background, idem = ARGV[11], ARGV[12]
+local background, idem, bytes = ARGV[11], ARGV[12], tonumber(ARGV[13])
+local tenant_open, tenant_queued = tonumber(ARGV[14]), tonumber(ARGV[15])
+local per_minute, burst_s = {jobs = tonumber(ARGV[16]), tokens = tonumber(ARGV[17])}, tonumber(ARGV[18])
+local weight, not_before_in = ARGV[19], tonumber(ARGV[20])
 
 local schema = read_schema()
 if not schema then return {'UNKNOWN_POOL'} end
 local now = clock()
-local idem_key = P .. ':idem:' .. tenant .. ':' .. idem
+local idem_name = idem ~= '' and (tenant .. ':' .. idem) or ''
 
 local function same_or(job, conflict)
   if job.body ~= body or job.tenant ~= tenant then return {conflict} end
@@ -24,7 +31,7 @@ end
 local known = read_job(id)
 if known then return same_or(known, 'ID_CONFLICT') end
 if idem ~= '' then
-  local other = redis.call('GET', idem_key)
+  local other = redis.call('GET', P .. ':idem:' .. idem_name)
   known = other and read_job(other)
   if known then return same_or(known, 'IDEMPOTENCY_CONFLICT') end
 end
@@ -33,29 +40,125 @@ local dot = string.find(id, '.', 1, true)
 local minted = tonumber(string.sub(id, dot + 1, dot + 8) .. string.sub(id, dot + 10, dot + 13), 16)
 if not minted or now - minted > MAX_AGE_MS or minted - now > MAX_AHEAD_MS then return {'BAD_ID_AGE'} end
 
-local open = redis.call('SCARD', P .. ':open')
-if open >= schema.max_open_jobs then return {'BUSY', 'open jobs', schema.max_open_jobs} end
-local queued = 0
-for _, v in ipairs(redis.call('HVALS', P .. ':backlog')) do queued = queued + tonumber(v) end
-if queued > 0 and queued + cost > schema.max_queued_cost then
-  return {'BUSY', 'queued KV tokens', schema.max_queued_cost}
+-- Refusals -----------------------------------------------------------------------------------------
+-- Who is refused is told when there will be room. What was refused before comes back first, so it is kept as a backlog
+-- of its own, which decays at the rate at which the nodes work off cost.
+
+local refused_key, rate_key = P .. ':refused', P .. ':rate:' .. tenant
+
+-- Cost that the pool's nodes work off in a millisecond; nil while nobody knows.
+local function drain_rate()
+  local per_s = 0
+  for _, record in ipairs(redis.call('HVALS', P .. ':pressure')) do
+    local ok, node = pcall(cmsgpack.unpack, record)
+    if ok and type(node) == 'table' and type(node.drain_cost_per_s) == 'number' then
+      per_s = per_s + node.drain_cost_per_s
+    end
+  end
+  return per_s > 0 and per_s / 1000 or nil
 end
+
+-- The last digits of the id, which are random: Lua's random numbers are the same in every script.
+local function jittered(ms)
+  local share = tonumber(string.sub(id, -4), 16) / 65535
+  return math.floor(ms * (1 - JITTER + 2 * JITTER * share))
+end
+
+local function busy(what, limit, retry_ms)
+  return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms)))}
+end
+
+-- Refuses until `excess` and all that was refused before is worked off.
+local function busy_until_drained(what, limit, excess)
+  local rate = drain_rate()
+  if not rate then return busy(what, limit, jittered(MEMORY_RETRY_MS)) end
+  local refused, at = unpack(redis.call('HMGET', refused_key, 'cost', 'at'))
+  local left = math.max(0, (tonumber(refused) or 0) - rate * (now - (tonumber(at) or now)))
+  redis.call('HSET', refused_key, 'cost', left + cost, 'at', now)
+  redis.call('PEXPIRE', refused_key, MAX_RETRY_MS)
+  return busy(what, limit, jittered((excess + left) / rate))
+end
+
+-- GCRA: when a tenant's next unit is due, in ms, after `amount` more of them; nil where that is further ahead than the
+-- rate of burst_s seconds. Whoever owes nothing may have any amount.
+-- https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
+local function next_due(name, amount)
+  local due = math.max(now, tonumber(redis.call('HGET', rate_key, name) or '0'))
+  local later = due + amount * 60000 / per_minute[name]
+  if due > now and later > now + burst_s * 1000 then return nil, math.min(due, later - burst_s * 1000) - now end
+  return later
+end
+
+local function used_memory()
+  local info = redis.call('INFO', 'memory')
+  return tonumber(string.match(info, 'used_memory:(%d+)')), tonumber(string.match(info, 'maxmemory:(%d+)'))
+end
+
+local function total(name)
+  local sum = 0
+  for _, value in ipairs(redis.call('HVALS', P .. name)) do sum = sum + tonumber(value) end
+  return sum
+end
+
+local queued = total(':backlog')
+local open = redis.call('SCARD', P .. ':open')
+if open >= schema.max_open_jobs then
+  return busy_until_drained('open jobs', schema.max_open_jobs, queued / open)
+end
+if queued > 0 and queued + cost > schema.max_queued_cost then
+  return busy_until_drained('queued KV tokens', schema.max_queued_cost, queued + cost - schema.max_queued_cost)
+end
+local used, limit = used_memory()
+if limit > 0 and used + total(':bytes') + bytes > limit * MEMORY_PERCENT[tonumber(p)] / 100 then
+  return busy('memory', MEMORY_PERCENT[tonumber(p)], jittered(MEMORY_RETRY_MS))
+end
+local own = redis.call('SCARD', P .. ':tenant:' .. tenant .. ':open')
+local own_queued = tonumber(redis.call('HGET', P .. ':queued', tenant) or '0')
+if tenant_open > 0 and own >= tenant_open then
+  return busy_until_drained("tenant's open jobs", tenant_open, own_queued / own)
+end
+if tenant_queued > 0 and own_queued > 0 and own_queued + cost > tenant_queued then
+  return busy_until_drained("tenant's queued KV tokens", tenant_queued, own_queued + cost - tenant_queued)
+end
+local due = {}
+for name, amount in pairs({jobs = 1, tokens = cost}) do
+  if per_minute[name] > 0 then
+    local later, wait = next_due(name, amount)
+    if not later then return busy("tenant's " .. name .. ' per minute', per_minute[name], wait) end
+    due[#due + 1], due[#due + 2] = name, later
+  end
+end
+
+-- Writes -------------------------------------------------------------------------------------------
 
 local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
 -- One that nobody reads from the start has the grace time to find a reader.
 local unread = (inbox == '' and channel ~= '1') and now or ''
-local job = {id = id, tenant = tenant, p = p, cost = tostring(cost), submitted = tostring(now), deadline = deadline}
+local is_later = not_before_in > 0
+local job = {id = id, tenant = tenant, p = p, cost = tostring(cost), submitted = now + not_before_in, deadline = deadline}
 redis.call('SET', P .. ':in:' .. id, request)
-local entry = redis.call('XADD', queue_key(job), '*', 'id', id)
--- A small hash is searched from its front: what emit reads at every step comes first.
+local entry = is_later and LATER or redis.call('XADD', queue_key(job), '*', 'id', id)
+-- A small hash is searched from its front: what emit reads at every step comes first, then what take looks at.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
   'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
-  'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'body', body, 'entry', entry, 'submitted', now,
-  'losses', 0, 'preemptions', 0)
-note_queued(job)
+  'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
+  'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'bytes', bytes, 'idem', idem_name)
+if is_later then
+  redis.call('ZADD', P .. ':later', job.submitted, id)
+  note_due(job)
+else
+  note_queued(job)
+end
+tally('submitted')
 redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
-if idem ~= '' then redis.call('SET', idem_key, id, 'PX', schema.idem_ttl_ms) end
+redis.call('HINCRBY', P .. ':bytes', p, bytes)
+-- It lives as long as the job, and a while after its end.
+if idem ~= '' then redis.call('SET', P .. ':idem:' .. idem_name, id) end
+if #due > 0 then
+  redis.call('HSET', rate_key, unpack(due))
+  redis.call('PEXPIRE', rate_key, math.ceil(math.max(due[2], due[4] or 0) - now))
+end
 if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
-ring(cost)
+if not is_later then ring(cost) end
 return {'OK', id, 'queued', 0, 1}

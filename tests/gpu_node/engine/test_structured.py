@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.guide import GuidedMasks
+from penstock.gpu_node.model.protocol import StepHandle, StepPlan
 
 MAX_TOKENS = 120
 """The longest text of each form below has fewer."""
@@ -155,14 +157,18 @@ def test_a_mask_that_cannot_be_written_fails_its_row_and_no_other(
 
 
 def test_masks_are_written_while_the_step_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is submitted first, and its tokens are those of a mask that came later."""
-    order: list[str] = []
-    submit, write = engine._runner.submit, GuidedMasks.write
-    monkeypatch.setattr(engine._runner, "submit", lambda plan: order.append("submit") or submit(plan), raising=False)
-    monkeypatch.setattr(GuidedMasks, "write", lambda masks: order.append("write") or write(masks))
+    """Each is written only once its step was submitted, whose tokens are of that mask."""
+    submitted, submit, write = threading.Semaphore(0), engine._runner.submit, GuidedMasks.write
+
+    def submit_first(plan: StepPlan) -> StepHandle:
+        handle = submit(plan)
+        submitted.release()
+        return handle
+
+    monkeypatch.setattr(engine._runner, "submit", submit_first, raising=False)
+    monkeypatch.setattr(GuidedMasks, "write", lambda masks: submitted.acquire(timeout=60) and write(masks))
     (answer,) = engine.generate(["the gate"], _params("json", seed=1))
     assert _is_river(answer.choices[0].text)
-    assert order[:4] == ["submit", "write"] * 2
 
 
 @pytest.mark.model

@@ -1,0 +1,70 @@
+"""Who may enter: an API key becomes a caller, with a tenant and its terms. Without any key the gateway is open."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.contract.api_keys import ApiKey, identify
+from penstock.contract.api_keys import Scope as KeyScope
+from penstock.contract.errors import PenstockError, UnauthorizedError
+from penstock.gateway.openai.errors import error_response
+from penstock.producer.client import AsyncClient
+
+logger = logging.getLogger(__name__)
+
+ANYBODY = ApiKey(key_id="", digest="", tenant="default", scopes=frozenset(("infer", "admin")))
+"""Whoever comes while there are no keys."""
+PUBLIC_PATHS = frozenset(("/health", "/ready"))
+_SCOPES: dict[str, KeyScope] = {"/metrics": "admin", "/health/nodes": "admin"}
+_SCHEME = "bearer "
+
+
+class Entry:
+    """ASGI middleware: notes the caller, or answers 401 or 403. One that has seen a key stays closed."""
+
+    def __init__(self, app: ASGIApp, *, pepper: str, is_closed: bool) -> None:
+        self._app = app
+        self._pepper = pepper
+        self._is_closed = is_closed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets in or refuses."""
+        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+            try:
+                caller = await self._identify(scope["app"].state.client, Headers(scope=scope))
+                caller.require(_SCOPES.get(scope["path"], "infer"))
+            except PenstockError as error:
+                scope["app"].state.metrics.refusals.labels(error.code).inc()
+                answer = error_response(error)
+                if isinstance(error, UnauthorizedError):
+                    answer.headers["WWW-Authenticate"] = "Bearer"
+                await answer(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
+
+    async def _identify(self, client: AsyncClient, headers: Headers) -> ApiKey:
+        known = await client.api_keys()
+        self._is_closed = self._is_closed or bool(known)
+        if not self._is_closed:
+            return ANYBODY
+        said = headers.get("authorization", "")
+        if not said.lower().startswith(_SCHEME):
+            raise UnauthorizedError("this gateway wants an API key: Authorization: Bearer pk-…")
+        return identify(said[len(_SCHEME) :].strip(), known, self._pepper)
+
+
+def caller_of(request: Request) -> ApiKey:
+    """The caller of a request that was let in."""
+    caller: ApiKey = request.state.caller
+    return caller
+
+
+async def warn_if_open(client: AsyncClient, *, is_closed: bool) -> None:
+    """Says once that nobody is asked who they are."""
+    if not is_closed and not await client.api_keys():
+        logger.warning("anybody who reaches this gateway may use it: there are no API keys (penstock keys add)")

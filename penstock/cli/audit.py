@@ -1,0 +1,57 @@
+"""`penstock audit`: whether everything that pools keep in Redis agrees with the jobs' own records."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.contract.settings import redis_url_of
+
+if TYPE_CHECKING:
+    from penstock.contract.audit import Finding
+
+EXIT_FOUND = 1
+
+
+def audit(
+    pool: Annotated[list[str] | None, typer.Option(help="Pool to look at; may be repeated; default: all.")] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Mend what is wrong; nodes and gateways may go on meanwhile.")
+    ] = False,
+    redis_url: Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")] = None,
+) -> None:
+    """Recompute every set, index and sum from the jobs; exit code 1 when something is wrong (and stays so)."""
+    left = asyncio.run(audit_pools(redis_url_of(redis_url), pool, repair=repair))
+    if left:
+        raise typer.Exit(EXIT_FOUND)
+
+
+async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool = False) -> int:
+    """Prints what is wrong with these pools (None: with all); how many findings are left."""
+    from penstock.contract.audit import audit
+    from penstock.contract.broker.admin import AdminBroker
+    from penstock.contract.broker.connection import connect
+
+    redis = connect(redis_url)
+    try:
+        broker, left = AdminBroker(redis), 0
+        for pool in pools or await broker.pools():
+            found = await audit(broker, pool, repair=repair)
+            _print(pool, found)
+            if found and repair:
+                print(f"{pool}: repaired")
+                found = await audit(broker, pool)
+                _print(pool, found)
+            left += len(found)
+        return left
+    finally:
+        await redis.aclose()
+
+
+def _print(pool: str, findings: list[Finding]) -> None:
+    for finding in findings:
+        print(f"{pool}: {finding}")
+    if not findings:
+        print(f"{pool}: every key agrees with the jobs")

@@ -1,0 +1,72 @@
+"""API keys in Redis: `penstock:keys`, written by an operator and read by gateways."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any, cast
+
+from pydantic import ValidationError
+from redis.asyncio import Redis
+
+from penstock.contract import api_keys, keys
+from penstock.contract.api_keys import ApiKey
+from penstock.contract.broker.connection import translated
+from penstock.contract.errors import NotFoundError, RequestError
+from penstock.contract.terms import Terms
+
+_LOG = logging.getLogger(__name__)
+
+
+class KeyStore:
+    """The installation's keys. Raises UnavailableError when Redis is away."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = cast(Any, redis)
+
+    async def all(self) -> dict[str, ApiKey]:
+        """All keys by id, revoked ones too; a record that cannot be read is of nobody."""
+        with translated():
+            found = await self._redis.hgetall(keys.API_KEYS)
+        known = {}
+        for key_id, data in found.items():
+            try:
+                known[key_id.decode()] = ApiKey.model_validate_json(data)
+            except (ValidationError, UnicodeDecodeError):
+                _LOG.warning("unreadable key record", extra={"key_id": repr(key_id)})
+                known[repr(key_id)] = ApiKey(key_id=repr(key_id), digest="", tenant="nobody", is_revoked=True)
+        return known
+
+    async def add(
+        self, tenant: str, scopes: Iterable[str], terms: Terms, *, label: str = "", pepper: str = ""
+    ) -> tuple[str, ApiKey]:
+        """A new key, which is told here and never again, and its record. Raises RequestError naming the field."""
+        key, key_id, digest = api_keys.mint(pepper)
+        try:
+            record = ApiKey(
+                key_id=key_id,
+                digest=digest,
+                tenant=tenant,
+                scopes=cast(Any, frozenset(scopes)),
+                terms=terms,
+                label=label,
+                created_s=int(time.time()),
+            )
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            param = str(first["loc"][0])
+            raise RequestError(f"{param}: {first['msg']}", param=param) from error
+        await self._put(record)
+        return key, record
+
+    async def revoke(self, key_id: str) -> None:
+        """Makes a key worthless within the time for which gateways keep what they know. Raises NotFoundError."""
+        record = (await self.all()).get(key_id)
+        if record is None:
+            raise NotFoundError(f"no API key {key_id}", param="key_id")
+        await self._put(record.model_copy(update={"is_revoked": True}))
+
+    async def _put(self, record: ApiKey) -> None:
+        with translated():
+            await self._redis.hset(keys.API_KEYS, record.key_id, record.model_dump_json())

@@ -1,0 +1,249 @@
+-- audit: holds jobs, tenants' turns and sums against the jobs' own records; with `repair` it mends what is wrong, beside
+-- running nodes: each job is looked at and mended in one script, and sums are corrected by differences.
+-- ARGV: repairer ('' only looks), msgpack of {jobs = [[id, [[place, entry]…]]…], turns = [[p, tenant]…], idems = [key…],
+--   sums = [[key, field, by]…] or nil}; `place` is a key without P: where the id was seen, `entry` its stream entry.
+-- A call with `sums` is a repairer's last one.
+-- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
+local MAX_ROWS, REPAIR_MS = 128, 10000
+local repairer, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
+local schema, now = read_schema(), clock()
+if not schema then return {'UNKNOWN_POOL'} end
+if #asked.jobs > MAX_ROWS or #asked.turns > MAX_ROWS or #asked.idems > MAX_ROWS then return redis.error_reply('TOO_MANY_ROWS') end
+local repairs = repairer ~= ''
+if repairs then
+  local other = redis.call('GET', P .. ':audit')
+  if other and other ~= repairer then return {'BUSY'} end
+  redis.call('DEL', P .. ':audit')
+  redis.call('SET', P .. ':audit', repairer, 'PX', REPAIR_MS)
+end
+
+local findings = {}
+local function find(name, key, id, detail) findings[#findings + 1] = {name, key, id, detail or ''} end
+
+-- Places -------------------------------------------------------------------------------------------
+-- A place is a key that holds ids. What an id is to it: false where it does not stand there, else its score, its stream
+-- entry, or '' where there is nothing more to say.
+
+-- Where a job must stand, by its record.
+local function places_of(job)
+  if not job or is_terminal(job.state) then return {} end
+  local places = {open = '', ['tenant:' .. job.tenant .. ':open'] = ''}
+  if job.state == 'running' then
+    places['run:' .. job.node] = ''
+    return places
+  end
+  if job.deadline ~= '' then places.due = job.deadline end
+  if job.entry == LATER then
+    places.later = job.submitted
+    return places
+  end
+  places['wait:' .. job.p] = job.submitted
+  if job.entry ~= '' then
+    places['q:' .. job.p .. ':' .. job.tenant] = job.entry
+  else
+    places['back:' .. job.p .. ':' .. job.tenant] = job.submitted
+  end
+  return places
+end
+
+local function kind_of(place)
+  local head = string.match(place, '^[^:]+')
+  if head == 'q' then return 'stream' end
+  if head == 'open' or head == 'tenant' or head == 'run' then return 'set' end
+  return 'zset'
+end
+
+local function standing(place, id, entry)
+  local key, kind = P .. ':' .. place, kind_of(place)
+  if kind == 'set' then return redis.call('SISMEMBER', key, id) == 1 and '' end
+  if kind == 'zset' then return redis.call('ZSCORE', key, id) end
+  local found = redis.call('XRANGE', key, entry, entry)[1]
+  return found ~= nil and found[2][2] == id and entry
+end
+
+local function is_same(one, other)
+  if one == false or other == false then return one == other end
+  return one == other or (tonumber(one) ~= nil and tonumber(one) == tonumber(other))
+end
+
+local function put(place, id, wanted)
+  local key, kind = P .. ':' .. place, kind_of(place)
+  if kind == 'set' then
+    redis.call('SADD', key, id)
+  elseif kind == 'zset' then
+    redis.call('ZADD', key, wanted, id)
+  else
+    -- An entry cannot be put back where it was; the job is looked for among those given back.
+    redis.call('HSET', job_key(id), 'entry', '')
+    local job = read_job(id)
+    redis.call('ZADD', back_key(job), job.submitted, id)
+  end
+end
+
+local function remove(place, id, entry)
+  local key, kind = P .. ':' .. place, kind_of(place)
+  if kind == 'set' then
+    redis.call('SREM', key, id)
+  elseif kind == 'zset' then
+    redis.call('ZREM', key, id)
+  else
+    redis.call('XDEL', key, entry)
+    if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
+  end
+end
+
+local function check_place(job, id, place, entry, wanted)
+  local is = standing(place, id, entry)
+  if is_same(is, wanted) then return end
+  if wanted == false then
+    find('stray', place, id, 'its record says otherwise')
+    if repairs then remove(place, id, entry) end
+  else
+    find(is == false and 'missing' or 'wrong_score', place, id, 'should be ' .. wanted)
+    if repairs then put(place, id, wanted) end
+  end
+end
+
+-- A dead letter may have been purged, so it may stand among them and need not.
+local function is_dead_letter(job) return job and redis.call('HGET', job_key(job.id), 'code') == 'node_lost' end
+
+local function check_places(job, id, seen)
+  local wanted = places_of(job)
+  for place, value in pairs(wanted) do check_place(job, id, place, value, value) end
+  for _, one in ipairs(seen) do
+    local place, entry = one[1], one[2]
+    local known = wanted[place]
+    if place == 'dead' and is_dead_letter(job) then known = '' end
+    if known == nil or (kind_of(place) == 'stream' and known ~= entry) then check_place(job, id, place, entry, false) end
+  end
+end
+
+-- Lives --------------------------------------------------------------------------------------------
+
+local KEPT = {'job', 'in', 'log', 'out'}
+
+local function check_life(name, id, is_open)
+  local key = name .. ':' .. id
+  local life = redis.call('PTTL', P .. ':' .. key)
+  if is_open and life >= 0 then
+    find('would_vanish', key, id, 'an open job lives for ever')
+    if repairs then redis.call('PERSIST', P .. ':' .. key) end
+  elseif not is_open and life == -1 then
+    find('lives_for_ever', key, id, 'its job has ended or is unknown')
+    if repairs then redis.call('PEXPIRE', P .. ':' .. key, name == 'log' and schema.log_ttl_ms or schema.result_ttl_ms) end
+  end
+end
+
+-- State and index that the last chunk of a log says the job ended with; nil of one that ends nothing.
+local function end_in_log(id)
+  local last = redis.call('LINDEX', log_key(id), -1)
+  local ok, chunk = pcall(cmsgpack.unpack, last or '')
+  if ok and type(chunk) == 'table' and type(chunk.e) == 'table' then return chunk.e.state, chunk.i end
+end
+
+local function check_ended(job)
+  local id, state, index = job.id, end_in_log(job.id)
+  local length = redis.call('LLEN', log_key(id))
+  if length > 0 and state ~= job.state then
+    find('no_terminal_chunk', 'log:' .. id, id, 'the record says ' .. job.state .. ', the log ' .. tostring(state))
+  elseif length > 0 and index ~= length - 1 then
+    find('wrong_index', 'log:' .. id, id, 'the terminal chunk says ' .. tostring(index) .. ' of ' .. length)
+  end
+  local chunks, losses, nodes = unpack(redis.call('HMGET', job_key(id), 'chunks', 'losses', 'loss_nodes'))
+  if length > 0 and tonumber(chunks or '') ~= length then
+    find('wrong_count', 'job:' .. id, id, 'chunks is ' .. tostring(chunks) .. ', the log has ' .. length)
+  end
+  if job.state == 'done' and redis.call('EXISTS', P .. ':out:' .. id) == 0 then
+    find('no_result', 'out:' .. id, id, 'the job is done')
+  end
+  local _, num_nodes = string.gsub(nodes or '', '%S+', '')
+  if is_dead_letter(job) and
+    (tonumber(losses or '0') < schema.max_losses or num_nodes < schema.max_losses) then
+    find('not_lost', 'job:' .. id, id, 'node_lost after ' .. tostring(losses) .. ' losses on ' .. num_nodes .. ' nodes')
+  end
+end
+
+local function check_open(job)
+  local id = job.id
+  if end_in_log(id) then find('end_of_open_job', 'log:' .. id, id, 'the record says ' .. job.state) end
+  if redis.call('EXISTS', P .. ':in:' .. id) == 0 then
+    find('no_request', 'in:' .. id, id, 'the job cannot be run')
+    if repairs then end_job(job, schema, now, 'failed', 'internal_error', 'the request of this job is lost', '') end
+  elseif job.state == 'running' and not redis.call('ZSCORE', P .. ':nodes', job.node) then
+    find('stranded', 'run:' .. job.node, id, 'nobody sweeps a node that is not in the pool')
+    if repairs then requeue(job, job.cost, 0) end
+  end
+end
+
+local function check_job(id, seen)
+  local job = read_job(id)
+  check_places(job, id, seen)
+  local is_open = job and not is_terminal(job.state)
+  for _, name in ipairs(KEPT) do check_life(name, id, is_open) end
+  if not job then return end
+  job = read_job(id)
+  if is_open then check_open(job) else check_ended(job) end
+end
+
+-- Tenants and sums ---------------------------------------------------------------------------------
+
+local function check_turn(p, tenant)
+  local job = {p = p, tenant = tenant}
+  local has_jobs = redis.call('EXISTS', queue_key(job), back_key(job)) > 0
+  local has_turn = redis.call('ZSCORE', turn_key(job), tenant)
+  if has_jobs and not has_turn then
+    find('missing', 'turn:' .. p, tenant, 'the tenant has queued jobs')
+    if repairs then enter_turn(job) end
+  elseif has_turn and not has_jobs then
+    find('stray', 'turn:' .. p, tenant, 'the tenant has no queued job')
+    if repairs then leave_turn_if_last(job) end
+  end
+end
+
+-- An idempotency key lives as long as its job is open, and for a while after that.
+local function check_idem(key)
+  local id = redis.call('GET', P .. ':' .. key)
+  local job = id and read_job(id)
+  local is_open, life = job and not is_terminal(job.state), redis.call('PTTL', P .. ':' .. key)
+  if is_open and life >= 0 then
+    find('would_vanish', key, id, 'the key of an open job lives for ever')
+    if repairs then redis.call('PERSIST', P .. ':' .. key) end
+  elseif not is_open and life == -1 then
+    find('lives_for_ever', key, id, 'its job has ended or is unknown')
+    if repairs then redis.call('PEXPIRE', P .. ':' .. key, schema.idem_ttl_ms) end
+  end
+end
+
+local function check_nodes()
+  local known = {}
+  for _, node in ipairs(redis.call('ZRANGE', P .. ':nodes', 0, -1)) do known[node] = true end
+  for _, node in ipairs(redis.call('ZRANGE', P .. ':free', 0, -1)) do
+    if not known[node] then
+      find('stray', 'free', node, 'the node is not in the pool')
+      if repairs then redis.call('ZREM', P .. ':free', node) end
+    end
+  end
+  for _, name in ipairs({'pressure', 'hold'}) do
+    for _, node in ipairs(redis.call('HKEYS', P .. ':' .. name)) do
+      if not known[node] then
+        find('stray', name, node, 'the node is not in the pool')
+        if repairs then redis.call('HDEL', P .. ':' .. name, node) end
+      end
+    end
+  end
+end
+
+local open = redis.call('SCARD', P .. ':open')
+if open > schema.max_open_jobs then
+  find('too_many_open', 'open', '', open .. ' jobs; the limit is ' .. schema.max_open_jobs)
+end
+for _, row in ipairs(asked.jobs) do check_job(row[1], row[2]) end
+for _, row in ipairs(asked.turns) do check_turn(row[1], row[2]) end
+for _, key in ipairs(asked.idems) do check_idem(key) end
+check_nodes()
+if repairs and asked.sums then
+  for _, row in ipairs(asked.sums) do redis.call('HINCRBY', P .. ':' .. row[1], row[2], row[3]) end
+  redis.call('DEL', P .. ':audit')
+end
+flush()
+return {'OK', findings}

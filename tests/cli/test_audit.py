@@ -1,0 +1,45 @@
+"""`penstock audit` says what is wrong, mends it on demand, and tells a script by its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import redis as sync_redis
+from contract.harness import P, Queue
+
+from penstock.contract.broker.connection import connect
+
+
+def audit(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "audit", "--redis-url", redis_url, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+async def fill(redis_url: str) -> str:
+    redis = connect(redis_url)
+    queue = Queue(redis)
+    await queue.node()
+    job_id = await queue.submit()
+    await redis.aclose()
+    return job_id
+
+
+def test_damage_is_said_then_mended_then_gone(redis_url: str) -> None:
+    job_id = asyncio.run(fill(redis_url))
+    assert audit(redis_url).stdout == "m: every key agrees with the jobs\n"
+    with sync_redis.Redis.from_url(redis_url) as client:
+        client.zrem(f"{P}:wait:1", job_id)
+
+    found = audit(redis_url)
+    assert (found.returncode, f"I5 missing: wait:1 {job_id}" in found.stdout) == (1, True)
+
+    mended = audit(redis_url, "--repair", "--pool", "m")
+    assert mended.returncode == 0, mended.stdout
+    assert mended.stdout.endswith("m: repaired\nm: every key agrees with the jobs\n")
+
+
+def test_unknown_pool_is_a_wrong_use(redis_url: str) -> None:
+    done = audit(redis_url, "--pool", "nowhere")
+    assert (done.returncode, done.stderr) == (2, "penstock: no pool nowhere\n")

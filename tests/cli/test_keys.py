@@ -1,0 +1,43 @@
+"""`penstock keys` makes keys that gateways know, lists them without showing them, and takes them back."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+from penstock.contract.api_keys import identify
+from penstock.contract.broker.connection import connect
+from penstock.contract.broker.key_store import KeyStore
+
+
+def keys(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "keys", *arguments, "--redis-url", redis_url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+async def known_of(redis_url: str):
+    redis = connect(redis_url)
+    try:
+        return await KeyStore(redis).all()
+    finally:
+        await redis.aclose()
+
+
+def test_key_is_made_listed_and_revoked(redis_url: str) -> None:
+    made = keys(redis_url, "add", "acme", "--max-open-jobs", "7", "--label", "for tests")
+    key = made.stdout.strip()
+    record = identify(key, asyncio.run(known_of(redis_url)), "")
+    assert (record.tenant, record.terms.max_open_jobs, record.scopes) == ("acme", 7, {"infer"})
+
+    listed = keys(redis_url, "list").stdout
+    assert listed == f"{record.key_id} acme infer max_open_jobs=7 for tests\n"
+    assert keys(redis_url, "revoke", record.key_id).returncode == 0
+    assert keys(redis_url, "list").stdout.startswith(f"{record.key_id} acme revoked")
+
+
+def test_wrong_use_says_what_is_wrong(redis_url: str) -> None:
+    done = keys(redis_url, "add", "no spaces")
+    assert (done.returncode, done.stderr.startswith("penstock: tenant: ")) == (2, True)
+    assert "scopes" in keys(redis_url, "add", "acme", "--scope", "root").stderr
+    assert keys(redis_url, "revoke", "nobody").returncode == 2

@@ -1,0 +1,90 @@
+"""API keys: only the whole key opens, and Redis holds nothing that does."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from redis.asyncio import Redis
+
+from penstock.contract import keys
+from penstock.contract.api_keys import ApiKey, identify
+from penstock.contract.broker.key_store import KeyStore
+from penstock.contract.errors import ForbiddenError, NotFoundError, RequestError, UnauthorizedError
+from penstock.contract.terms import UNLIMITED, Terms
+
+TERMS = Terms(max_open_jobs=3, tokens_per_minute=600)
+
+
+async def test_key_is_its_tenants_with_its_terms(redis: Redis) -> None:
+    store = KeyStore(redis)
+    key, made = await store.add("acme", ["infer"], TERMS, label="tests")
+    record = identify(key, await store.all(), "")
+    assert record == made
+    assert (record.tenant, record.terms, record.label) == ("acme", TERMS, "tests")
+    record.require("infer")
+    with pytest.raises(ForbiddenError, match="admin"):
+        record.require("admin")
+
+
+async def test_redis_never_holds_a_key_or_its_secret(redis: Redis) -> None:
+    key, record = await KeyStore(redis).add("acme", ["infer"], UNLIMITED)
+    kept = b"".join((await cast(Any, redis.hgetall(keys.API_KEYS))).values()).decode()
+    assert record.key_id in kept
+    assert key.split("-", 2)[2] not in kept
+
+
+async def test_anything_but_the_key_is_refused(redis: Redis) -> None:
+    store = KeyStore(redis)
+    key, record = await store.add("acme", ["infer"], UNLIMITED)
+    other, _ = await store.add("other", ["infer"], UNLIMITED)
+    known = await store.all()
+    mixed = f"pk-{record.key_id}-{other.split('-', 2)[2]}"
+    forged = f"pk-{record.key_id}-{record.digest}"
+    wrong = [key[:-1], key + "x", key.upper(), mixed, forged, f"pk-{'0' * 16}-{key.split('-', 2)[2]}", "", "x" * 10_000]
+    for said in wrong:
+        with pytest.raises(UnauthorizedError):
+            identify(said, known, "")
+
+
+async def test_pepper_is_part_of_every_key(redis: Redis) -> None:
+    store = KeyStore(redis)
+    key, _ = await store.add("acme", ["infer"], UNLIMITED, pepper="salt mine")
+    known = await store.all()
+    assert identify(key, known, "salt mine").tenant == "acme"
+    with pytest.raises(UnauthorizedError):
+        identify(key, known, "")
+
+
+async def test_revoked_key_is_worthless_and_still_known(redis: Redis) -> None:
+    store = KeyStore(redis)
+    key, record = await store.add("acme", ["infer"], UNLIMITED)
+    await store.revoke(record.key_id)
+    known = await store.all()
+    assert known[record.key_id].is_revoked
+    with pytest.raises(UnauthorizedError):
+        identify(key, known, "")
+    with pytest.raises(NotFoundError):
+        await store.revoke("0" * 16)
+
+
+def test_record_without_a_digest_opens_to_nobody() -> None:
+    empty = ApiKey(key_id="0" * 16, digest="", tenant="acme", is_revoked=True)
+    with pytest.raises(UnauthorizedError):
+        identify(f"pk-{'0' * 16}-x", {"0" * 16: empty}, "")
+
+
+async def test_unreadable_record_is_nobodys_and_hides_no_other(redis: Redis) -> None:
+    store = KeyStore(redis)
+    key, _ = await store.add("acme", ["infer"], UNLIMITED)
+    await cast(Any, redis.hset(keys.API_KEYS, "broken", b"{"))
+    known = await store.all()
+    assert len(known) == 2
+    assert identify(key, known, "").tenant == "acme"
+
+
+@pytest.mark.parametrize(("tenant", "label", "param"), [("a b", "", "tenant"), ("acme", "x" * 300, "label")])
+async def test_wrong_field_of_a_new_key_is_named(redis: Redis, tenant: str, label: str, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        await KeyStore(redis).add(tenant, ["infer"], UNLIMITED, label=label)
+    assert caught.value.param == param

@@ -1,0 +1,60 @@
+"""`python armed.py <module or file>` runs it, with a fault behind one of the product's crash points.
+
+FAULT_AT="after emit 3 kill": at the third time that the process is at the point (`after`, `emit`), it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+from penstock.contract import crash
+
+FAULTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(3600),
+}
+"""`hang` holds up the thread that is at the point."""
+
+
+def arm(spec: str) -> None:
+    """Puts the fault in its place."""
+    when, what, count, fault = spec.split()
+    times_left = int(count)
+
+    def point(at: str, name: str) -> None:
+        nonlocal times_left
+        if (at, name) == (when, what):
+            times_left -= 1
+            if times_left == 0:
+                FAULTS[fault]()
+
+    crash.point = point
+
+
+def end_with_parent() -> None:
+    """A test that is killed leaves no process behind."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    if os.environ.get("FAULT_AT"):
+        arm(os.environ["FAULT_AT"])
+    del sys.argv[0]
+    if sys.argv[0].endswith(".py"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,96 @@
+"""Child processes of tests: started, waited for, paused, killed; told beforehand where to die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ARMED = str(Path(__file__).parent / "armed.py")
+
+
+class ChildProcess:
+    """`python <command>`, which says on stdout in JSON lines what happens. `dies`: see armed.py."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, dies: str = "") -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by __exit__
+        self._process = subprocess.Popen(
+            [sys.executable, ARMED, *command],
+            env=os.environ | env | {"FAULT_AT": dies},
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+
+    def next_event(self) -> dict[str, Any] | None:
+        """The next line, None behind the last one."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def wait_event(self, name: str) -> dict[str, Any]:
+        """The next event of that name."""
+        while (event := self.next_event()) is not None:
+            if event["event"] == name:
+                return event
+        raise AssertionError(f"the process ended with status {self.wait()} before it was {name}:\n{self.log}")
+
+    def wait_ready(self) -> Self:
+        """Until it serves."""
+        self.wait_event("ready")
+        return self
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """What it has logged so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Its exit status."""
+        return self._process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL, now."""
+        self._process.kill()
+        self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self._process.send_signal(number)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status after the drain."""
+        self._process.terminate()
+        return self.wait()
+
+    def close(self) -> None:
+        """Kills it, whatever it does."""
+        self.kill()
+        self._log.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self.wait_ready()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            print(f"process {self.pid}, status {self._process.poll()}:\n{self.log}", file=sys.stderr)
+        self.close()

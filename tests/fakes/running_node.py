@@ -1,0 +1,33 @@
+"""A node in the test's own process, around an engine that the test gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from penstock.gpu_node.node import Node
+from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.worker import EngineLike
+
+PATIENCE_S = 60.0
+
+
+@asynccontextmanager
+async def running_node(url: str, engine: EngineLike, *, pool: str, **settings: Any) -> AsyncIterator[Node]:
+    """A node that serves; it is stopped, and has drained, when the block is left."""
+    settings = {"model": "reference", "pool": pool, "redis_url": url, "lease_ms": 3000, **settings}
+    node, ready = Node(NodeSettings(**settings), engine), asyncio.Event()
+    task = asyncio.create_task(node.run(ready))
+    waiting = asyncio.create_task(ready.wait())
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+    waiting.cancel()
+    try:
+        if task.done():
+            task.result()
+        yield node
+    finally:
+        node.stop()
+        async with asyncio.timeout(PATIENCE_S):
+            await task

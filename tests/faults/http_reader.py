@@ -1,0 +1,71 @@
+"""Reads a completion's events over HTTP, as far as they come."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+from faults.work import PROMPT, Work
+
+from penstock.contract.job import pool_of
+
+TIMEOUT_S = 60.0
+_ASKED = ("temperature", "n", "stop", "max_tokens")
+
+
+def http_client() -> httpx.AsyncClient:
+    """For any number of readings at once; each new one would load certificates anew."""
+    return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
+
+
+class HttpReading:
+    """One request: what it said, until its end or until the line was cut."""
+
+    def __init__(self) -> None:
+        self.job_id = ""
+        self.texts: dict[int, str] = {}
+        self.finishes: dict[int, str] = {}
+        self.num_events = 0
+        self.is_whole = False
+
+    async def read(
+        self, http: httpx.AsyncClient, url: str, work: Work, *, key: str, max_events: int | None = None
+    ) -> None:
+        """Asks a gateway for the work under an idempotency key; hangs up behind `max_events`."""
+        asked = {name: work.options[name] for name in _ASKED if name in work.options}
+        body: dict[str, Any] = {"model": pool_of(work.id), "prompt": PROMPT, "stream": True, **asked}
+        try:
+            path, headers = f"{url}/v1/completions", {"Idempotency-Key": key}
+            async with http.stream("POST", path, json=body, headers=headers) as response:
+                response.raise_for_status()
+                self.job_id = response.headers["x-penstock-job"]
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        self._take_in(line.removeprefix("data: "))
+                    if max_events is not None and self.num_events >= max_events:
+                        return
+        except httpx.TransportError:
+            return
+
+    def check(self, work: Work) -> None:
+        """All of it came, and it is what an undisturbed run says."""
+        assert self.is_whole
+        choices = Work(work.options | {"job_id": self.job_id}).expected()
+        assert self.texts == {choice.index: choice.text for choice in choices}
+        assert self.finishes == {choice.index: choice.finish_reason for choice in choices}
+
+    def is_part_of(self, other: HttpReading) -> bool:
+        """Whether it is a beginning of what the other one read."""
+        return all(other.texts[choice].startswith(text) for choice, text in self.texts.items())
+
+    def _take_in(self, data: str) -> None:
+        self.num_events += 1
+        if data == "[DONE]":
+            self.is_whole = True
+            return
+        (said,) = json.loads(data)["choices"]
+        choice = said["index"]
+        self.texts[choice] = self.texts.get(choice, "") + said["text"]
+        if said["finish_reason"]:
+            self.finishes[choice] = said["finish_reason"]

@@ -1,0 +1,115 @@
+"""`python -m faults.mutants`: each guard of the queue is taken away in a copy of the source, and its tests must fail.
+
+One guard at a time. A mutant that lives means that nothing would notice if the guard were lost; one whose text is not
+found any more, that the guard has moved and this list must follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from faults.report import record
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = "penstock/contract/scripts"
+_CONTRACT = "tests/contract/test_scripts_"
+_COPIED = ("penstock", "producer", "gateway", "gpu_node", "kernels", "tests", "pyproject.toml")
+_FAILED = 1
+"""pytest's exit status when tests ran and some failed."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A guard's text in one script, what stands there instead, and the tests that hold it."""
+
+    guard: str
+    file: str
+    text: str
+    instead: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant("lease compare", "prelude", " and job.lease == lease", "", "emit.py"),
+    Mutant("index compare", "emit", "if index > length then", "if false then", "emit.py"),
+    Mutant("call replay", "take", "if call == took.call then", "if false then", "take.py"),
+    Mutant("sweep guard", "sweep", "now - last > schema.lease_ms / 2", "false", "sweep.py"),
+    Mutant("held ids", "beat", "missing[#missing + 1] = job", "missing = missing", "sweep.py"),
+    Mutant("loss counting", "sweep", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
+    Mutant("hold expiry", "take", " and tonumber(till) > now then", " then", "room.py"),
+    Mutant("fair-turn entry", "prelude", "math.max(owed, now), job.tenant", "owed, job.tenant", "policy.py"),
+    Mutant("idempotency body", "submit", "job.body ~= body or ", "", "submit.py"),
+    Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
+    Mutant("terminal once", "cancel", "if is_terminal(job.state) then return job.state end", "", "end.py"),
+    Mutant("readers guard", "prelude", "or not may_judge(schema, now) then", "then", "readers.py"),
+)
+
+
+class Copy:
+    """The source in a folder of its own, and tests that run on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for name in _COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, folder / name)
+        # Not the folder itself, where `kernels` would hide a package of that name.
+        (folder / "path").mkdir()
+        (folder / "path" / "penstock").symlink_to(folder / "penstock")
+
+    def test(self, files: set[str]) -> int:
+        """pytest's exit status."""
+        env = os.environ | {"PYTHONPATH": str(self._folder / "path"), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
+        tests = sorted(_CONTRACT + file for file in files)
+        return subprocess.run([*command, *tests], cwd=self._folder, env=env, capture_output=True).returncode
+
+    def kills(self, mutant: Mutant) -> bool:
+        """Whether the mutant's tests notice that its guard is gone."""
+        path = self._folder / SCRIPTS / f"{mutant.file}.lua"
+        text = path.read_text()
+        if text.count(mutant.text) != 1:
+            raise SystemExit(f"{mutant.guard}: {mutant.text!r} stands {text.count(mutant.text)} times in {path.name}")
+        try:
+            path.write_text(text.replace(mutant.text, mutant.instead))
+            return self.test({mutant.tests}) == _FAILED
+        finally:
+            path.write_text(text)
+
+
+def main() -> int:
+    """Tries all mutants, or those named; answers how many live."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("guards", nargs="*", help="all when none is named")
+    names = parser.parse_args().guards
+    mutants = [mutant for mutant in MUTANTS if not names or mutant.guard in names]
+    alive = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Copy(Path(folder))
+        if copy.test({mutant.tests for mutant in mutants}) != 0:
+            raise SystemExit("the tests fail without any mutant")
+        for mutant in mutants:
+            killed = copy.kills(mutant)
+            alive += [] if killed else [mutant]
+            print(f"{'killed' if killed else 'ALIVE'}  {mutant.guard}  ({_CONTRACT}{mutant.tests})", flush=True)
+    if not names:
+        record(
+            "Mutants: guards taken away, one at a time",
+            "all",
+            {"killed": len(mutants) - len(alive), "of": len(mutants)},
+        )
+    return len(alive)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

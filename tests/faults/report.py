@@ -1,0 +1,46 @@
+"""Figures of fault campaigns: kept in ops/bench/results/faults.json, shown in faults.md beside it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[2] / "ops" / "bench" / "results"
+_HEAD = """# Faults
+
+Made by `make faults` and `make soak`; each row says when it was last run, and is there only if nothing was violated:
+every stream and log equal to an undisturbed run's, one end per job, every key in agreement with the jobs' records.
+"""
+
+Figure = str | int | float
+
+
+def record(section: str, row: str, figures: dict[str, Figure]) -> None:
+    """Replaces one row of one section's table."""
+    path = RESULTS / "faults.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    stamp = {"run": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {platform.system()}"}
+    known.setdefault(section, {})[row] = figures | stamp
+    path.write_text(json.dumps(known, indent=2) + "\n")
+    (RESULTS / "faults.md").write_text(_HEAD + "".join(_table(*item) for item in known.items()))
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value that this share does not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def _table(section: str, rows: dict[str, dict[str, Figure]]) -> str:
+    names = list(dict.fromkeys(name for figures in rows.values() for name in figures))
+    lines = [["", *names]] + [
+        [row, *(_shown(figures.get(name, "")) for name in names)] for row, figures in rows.items()
+    ]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return f"\n## {section}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _shown(value: Figure) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,103 @@
+"""Everything that a job may go through, in one run on nodes and clients of this process: every script is called."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+from fakes.reference_engine import ReferenceEngine
+from fakes.running_node import PATIENCE_S, running_node
+from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, new_work, statuses
+from redis.asyncio import Redis
+
+from penstock.contract.broker.retry import patiently
+from penstock.producer.client import AsyncClient, ClientSettings
+
+POOL = "road"
+SETTINGS: dict[str, Any] = {"reattach_grace_ms": 100, "drain_s": 0.0}
+QUICK = ClientSettings(echo_interval_s=0.3, silent_after_s=1.0, read_beat_interval_s=0.3)
+STEP_S = 0.01
+LONG_TOKENS = 2000
+SCRIPTS = (
+    *("submit", "attach", "detach", "cancel", "read_beat", "sweep"),
+    *("join", "take", "emit", "finish", "give_back", "beat", "leave"),
+)
+"""All that a walk calls."""
+
+
+def new_works(num_tokens: int) -> list[Work]:
+    """One of each kind."""
+    return [new_work(POOL, num_tokens, **kind) for kind in KINDS]
+
+
+async def read(client: AsyncClient, work: Work) -> None:
+    """Submits a job and reads it to its end."""
+    await work.read((await client.submit(PROMPT, **work.options)).chunks())
+
+
+async def read_twice(client: AsyncClient, work: Work) -> Work:
+    """What a second reader, who comes later, sees of a job."""
+    while not work.num_seen:
+        await asyncio.sleep(0.005)
+    again = Work(work.options)
+    await again.read((await client.attach(work.id)).chunks())
+    return again
+
+
+async def leave_two(client: AsyncClient) -> list[Work]:
+    """One job is cancelled, one is left by its only reader."""
+    works = [new_work(POOL, LONG_TOKENS, background=False) for _ in range(2)]
+    jobs = [await client.submit(PROMPT, **work.options) for work in works]
+    async with aclosing(jobs[0].chunks()) as chunks, aclosing(jobs[1].chunks()) as others:
+        await anext(chunks)
+        await anext(others)
+        await jobs[0].cancel()
+        async for chunk in chunks:
+            works[0].see_chunk(chunk)
+    return works
+
+
+async def check_left(redis: Redis, works: list[Work]) -> None:
+    """Both end as cancelled, the one that was left after a while."""
+    while any(status.outcome is None for status in await statuses(redis, works)):
+        await asyncio.sleep(0.05)
+    assert {status.state for status in await statuses(redis, works)} == {"cancelled"}
+
+
+@asynccontextmanager
+async def served(url: str) -> AsyncIterator[AsyncExitStack]:
+    """A node, until the stack is closed."""
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running_node(url, ReferenceEngine(step_s=STEP_S), pool=POOL, **SETTINGS))
+        yield stack
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[AsyncClient]:
+    """A client that waits for Redis also when it starts."""
+    client = AsyncClient(url, settings=QUICK)
+    await patiently(client.connect, PATIENCE_S)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def walk(redis: Redis, url: str, *, num_tokens: int = 100) -> None:
+    """Jobs of all kinds, read twice, while their node gives them back to another one. `redis` sees no faults."""
+    works = new_works(num_tokens)
+    async with served(url) as first, connected(url) as client:
+        reading = [asyncio.create_task(read(client, work)) for work in works]
+        again = asyncio.create_task(read_twice(client, works[0]))
+        left = await leave_two(client)
+        async with served(url):
+            await first.aclose()
+            await asyncio.gather(*reading)
+            await check_left(redis, left)
+            for work in (*works, await again):
+                work.check()
+            await check_logs(redis, works)
+            assert {(s.state, s.losses) for s in await statuses(redis, works)} == {("done", 0)}
+    await check_settled(redis, POOL)

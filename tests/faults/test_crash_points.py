@@ -1,0 +1,197 @@
+"""A process dies at a named moment, and no job notices: neither its stream, nor its log, nor its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, closing
+from functools import partial
+from typing import Any
+
+import pytest
+from fakes.node_process import NodeProcess
+from faults.http_reader import HttpReading, http_client
+from faults.processes import GatewayProcess, ReaderProcess
+from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
+from redis.asyncio import Redis
+
+from penstock.producer.client import AsyncClient
+
+pytestmark = pytest.mark.timeout(300)
+
+POOL = "crash"
+STEP_S = 0.01
+SETTINGS: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "drain_s": 0.1}
+
+
+def mostly_slow(points: Sequence[str], *, quick: str) -> list[object]:
+    """All points; all but one of them left to `make check-full`."""
+    assert quick in points
+    return [point if point == quick else pytest.param(point, marks=pytest.mark.slow) for point in points]
+
+
+def new_works(count: int, num_tokens: int = 60, **options: Any) -> list[Work]:
+    return [new_work(POOL, num_tokens, **KINDS[number % len(KINDS)], **options) for number in range(count)]
+
+
+async def read_all(client: AsyncClient, works: Sequence[Work]) -> None:
+    """Submits and reads the jobs side by side."""
+
+    async def read(work: Work) -> None:
+        await work.read((await client.submit(PROMPT, **work.options)).chunks())
+
+    await asyncio.gather(*(read(work) for work in works))
+
+
+async def check_all(redis: Redis, works: Sequence[Work]) -> None:
+    """Every job ended well, once, and left nothing."""
+    for work in works:
+        work.check()
+    assert {(s.state, s.outcome and s.outcome.code) for s in await statuses(redis, works)} == {("done", "")}
+    await check_logs(redis, works)
+    await check_settled(redis, POOL)
+
+
+# Nodes -------------------------------------------------------------------------------------------
+
+NODE_POINTS = (
+    *(f"{when} {what} 1" for when in ("before", "after") for what in ("join", "beat", "take", "admission", "finish")),
+    *(f"{when} {what} 3" for when in ("before", "after") for what in ("beat", "sweep", "take", "finish")),
+    *(f"{when} emit {count}" for when in ("before", "after") for count in (1, 70)),
+    *(f"after step {count}" for count in (1, 70)),
+)
+STOPPED_NODE_POINTS = tuple(f"{when} {what} 1" for when in ("before", "after") for what in ("give_back", "leave"))
+
+
+async def kill_a_node(redis: Redis, url: str, point: str, *, is_stopped: bool = False) -> None:
+    """One node dies at the point, another one goes on with what it had."""
+    works = new_works(5, 150)
+    with closing(NodeProcess(url, step_s=STEP_S, name="dying", dies=f"{point} kill", **SETTINGS)) as dying:
+        if await asyncio.to_thread(dying.next_event) is None:
+            reading = None
+        else:
+            client = await AsyncClient(url).connect()
+            reading = asyncio.create_task(read_all(client, works))
+            while dying.is_running and not await holder(redis, works[0].id):
+                await asyncio.sleep(0.01)
+            if is_stopped:
+                dying.signal(signal.SIGTERM)
+        with NodeProcess(url, step_s=STEP_S, name="living", **SETTINGS):
+            if reading is None:
+                client = await AsyncClient(url).connect()
+                reading = asyncio.create_task(read_all(client, works))
+            await reading
+            await client.close()
+            assert await asyncio.to_thread(dying.wait) == -signal.SIGKILL, "it came to the point"
+    await check_all(redis, works)
+
+
+@pytest.mark.parametrize("point", mostly_slow(NODE_POINTS, quick="before admission 1"))
+async def test_a_node_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
+    await kill_a_node(redis, redis_url, point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", STOPPED_NODE_POINTS)
+async def test_a_node_may_die_while_it_drains(redis: Redis, redis_url: str, point: str) -> None:
+    await kill_a_node(redis, redis_url, point, is_stopped=True)
+
+
+# Clients -----------------------------------------------------------------------------------------
+
+CLIENT_POINTS = (
+    *(f"{when} submit {count}" for when in ("before", "after") for count in (1, 4)),
+    *(f"{when} read_beat {count}" for when in ("before", "after") for count in (1, 2)),
+    *(f"before dispatch {count}" for count in (1, 5, 40)),
+)
+RETURNED_CLIENT_POINTS = (
+    *(f"{when} attach {count}" for when in ("before", "after") for count in (1, 4)),
+    "after log 1",
+)
+
+
+def read_in_process(works: Sequence[Work], url: str, *, dies: str = "", num_events: int = sys.maxsize) -> int:
+    """A client process goes on where the one before it ended; its status when it dies, or is killed behind so much."""
+    by_id = {work.id: work for work in works if not work.end}
+    jobs: list[dict[str, Any]] = [{"options": {"prompt": PROMPT, **work.options}} for work in by_id.values()]
+    for job, work in zip(jobs, by_id.values(), strict=True):
+        job |= {"after": work.last_index} if work.num_seen else {}
+    with closing(ReaderProcess(url, jobs, dies=dies, read_beat_interval_s=0.3)) as reader:
+        while (event := reader.next_event()) is not None:
+            if event["event"] == "chunk":
+                by_id[event["job"]].see(*event["chunk"])
+                num_events -= 1
+                if num_events == 0:
+                    reader.kill()
+        return reader.wait()
+
+
+async def kill_a_client(redis: Redis, url: str, point: str, *, has_returned: bool = False) -> None:
+    """One client dies at the point, another one reads on."""
+    works = new_works(5)
+    with NodeProcess(url, step_s=STEP_S, **SETTINGS):
+        read = partial(asyncio.to_thread, read_in_process, works, url)
+        if has_returned:
+            assert await read(num_events=100) == -signal.SIGKILL
+        assert await read(dies=f"{point} kill") == -signal.SIGKILL, "it came to the point"
+        assert await read() == 0
+        await check_all(redis, works)
+
+
+@pytest.mark.parametrize("point", mostly_slow(CLIENT_POINTS, quick="before dispatch 40"))
+async def test_a_client_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
+    await kill_a_client(redis, redis_url, point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", RETURNED_CLIENT_POINTS)
+async def test_a_client_that_has_come_back_may_die_too(redis: Redis, redis_url: str, point: str) -> None:
+    await kill_a_client(redis, redis_url, point, has_returned=True)
+
+
+# Gateways ----------------------------------------------------------------------------------------
+
+GATEWAY_POINTS = (
+    *(f"{when} submit {count}" for when in ("before", "after") for count in (1, 4)),
+    *(f"{when} read_beat {count}" for when in ("before", "after") for count in (1, 2)),
+    *(f"{when} sweep 2" for when in ("before", "after")),
+    *(f"before dispatch {count}" for count in (1, 40)),
+    *(f"after event {count}" for count in (1, 100)),
+)
+LEFT_GATEWAY_POINTS = tuple(f"{when} detach 1" for when in ("before", "after"))
+
+
+async def kill_a_gateway(redis: Redis, url: str, point: str, *, leaves: bool = False) -> None:
+    """One gateway dies at the point; those who ask another one with the same key get all of the same jobs."""
+    works = new_works(5, 150)
+    first, second = [HttpReading() for _ in works], [HttpReading() for _ in works]
+    async with AsyncExitStack() as stack:
+        stack.enter_context(NodeProcess(url, step_s=STEP_S, abandon_after_ms=5000, **SETTINGS))
+        living = stack.enter_context(GatewayProcess(url))
+        with GatewayProcess(url, dies=f"{point} kill") as dying:
+            http = await stack.enter_async_context(http_client())
+            for base, readings, max_events in ((dying.url, first, 3 if leaves else None), (living.url, second, None)):
+                asking = [
+                    reading.read(http, base, work, key=f"key {i}", max_events=max_events)
+                    for i, (work, reading) in enumerate(zip(works, readings, strict=True))
+                ]
+                await asyncio.gather(*asking)
+            assert await asyncio.to_thread(dying.wait) == -signal.SIGKILL, "it came to the point"
+        for work, one, other in zip(works, first, second, strict=True):
+            other.check(work)
+            assert one.is_part_of(other)
+            assert one.job_id in ("", other.job_id)
+        await check_settled(redis, POOL)
+
+
+@pytest.mark.parametrize("point", mostly_slow(GATEWAY_POINTS, quick="after event 100"))
+async def test_a_gateway_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
+    await kill_a_gateway(redis, redis_url, point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", LEFT_GATEWAY_POINTS)
+async def test_a_gateway_may_die_while_its_readers_leave(redis: Redis, redis_url: str, point: str) -> None:
+    await kill_a_gateway(redis, redis_url, point, leaves=True)

@@ -1,0 +1,206 @@
+"""Nodes that hang, sleep past their lease, are cut off or restarted: jobs move on, nobody writes what is not his."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+from fakes.node_process import NodeProcess
+from fakes.reference_engine import ReferenceEngine
+from fakes.running_node import running_node
+from faults.proxy import FaultProxy
+from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
+from redis.asyncio import Redis
+
+from penstock.contract.broker.node import NodeBroker, Return, Room
+from penstock.contract.broker.producer import ProducerBroker
+from penstock.contract.job import seed_of
+from penstock.contract.wire import NodePressure, PoolRecord, decode_request
+from penstock.gpu_node.ledger import HeldJob
+from penstock.gpu_node.settings import NodeSettings
+from penstock.producer.client import AsyncClient
+
+pytestmark = pytest.mark.timeout(300)
+
+POOL = "nodes"
+SETTINGS: dict[str, Any] = {"pool": POOL, "lease_ms": 3000}
+SLOW_STEP_S = 0.2
+
+
+async def read(client: AsyncClient, work: Work) -> None:
+    await work.read((await client.submit(PROMPT, **work.options)).chunks())
+
+
+async def pressure_of(redis: Redis, name: str, reached: Callable[[NodePressure], bool]) -> NodePressure:
+    """A node's own figures, once they are so."""
+    while True:
+        for node in (await ProducerBroker(redis).pressure(POOL)).nodes:
+            if node.node_id.startswith(f"{name}-") and reached(node):
+                return node
+        await asyncio.sleep(0.02)
+
+
+# Zombies -----------------------------------------------------------------------------------------
+
+
+async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(redis: Redis, redis_url: str) -> None:
+    works = [new_work(POOL, 100, **kind) for kind in KINDS]
+    with NodeProcess(redis_url, step_s=SLOW_STEP_S, name="zombie", **SETTINGS) as zombie:
+        async with AsyncClient(redis_url) as client:
+            reading = [asyncio.create_task(read(client, work)) for work in works]
+            while min(work.num_seen for work in works) < 5:
+                await asyncio.sleep(0.01)
+            steps_before = (await pressure_of(redis, "zombie", lambda node: node.num_jobs == len(works))).num_steps
+            zombie.signal(signal.SIGSTOP)
+            with NodeProcess(redis_url, step_s=0.05, name="living", **SETTINGS):
+                while {await holder(redis, work.id) for work in works} != {"living"}:
+                    await asyncio.sleep(0.05)
+                zombie.signal(signal.SIGCONT)
+                idle = await pressure_of(redis, "zombie", lambda node: node.num_jobs == node.num_running == 0)
+                await asyncio.gather(*reading)
+            num_chunks = sum([status.num_chunks for status in await statuses(redis, works)])
+            assert client.stats.chunks == num_chunks, "nothing was published twice"
+        # Those of half a second between its last beat and its sleep, the one it was in, and the one it was told in.
+        assert idle.num_steps - steps_before <= 0.5 / SLOW_STEP_S + 2
+        assert "no longer ours" in zombie.log
+        for work in works:
+            work.check()
+        await check_logs(redis, works)
+        await check_settled(redis, POOL)
+
+
+@pytest.mark.slow
+async def test_a_node_that_was_cut_off_comes_back_and_serves(redis_server: str, redis: Redis, redis_url: str) -> None:
+    async with FaultProxy(redis_server.removeprefix("unix://")) as proxy:
+        cut_off, living = ReferenceEngine(step_s=0.02), ReferenceEngine(step_s=0.02)
+        async with running_node(proxy.url, cut_off, pool=POOL) as first, AsyncClient(redis_url) as client:
+            works = [new_work(POOL, 100, **kind) for kind in KINDS]
+            reading = [asyncio.create_task(read(client, work)) for work in works]
+            while min(work.num_seen for work in works) < 5:
+                await asyncio.sleep(0.01)
+            proxy.set_black_hole(on=True)
+            async with running_node(redis_url, living, pool=POOL):
+                await asyncio.gather(*reading)
+            proxy.set_black_hole(on=False)
+            proxy.cut()
+            again = new_work(POOL, 20)
+            await read(client, again)
+            while len(first.ledger):
+                await asyncio.sleep(0.01)
+        for work in (*works, again):
+            work.check()
+        await check_logs(redis, works)
+        await check_settled(redis, POOL)
+
+
+# Hung engines ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_a_node_whose_engine_hangs_ends_and_its_jobs_move(redis: Redis, redis_url: str) -> None:
+    works = [new_work(POOL, 100, **kind) for kind in KINDS]
+    hung = NodeProcess(redis_url, step_s=0.01, name="hung", dies="after step 30 hang", stall_after_s=1.5, **SETTINGS)
+    with hung:
+        async with AsyncClient(redis_url) as client:
+            reading = [asyncio.create_task(read(client, work)) for work in works]
+            while not await holder(redis, works[0].id):
+                await asyncio.sleep(0.01)
+            with NodeProcess(redis_url, step_s=0.01, name="living", **SETTINGS):
+                assert await asyncio.to_thread(hung.wait) not in (0, -signal.SIGKILL)
+                await asyncio.gather(*reading)
+    for work in works:
+        work.check()
+    await check_settled(redis, POOL)
+
+
+# Restarts ----------------------------------------------------------------------------------------
+
+
+async def test_nodes_restarted_one_after_the_other_under_load_lose_nothing(redis: Redis, redis_url: str) -> None:
+    works = [new_work(POOL, 60, **KINDS[i % len(KINDS)]) for i in range(60)]
+
+    def start(name: str) -> NodeProcess:
+        return NodeProcess(redis_url, step_s=0.01, name=name, drain_s=0.2, max_num_seqs=8, **SETTINGS).wait_ready()
+
+    nodes = [await asyncio.to_thread(start, f"old{i}") for i in range(2)]
+    async with AsyncClient(redis_url) as client:
+        reading = [asyncio.create_task(read(client, work)) for work in works]
+        for number in range(2):
+            nodes.append(await asyncio.to_thread(start, f"new{number}"))
+            with closing(nodes[number]) as old:
+                assert await asyncio.to_thread(old.stop) == 0
+        await asyncio.gather(*reading)
+    for work in works:
+        work.check()
+    assert {(status.state, status.losses) for status in await statuses(redis, works)} == {("done", 0)}
+    assert sum([status.preemptions for status in await statuses(redis, works)]) > 0, "some were given back"
+    await check_logs(redis, works)
+    await check_settled(redis, POOL)
+    for node in nodes[2:]:
+        node.close()
+
+
+# Stop strings ------------------------------------------------------------------------------------
+
+
+class Scribe:
+    """A node that writes the first steps of each job into its log, to the letter, and gives the job back."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._broker = NodeBroker(redis, POOL, "scribe-1", ReferenceEngine().revision)
+
+    async def begin(self, works: dict[str, int]) -> None:
+        """Takes all jobs; `works` says how many steps each gets."""
+        schema = NodeSettings(model="reference", redis_url="redis://", **SETTINGS).schema_fields
+        await self._broker.join(schema | {"max_model_len": 4096}, PoolRecord(POOL, POOL, max_model_len=4096))
+        pressure = NodePressure("scribe-1", kv_tokens_unclaimed=1 << 20)
+        await self._broker.beat(pressure, free=1 << 20, answered_call=0, held=None)
+        yet, call = dict(works), 0
+        while yet:
+            call += 1
+            taken = (await self._broker.take(call, f"nonce{call}", Room((1 << 20,) * 3, (512,) * 3, 1 << 20, 512))).jobs
+            jobs = [(HeldJob(one), yet.pop(one.job_id)) for one in taken]
+            for job, num_steps in jobs:
+                await self._write(job, num_steps)
+            await self._broker.give_back(
+                [Return(job.job_id, job.taken.lease, job.taken.cost, job.taken.cost) for job, _ in jobs]
+            )
+
+    async def _write(self, job: HeldJob, num_steps: int) -> None:
+        request = decode_request(job.taken.request)
+        job.open(request.params)
+        engine = ReferenceEngine()
+        prompt = engine.tokenizer.encode(request.prompt or "")
+        engine.add(job.job_id, prompt, request.params, seed=seed_of(job.job_id, request.params))
+        for _ in range(num_steps):
+            for output in engine.step():
+                job.add_tokens(output.choice, output.position, output.token_ids, output.text, output.finish_reason)
+            emission = job.emission()
+            assert await self._broker.emit([emission]) == ["OK"]
+            job.acknowledge(emission)
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_a_log_may_end_anywhere_around_a_stop_string(redis: Redis, redis_url: str, num_choices: int) -> None:
+    works = [new_work(POOL, 20, stops_at=0.7, n=num_choices) for _ in range(20)]
+    num_steps = [len(work.expected()[0].token_ids) for work in works]
+    cuts = {work.id: min(cut, steps) for cut, (work, steps) in enumerate(zip(works, num_steps, strict=True))}
+    engine = ReferenceEngine()
+    async with AsyncClient(redis_url) as client:
+        scribe = Scribe(redis)
+        await scribe.begin({})
+        jobs = [await client.submit(PROMPT, **work.options) for work in works]
+        await scribe.begin(cuts)
+        async with running_node(redis_url, engine, pool=POOL):
+            for job, work in zip(jobs, works, strict=True):
+                await work.read(job.chunks())
+                work.check()
+    closed = [cut for cut, steps in zip(cuts.values(), num_steps, strict=True) if cut == steps and num_choices == 1]
+    assert len(engine.callers) == len(works) - len(closed), "one whose stop was logged needs no engine"
+    assert len(closed) > 2 or num_choices > 1
+    await check_logs(redis, works)
+    await check_settled(redis, POOL)

@@ -1,0 +1,237 @@
+"""Redis dies, forgets, fills up, hangs, refuses, loses what it answers: every stream stays what it would have been."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from faults.proxy import CUT_REPLY, LOST_CALL, LOST_REPLY, Fault, FaultProxy, Rule
+from faults.redis_process import RedisProcess
+from faults.road import POOL, QUICK, SCRIPTS, new_works, read, served, walk
+from faults.sentinel import Replicated
+from faults.work import PROMPT, Work, check_logs, check_settled, new_work, statuses
+from redis.asyncio import Redis
+
+from penstock.contract.broker.connection import connect
+from penstock.contract.errors import BusyError
+from penstock.producer.client import AsyncClient
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@asynccontextmanager
+async def proxied(server: RedisProcess) -> AsyncIterator[tuple[FaultProxy, Redis]]:
+    """A proxy before a server, and a connection that goes past it."""
+    direct = connect(server.url)
+    async with FaultProxy(server.address) as proxy:
+        yield proxy, direct
+    await direct.aclose()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisProcess]:
+    with RedisProcess(tmp_path / "redis") as server:
+        yield server
+
+
+def once_each(fault: Fault) -> tuple[Rule, set[str]]:
+    """A rule that does it to the first call of every script, and the scripts it has met."""
+    met: set[str] = set()
+
+    def rule(name: str, count: int) -> Fault | None:
+        if name not in SCRIPTS or name in met:
+            return None
+        met.add(name)
+        return fault
+
+    return rule, met
+
+
+ERRORS = (
+    b"-LOADING Redis is loading the dataset in memory\r\n",
+    b"-READONLY You can't write against a read only replica.\r\n",
+    b"-NOSCRIPT No matching script. Please use EVAL.\r\n",
+    b"-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.\r\n",
+    b"-BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.\r\n",
+)
+FAULTS = {
+    "call lost": LOST_CALL,
+    "reply lost": LOST_REPLY,
+    "reply cut": CUT_REPLY,
+    **{error[1:].split()[0].decode(): Fault(is_sent=False, answer=error) for error in ERRORS},
+}
+
+QUICK_FAULTS = ("reply lost", "READONLY", "NOSCRIPT")
+
+
+def slow(value: object) -> object:
+    """Left to `make check-full`."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("fault", [*QUICK_FAULTS, *(slow(fault) for fault in FAULTS if fault not in QUICK_FAULTS)])
+async def test_what_happens_once_to_each_script_harms_nobody(server: RedisProcess, fault: str) -> None:
+    async with proxied(server) as (proxy, direct):
+        proxy.rule, met = once_each(FAULTS[fault])
+        await walk(direct, proxy.url)
+        assert met == set(SCRIPTS)
+
+
+class Death:
+    """Redis is killed with one call in the proxy's hands, before or after it was served, and started again."""
+
+    def __init__(self, server: RedisProcess, script: str, when: str) -> None:
+        self._server, self._script = server, script
+        self.fault = (
+            Fault(before=self._die, is_sent=False, share=0.0) if when == "before" else Fault(after=self._die, share=0.0)
+        )
+        self.restart: asyncio.Task[object] | None = None
+
+    def rule(self, name: str, count: int) -> Fault | None:
+        """The first call of the script, once."""
+        return self.fault if name == self._script and self.restart is None else None
+
+    async def _die(self) -> None:
+        self._server.kill()
+        self.restart = asyncio.create_task(asyncio.to_thread(self._server.start))
+
+
+QUICK_DEATHS = (("before", "emit"), ("after", "finish"), ("after", "submit"))
+DEATHS = tuple((when, script) for when in ("before", "after") for script in SCRIPTS)
+
+
+async def kill_redis_at(server: RedisProcess, when: str, script: str) -> None:
+    async with proxied(server) as (proxy, direct):
+        death = Death(server, script, when)
+        proxy.rule = death.rule
+        await walk(direct, proxy.url)
+        assert death.restart is not None and death.restart.done()
+
+
+@pytest.mark.parametrize(("when", "script"), QUICK_DEATHS)
+async def test_redis_may_be_killed_at_any_call(server: RedisProcess, when: str, script: str) -> None:
+    await kill_redis_at(server, when, script)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsync", ["everysec", "always"])
+@pytest.mark.parametrize(("when", "script"), DEATHS)
+async def test_redis_may_be_killed_at_every_call(tmp_path: Path, when: str, script: str, fsync: str) -> None:
+    with RedisProcess(tmp_path / "redis", appendfsync=fsync) as server:
+        await kill_redis_at(server, when, script)
+
+
+Trouble = Callable[[RedisProcess, FaultProxy], Awaitable[None]]
+
+
+async def is_restarted(server: RedisProcess, proxy: FaultProxy) -> None:
+    server.stop()
+    await asyncio.sleep(0.5)
+    await asyncio.to_thread(server.start)
+
+
+async def is_held_up_for_longer_than_a_lease(server: RedisProcess, proxy: FaultProxy) -> None:
+    server.pause()
+    await asyncio.sleep(4.5)
+    server.resume()
+
+
+async def is_cut_off_again_and_again(server: RedisProcess, proxy: FaultProxy) -> None:
+    for _ in range(8):
+        proxy.cut()
+        await asyncio.sleep(0.15)
+
+
+async def is_slow(server: RedisProcess, proxy: FaultProxy) -> None:
+    proxy.delay_s = 0.1
+    await asyncio.sleep(1.5)
+    proxy.delay_s = 0.0
+
+
+async def is_in_a_black_hole(server: RedisProcess, proxy: FaultProxy) -> None:
+    proxy.set_black_hole(on=True)
+    await asyncio.sleep(2)
+    proxy.set_black_hole(on=False)
+
+
+async def forgets_all_it_knew_of_scripts(server: RedisProcess, proxy: FaultProxy) -> None:
+    with server.client() as client:
+        client.script_flush()
+
+
+async def is_set_back(server: RedisProcess, proxy: FaultProxy) -> None:
+    log = server.copy_log()
+    await asyncio.sleep(0.7)
+    await asyncio.to_thread(server.restart_from, log)
+
+
+QUICK_TROUBLES: tuple[Trouble, ...] = (is_restarted, is_cut_off_again_and_again, is_set_back)
+SLOW_TROUBLES: tuple[Trouble, ...] = (
+    *(is_held_up_for_longer_than_a_lease, is_slow, is_in_a_black_hole, forgets_all_it_knew_of_scripts),
+)
+
+
+@pytest.mark.parametrize("trouble", [*QUICK_TROUBLES, *map(slow, SLOW_TROUBLES)], ids=lambda it: it.__name__)
+async def test_streams_stay_whole_while_redis(server: RedisProcess, trouble: Trouble) -> None:
+    async with proxied(server) as (proxy, direct):
+        works = new_works(150)
+        async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
+            reading = [asyncio.create_task(read(client, work)) for work in works]
+            while works[0].num_seen < 20:
+                await asyncio.sleep(0.01)
+            later = new_works(150)
+            troubled = asyncio.create_task(trouble(server, proxy))
+            reading += [asyncio.create_task(read(client, work)) for work in later]
+            await asyncio.gather(troubled, *reading)
+            await all_ended(direct, [*works, *later])
+        await check_settled(direct, POOL)
+
+
+async def all_ended(redis: Redis, works: list[Work]) -> None:
+    """Also those that Redis has forgotten to have ended: they end again, as they did."""
+    while any(status.outcome is None for status in await statuses(redis, works)):
+        await asyncio.sleep(0.05)
+    for work in works:
+        work.check()
+    assert {(s.state, s.losses) for s in await statuses(redis, works)} == {("done", 0)}
+    await check_logs(redis, works)
+
+
+async def test_a_full_redis_refuses_new_jobs_and_serves_the_others(server: RedisProcess) -> None:
+    async with proxied(server) as (proxy, direct):
+        works = new_works(100)
+        async with served(proxy.url), AsyncClient(proxy.url) as client:
+            reading = [asyncio.create_task(read(client, work)) for work in works]
+            while works[-1].num_seen < 20:
+                await asyncio.sleep(0.01)
+            await direct.config_set("maxmemory", 1)
+            with pytest.raises(BusyError) as refused:
+                await client.submit(PROMPT, **new_work(POOL, 10).options)
+            assert refused.value.code == "redis_full"
+            await asyncio.gather(*reading)
+            await direct.config_set("maxmemory", 0)
+            later = new_works(10)
+            await asyncio.gather(*(read(client, work) for work in later))
+            await all_ended(direct, [*works, *later])
+        await check_settled(direct, POOL)
+
+
+async def test_a_replica_is_promoted(tmp_path: Path) -> None:
+    with Replicated(tmp_path) as servers:
+        async with proxied(servers.master) as (proxy, _):
+            works = new_works(300)
+            async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
+                reading = [asyncio.create_task(read(client, work)) for work in works]
+                while works[0].num_seen < 20:
+                    await asyncio.sleep(0.01)
+                servers.master.kill()
+                proxy.target = await asyncio.to_thread(servers.wait_for_promotion)
+                proxy.cut()
+                await asyncio.gather(*reading)
+                promoted = connect(servers.replica.url)
+                await all_ended(promoted, works)
+            await check_settled(promoted, POOL)
+            await promoted.aclose()

@@ -1,0 +1,141 @@
+"""Jobs whose every token is known beforehand, and what is to be said of their streams, logs and pools in the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from fakes.reference_engine import reference_choice
+from redis.asyncio import Redis
+from uuid_utils import uuid7
+
+from penstock.contract import keys
+from penstock.contract.audit import Finding, audit
+from penstock.contract.broker.admin import AdminBroker
+from penstock.contract.broker.producer import JobStatus, ProducerBroker
+from penstock.contract.job import Choice, Chunk, SamplingParams
+
+PROMPT = "the gate opens by pressure"
+
+
+@dataclass
+class Work:
+    """One job: the options of `AsyncClient.submit` after the prompt, and what its readers have seen."""
+
+    options: dict[str, Any]
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    finishes: dict[int, str] = field(default_factory=dict)
+    end: str = ""
+    last_index: int = -1
+    """Of the chunks seen."""
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        return str(self.options["job_id"])
+
+    @property
+    def num_seen(self) -> int:
+        """Tokens of all choices that arrived so far."""
+        return sum(map(len, self.tokens.values()))
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens of all choices."""
+        return sum(len(choice.token_ids) for choice in self.expected())
+
+    def expected(self) -> list[Choice]:
+        """The undisturbed choices."""
+        names = self.options.keys() & SamplingParams.model_fields.keys()
+        params = SamplingParams(**{name: self.options[name] for name in names})
+        return [reference_choice(self.id, params, list(PROMPT.encode()), i) for i in range(params.n)]
+
+    def see(self, index: int, choice: int, tokens: Sequence[int], text: str, finish: str | None, end: str = "") -> None:
+        """Takes in a chunk that a reader got."""
+        self.last_index = index
+        self.tokens.setdefault(choice, []).extend(tokens)
+        self.texts[choice] = self.texts.get(choice, "") + text
+        if finish:
+            assert choice not in self.finishes, "a choice ends once"
+            self.finishes[choice] = finish
+        assert not self.end, "nothing comes behind the end"
+        self.end = end
+
+    def see_chunk(self, chunk: Chunk) -> None:
+        """The same, of a chunk as the client gives it."""
+        end = chunk.outcome.state if chunk.outcome else ""
+        self.see(chunk.index, chunk.choice, chunk.token_ids, chunk.text, chunk.finish_reason, end)
+
+    async def read(self, chunks: AsyncIterator[Chunk]) -> None:
+        """Takes in a whole stream."""
+        async for chunk in chunks:
+            self.see_chunk(chunk)
+
+    def check(self) -> None:
+        """What was seen is what an undisturbed run says, to the last token and character."""
+        assert self.end == "done", (self.id, self.end, self.num_seen)
+        for choice in self.expected():
+            seen = (self.tokens[choice.index], self.texts[choice.index], self.finishes.get(choice.index))
+            assert seen == (list(choice.token_ids), choice.text, choice.finish_reason), self.id
+
+
+def new_work(pool: str, num_tokens: int, *, stops_at: float = 0.0, **options: Any) -> Work:
+    """A job of so many tokens a choice. `stops_at`: where between start and end choice 0 meets its stop string."""
+    work = Work({"job_id": f"{pool}.{uuid7()}", "max_tokens": num_tokens, **options})
+    if stops_at:
+        text = work.expected()[0].text
+        at = int(stops_at * (num_tokens - STOP_CHARS))
+        work.options["stop"] = (text[at : at + STOP_CHARS],)
+    return work
+
+
+STOP_CHARS = 3
+MAX_CHUNKS = 100_000
+SETTLE_ATTEMPTS = 50
+SETTLE_PAUSE_S = 0.1
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "n": 3},
+    {"temperature": 1.0, "stops_at": 0.7},
+    {"temperature": 1.0, "n": 2, "stops_at": 0.5},
+)
+"""Plain, sampled, several choices, with a stop string, and with one that ends one choice before the other."""
+
+
+async def check_logs(redis: Redis, works: Sequence[Work]) -> None:
+    """Each job's log says what its readers were told, while it lives; only its last chunk tells the end."""
+    broker = ProducerBroker(redis)
+    for work in works:
+        chunks = await broker.log(work.id, 0, MAX_CHUNKS)
+        logged = Work(work.options)
+        for chunk in chunks:
+            logged.see_chunk(chunk)
+        assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+        logged.check()
+
+
+async def statuses(redis: Redis, works: Sequence[Work]) -> list[JobStatus]:
+    """Where the jobs stand."""
+    broker = ProducerBroker(redis)
+    return [await broker.status(work.id, "default") for work in works]
+
+
+async def holder(redis: Redis, job_id: str) -> str:
+    """The name of the node that runs a job, empty while none does."""
+    node = await cast(Any, redis.hget(keys.job(job_id), "node"))
+    return (node or b"").decode().rpartition("-")[0]
+
+
+async def check_settled(redis: Redis, pool: str) -> None:
+    """No job is open, and every key of the pool agrees with the jobs' records, at the latest when nodes have beaten."""
+    findings: list[Finding] = []
+    for _ in range(SETTLE_ATTEMPTS):
+        if not (findings := await audit(AdminBroker(redis), pool)):
+            break
+        await asyncio.sleep(SETTLE_PAUSE_S)
+    assert findings == []
+    assert await cast(Any, redis.scard(f"{keys.prefix(pool)}:open")) == 0

@@ -1,0 +1,196 @@
+"""API keys at the gateway: who is let in, on whose behalf, how much, and that tenants never see each other's jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+import redis as sync_redis
+
+from penstock.contract import keys
+from penstock.contract.broker.connection import connect
+from penstock.contract.broker.key_store import KeyStore
+from penstock.contract.errors import NotFoundError
+from penstock.contract.terms import UNLIMITED, Terms
+from penstock.gateway.app import create_app
+from penstock.gateway.entry import PUBLIC_PATHS
+from penstock.gateway.settings import GatewaySettings
+from penstock.producer.client import AsyncClient
+from penstock.producer.client.copies import KEYS_TTL_S
+
+MODEL = "acme/echo"
+BODY = {"model": MODEL, "prompt": "hi"}
+PEPPER = "of the tests"
+
+
+async def add(redis_url, tenant, scopes=("infer",), terms=UNLIMITED):
+    redis = connect(redis_url)
+    key, record = await KeyStore(redis).add(tenant, scopes, terms, pepper=PEPPER)
+    await redis.aclose()
+    return key, record.key_id
+
+
+@pytest.fixture(scope="module")
+def closed(redis_url, stack, shared_engine):
+    """A gateway that wants keys; those of two tenants, of an admin and of one with limits, and a revoked one."""
+    made = {
+        "acme": add(redis_url, "acme"),
+        "rival": add(redis_url, "rival"),
+        "admin": add(redis_url, "ops", ("admin",)),
+        "limited": add(redis_url, "small", terms=Terms(jobs_per_minute=1, burst_s=1)),
+        "revoked": add(redis_url, "acme"),
+    }
+    found = {name: asyncio.run(making) for name, making in made.items()}
+    asyncio.run(revoke(redis_url, found["revoked"][1]))
+    url = stack.start_gateway(key_pepper=PEPPER, cors_origins=("https://page.example",))
+    yield url, {name: key for name, (key, _) in found.items()}
+    with sync_redis.Redis.from_url(redis_url) as client:
+        client.delete(keys.API_KEYS)
+
+
+async def revoke(redis_url, key_id):
+    redis = connect(redis_url)
+    await KeyStore(redis).revoke(key_id)
+    await redis.aclose()
+
+
+def ask(url, key=None, *, path="/v1/completions", method="POST", headers=(), **body):
+    sent = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.request(method, url + path, json={**BODY, **body}, headers={**sent, **dict(headers)}, timeout=30)
+
+
+def test_a_key_lets_in_as_its_tenant(closed, redis_url):
+    url, made = closed
+    answer = ask(url, made["acme"])
+    assert answer.status_code == 200
+    with sync_redis.Redis.from_url(redis_url) as client:
+        assert client.hget(keys.job(answer.headers["x-penstock-job"]), "tenant") == b"acme"
+
+
+def test_openais_client_sends_its_key_as_usual(closed):
+    url, made = closed
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=made["acme"]) as api:
+        assert api.completions.create(model=MODEL, prompt="hello").choices[0].text == "hello"
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="pk-wrong", max_retries=0) as api:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            api.completions.create(model=MODEL, prompt="hello")
+        assert caught.value.code == "invalid_api_key"
+
+
+@pytest.mark.parametrize("said", [None, "nonsense", "pk-0123456789abcdef-nonsense", "revoked"])
+def test_without_a_valid_key_there_is_a_401_in_openais_shape(closed, said):
+    url, made = closed
+    answer = ask(url, made.get(said, said))
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+
+
+def routes_of(router):
+    for route in router.routes:
+        included = getattr(route, "original_router", None)
+        yield from routes_of(included) if included is not None else (route,)
+
+
+def test_every_route_but_health_wants_a_key(closed):
+    url, _ = closed
+    asked = {(route.path, method) for route in routes_of(create_app(GatewaySettings())) for method in route.methods}
+    assert {path for path, _ in asked} > PUBLIC_PATHS
+    for path, method in sorted(asked):
+        answer = ask(url, path=path.replace("{", "").replace("}", ""), method=method)
+        assert (answer.status_code == 401) is (path not in PUBLIC_PATHS), (path, method)
+    assert ask(url, path="/nowhere", method="GET").status_code == 401
+
+
+def test_a_key_without_the_scope_gets_a_403(closed):
+    url, made = closed
+    answer = ask(url, made["admin"])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "insufficient_scope")
+    for path in ("/metrics", "/health/nodes"):
+        assert ask(url, made["acme"], path=path, method="GET").status_code == 403
+
+
+def test_limits_of_the_key_are_held_and_told(closed):
+    url, made = closed
+    assert ask(url, made["limited"]).status_code == 200
+    answer = ask(url, made["limited"], prompt="again")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 55 <= int(answer.headers["retry-after"]) <= 60
+    assert ask(url, made["acme"]).status_code == 200
+
+
+def test_tenants_with_equal_idempotency_keys_have_jobs_of_their_own(closed):
+    url, made = closed
+    asked = [("acme", "one"), ("rival", "one"), ("acme", "one")]
+    jobs = [ask(url, made[who], headers={"idempotency-key": what}).headers["x-penstock-job"] for who, what in asked]
+    assert jobs[0] == jobs[2] != jobs[1]
+
+
+async def test_nothing_of_a_job_is_told_or_done_for_another_tenant(closed, redis_url):
+    url, made = closed
+    job_id = (await asyncio.to_thread(ask, url, made["acme"])).headers["x-penstock-job"]
+    async with AsyncClient(redis_url, tenant="rival") as client:
+        for call in (client.attach, client.status, client.cancel, client.result):
+            with pytest.raises(NotFoundError):
+                await call(job_id)
+    async with AsyncClient(redis_url, tenant="acme") as client:
+        assert (await client.result(job_id)).choices[0].text == "hi"
+
+
+def test_a_page_of_an_allowed_site_may_ask_and_is_told_why_it_may_not(closed):
+    url, _ = closed
+    origin = {"origin": "https://page.example"}
+    asking = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    assert httpx.options(f"{url}/v1/completions", headers=asking).status_code == 200
+    refused = ask(url, headers=origin)
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin["origin"])
+
+
+def test_the_first_key_closes_an_open_gateway_for_good(closed, redis_url, stack):
+    """Also when Redis has lost the keys: nobody is let in by an accident."""
+    _, made = closed
+    with sync_redis.Redis.from_url(redis_url) as client:
+        kept = client.hgetall(keys.API_KEYS)
+        client.delete(keys.API_KEYS)
+        url = stack.start_gateway(key_pepper=PEPPER)
+        assert ask(url).status_code == 200
+        client.hset(keys.API_KEYS, mapping=kept)
+        until(lambda: ask(url).status_code == 401)
+        assert ask(url, made["acme"]).status_code == 200
+        client.delete(keys.API_KEYS)
+        until(lambda: ask(url, made["acme"]).status_code == 401)
+        assert ask(url).status_code == 401
+        strict = stack.start_gateway(require_keys=True)
+        assert ask(strict).status_code == 401
+        client.hset(keys.API_KEYS, mapping=kept)
+
+
+def until(holds):
+    """What gateways know of keys is a little old."""
+    for _ in range(int(KEYS_TTL_S * 50)):
+        if holds():
+            return
+        asyncio.run(asyncio.sleep(0.1))
+    raise AssertionError
+
+
+def test_an_open_gateway_says_so_once_and_logs_no_keys(closed, redis_url, stack, caplog):
+    _, made = closed
+    with sync_redis.Redis.from_url(redis_url) as client:
+        kept = client.hgetall(keys.API_KEYS)
+        client.delete(keys.API_KEYS)
+        caplog.set_level("INFO")
+        url = stack.start_gateway(key_pepper=PEPPER)
+        assert ask(url).status_code == ask(url, made["acme"]).status_code == 200
+        client.hset(keys.API_KEYS, mapping=kept)
+    assert [r.levelname for r in caplog.records if "there are no API keys" in r.getMessage()] == ["WARNING"]
+    closed_url = stack.start_gateway(key_pepper=PEPPER)
+    assert ask(closed_url, made["acme"]).status_code == 200
+    assert [r.levelname for r in caplog.records if "there are no API keys" in r.getMessage()] == ["WARNING"]
+    said = json.dumps([record.__dict__ for record in caplog.records], default=str)
+    assert made["acme"].split("-")[1] in said
+    assert made["acme"].split("-", 2)[2] not in said

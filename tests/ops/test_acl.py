@@ -1,0 +1,236 @@
+"""The users of ops/acl, loaded as they stand: what each role can do, cannot do, and what no rule keeps it from."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis as sync_redis
+from contract.harness import POOL, SCHEMA, FakeNode, P, Queue, new_job
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
+
+from penstock.contract import keys
+from penstock.contract.audit import audit
+from penstock.contract.broker.admin import AdminBroker
+from penstock.contract.broker.connection import connect
+from penstock.contract.broker.key_store import KeyStore
+from penstock.contract.broker.producer import ProducerBroker
+from penstock.contract.embedded import find_redis_server
+from penstock.contract.errors import ConfigError
+from penstock.contract.terms import UNLIMITED
+from penstock.producer.client import AsyncClient
+from tests.source_tree import ROOT
+
+ACL = ROOT / "ops/acl"
+SCRIPTS = ROOT / "penstock/contract/scripts"
+ROLES = ("gateway", "node", "worker", "admin")
+RUNS = {
+    "gateway": ("submit", "attach", "detach", "cancel", "read_beat", "sweep"),
+    "node": ("join", "beat", "take", "emit", "finish", "give_back", "leave", "sweep"),
+}
+FOREIGN = "somebody:else"
+EVAL = ("EVAL", "return redis.call(ARGV[1], unpack(ARGV, 2))", "0")
+
+
+def rules_of(role: str) -> str:
+    return (ACL / f"{role}.acl").read_text()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of a Redis that knows these users and no other; each one's password is its name."""
+    folder = tmp_path_factory.mktemp("acl", numbered=True)
+    narrow = (
+        rules_of("node").replace("user node", "user narrow").replace("{*}", f"{{{POOL}}}").replace("NODE", "NARROW")
+    )
+    lines = "".join(rules_of(role) for role in ("default", *ROLES)) + narrow
+    (folder / "users.acl").write_text(re.sub(r"@(\w+)_PASSWORD@", lambda m: m[1].lower(), lines))
+    socket = folder / "s"
+    options = ("--port", "0", "--unixsocket", str(socket), "--aclfile", str(folder / "users.acl"), "--save", "")
+    process = subprocess.Popen([find_redis_server(), *options, "--dir", str(folder)], stdout=subprocess.DEVNULL)
+    while not socket.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    yield socket
+    process.kill()
+    process.wait()
+
+
+def url_of(server: Path, role: str) -> str:
+    return f"unix://{role}:{role}@{server}"
+
+
+def try_it(server: Path, role: str, *command: str | bytes | int) -> Any:
+    with sync_redis.Redis.from_url(url_of(server, role), protocol=2) as client:
+        return client.execute_command(*command)
+
+
+def may(server: Path, role: str, *command: str | bytes | int) -> bool:
+    try:
+        try_it(server, role, *command)
+    except NoPermissionError:
+        return False
+    except sync_redis.ResponseError as error:
+        # In a script: what it was not allowed to do is an error of the script.
+        return not any(said in str(error) for said in ("The user executing the script can't", "ACL failure in script"))
+    return True
+
+
+@pytest.fixture
+async def clients(server: Path) -> AsyncIterator[dict[str, Redis]]:
+    made = {role: connect(url_of(server, role)) for role in ROLES}
+    for key in [key async for key in made["admin"].scan_iter("penstock:*")]:
+        await made["admin"].delete(key)
+    yield made
+    for client in made.values():
+        await client.aclose()
+
+
+async def test_a_job_runs_from_gateway_to_node_and_back(clients: dict[str, Redis]) -> None:
+    producer, node = ProducerBroker(clients["gateway"]), FakeNode(clients["node"], "n1", "r1")
+    await node.join()
+    await node.beat([])
+    job_id = (await producer.submit(new_job(idempotency_key="k"), cost=10, inbox="me")).job_id
+    returned = await producer.submit(new_job(prompt="other"), cost=10, inbox="me")
+    first, second = (await node.take()).jobs
+    assert await node.emit(first, 0, 2) == "OK"
+    assert await node.give_back(second) == "OK"
+    assert await node.finish(first, 2, 1) == "OK"
+    await producer.attach(returned.job_id, "default", inbox="other")
+    await producer.detach(returned.job_id, "me")
+    assert (await producer.status(job_id, "default")).state == "done"
+    assert len(await producer.log(job_id, 0)) == 4
+    assert await producer.cancel(returned.job_id, "default") == "cancelled"
+    await producer.read_beat(POOL, "me")
+    await producer.pressure(POOL)
+    assert list(await producer.pools()) == [POOL]
+    assert await node.broker.requests([job_id]) == [None]
+    await node.broker.sweep()
+    await node.broker.leave()
+
+
+async def test_a_client_subscribes_and_a_node_rings(server: Path, clients: dict[str, Redis]) -> None:
+    node = FakeNode(clients["node"], "n1", "r1")
+    await node.join()
+    await node.beat([])
+    for role in ("gateway", "worker"):
+        async with AsyncClient(url_of(server, role)) as client:
+            job = await client.submit("hello", max_tokens=2)
+            taken = await node.take_one()
+            await node.emit(taken, 0, 1)
+            await node.finish(taken, 1, 0)
+            assert [chunk.index async for chunk in job.stream()] == [0, 1]
+
+
+async def test_the_operator_audits_and_makes_keys_that_a_gateway_reads(clients: dict[str, Redis]) -> None:
+    await Queue(clients["admin"]).node()
+    assert await audit(AdminBroker(clients["admin"]), POOL, repair=True) == []
+    await KeyStore(clients["admin"]).add("acme", ["infer"], UNLIMITED)
+    assert len(await KeyStore(clients["gateway"]).all()) == 1
+    for role in ("node", "worker"):
+        with pytest.raises(ConfigError, match="refuses this user"):
+            await KeyStore(clients[role]).all()
+
+
+@pytest.mark.parametrize("role", RUNS)
+def test_a_role_may_run_each_command_of_its_scripts(role: str) -> None:
+    allowed = {word[1:].upper() for word in rules_of(role).split() if word.startswith("+")}
+    scripts = [(SCRIPTS / f"{name}.lua").read_text() for name in ("prelude", *RUNS[role])]
+    needed = {command for script in scripts for command in re.findall(r"redis\.call\('([A-Z]+)'", script)}
+    assert needed <= allowed
+
+
+DANGEROUS = [
+    ("FLUSHALL",),
+    ("FLUSHDB",),
+    ("KEYS", "*"),
+    ("CONFIG", "SET", "maxmemory", "1"),
+    ("CONFIG", "SET", "dir", "/"),
+    ("SHUTDOWN", "NOSAVE"),
+    ("DEBUG", "SLEEP", "0"),
+    ("MONITOR",),
+    ("REPLICAOF", "NO", "ONE"),
+    ("ACL", "SETUSER", "node", "+@all"),
+    ("ACL", "LIST"),
+    ("CLIENT", "LIST"),
+    ("CLIENT", "KILL", "TYPE", "pubsub"),
+    ("SAVE",),
+    ("BGREWRITEAOF",),
+    ("SLOWLOG", "GET"),
+    ("MODULE", "LIST"),
+    ("MIGRATE", "h", "1", "k", "0", "1"),
+]
+
+
+@pytest.mark.parametrize("command", DANGEROUS, ids=" ".join)
+@pytest.mark.parametrize("role", ROLES)
+def test_nobody_may_end_reconfigure_or_spy_on_redis(server: Path, role: str, command: tuple[str, ...]) -> None:
+    assert not may(server, role, *command)
+
+
+@pytest.mark.parametrize("command", [("SCAN", "0"), ("SCRIPT", "FLUSH"), ("RANDOMKEY",), ("DBSIZE",)], ids=" ".join)
+@pytest.mark.parametrize("role", RUNS)
+def test_gateways_and_nodes_cannot_look_around(server: Path, role: str, command: tuple[str, ...]) -> None:
+    assert not may(server, role, *command)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_other_keys_are_out_of_reach_also_from_inside_scripts(server: Path, role: str) -> None:
+    for command in (("GET", FOREIGN), ("SET", FOREIGN, "x"), ("DEL", FOREIGN), ("HSET", FOREIGN, "a", "b")):
+        assert not may(server, role, *command)
+        assert not may(server, role, *EVAL, *command)
+    assert may(server, role, *EVAL, "SET", f"{P}:x", "y")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_other_channels_are_out_of_reach(server: Path, role: str) -> None:
+    assert not may(server, role, "PUBLISH", FOREIGN, "x")
+    assert not may(server, role, *EVAL, "PUBLISH", FOREIGN, "x")
+    assert not may(server, role, "SUBSCRIBE", FOREIGN)
+    for channel in (keys.inbox_channel("me"), keys.doorbell(POOL, "n1")):
+        assert may(server, role, "PUBLISH", channel, b"")
+
+
+def test_without_a_password_one_may_ping_and_nothing_else(server: Path) -> None:
+    with sync_redis.Redis(unix_socket_path=str(server), protocol=2) as client:
+        assert client.ping()
+        for command in (("GET", f"{P}:schema"), ("INFO",), ("PUBLISH", "x", "y")):
+            with pytest.raises(NoPermissionError):
+                client.execute_command(*command)
+
+
+def test_api_keys_are_the_gateways_and_the_operators(server: Path) -> None:
+    assert {role for role in ROLES if may(server, role, "HGETALL", keys.API_KEYS)} == {"gateway", "admin"}
+    assert {role for role in ROLES if may(server, role, *EVAL, "HGETALL", keys.API_KEYS)} == {"gateway", "admin"}
+
+
+async def test_what_no_rule_stops(server: Path, clients: dict[str, Redis]) -> None:
+    """Rules see commands, keys and channels, not which script runs: processes with a role trust each other."""
+    await FakeNode(clients["node"], "n1", "r1").join(**SCHEMA)
+    job_id = (await ProducerBroker(clients["gateway"]).submit(new_job(tenant="acme"), cost=1)).job_id
+    # A node may write over any job of its pools, or make one up; so may a gateway.
+    for role in RUNS:
+        assert may(server, role, *EVAL, "HSET", keys.job(job_id), "tenant", "rival")
+        # It may read every tenant's requests and answers.
+        assert may(server, role, "GET" if role == "gateway" else "MGET", keys.request(job_id))
+        # It may listen to other processes' inboxes, and speak to them as if it were a node.
+        assert may(server, role, "SUBSCRIBE", keys.inbox_channel("another-gateway"))
+        # It may keep Redis from answering for as long as a script may run.
+        assert may(server, role, "EVAL", "for i = 1, 1000 do end return 1", "0")
+    # Redis 6.2 knows no keys that may only be read: a gateway could make API keys.
+    assert may(server, "gateway", "HSET", keys.API_KEYS, "x", "{}")
+
+
+def test_rules_narrowed_to_one_pool_keep_a_node_off_the_others(server: Path) -> None:
+    other = P.replace(POOL, "other")
+    assert may(server, "narrow", "HSET", f"{P}:x", "a", "b")
+    assert may(server, "narrow", "PUBLISH", keys.doorbell(POOL, "n1"), b"")
+    for command in (("HSET", f"{other}:x", "a", "b"), ("PUBLISH", keys.doorbell("other", "n1"), b"")):
+        assert not may(server, "narrow", *command)
+        assert not may(server, "narrow", *EVAL, *command)
