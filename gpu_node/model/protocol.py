@@ -69,10 +69,10 @@ class SamplingRows:
     """How many of a row's `seen` are prompt: the repetition penalty counts those too, the other two do not."""
     banned: tuple[NDArray[np.int32], ...]
     """Per row the tokens that must not be chosen."""
-    biased: tuple[NDArray[np.int32], ...]
-    """Per row the tokens, each once, whose logits are moved before all else."""
-    biases: tuple[NDArray[np.float32], ...]
-    """By how much: as long as `biased`."""
+    biased: tuple[NDArray[np.int32], ...] = ()
+    """Per row the tokens, each once, whose logits are moved before all else; () where no row has any."""
+    biases: tuple[NDArray[np.float32], ...] = ()
+    """By how much, in the shape of `biased`."""
     masks: TokenMasks | None = None
     """What rows may choose at all, written while the step runs; None where no row has a mask."""
 
