@@ -167,7 +167,9 @@ class Inbox:
         return request
 
     async def _encode(self, request: Request) -> list[int]:
-        """A request's tokens; long ones of a batch are made side by side, on threads."""
+        """A request's tokens, once all else is prepared; what takes long is done side by side, on threads."""
+        if request.params.structured_outputs is not None:
+            await asyncio.to_thread(self._worker.prepare, request.params)
         if _num_chars(request) <= MAX_CHARS_ON_LOOP:
             return _encode(self._tokenizer, request)
         return await asyncio.to_thread(_encode, self._tokenizer, request)

@@ -55,6 +55,9 @@ class EngineLike(Protocol):
     ) -> None:
         """Queues a request; raises RequestError for one that can never run."""
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Does ahead of `add` what takes long, on any thread; raises RequestError for what could never run."""
+
     def abort(self, request_id: str) -> None:
         """Forgets a request."""
 
@@ -149,6 +152,10 @@ class EngineWorker:
                 request_id, token_ids, params, seed=seed, resume=resume, priority=priority, tenant=tenant
             )
         )
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Does ahead of `add` what would keep the engine's thread from its steps; on the caller's own."""
+        self._engine.prepare(params)
 
     def abort(self, request_id: str) -> None:
         """Forgets a request before the next step."""

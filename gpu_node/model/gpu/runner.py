@@ -17,6 +17,7 @@ from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.protocol import CacheSizes, SamplingRows, StepPlan, StepResult
+from penstock.gpu_node.model.sampler import adjust, has_adjustments
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, mark_entries, sample
@@ -80,7 +81,10 @@ class GpuRunner:
         if self._pool.has_host_block(plan.block_tables):
             self._pool.settle()
         arrays = pack_step(plan, self._mark_seen(plan.sampling), self._limits.block_size)
-        if self._graphs.can_run(arrays):
+        if has_adjustments(plan.sampling):
+            # Their size differs from step to step, which a graph's may not.
+            self._compute(self._arrived(tray, arrays), plan.sampling)
+        elif self._graphs.can_run(arrays):
             arrays = self._graphs.padded(arrays)
             self._graphs.run(tray.packed(arrays), arrays)
         else:
@@ -103,11 +107,14 @@ class GpuRunner:
         """Clear blocks in every layer."""
         self._pool.zero(block_ids)
 
-    def _compute(self, step: StepInputs) -> None:
+    def _compute(self, step: StepInputs, adjusted: SamplingRows | None = None) -> None:
+        logits = self._logits(step)
+        if adjusted is not None:
+            # The card computes while their masks are waited for.
+            logits = logits.float()
+            adjust(logits, adjusted)
         if len(step.rules):
-            self._tokens[: len(step.rules)] = sample(self._logits(step), step.rules, self._marks)
-        else:
-            self._logits(step)
+            self._tokens[: len(step.rules)] = sample(logits, step.rules, self._marks)
 
     def _logits(self, step: StepInputs) -> Tensor:
         given = step.token_ids

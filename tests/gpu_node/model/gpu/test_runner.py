@@ -67,7 +67,25 @@ def test_quantised_keys_and_values_err_a_little(kept: str, most: float, tiny_mod
     assert 0 < error.mean() < most / 5
 
 
-def _generations(folder: Path, runner: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+RULES: dict[str, list[dict[str, Any]]] = {
+    "plain": [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"top_k": 3, "top_p": 0.9},
+        {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 4},
+    ],
+    "adjusted": [
+        {"temperature": 0.0, "logit_bias": {5: 100.0, 6: 99.0}, "presence_penalty": 2.0},
+        {"temperature": 0.8},
+        {"temperature": 0.8, "structured_outputs": {"regex": "[a-c]{3}x*"}, "ignore_eos": False},
+        {"temperature": 0.0, "structured_outputs": {"regex": "[a-c]{3}x*"}, "ignore_eos": False},
+    ],
+}
+
+
+def _generations(
+    folder: Path, runner: str, rules: list[dict[str, Any]]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Greedy, drawn and penalised ones together, in memory that is too little for all of them."""
     engine = Engine(
         EngineConfig(
@@ -84,14 +102,8 @@ def _generations(folder: Path, runner: str) -> list[tuple[tuple[int, ...], tuple
         )
     )
     prompts = [prompt[:14] for prompt in mixed_prompts(engine, 4)]
-    rules: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8},
-        {"top_k": 3, "top_p": 0.9},
-        {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 4},
-    ]
     params = [
-        SamplingParams(max_tokens=10, ignore_eos=True, seed=i, **rules[i % len(rules)]) for i in range(len(prompts))
+        SamplingParams(**{"max_tokens": 10, "ignore_eos": True, "seed": i, **rules[i]}) for i in range(len(prompts))
     ]
     generations = engine.generate(prompts, params)
     stats = engine.stats()
@@ -100,8 +112,9 @@ def _generations(folder: Path, runner: str) -> list[tuple[tuple[int, ...], tuple
     return [(generation.prompt_token_ids, generation.choices[0].token_ids) for generation in generations]
 
 
-def test_an_engine_says_the_same_on_it(tiny_model: Path) -> None:
-    want, got = (_generations(tiny_model, runner) for runner in ("torch", "gpu"))
+@pytest.mark.parametrize("rules", RULES)
+def test_an_engine_says_the_same_on_it(tiny_model: Path, rules: str) -> None:
+    want, got = (_generations(tiny_model, runner, RULES[rules]) for runner in ("torch", "gpu"))
     assert got == want
 
 
