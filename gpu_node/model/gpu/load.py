@@ -91,7 +91,7 @@ def _sizes(
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         share = options.gpu_memory_utilization or _UTILIZATION
-        marks = 4 * options.max_num_seqs * described.spec.vocab_size
+        marks = 8 * options.max_num_seqs * described.spec.vocab_size
         left = bytes_left(total=total, free=free, reserved=reserved, peak=peak + marks, utilization=share)
         num_blocks = left // layout.block_bytes - 1
         if num_blocks < 1:

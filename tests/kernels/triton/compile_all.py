@@ -86,8 +86,9 @@ def compile_doors(capability: int) -> None:
     _attend(decode_attention, _cache(), _ints(4), 1, **ruled)
     _attend(prefill_attention, _cache(), _ints(4, 2), **ruled)
     _compile_layers(formats)
-    marks = Marks(_ints(4, 128_256))
-    marks.fill(_ints(9, 3), 0)
+    marks = Marks(_ints(4, 128_256), _empty(4, 128_256, dtype=torch.float32))
+    marks.add(_ints(9, 3))
+    marks.allow_only(_ints(2), _ints(2, 4008))
     sample(_empty(4, 128_256), _ints(4, len(RULE_COLUMNS)), marks)
     copy_blocks(_empty(4, 65_536, dtype=torch.uint8), np.array([[1, 2]], np.int32), host_from=2, host_jump=1 << 40)
 

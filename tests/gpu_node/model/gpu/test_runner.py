@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.masks import TokenMasks
 from penstock.gpu_node.model.protocol import RunnerOptions
 
 LENGTH = WINDOW + 4
@@ -117,3 +119,17 @@ def _two_steps(runner: Any, *, ahead: bool) -> list[list[int]]:
 def test_a_step_may_be_submitted_before_the_tokens_ahead_of_it_are_known(tiny_model: Path) -> None:
     runner = _runner(tiny_model, "gpu")
     assert _two_steps(runner, ahead=True) == _two_steps(runner, ahead=False)
+
+
+def test_masks_may_be_written_while_the_step_runs(tiny_model: Path) -> None:
+    runner = _runner(tiny_model, "gpu")
+    allowed = np.zeros(384, bool)
+    allowed[[7, 300]] = True
+    rows = rows_of(2, seed=[1, 2], mask=[None, allowed])
+    assert rows.masks is not None
+    late = TokenMasks(np.array([False, True]), 384)
+    tracks = [Track([5, 6, 7], [1]), Track([9, 9], [2])]
+    flight = runner.submit(plan_of([(track, track.left) for track in tracks], replace(rows, masks=late)))
+    late.words[:] = rows.masks.words
+    late.finish()
+    assert flight.result().tokens[1] in (7, 300)
