@@ -5,6 +5,7 @@
 #   make check       format, lint, types
 #   make check-full  all of it, slow tests included
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
+#   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
 #   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses
 #   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
@@ -28,7 +29,7 @@ STAMP := $(VENV)/.penstock-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check check-full faults mutants bench bench-peers bench-gpu lock clean
+.PHONY: demo test check check-full faults soak mutants bench bench-peers bench-gpu lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -46,6 +47,9 @@ check-full: check
 
 faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m faults.campaigns $(FAULTS)
+
+soak: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m faults.soak $(SOAK)
 
 mutants: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m faults.mutants

@@ -1,4 +1,4 @@
-"""One structured line for each request: never a query, a header or a body."""
+"""One structured line for each request, and its count: never a query, a header or a body."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _PROBES = ("/health", "/ready")
 class AccessLog:
     """ASGI middleware; Starlette's own base class would put a task and a queue around every event of a stream."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, paths: frozenset[str]) -> None:
+        """`paths` are those of the routes that are not FastAPI's."""
         self._app = app
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on and logs its end."""
+        """Passes the request on, logs and counts its end."""
         if scope["type"] != "http" or scope["path"] in _PROBES:
             await self._app(scope, receive, send)
             return
@@ -49,3 +51,8 @@ class AccessLog:
             caller = scope.get("state", {}).get("caller")
             key = {"key_id": caller.key_id} if caller is not None and caller.key_id else {}
             logger.info("request", extra={**line, "status": int(status), "duration_ms": duration_ms, **key})
+            scope["app"].state.metrics.requests.labels(self._route_of(scope), int(status)).inc()
+
+    def _route_of(self, scope: Scope) -> str:
+        """A path may be anything, and each would be a series of its own."""
+        return scope["path"] if scope["path"] in self._paths else getattr(scope.get("route"), "path", "other")

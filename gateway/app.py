@@ -16,9 +16,11 @@ from fastapi.middleware.cors import CORSMiddleware
 from penstock.contract.logs import configure_logging
 from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
-from penstock.gateway import health
+from penstock.gateway import health, metrics
 from penstock.gateway.access_log import AccessLog
 from penstock.gateway.entry import Entry, warn_if_open
+from penstock.gateway.head import BoundedHead
+from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import generate, models
 from penstock.gateway.openai.answer import JOB_HEADER
 from penstock.gateway.openai.errors import install_error_handlers
@@ -46,9 +48,10 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     # Nothing that takes a body is FastAPI's, so its OpenAPI document would say little.
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     app.state.settings = settings
+    app.state.metrics = GatewayMetrics()
     install_error_handlers(app)
     app.router.routes.extend(generate.ROUTES)
-    for room in (models, health):
+    for room in (models, health, metrics):
         app.include_router(room.router)
     pepper = KeySettings.load(key_pepper=settings.key_pepper).key_pepper
     app.add_middleware(Entry, pepper=pepper, is_closed=settings.require_keys)
@@ -60,7 +63,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[JOB_HEADER],
         )
-    app.add_middleware(AccessLog)
+    app.add_middleware(AccessLog, paths=frozenset(route.path for route in generate.ROUTES))
     return app
 
 
@@ -81,6 +84,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         create_app(settings),
         host=settings.host,
         port=settings.port,
+        http=BoundedHead,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 ANYBODY = ApiKey(key_id="", digest="", tenant="default", scopes=frozenset(("infer", "admin")))
 """Whoever comes while there are no keys."""
 PUBLIC_PATHS = frozenset(("/health", "/ready"))
-_SCOPES: dict[str, KeyScope] = {"/metrics": "admin"}
+_SCOPES: dict[str, KeyScope] = {"/metrics": "admin", "/health/nodes": "admin"}
 _SCHEME = "bearer "
 
 
@@ -38,6 +38,7 @@ class Entry:
                 caller = await self._identify(scope["app"].state.client, Headers(scope=scope))
                 caller.require(_SCOPES.get(scope["path"], "infer"))
             except PenstockError as error:
+                scope["app"].state.metrics.refusals.labels(error.code).inc()
                 answer = error_response(error)
                 if isinstance(error, UnauthorizedError):
                     answer.headers["WWW-Authenticate"] = "Bearer"

@@ -12,6 +12,7 @@ from penstock.contract.broker.node import NodeBroker
 from penstock.contract.errors import UnavailableError
 from penstock.contract.wire import NodePressure
 from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.health import Health, Signs
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outbox import Outbox
@@ -81,6 +82,8 @@ class Heartbeat:
         self._watchdog = Watchdog(
             stall_after_s=stall_after_s, max_look_s=_INTERVALS_A_LOOK * self._interval_s, now_s=time.monotonic()
         )
+        self._beaten_s, self._late_s = time.monotonic(), 0.0
+        self._health = Health()
         self.draining = False
 
     async def run(self) -> None:
@@ -91,7 +94,9 @@ class Heartbeat:
                 await self._broker.sweep()
             except UnavailableError as error:
                 log.warning("redis is away", extra={"reason": error.message})
+            wake_s = time.monotonic() + self._interval_s
             await asyncio.sleep(self._interval_s)
+            self._late_s = time.monotonic() - wake_s
 
     async def beat(self) -> None:
         """One beat."""
@@ -102,6 +107,7 @@ class Heartbeat:
         free = 0 if self.draining else pressure.kv_tokens_unclaimed
         answer = await self._broker.beat(pressure, free=free, answered_call=answered_call, held=held)
         self._num_beats += 1
+        self._beaten_s = time.monotonic()
         for job_id in answer.fenced:
             job = self._ledger.get(job_id)
             if job is not None and job.outcome is None:
@@ -129,6 +135,21 @@ class Heartbeat:
             num_steps=stats.steps,
             mean_batch=decode_per_s / steps_per_s if steps_per_s else 0.0,
             draining=self.draining,
+            troubles=self._health.look(self._signs(stats, now_s)),
+        )
+
+    def _signs(self, stats: EngineStats, now_s: float) -> Signs:
+        return Signs(
+            now_s=now_s,
+            wall_s=time.time(),
+            late_s=self._late_s,
+            stats=stats,
+            engine_stalled_s=self._watchdog.stalled_s,
+            redis_silent_s=now_s - self._beaten_s,
+            hears_doorbell=self._inbox.hears_doorbell,
+            unsent_bytes=self._ledger.unsent_bytes,
+            max_unsent_bytes=self._outbox.max_unsent_bytes,
+            num_tokenizer_failures=self._inbox.num_tokenizer_failures,
         )
 
     async def _stats(self) -> EngineStats:

@@ -56,6 +56,8 @@ class Inbox:
         self._bell = bell
         self._call = 0
         self._nonce = ""
+        self.num_tokenizer_failures = 0
+        """Prompts at which the tokenizer failed, other than by refusing them."""
         self.answered_call = 0
         """Last take whose answer has arrived: jobs of later ones are not yet known to us."""
 
@@ -63,6 +65,11 @@ class Inbox:
     def kv_tokens_unclaimed(self) -> int:
         """KV tokens neither used nor still needed by jobs already taken."""
         return self._room().kv_tokens[-1]
+
+    @property
+    def hears_doorbell(self) -> bool:
+        """Whether the queue can ring."""
+        return self._bell.is_heard
 
     @property
     def has_backlog(self) -> bool:
@@ -131,6 +138,7 @@ class Inbox:
         encoded = await asyncio.gather(*(self._encode(request) for _, request in asked), return_exceptions=True)
         for (job, request), token_ids in zip(asked, encoded, strict=True):
             if isinstance(token_ids, BaseException):
+                self.num_tokenizer_failures += not isinstance(token_ids, PenstockError)
                 self._refuse_for(job, token_ids)  # whatever the tokenizer's library raises concerns this job alone
             else:
                 self._start(job, request, token_ids)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.contract import packing, wire
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.contract.broker.node import Emission, Taken
+from penstock.contract.broker.node import MAX_PREEMPTIONS, Emission, Taken
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
 from penstock.contract.packing import Pack
@@ -47,6 +47,8 @@ class HeldJob:
         """0 until the prompt is tokenized."""
         self.predicted_tokens = PREDICTED_OUTPUT_TOKENS
         """Output that each choice will probably not exceed."""
+        self.most_tokens = MAX_TOKENS_LIMIT
+        """Output that no choice can exceed."""
         self.kv_ms = 0.0
         """KV-token-milliseconds of the choices that have ended."""
         self.num_acknowledged = 0
@@ -78,9 +80,21 @@ class HeldJob:
         """KV tokens it uses or will need: its prompt; per open choice, what it has or is predicted to write."""
         if not self.num_prompt_tokens:
             return self.taken.cost
-        predicted = min(self.max_tokens, self.predicted_tokens)
+        return self._kv_tokens_with(min(self.max_tokens, self.predicted_tokens))
+
+    @property
+    def most(self) -> int:
+        """KV tokens that it uses or may need, however long it gets."""
+        return self._kv_tokens_with(self.most_tokens) if self.num_prompt_tokens else self.taken.cost
+
+    def _kv_tokens_with(self, output_tokens: int) -> int:
         open_choices = [c for c in self._choices if c.finish_reason is None]
-        return self.num_prompt_tokens + sum(max(predicted, len(c.token_ids)) for c in open_choices)
+        return self.num_prompt_tokens + sum(max(output_tokens, len(c.token_ids)) for c in open_choices)
+
+    @property
+    def urgency(self) -> int:
+        """The class that it was taken as."""
+        return self.taken.urgency
 
     @property
     def max_tokens(self) -> int:
@@ -187,7 +201,8 @@ class HeldJob:
 class Ledger:
     """All jobs of a node. The engine knows a job by its lease, so that an older lease's tokens are never mixed in."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
+        self._max_model_len = max_model_len
         self._jobs: dict[str, HeldJob] = {}
         self._by_lease: dict[str, HeldJob] = {}
         self._predictor = LengthPredictor(RESERVED_QUANTILE)
@@ -232,6 +247,10 @@ class Ledger:
         known = self._predictor.predict(job.taken.tenant, num_prompt_tokens, job.max_tokens)
         if known is not None:
             job.predicted_tokens = known
+        job.most_tokens = max(1, min(job.max_tokens, self._max_model_len - num_prompt_tokens))
+        if job.taken.preemptions >= MAX_PREEMPTIONS:
+            # It was moved often enough: this time there shall be room for it to its end.
+            job.predicted_tokens = job.most_tokens
 
     def learn(self, job: HeldJob) -> None:
         """Learns from a job whose choices have all ended how long outputs are and how long the cache is held."""

@@ -24,6 +24,7 @@ from penstock.gpu_node.heartbeat import Heartbeat
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.relief import Relief
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.worker import EngineLike, EngineWorker
 
@@ -40,7 +41,7 @@ class Node:
         self._settings = settings
         self._engine = engine
         self.node_id = f"{settings.name}-{secrets.token_hex(8)}"
-        self.ledger = Ledger()
+        self.ledger = Ledger(engine.max_model_len)
         self._redis = connect(settings.redis_url)
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
@@ -62,6 +63,11 @@ class Node:
             kv_tokens=engine.num_kv_tokens,
             max_num_seqs=settings.max_num_seqs,
         )
+        self._relief = Relief(
+            *(self._broker, self.ledger, self._worker, self._outbox),
+            kv_tokens=engine.num_kv_tokens,
+            max_num_seqs=settings.max_num_seqs,
+        )
         self._heartbeat = Heartbeat(
             *(self._broker, self.ledger, self._worker, self._inbox, self._outbox),
             base=self._base_pressure(),
@@ -75,6 +81,10 @@ class Node:
             self._hurry.set()
         self._stop.set()
 
+    async def relieve(self) -> None:
+        """Gives back what this node has no room for and another has; it does so by itself every second."""
+        await self._relief.relieve()
+
     async def run(self, ready: asyncio.Event | None = None) -> None:
         """Serves until `stop`, then drains. Raises what killed the engine; its jobs are then left to other nodes."""
         self._worker.start()
@@ -84,7 +94,7 @@ class Node:
                 ready.set()
             log.info("node serves", extra={"node_id": self.node_id, "pool": self._settings.pool_name})
             async with _background(self._heartbeat_forever(), self._outbox.run()):
-                async with _background(self._take_forever(), self._listen()):
+                async with _background(self._take_forever(), self._listen(), self._relief.run()):
                     await self._until_stopped()
                 await self._drain()
             with suppress(UnavailableError):
@@ -145,6 +155,8 @@ class Node:
     async def _drain(self) -> None:
         """Lets jobs end for a while, then gives the rest back with all their tokens in the log."""
         self._heartbeat.draining = True
+        with suppress(UnavailableError, SweptError):
+            await self._heartbeat.beat()  # at once: whatever becomes of this node now, its jobs are not to blame
         log.info("draining", extra={"num_jobs": len(self.ledger)})
         with suppress(UnavailableError, SweptError):
             await patiently(self._inbox.close, LEAVE_PATIENCE_S)
@@ -157,11 +169,7 @@ class Node:
             await self._give_back(list(self.ledger))
 
     async def _give_back(self, jobs: list[HeldJob]) -> None:
-        wanted = [job for job in jobs if job.outcome is None]
-        leases = [(job.job_id, job.taken.lease, job.claim) for job in wanted]
-        await patiently(lambda: self._broker.give_back(leases), LEAVE_PATIENCE_S)
-        for job in wanted:
-            self._outbox.forget(job)
+        await patiently(lambda: self._relief.give_back(jobs), LEAVE_PATIENCE_S)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the engine's thread."""

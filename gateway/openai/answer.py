@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import PenstockError, error_of
 from penstock.contract.job import Usage
+from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.openai.pieces import PieceWriter
 from penstock.gateway.settings import GatewaySettings
@@ -40,6 +41,7 @@ class Answer(Response):
         super().__init__()
         self._client: AsyncClient = request.app.state.client
         self._settings: GatewaySettings = request.app.state.settings
+        self._metrics: GatewayMetrics = request.app.state.metrics
         self._order = order
         self._dialect = dialect
         self._include_usage = include_usage
@@ -80,7 +82,7 @@ class StreamAnswer(Answer):
             interval_s=settings.keep_alive_s,
             send_timeout_s=settings.send_timeout_s,
         )
-        with contextlib.suppress(CallerGoneError):
+        with contextlib.suppress(CallerGoneError), self._metrics.stream() as self._meter:
             await while_there(self._answer(writer), hang_up(receive), watch)
 
     async def _answer(self, writer: EventWriter) -> None:
@@ -91,6 +93,7 @@ class StreamAnswer(Answer):
         except PenstockError as error:
             if not writer.started:
                 raise
+            self._metrics.refusals.labels(error.code).inc()
             await writer.write(event(error_body(error)))
         await writer.end()
 
@@ -104,9 +107,12 @@ class StreamAnswer(Answer):
                 failed = outcome is not None and outcome.state != "done"
                 if (writer.started or not failed) and (events := pieces.events_of(batch)):
                     await writer.write(events)
+                    self._meter.sent()
                 if outcome is not None and failed:
                     raise error_of(outcome)
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
+        num_choices = len(jobs) * self._order.params.n
+        self._meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
         if self._include_usage:
             await writer.write(event(renderer.last_piece(usages)))
         await writer.write(DONE)

@@ -37,9 +37,10 @@ def _body(message: str, kind: str, code: str, param: str | None) -> dict[str, An
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-async def _on_penstock_error(_: Request, error: Exception) -> JSONResponse:
+async def _on_penstock_error(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, PenstockError):
         raise error
+    request.app.state.metrics.refusals.labels(error.code).inc()
     return error_response(error)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from penstock.gpu_node.engine.detokenizer import Detokenizer
 from penstock.gpu_node.engine.ends import EndReason, EndRule
 from penstock.gpu_node.engine.stop import StopStrings
+
+_log = logging.getLogger(__name__)
 
 
 class ChoiceOutput:
@@ -29,8 +33,28 @@ class ChoiceOutput:
         self._released: list[str] = []
 
     def push(self, token_id: int) -> None:
-        """Take one token; `finish_reason` says afterwards whether it was the last."""
+        """Take one token; `finish_reason` says afterwards whether it was the last.
+
+        Where the tokenizer's library fails at it, the choice ends with an error: others wait for theirs.
+        """
         self.num_tokens += 1
+        try:
+            self._take(token_id)
+        except Exception:
+            _log.exception("a choice's text cannot be made")
+            self.finish_reason = "error"
+
+    def fail(self) -> None:
+        """End the choice because its computation failed."""
+        self._finish("error")
+
+    def take_text(self) -> str:
+        """The text released since the last call."""
+        text = "".join(self._released)
+        self._released.clear()
+        return text
+
+    def _take(self, token_id: int) -> None:
         reason = self._rule.reason(token_id, self.num_tokens)
         if reason == "stop" and not self._includes_stop:
             self._finish(reason)
@@ -43,16 +67,6 @@ class ChoiceOutput:
             return
         if reason is not None:
             self._finish(reason)
-
-    def fail(self) -> None:
-        """End the choice because its computation failed."""
-        self._finish("error")
-
-    def take_text(self) -> str:
-        """The text released since the last call."""
-        text = "".join(self._released)
-        self._released.clear()
-        return text
 
     def _stopped_by(self, text: str) -> bool:
         released, stopped = self._stops.push(text)

@@ -253,17 +253,17 @@ class Engine:
             for seq, token in zip(landed.seqs, landed.token_ids, strict=True):
                 choice = self._live.get(seq)
                 if choice is not None:
-                    outputs.append(self._advance(choice, token))
+                    outputs.append(self._advance(choice, token, has_left=seq in landed.ended))
         return outputs
 
-    def _advance(self, choice: LiveChoice, token: int) -> StepOutput:
+    def _advance(self, choice: LiveChoice, token: int, *, has_left: bool) -> StepOutput:
         if token == FAILED_TOKEN:
             choice.output.fail()
             return self._output(choice, ())
         choice.output.push(token)
         choice.request.completion_tokens += 1
-        if choice.output.finish_reason is not None and choice.seq.row >= 0:
-            self._scheduler.remove(choice.seq)  # its text ends it, which only shows here
+        if choice.output.finish_reason is not None and not has_left:
+            self._scheduler.remove(choice.seq)  # its text ends it, which only shows here, wherever it is by now
         return self._output(choice, (token,))
 
     def _output(self, choice: LiveChoice, token_ids: tuple[int, ...]) -> StepOutput:

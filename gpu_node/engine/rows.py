@@ -68,6 +68,8 @@ class Landed:
 
     seqs: list[Sequence]
     token_ids: list[int]
+    ended: set[Sequence]
+    """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
     broken_blocks: list[int]
     """Blocks of failed sequences, held by nobody and known to nobody."""
 

@@ -133,14 +133,17 @@ class Scheduler:
         self._rows.num_computed[step.rows] = step.ends
         self._rows.append(step.sampled_rows, tokens)
         self._residents.start_forks()
-        token_ids, broken = tokens.tolist(), []
+        landed = Landed(step.sampled_seqs, token_ids := tokens.tolist(), set(), [])
         for i in self._may_end(step, token_ids):
             seq = step.sampled_seqs[i]
             if token_ids[i] == FAILED_TOKEN:
-                broken += self._discard(seq)
+                landed.broken_blocks.extend(self._discard(seq))
             elif seq.row >= 0 and self._ends(seq, token_ids[i]):
                 self.remove(seq)
-        return Landed(step.sampled_seqs, token_ids, broken)
+            else:
+                continue
+            landed.ended.add(seq)
+        return landed
 
     def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
         """Note that a step failed, and that what it was to store or to copy is not there: whoever runs starts over.

@@ -23,6 +23,8 @@ _QUIET_S, _BUSY_S = 1.0, 0.1
 _LOG_EVERY_S = 60.0
 _NUM_LOGGED = 32
 """A memory that ran out once may do so at each of the next steps."""
+_GROWTH = 1.1
+"""A system that runs out of memory kills without a word: only what was logged before can explain it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class MemoryTrail:
         self._counted: Counter[str] = Counter()
         self._num_refused = 0
         self._recorded_s = self._logged_s = -math.inf
+        self._told_bytes = 0
 
     def lines(self) -> list[str]:
         """The records as text, the oldest first."""
@@ -123,6 +126,9 @@ class MemoryTrail:
             holders=tuple(held.most_common(NUM_HOLDERS)),
         )
         self._records.append(record)
+        if record.resident_bytes > _GROWTH * self._told_bytes:
+            self._told_bytes = record.resident_bytes
+            _log.info("memory grew", extra={"record": str(record)})
 
 
 def _resident_bytes() -> int:

@@ -38,13 +38,17 @@ def run(
     batch_id: Annotated[
         str | None, typer.Option(help="A new one asks every row anew; default: made of input and output.")
     ] = None,
+    not_before: Annotated[
+        float | None, typer.Option(min=0, help="Seconds before the rows stand in line, such as until the night.")
+    ] = None,
     via_celery: Annotated[
         bool, typer.Option("--via-celery", help="Let a worker do it; the paths are the worker's.")
     ] = False,
     redis_url: Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")] = None,
 ) -> None:
     """Answer every row of INPUT. Run the same command again after an interruption: it goes on where it stopped."""
-    wanted = Batch(input, output, model, in_flight, batch_id)
+    not_before_s = time.time() + not_before if not_before else None
+    wanted = Batch(input, output, model, in_flight, batch_id, not_before_s)
     url = redis_url_of(redis_url)
     started_s = time.monotonic()
     with BatchBar() as bar:

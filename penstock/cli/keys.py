@@ -33,6 +33,7 @@ def add(
     max_queued_cost: Annotated[int, Limit] = 0,
     jobs_per_minute: Annotated[int, Limit] = 0,
     tokens_per_minute: Annotated[int, Limit] = 0,
+    weight: Annotated[float, typer.Option(min=0.001, max=1000, help="2: twice as much as tenants of weight 1.")] = 1.0,
     burst_s: Annotated[int, typer.Option(min=1, help="So many seconds' worth of a rate may come at once.")] = 10,
     label: Annotated[str, typer.Option(help="What the key is for.")] = "",
     redis_url: RedisUrl = None,
@@ -45,6 +46,7 @@ def add(
         max_queued_cost=max_queued_cost,
         jobs_per_minute=jobs_per_minute,
         tokens_per_minute=tokens_per_minute,
+        weight=weight,
         burst_s=burst_s,
     )
     pepper, scopes = KeySettings.load().key_pepper, scope or ["infer"]

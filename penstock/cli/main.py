@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import audit, batch, demo, doctor, gateway, keys, node, serve, submit
+from penstock.cli import audit, batch, dead, demo, doctor, gateway, keys, node, serve, submit
 from penstock.contract.errors import BusyError, ConfigError, PenstockError, RequestError, UnavailableError
 
 EXIT_FAILED = 1
@@ -67,3 +67,4 @@ for _command in (demo.demo, serve.serve, submit.submit, node.node, gateway.gatew
     app.command()(_command)
 app.add_typer(batch.app, name="batch")
 app.add_typer(keys.app, name="keys")
+app.add_typer(dead.app, name="dead")

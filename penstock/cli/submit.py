@@ -25,6 +25,7 @@ def submit(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     priority: Annotated[PriorityName, typer.Option(help="Who goes first.")] = "standard",
     deadline: Annotated[float | None, typer.Option(help="Seconds after which the answer is of no use.")] = None,
+    not_before: Annotated[float | None, typer.Option(help="Seconds before it stands in line.")] = None,
     tenant: Annotated[str, typer.Option(help="On whose behalf.")] = "default",
     redis_url: Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")] = None,
 ) -> None:
@@ -40,7 +41,8 @@ def submit(
         "seed": seed,
         "stop": tuple(stop or ()),
     }
-    options = {"model": model, "deadline_s": deadline, "tenant": tenant, **sampling}
+    times = {"deadline_s": deadline, "not_before_s": not_before}
+    options = {"model": model, "tenant": tenant, **times, **sampling}
     asyncio.run(_stream(redis_url, text if raw else [{"role": "user", "content": text}], priority, options))
 
 

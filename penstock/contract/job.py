@@ -23,6 +23,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_MESSAGES = 4096
 MAX_TOKENS_LIMIT = 1 << 20
+MAX_DEADLINE_S = 7 * 24 * 3600
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 """A pool's or tenant's name; shards of a pool are written `<pool>~<n>` and carry no other character."""
 _UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
@@ -116,8 +117,8 @@ class Message(_Door):
 class Job(_Door):
     """One request as it is submitted: a prompt in exactly one of three forms, and what the queue must know.
 
-    `id` is `<pool>.<uuidv7>`, minted by the caller, so that a retry is the same job. `deadline_ms` is a
-    duration from the moment of submission.
+    `id` is `<pool>.<uuidv7>`, minted by the caller, so that a retry is the same job. `deadline_ms` and `not_before_ms`
+    are durations from the moment of submission; before the latter it is not taken, nor does it age.
     """
 
     id: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
@@ -127,7 +128,8 @@ class Job(_Door):
     params: SamplingParams = SamplingParams()
     tenant: Name = "default"
     priority: Priority = Priority.STANDARD
-    deadline_ms: int | None = Field(None, ge=1, le=7 * 24 * 3600 * 1000)
+    deadline_ms: int | None = Field(None, ge=1, le=1000 * MAX_DEADLINE_S)
+    not_before_ms: int | None = Field(None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
@@ -136,6 +138,12 @@ class Job(_Door):
         given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(self, n) is not None]
         if len(given) != 1:
             raise ValueError(f"exactly one of prompt, prompt_token_ids, messages must be given, not {given or 'none'}")
+        return self
+
+    @model_validator(mode="after")
+    def _begins_before_deadline(self) -> Self:
+        if self.deadline_ms is not None and (self.not_before_ms or 0) >= self.deadline_ms:
+            raise ValueError(f"not_before_ms ({self.not_before_ms}) must lie before deadline_ms ({self.deadline_ms})")
         return self
 
     @property

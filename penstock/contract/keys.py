@@ -6,15 +6,19 @@ job, `ring` the one that wakes a node; audit may write all of them.
 
     key                    type    writers                              holds; life
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
-    P:back:<p>:<tenant>    zset    give_back, sweep; take, end          ids given back, by submitted ms
+    P:back:<p>:<tenant>    zset    give_back, sweep; take, end          ids given back or let in, by submitted ms
+    P:later                zset    submit; take, sweep, end             ids of jobs with not_before, by when it comes
     P:wait:<p>             zset    submit, give_back, sweep; take, end  all queued ids by submitted ms
     P:due                  zset    submit, give_back, sweep; take, end  queued ids by deadline
     P:turn:<p>             zset    submit, give_back, sweep; take, end  tenants with queued jobs, by virtual time
     P:vtime:<p>            string  take                                 highest virtual time that anybody started at
     P:debt:<p>             zset    take, end; submit, give_back, sweep  tenants without queued jobs that are ahead of it
     P:head                 hash    take                                 class → when the head of its queue was taken
+    P:hold                 hash    take; sweep, leave                   node → what it makes room for, and until when
     P:job:<id>             hash    scripts                              the job's record; result_ttl_ms after its end
-    P:in:<id>              string  submit; end                          the request (wire.py); gone at the end
+    P:in:<id>              string  submit; end, DeadLetters             the request (wire.py); gone at the end, a dead
+                                                                        letter's after 7 days
+    P:dead                 zset    end; sweep, DeadLetters              dead letters by end; 10,000 for 7 days
     P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
     P:out:<id>             string  finish                               the result (wire.py); result_ttl_ms
     P:run:<node>           set     take; end, give_back, beat, sweep    ids a node holds
@@ -33,6 +37,7 @@ job, `ring` the one that wakes a node; audit may write all of them.
     P:rate:<t>             hash    submit                               ms when its next job and token are due
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
     P:sweep                string  sweep                                when it last ran
+    P:count                hash    scripts                              how often what happened, for operators
     P:audit                string  audit                                who repairs this pool at the moment; 10 s
     P:schema               hash    join                                 protocol version; the pool's policy and limits
     penstock:pools         hash    node                                 pool → pool record (wire.py)
@@ -93,6 +98,11 @@ def nodes(pool: str) -> str:
     return f"{prefix(pool)}:nodes"
 
 
+def dead(pool: str) -> str:
+    """Zset: dead letters by when they died."""
+    return f"{prefix(pool)}:dead"
+
+
 def pressure(pool: str) -> str:
     """Hash: node id to packed pressure record."""
     return f"{prefix(pool)}:pressure"
@@ -116,6 +126,11 @@ def promised_bytes(pool: str) -> str:
 def open_jobs(pool: str) -> str:
     """Set: ids of jobs that are not terminal."""
     return f"{prefix(pool)}:open"
+
+
+def counts(pool: str) -> str:
+    """Hash: how often what happened."""
+    return f"{prefix(pool)}:count"
 
 
 def inbox_channel(process: str) -> str:

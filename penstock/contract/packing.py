@@ -36,10 +36,14 @@ def unpack_all(data: bytes) -> list[Any]:
     """All values that lie back to back in `data`; raises WireError."""
     unpacker = _unpacker(data)
     values: list[Any] = []
-    end, tell, unpack, keep = len(data), unpacker.tell, unpacker.unpack, values.append
+    end, tell, skip, unpack, keep = len(data), unpacker.tell, unpacker.skip, unpacker.unpack, values.append
     try:
-        # Not list(unpacker): it takes a value that the data ends in for the end of the data.
+        # First over everything without making anything: a list is reserved at the length that it claims to have.
         while tell() < end:
+            skip()
+        unpacker.feed(data)
+        # Not list(unpacker): it takes a value that the data ends in for the end of the data.
+        while tell() < 2 * end:
             keep(unpack())
     except WireError:
         raise

@@ -13,7 +13,8 @@ simulator its queue with what stands here.
 `aging_ms` since it was submitted or the class's last head was served, whichever is later: so a class is never starved,
 and a backlog of a day, however old, does not turn into the most urgent work there is.
 
-*Bypass.* One that does not fit may be passed by others until it is `bypass_ms` old; then nobody passes it.
+*Bypass.* One that does not fit may be passed by others until it is `bypass_ms` old; then whoever makes room for it
+starts nobody who stands behind it. Of a pool's nodes one does that, and the others go on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
 NUM_CLASSES = 3
 LEAST_URGENT = NUM_CLASSES - 1
 MAX_PASSED = 16
-"""In one look at the queue: so many that do not fit end it."""
+"""In one look at the queue: so many that do not fit and are passed end it."""
 MAX_DEBTS = 1000
 """Tenants whose debt is remembered: the largest debts of a class."""
 HOLD_MS = 1000.0
@@ -151,11 +152,17 @@ class Standing:
 
 
 def choose(
-    waiting: Iterable[C], policy: Policy, standing: Standing, now_ms: float, fits: Callable[[C, int], bool]
+    waiting: Iterable[C],
+    policy: Policy,
+    standing: Standing,
+    now_ms: float,
+    fits: Callable[[C, int], bool],
+    makes_room: Callable[[C], bool] = lambda _: True,
 ) -> list[C]:
     """Who is started now, in order. `fits` is asked with a candidate and the class it counts as, and holds its room.
 
-    Tenants of `waiting` have entered their turns; who is chosen is charged here.
+    `makes_room` is asked with one that does not fit and is too old to be passed: False where somebody else makes room
+    for it. Tenants of `waiting` have entered their turns; who is chosen is charged here.
     """
     chosen: list[C] = []
     num_passed = 0
@@ -166,8 +173,12 @@ def choose(
             if is_head:
                 standing.head_served_ms[candidate.priority] = now_ms
             continue
+        if now_ms - candidate.submitted_ms >= policy.bypass_ms:
+            if makes_room(candidate):
+                break
+            continue
         num_passed += 1
-        if now_ms - candidate.submitted_ms >= policy.bypass_ms or num_passed >= MAX_PASSED:
+        if num_passed >= MAX_PASSED:
             break
     return chosen
 

@@ -8,7 +8,7 @@ NO_LIMIT = 0
 
 
 class Terms(BaseModel):
-    """A tenant's limits in one pool; each is held by the queue itself, over all who submit for the tenant.
+    """A tenant's limits and weight in one pool; they are held by the queue itself, over all who submit for the tenant.
 
     Rates are smooth: `burst_s` seconds' worth may come at once. Tokens are counted by predicted cost.
     """
@@ -21,7 +21,13 @@ class Terms(BaseModel):
     """KV tokens of the jobs that wait."""
     jobs_per_minute: int = Field(NO_LIMIT, ge=0)
     tokens_per_minute: int = Field(NO_LIMIT, ge=0)
+    weight: float = Field(1.0, ge=0.001, le=1000)
+    """Under fair turns a tenant of weight 2 gets twice as much as one of weight 1."""
     burst_s: int = Field(10, ge=1, le=3600)
+
+    def without_limits(self) -> Terms:
+        """Of a job that was accepted once, and may not be refused any more."""
+        return Terms(weight=self.weight)
 
 
 UNLIMITED = Terms()

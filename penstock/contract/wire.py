@@ -103,6 +103,8 @@ class NodePressure:
     max_model_len: int = 0
     revision: str = ""
     draining: bool = False
+    troubles: dict[str, str] = field(default_factory=dict)
+    """Parts of the node that are not well, or were not lately, and why."""
 
 
 @dataclass(frozen=True, slots=True)

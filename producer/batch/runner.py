@@ -47,14 +47,21 @@ async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lamb
     return results.progress
 
 
-async def answer(client: AsyncClient, request: Request, model: str | None, key: str) -> tuple[str, dict[str, Any]]:
+async def answer(
+    client: AsyncClient, request: Request, model: str | None, key: str, *, delay_s: float | None = None
+) -> tuple[str, dict[str, Any]]:
     """Submits one request and waits for its end: the job's id and the response body.
 
     Raises JobFailedError or RequestError when there will be no answer, BusyError or UnavailableError when to try again.
     """
     wanted = request.model or model
     job = await client.submit(
-        request.prompt, model=wanted, params=request.params, priority=Priority.BATCH, idempotency_key=key
+        request.prompt,
+        model=wanted,
+        params=request.params,
+        priority=Priority.BATCH,
+        not_before_s=delay_s,
+        idempotency_key=key,
     )
     result = await job.result(check=False)
     if result.outcome.state != "done":
@@ -118,7 +125,7 @@ class _Run:
     async def _answer_patiently(self, request: Request, key: str) -> tuple[str, dict[str, Any]]:
         while True:
             try:
-                return await answer(self._client, request, self._batch.model, key)
+                return await answer(self._client, request, self._batch.model, key, delay_s=self._batch.delay_s)
             except (BusyError, UnavailableError) as error:
                 self._tell(error.message)
                 await asyncio.sleep(error.retry_after_ms / 1000 * random.uniform(1, 1 + _JITTER))

@@ -12,16 +12,20 @@ from typing import Self, Unpack
 from penstock.contract.admission import estimate_cost
 from penstock.contract.api_keys import ApiKey
 from penstock.contract.broker.connection import connect
+from penstock.contract.broker.dead_letters import DeadLetters
+from penstock.contract.broker.figures import FiguresBroker
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
 from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
+from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.settings import RedisSettings
-from penstock.contract.terms import UNLIMITED
+from penstock.contract.terms import Terms
 from penstock.contract.wire import PoolPressure
 from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door, Warmer
 from penstock.producer.client.courier import Courier
+from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import Inbox
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
@@ -49,13 +53,16 @@ class AsyncClient:
         settings = settings or ClientSettings.load()
         self.stats = ClientStats()
         self._tenant = tenant
+        self._terms = Terms(weight=settings.weight)
         self._redis = connect(url)
         broker = ProducerBroker(self._redis)
+        self._figures = FiguresBroker(self._redis)
         self._courier = Courier(broker, settings.outage_s)
         self._inbox = Inbox(self._redis, broker, settings, self.stats)
         self._pools = Copy(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
         keys = KeyStore(self._redis)
         self._keys = Copy(lambda: self._courier.ask(lambda _: keys.all()), KEYS_TTL_S)
+        self.dead = DeadLetterBox(self._courier, DeadLetters(self._redis), self.submit)
         self._doors: dict[str, Door] = {}
         self._warmer = Warmer(self._pools, self._doors)
         self._warming: asyncio.Task[None] | None = None
@@ -97,6 +104,11 @@ class AsyncClient:
         """Every API key by id, as of at most two seconds ago, for those who let others in."""
         return await self._keys.get()
 
+    async def figures(self) -> tuple[list[PoolFigures], tuple[int, int]]:
+        """What operators watch: figures of all pools, and the bytes that Redis uses and may use (0: no limit)."""
+        figures = await self._courier.ask(lambda _: self._figures.all())
+        return figures, await self._courier.ask(lambda _: self._figures.memory())
+
     async def pressure(self, pool: str) -> PoolPressure:
         """A pool's live nodes and backlog, as of at most a quarter of a second ago."""
         return await self._door(pool).pressure()
@@ -115,7 +127,7 @@ class AsyncClient:
         await self._door(job.pool).admit(cost, job.priority)
         self._warmer.want()
         return await self._enqueue(
-            Submission(job, cost, options.get("channel", False), options.get("terms") or UNLIMITED)
+            Submission(job, cost, options.get("channel", False), options.get("terms") or self._terms)
         )
 
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:

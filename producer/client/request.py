@@ -12,10 +12,8 @@ from pydantic import ValidationError
 
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
-from penstock.contract.job import Job, Message, Priority, SamplingParams, pool_of
+from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
 from penstock.contract.terms import Terms
-
-MAX_DEADLINE_S = 7 * 24 * 3600
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message]
 """Text, token ids, or the messages of a chat."""
@@ -31,6 +29,8 @@ class SubmitOptions(TypedDict, total=False):
     priority: Priority
     deadline_s: float | None
     """The job expires when it is not done by then."""
+    not_before_s: float | None
+    """The job waits for so long before it stands in line."""
     channel: bool
     """Publish each chunk on the job's own channel too, for any Redis client."""
     background: bool
@@ -40,7 +40,7 @@ class SubmitOptions(TypedDict, total=False):
     job_id: str | None
     tenant: str | None
     terms: Terms | None
-    """The tenant's limits; none by default."""
+    """The tenant's limits and weight; without limits, and of the client's weight, by default."""
 
     n: int
     temperature: float
@@ -62,7 +62,7 @@ class SubmitOptions(TypedDict, total=False):
 
 
 _QUEUEING = frozenset({"priority", "background", "idempotency_key"})
-_ELSEWHERE = frozenset({"model", "params", "deadline_s", "channel", "job_id", "tenant", "terms"})
+_ELSEWHERE = frozenset({"model", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"})
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
 """Fields of a job that callers know by another name."""
 
@@ -105,7 +105,8 @@ def build_job(prompt: Prompt, options: SubmitOptions, pool: str, tenant: str) ->
             id=options.get("job_id") or f"{pool}.{uuid_utils.uuid7()}",
             tenant=options.get("tenant") or tenant,
             params=_sampling_params(options.get("params"), sampling),
-            deadline_ms=_deadline_ms(options.get("deadline_s")),
+            deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
+            not_before_ms=_not_before_ms(options),
             **_prompt_field(prompt),
             **queueing,
         )
@@ -147,9 +148,20 @@ def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any])
     return params
 
 
-def _deadline_ms(deadline_s: float | None) -> int | None:
-    if deadline_s is None:
+def _not_before_ms(options: SubmitOptions) -> int | None:
+    not_before_s, deadline_s = options.get("not_before_s"), options.get("deadline_s")
+    if not not_before_s:
         return None
-    if not isinstance(deadline_s, (int, float)) or not 0 < deadline_s <= MAX_DEADLINE_S:
-        raise RequestError(f"deadline_s must be above 0 and at most {MAX_DEADLINE_S} seconds", param="deadline_s")
-    return math.ceil(1000 * deadline_s)
+    not_before_ms = _duration_ms(not_before_s, "not_before_s")
+    if deadline_s is not None and not_before_s >= deadline_s:
+        message = f"not_before_s ({not_before_s}) must lie before deadline_s ({deadline_s})"
+        raise RequestError(message, param="not_before_s")
+    return not_before_ms
+
+
+def _duration_ms(duration_s: float | None, name: str) -> int | None:
+    if duration_s is None:
+        return None
+    if not isinstance(duration_s, (int, float)) or not 0 < duration_s <= MAX_DEADLINE_S:
+        raise RequestError(f"{name} must be above 0 and at most {MAX_DEADLINE_S} seconds", param=name)
+    return math.ceil(1000 * duration_s)

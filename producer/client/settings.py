@@ -24,5 +24,7 @@ class ClientSettings(Settings):
     """How long a stream may be silent before its state is compared with the broker's."""
     read_beat_interval_s: float = Field(1.0, gt=0, le=10)
     """How often a pool with open streams hears that its reader lives; pools give up on readers after 30 s."""
+    weight: float = Field(1.0, ge=0.001, le=1000)
+    """Of this client's tenant under fair turns, for jobs that are submitted without terms of their own."""
     outage_s: float = Field(30.0, ge=0, le=3600)
     """How long an absence of Redis is waited out."""

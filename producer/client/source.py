@@ -58,7 +58,7 @@ class JobSource:
                 raise
             self._inbox.stats.resubmits += 1
             # It was accepted once: no limit may refuse it now.
-            again = await self._submit_again(replace(self._submission, terms=UNLIMITED))
+            again = await self._submit_again(replace(self._submission, terms=self._submission.terms.without_limits()))
             standing = Attached(again.state, again.num_chunks, again.pushed)
         self.feed.note(standing)
         return standing

@@ -12,9 +12,10 @@ from uuid_utils import uuid7
 
 from penstock.contract import keys
 from penstock.contract.broker import scripts
-from penstock.contract.broker.node import Emission, NodeBroker, Room, TakeAnswer, Taken
+from penstock.contract.broker.node import Emission, NodeBroker, Return, Room, TakeAnswer, Taken
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Chunk, Job, Outcome, Priority
+from penstock.contract.terms import Terms
 from penstock.contract.wire import NodePressure, PoolRecord, encode_chunk
 
 POOL = "m"
@@ -113,12 +114,18 @@ class FakeNode:
         last = Emission(taken.job_id, taken.lease, start, chunks_of(taken.job_id, start, count))
         return await self.broker.finish(last, outcome or Outcome("done"), b"result", kv_ms=kv_ms)
 
-    async def give_back(self, taken: Taken, cost: int | None = None) -> str:
-        return (await self.broker.give_back([(taken.job_id, taken.lease, taken.cost if cost is None else cost)]))[0]
+    async def give_back(
+        self, taken: Taken, cost: int | None = None, most: int = 0, *, only_if_room: bool = False
+    ) -> str:
+        returned = Return(taken.job_id, taken.lease, taken.cost if cost is None else cost, most)
+        return (await self.broker.give_back([returned], only_if_room=only_if_room))[0]
 
-    async def beat(self, held: Sequence[str] | None = None, *, answered: int | None = None, free: int = 1000) -> Any:
+    async def beat(
+        self, held: Sequence[str] | None = None, *, answered: int | None = None, free: int = 1000, **record: Any
+    ) -> Any:
         answered_call = self.call if answered is None else answered
-        return await self.broker.beat(NodePressure(self.name), free=free, answered_call=answered_call, held=held)
+        pressure = NodePressure(self.name, **{"revision": self.revision, "max_num_seqs": 256, **record})
+        return await self.broker.beat(pressure, free=free, answered_call=answered_call, held=held)
 
 
 @dataclass
@@ -155,10 +162,19 @@ class Queue:
         return node
 
     async def submit(
-        self, job: Job | None = None, *, cost: int = 100, inbox: str = "", channel: bool = False, **fields: Any
+        self,
+        job: Job | None = None,
+        *,
+        cost: int = 100,
+        inbox: str = "",
+        channel: bool = False,
+        weight: float = 1.0,
+        **fields: Any,
     ) -> str:
         job = job or new_job(**fields)
-        return (await self.producer.submit(job, cost=cost, inbox=inbox, channel=channel)).job_id
+        return (
+            await self.producer.submit(job, cost=cost, inbox=inbox, channel=channel, terms=Terms(weight=weight))
+        ).job_id
 
     async def submit_many(self, count: int, **fields: Any) -> list[str]:
         """Jobs whose order of submission is plain, also when they fall into one millisecond."""

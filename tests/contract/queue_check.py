@@ -11,7 +11,8 @@ from contract.queue_model import TERMINAL, ModelJob, QueueModel
 from penstock.contract.wire import decode_chunks
 
 OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took", "queued", "bytes"}
-OF_POLICY = {"turn", "vtime", "debt", "head"}
+OF_THE_POOL |= {"count"}
+OF_POLICY = {"turn", "vtime", "debt", "head", "hold"}
 Dump = dict[str, Any]
 
 
@@ -43,6 +44,8 @@ def check_sets(found: Dump, model: QueueModel) -> None:
     """Queues, sets and sums hold exactly what the jobs say of themselves; an empty one does not exist."""
     expected: Dump = {}
     for job in model.jobs.values():
+        if job.is_dead:
+            expected.setdefault("dead", set()).add(job.job_id)
         if job.state in TERMINAL:
             continue
         expected.setdefault("open", set()).add(job.job_id)
@@ -50,11 +53,14 @@ def check_sets(found: Dump, model: QueueModel) -> None:
         if job.state == "running":
             expected.setdefault(f"run:{job.node}", set()).add(job.job_id)
             continue
+        if job.has_deadline:
+            expected.setdefault("due", set()).add(job.job_id)
+        if job.is_later:
+            expected.setdefault("later", set()).add(job.job_id)
+            continue
         kind = "back" if job.is_back else "q"
         expected.setdefault(f"{kind}:{job.priority}:{job.tenant}", set()).add(job.job_id)
         expected.setdefault(f"wait:{job.priority}", set()).add((job.job_id, float(job.submitted_ms)))
-        if job.has_deadline:
-            expected.setdefault("due", set()).add(job.job_id)
     per_job = {"job", "log", "in", "out"}
     names = {name for name in found if name.partition(":")[0] not in per_job | OF_THE_POOL | OF_POLICY}
     assert {name: _members(name, found[name]) for name in names} == expected
@@ -71,13 +77,15 @@ def check_sets(found: Dump, model: QueueModel) -> None:
 
 
 def check_policy(found: Dump, model: QueueModel) -> None:
-    """Tenants' virtual times are the model's to the last bit; class heads were served when it says."""
+    """Tenants' virtual times are the model's to the last bit; heads were served, and room is made, as it says."""
     for p, turns in enumerate(model.standing.turns):
         assert _times(found.get(f"turn:{p}", [])) == turns.times
         assert _times(found.get(f"debt:{p}", [])) == turns.debts
         assert float(found.get(f"vtime:{p}", 0)) == turns.now
         served_ms = int(found.get("head", {}).get(str(p).encode(), 0))
         assert abs(served_ms - model.standing.head_served_ms[p]) < 3_600_000
+    holds = {node.decode(): value.decode().split() for node, value in found.get("hold", {}).items()}
+    assert {node: held for node, (held, until_ms) in holds.items() if int(until_ms) > 1} == model.holds
 
 
 def _times(zset: list[tuple[bytes, float]]) -> dict[str, float]:
@@ -100,7 +108,7 @@ def check_jobs(found: Dump, model: QueueModel) -> None:
         assert log[: len(job.log)] == job.log
         ends = log[len(job.log) :]
         assert len(ends) == (job.state in TERMINAL)
-        assert (f"in:{job.job_id}" in found) is (job.state not in TERMINAL)
+        assert (f"in:{job.job_id}" in found) is (job.state not in TERMINAL or job.is_dead)
         assert (f"out:{job.job_id}" in found) is (job.state == "done")
         chunks = decode_chunks(b"".join(log))
         assert [chunk.index for chunk in chunks] == list(range(len(log)))

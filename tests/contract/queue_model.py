@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from penstock.contract.policy import Policy, Standing, choose
 
 PROGRESS_CHUNKS = 4
 MAX_LOSSES = 3
+MAX_PREEMPTIONS = 3
+SUSPECTS = "suspects"
 KV_TOTAL = 300
 SLOTS_TOTAL = 8
 TERMINAL = ("done", "failed", "cancelled", "expired")
@@ -22,6 +24,7 @@ class ModelNode:
     revision: str
     is_known: bool = True
     is_silent: bool = False
+    is_draining: bool = False
     call: int = 0
     answer: list[tuple[ModelJob, str]] = field(default_factory=list)
 
@@ -37,6 +40,9 @@ class ModelJob:
     cost: int
     is_background: bool
     has_deadline: bool
+    weight: float = 1.0
+    is_later: bool = False
+    is_up: bool = True
     submitted_ms: int = 0
     state: str = "queued"
     code: str = ""
@@ -55,6 +61,15 @@ class ModelJob:
     is_back: bool = False
     charge: float = 0.0
     urgency: int = 0
+    waits_as: str = ""
+
+    @property
+    def is_dead(self) -> bool:
+        return self.code == "node_lost"
+
+    @property
+    def is_suspect(self) -> bool:
+        return 0 < self.losses >= MAX_LOSSES - 1 and len(self.log) - self.mark < PROGRESS_CHUNKS
 
     def is_held(self, node: str, lease: str) -> bool:
         return self.state == "running" and (self.node, self.lease) == (node, lease)
@@ -82,6 +97,43 @@ class ModelJob:
         self.log += chunks[len(self.log) - index :]
 
 
+@dataclass
+class _Look:
+    """A node's look at the queue: what fits, and what it makes room for."""
+
+    room: list[int]
+    slots: list[int]
+    num_running: int
+    held_by_others: set[str]
+    taken: list[ModelJob] = field(default_factory=list)
+    made_room_for: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """A suspect that was taken stays alone."""
+        return any(job.is_suspect for job in self.taken)
+
+    def fits(self, job: ModelJob, urgency: int) -> bool:
+        need, places = min(job.cost, KV_TOTAL), min(job.n, SLOTS_TOTAL)
+        must_wait = job.is_suspect and bool(self.num_running + len(self.taken))
+        job.waits_as = SUSPECTS if must_wait else job.job_id
+        if self.is_over or must_wait or need > self.room[urgency] or places > self.slots[urgency]:
+            return False
+        for lower in range(urgency, 3):
+            self.room[lower] -= need
+            self.slots[lower] -= places
+        job.urgency = urgency
+        self.taken.append(job)
+        return True
+
+    def makes_room(self, job: ModelJob) -> bool:
+        if not self.is_over:
+            if job.waits_as in self.held_by_others:
+                return False
+            self.made_room_for = job.waits_as
+        return True
+
+
 class QueueModel:
     """What each call must answer, and what it must leave behind."""
 
@@ -91,47 +143,55 @@ class QueueModel:
         self.standing = Standing()
         self.jobs: dict[str, ModelJob] = {}
         self.nodes: dict[str, ModelNode] = {}
+        self.holds: dict[str, str] = {}
+        """By node, what it makes room for: a job's id, or any suspect."""
 
     def queued(self, priority: int) -> list[ModelJob]:
-        jobs = (j for j in self.jobs.values() if j.state == "queued" and j.priority == priority)
-        return sorted(jobs, key=lambda j: (j.submitted_ms, j.job_id))
+        jobs = (j for j in self.jobs.values() if j.state == "queued" and j.priority == priority and not j.is_later)
+        return sorted(jobs, key=_age)
 
     def running(self, node: str) -> list[ModelJob]:
-        return [j for j in self.jobs.values() if j.state == "running" and j.node == node]
+        jobs = [j for j in self.jobs.values() if j.state == "running" and j.node == node]
+        return sorted(jobs, key=_age)
 
     def submit(self, job: ModelJob) -> None:
         self.jobs[job.job_id] = job
-        self.standing.turns[job.priority].enter(job.tenant)
+        if not job.is_later:
+            self.standing.turns[job.priority].enter(job.tenant)
+
+    def let_in(self) -> None:
+        """Jobs whose time has come stand in the queue."""
+        later = [j for j in self.jobs.values() if j.state == "queued" and j.is_later and j.is_up]
+        for job in sorted(later, key=_age):
+            job.is_later, job.is_back = False, True
+            self.standing.turns[job.priority].enter(job.tenant)
 
     def take(self, node: ModelNode, room: list[int], slots: list[int], hold_ms: float) -> list[ModelJob]:
         """Jobs that the node is given, in order; their leases are the caller's to fill in."""
-
-        def fits(job: ModelJob, urgency: int) -> bool:
-            need, places = min(job.cost, KV_TOTAL), min(job.n, SLOTS_TOTAL)
-            if need > room[urgency] or places > slots[urgency]:
-                return False
-            for lower in range(urgency, 3):
-                room[lower] -= need
-                slots[lower] -= places
-            job.urgency = urgency
-            return True
-
+        self.let_in()
+        running = self.running(node.name)
         queued = [job for priority in range(3) for job in self.queued(priority) if not job.is_over]
         ours = [j for j in queued if j.avoids != node.name and (not j.log or j.revision == node.revision)]
         for job in ours:
-            job.charge = job.cost * hold_ms
-        taken = choose(ours, self.policy, self.standing, self.now_ms, fits)
-        for job in taken:
+            job.charge = job.cost * hold_ms / job.weight
+        held_by_others = {name for other, name in self.holds.items() if other != node.name}
+        look = _Look(room, slots, len(running), held_by_others)
+        if not (len(running) == 1 and running[0].is_suspect):
+            choose(ours, self.policy, self.standing, self.now_ms, look.fits, look.makes_room)
+        self.holds.pop(node.name, None)
+        if look.made_room_for:
+            self.holds[node.name] = look.made_room_for
+        for job in look.taken:
             job.state, job.node, job.revision, job.is_back = "running", node.name, node.revision, False
             self._leave_turn(job)
-        return taken
+        return look.taken
 
     def _leave_turn(self, job: ModelJob) -> None:
         if job.tenant not in {other.tenant for other in self.queued(job.priority)}:
             self.standing.turns[job.priority].leave(job.tenant)
 
     def end_if_over(self, job: ModelJob) -> bool:
-        was_queued = job.state == "queued"
+        was_queued = job.state == "queued" and not job.is_later
         if not job.end_if_over():
             return False
         if was_queued:
@@ -168,16 +228,27 @@ class QueueModel:
         job.append(index, chunks)
         job.end("done", "")
         if kv_ms is not None:
-            self.standing.turns[job.priority].correct(job.tenant, kv_ms - job.charge)
+            self.standing.turns[job.priority].correct(job.tenant, kv_ms / job.weight - job.charge)
         return "OK"
 
-    def give_back(self, job: ModelJob, node: ModelNode, lease: str, cost: int) -> str:
+    def give_back(
+        self, job: ModelJob, node: ModelNode, lease: str, cost: int, most: int = 0, roomy: Collection[str] | None = None
+    ) -> str:
+        """`roomy`: the nodes with room for another job of 500; None where nobody asks for room elsewhere."""
         if not job.is_held(node.name, lease):
             return "FENCED"
-        if not self.end_if_over(job):
-            self._requeue(job)
-            job.cost, job.avoids = cost, node.name
-            job.preemptions += 1
+        if self.end_if_over(job):
+            return "OK"
+        if job.preemptions + 1 >= MAX_PREEMPTIONS:
+            cost = max(cost, most)
+        if roomy is not None:
+            others = [self.nodes[name] for name in roomy if name != node.name]
+            able = [other for other in others if other.revision == job.revision or not job.log]
+            if not able or cost > 500 or job.n > SLOTS_TOTAL:
+                return "NO_ROOM"
+        self._requeue(job)
+        job.cost, job.avoids = cost, node.name
+        job.preemptions += 1
         return "OK"
 
     def cancel(self, job: ModelJob) -> str:
@@ -199,23 +270,30 @@ class QueueModel:
         return cancelled, expired, set(held) - {j.job_id for j in running}
 
     def sweep(self) -> None:
-        for job in [j for priority in range(3) for j in self.queued(priority)]:
-            if job.is_past_deadline:
-                self.end_if_over(job)
+        due = [j for j in self.jobs.values() if j.state == "queued" and j.is_past_deadline]
         for node in self.nodes.values():
             if node.is_known and node.is_silent:
                 node.is_known = False
+                self.holds.pop(node.name, None)
                 for job in self.running(node.name):
-                    self._lose(job)
+                    self._lose(job, node)
+        for job in due:
+            self.end_if_over(job)
+        self.let_in()
 
-    def _lose(self, job: ModelJob) -> None:
-        if len(job.log) - job.mark >= PROGRESS_CHUNKS:
-            job.losses = 0
-        elif job.node not in job.lost_nodes:
-            job.losses += 1
-        job.mark = len(job.log)
-        job.lost_nodes.add(job.node)
+    def _lose(self, job: ModelJob, node: ModelNode) -> None:
+        if not node.is_draining:
+            if len(job.log) - job.mark >= PROGRESS_CHUNKS:
+                job.losses, job.lost_nodes = 0, {node.name}
+            elif job.node not in job.lost_nodes:
+                job.losses += 1
+                job.lost_nodes.add(node.name)
+            job.mark = len(job.log)
         if job.losses >= MAX_LOSSES:
             job.end("failed", "node_lost")
         elif not self.end_if_over(job):
             self._requeue(job)
+
+
+def _age(job: ModelJob) -> tuple[int, str]:
+    return job.submitted_ms, job.job_id

@@ -189,6 +189,9 @@ async def end_by_sweep(queue: Queue) -> str:
     return taken.job_id
 
 
+DEAD_LIFE_MS = 7 * 24 * 3600 * 1000
+
+
 @pytest.mark.parametrize("end", [end_by_finish, end_in_the_queue, end_after_give_back, end_by_sweep])
 async def test_ended_job_leaves_nothing_that_lives_for_ever(
     queue: Queue, end: Callable[[Queue], Awaitable[str]]
@@ -198,7 +201,22 @@ async def test_ended_job_leaves_nothing_that_lives_for_ever(
     limits = {f"job:{job_id}": SCHEMA["result_ttl_ms"], f"log:{job_id}": SCHEMA["log_ttl_ms"]}
     if end in (end_by_finish, end_after_give_back):
         limits[f"out:{job_id}"] = SCHEMA["result_ttl_ms"]
-    of_the_pool = {"schema", "nodes", "revs", "free", "pressure", "backlog", "bytes", "readers", "sweep"}
+    if end is end_by_sweep:
+        # A dead letter can be looked at for a week.
+        limits |= {f"job:{job_id}": DEAD_LIFE_MS, f"in:{job_id}": DEAD_LIFE_MS}
+    of_the_pool = {
+        "schema",
+        "nodes",
+        "revs",
+        "free",
+        "pressure",
+        "backlog",
+        "bytes",
+        "readers",
+        "sweep",
+        "dead",
+        "count",
+    }
     of_the_pool |= {"head", "vtime", "debt"}
     names = await queue.keys()
     assert {name for name in names if name.partition(":")[0] not in ("took", *of_the_pool)} == set(limits)

@@ -218,7 +218,7 @@ async def test_job_submitted_without_a_reader_has_the_grace_time_too(queue: Queu
     assert await unheard(queue, taken)
 
 
-@pytest.mark.parametrize("swept_ms_ago", [None, LEASE_MS])
+@pytest.mark.parametrize("swept_ms_ago", [None, -5000, LEASE_MS // 2 + 200, LEASE_MS])
 async def test_nobody_is_judged_while_the_pool_is_not_swept(queue: Queue, swept_ms_ago: int | None) -> None:
     taken = await queue.running(await queue.node(), background=False, inbox="me")
     await queue.age("readers", "me", ABANDONED_MS)

@@ -33,14 +33,15 @@ from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.node import Emission, SweptError, Taken
 from penstock.contract.errors import ConflictError, InvariantError
-from penstock.contract.job import Chunk, Job, Outcome, Priority, SamplingParams
+from penstock.contract.job import MAX_DEADLINE_S, Chunk, Job, Outcome, Priority, SamplingParams
 from penstock.contract.policy import Policy, PolicyName
-from penstock.contract.wire import encode_chunk
+from penstock.contract.terms import Terms
+from penstock.contract.wire import NodePressure, encode_chunk, encode_record
 
 T = TypeVar("T")
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 LEASE_MS = 1_000_000  # longer than an example runs: nodes die when they are told to
-FOREVER_MS = 1_000_000_000
+FOREVER_MS = 500_000_000
 AGING_MS = 1_000_000_000
 """Times that decide about the order lie so far apart that no run is long enough to move them."""
 SCHEMA = {
@@ -50,7 +51,7 @@ SCHEMA = {
     "progress_chunks": PROGRESS_CHUNKS,
     "reattach_grace_ms": FOREVER_MS,
 }
-NODES = {"n0": "r1", "n1": "r1", "n2": "r2"}
+NODES = {"n0": "r1", "n1": "r1", "n2": "r1", "n3": "r2"}
 node_names = st.sampled_from(sorted(NODES))
 picks = st.integers(0, 1000)
 
@@ -104,8 +105,9 @@ class QueueMachine(RuleBasedStateMachine):
     def start(self, name: PolicyName, bypass_ms: int) -> None:
         """Most of what can happen needs a node and jobs."""
         self.model = QueueModel(Policy(name, AGING_MS, bypass_ms * AGING_MS), self.run(self.queue.now_ms()))
-        self.join("n0")
-        for cost in (10, 120, 10):
+        for node in ("n0", "n1", "n2"):
+            self.join(node)
+        for cost in (10, 120, 10, 200):
             self.submit("a", Priority.STANDARD, 1, cost, cost == 120, cost == 10)
 
     # Producers
@@ -117,16 +119,33 @@ class QueueMachine(RuleBasedStateMachine):
         cost=st.sampled_from((10, 50, 120, 900)),
         background=st.booleans(),
         deadline=st.booleans(),
+        weight=st.sampled_from((1.0, 4.0, 0.3)),
+        later=st.sampled_from((False, False, True)),
     )
-    def submit(self, tenant: str, priority: Priority, n: int, cost: int, background: bool, deadline: bool) -> None:
+    def submit(
+        self,
+        tenant: str,
+        priority: Priority,
+        n: int,
+        cost: int,
+        background: bool,
+        deadline: bool,
+        weight: float = 1.0,
+        later: bool = False,
+    ) -> None:
         fields = {"tenant": tenant, "priority": priority, "background": background, "params": SamplingParams(n=n)}
-        job = new_job(**fields, deadline_ms=60_000 if deadline else None)
-        assert not self.run(self.queue.producer.submit(job, cost=cost, inbox="me")).existed
-        known = ModelJob(job.id, tenant, priority, n, cost, background, deadline)
+        times = {
+            "deadline_ms": 1000 * MAX_DEADLINE_S if deadline else None,
+            "not_before_ms": FOREVER_MS // 2 if later else None,
+        }
+        job = new_job(**fields, **times)
+        assert not self.run(self.queue.producer.submit(job, cost=cost, inbox="me", terms=Terms(weight=weight))).existed
+        known = ModelJob(job.id, tenant, priority, n, cost, background, deadline, weight, later, is_up=not later)
         # Not Redis's clock: jobs of one millisecond would have no order that the next run repeats.
         known.submitted_ms = self.model.now_ms - 25 * AGING_MS + len(self.requests) * AGING_MS // 4 - AGING_MS // 8
-        self.sync.hset(f"{P}:job:{job.id}", "submitted", known.submitted_ms)
-        self.sync.zadd(f"{P}:wait:{int(priority)}", {job.id: known.submitted_ms})
+        if not later:
+            self.sync.hset(f"{P}:job:{job.id}", "submitted", known.submitted_ms)
+            self.sync.zadd(f"{P}:wait:{int(priority)}", {job.id: known.submitted_ms})
         self.model.submit(known)
         self.requests.append(job)
 
@@ -150,10 +169,11 @@ class QueueMachine(RuleBasedStateMachine):
         job = self.job(pick)
         assert self.run(self.queue.producer.cancel(job.job_id, job.tenant)) == self.model.cancel(job)
 
-    @rule(pick=picks, what=st.sampled_from(("deadline", "unread", "avoid")))
+    @rule(pick=picks, what=st.sampled_from(("deadline", "unread", "avoid", "not_before")))
     def time_passes(self, pick: int, what: str) -> None:
-        """A deadline passes, the last reader is gone for long, or a node was avoided for long enough."""
-        job = self.job(pick)
+        """A deadline passes, a job's time comes, the last reader is gone, or a node was avoided for long enough."""
+        later = [place for place, job in enumerate(self.model.jobs.values()) if job.is_later and not job.is_up]
+        job = self.job(later[pick % len(later)] if later and what == "not_before" else pick)
         key = f"{P}:job:{job.job_id}"
         if what == "unread":
             self.run(self.queue.producer.detach(job.job_id, "me"))
@@ -169,6 +189,10 @@ class QueueMachine(RuleBasedStateMachine):
         elif what == "avoid":
             job.avoids = ""
             self.sync.hset(key, "avoid_until", 0)
+        elif what == "not_before" and job.is_later:
+            job.is_up = True
+            self.sync.hset(key, "submitted", job.submitted_ms)
+            self.sync.zadd(f"{P}:later", {job.job_id: job.submitted_ms}, xx=True)
 
     # Nodes
 
@@ -179,7 +203,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.run(node.join(**SCHEMA, policy=policy.name, aging_ms=policy.aging_ms, bypass_ms=policy.bypass_ms))
         self.sync.set(f"{P}:sweep", self.run(self.queue.now_ms()))
         known = self.model.nodes.setdefault(name, ModelNode(name, NODES[name]))
-        known.is_known, known.is_silent = True, False
+        known.is_known, known.is_silent, known.is_draining = True, False, False
 
     @rule(priority=st.sampled_from(Priority), risen=st.integers(1, 4))
     def class_is_not_served_for_long(self, priority: Priority, risen: int) -> None:
@@ -267,11 +291,31 @@ class QueueMachine(RuleBasedStateMachine):
             assert answer == self.model.finish(job, self.model.nodes[node.name], taken.lease, index, chunks, kv_ms)
 
     @precondition(lambda self: self.handles)
-    @rule(pick=picks, cost=st.sampled_from((5, 70, 400)))
-    def give_back(self, pick: int, cost: int) -> None:
+    @rule(pick=picks, cost=st.sampled_from((5, 70, 400)), roomy=st.none() | st.sets(node_names))
+    def give_back(self, pick: int, cost: int, roomy: set[str] | None) -> None:
+        """`roomy`: the nodes with room, where the job is only to go to one of those."""
         job, node, taken = self.handle(pick)
-        answer = self.run(node.give_back(taken, cost))
-        assert answer == self.model.give_back(job, self.model.nodes[node.name], taken.lease, cost)
+        roomy = {name for name in roomy if name in self.nodes and self.model.nodes[name].is_known} if roomy else roomy
+        for name, other in self.nodes.items() if roomy is not None else ():
+            if self.model.nodes[name].is_known:
+                self.tell(other, free=500 if name in roomy else 0)
+        answer = self.run(node.give_back(taken, cost, 450, only_if_room=roomy is not None))
+        known = self.model.nodes[node.name]
+        assert answer == self.model.give_back(job, known, taken.lease, cost, 450, roomy)
+
+    def tell(self, node: FakeNode, free: int) -> None:
+        """Writes what a beat would say of a node."""
+        self.sync.zadd(f"{P}:free", {node.name: free})
+        draining = self.model.nodes[node.name].is_draining
+        record = NodePressure(node.name, max_num_seqs=SLOTS_TOTAL, revision=node.revision, draining=draining)
+        self.sync.hset(f"{P}:pressure", node.name, encode_record(record))
+
+    @rule(pick=picks)
+    def node_that_makes_room_does_not_call_for_long(self, pick: int) -> None:
+        node, _ = self.node(pick)
+        held = self.model.holds.pop(node.name, None)
+        if held:
+            self.sync.hset(f"{P}:hold", node.name, f"{held} 1")
 
     @rule(pick=picks, forgets=st.sets(picks, max_size=2), claims=st.booleans())
     def beat(self, pick: int, forgets: set[int], claims: bool) -> None:
@@ -283,13 +327,38 @@ class QueueMachine(RuleBasedStateMachine):
             with pytest.raises(SweptError):
                 self.run(node.beat(held))
             return
-        answer = self.run(node.beat(held))
+        answer = self.run(node.beat(held, draining=known.is_draining))
         assert (set(answer.cancelled), set(answer.expired), set(answer.fenced)) == self.model.beat(known, held)
 
+    @rule(pick=picks, drains=st.sampled_from((False, False, True)), returns=st.booleans())
+    def node_dies(self, pick: int, drains: bool, returns: bool) -> None:
+        self.node_falls_silent(pick, drains)
+        self.sweep()
+        if returns:
+            self.join(self.node(pick)[0].name)
+
+    @rule(number=st.integers(1, 4), slots=st.integers(1, 20))
+    def nodes_die_one_after_the_other(self, number: int, slots: int) -> None:
+        for place in range(min(number, len(self.nodes))):
+            self.take(place, 1000, slots, 1.0)
+            self.node_dies(place, drains=False, returns=True)
+
+    @rule(pick=picks, slots=st.integers(1, 20), count=st.integers(0, 6), ends=st.booleans())
+    def node_works(self, pick: int, slots: int, count: int, ends: bool) -> None:
+        """What it takes gets chunks, and perhaps an end."""
+        num_known = len(self.handles)
+        self.take(pick, 1000, slots, 2000.0)
+        for place in range(len(self.handles) - num_known):
+            self.emit(place, 0, count, 1)
+            if ends:
+                self.finish(place, 0, 1, 1, 7.5)
+
     @rule(pick=picks)
-    def node_falls_silent(self, pick: int) -> None:
+    def node_falls_silent(self, pick: int, drains: bool = False) -> None:
         node, known = self.node(pick)
         if known.is_known:
+            known.is_draining = known.is_draining or drains
+            self.tell(node, free=0)
             self.sync.zadd(f"{P}:nodes", {node.name: 1}, xx=True)
             known.is_silent = True
 
@@ -298,8 +367,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.run(self.queue.sweep(since_last_ms=LEASE_MS // 4))
         self.model.sweep()
 
-    @rule()
-    def everything_ends(self) -> None:
+    @rule(is_wanted=st.sampled_from((False,) * 9 + (True,)))
+    def everything_ends(self, is_wanted: bool) -> None:
+        if not is_wanted:
+            return
         for job in self.model.jobs.values():
             self.cancel(list(self.model.jobs).index(job.job_id))
         for pick in range(len(self.nodes)):
@@ -324,7 +395,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(1800 if FULL else 120)
 def test_scripts_do_what_the_model_does(redis_url: str) -> None:
-    examples, steps = (1500, 80) if FULL else (100, 30)
+    examples, steps = (2000, 60) if FULL else (200, 40)
     stateful.run_state_machine_as_test(
         type("Machine", (QueueMachine,), {"url": redis_url}),
         settings=settings(

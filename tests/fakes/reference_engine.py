@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOut
 
 VOCAB = 26
 BLOCK_SIZE = 16
+MAX_REMEMBERED = 4096
 
 
 def reference_token(seed: int, choice: int, position: int, previous: int) -> int:
@@ -115,8 +117,9 @@ class ReferenceEngine:
         self.max_model_len = 4096
         self.num_kv_tokens = kv_tokens
         self.revision = revision
-        self.batches: list[int] = []
-        self.callers: list[tuple[int, str]] = []
+        self.batches: deque[int] = deque(maxlen=MAX_REMEMBERED)
+        self.callers: deque[tuple[int, str]] = deque(maxlen=MAX_REMEMBERED)
+        self._num_steps = 0
         self._step_s = step_s
         self._max_num_seqs = max_num_seqs
         self._live: list[_Live] = []
@@ -163,6 +166,7 @@ class ReferenceEngine:
         if self._step_s:
             time.sleep(self._step_s)
         batch = self._live[: self._max_num_seqs]
+        self._num_steps += 1
         self.batches.append(len(batch))
         return [self._advance(live) for live in batch]
 
@@ -185,7 +189,7 @@ class ReferenceEngine:
         total = self.num_kv_tokens // BLOCK_SIZE
         used = sum(-(-(len(live.prompt) + len(live.tokens)) // BLOCK_SIZE) for live in self._live)
         return EngineStats(
-            total, total - used, 0, BLOCK_SIZE, len(self._live), 0, 0, len(self.batches), 0, self._done_tokens,
+            total, total - used, 0, BLOCK_SIZE, len(self._live), 0, 0, self._num_steps, 0, self._done_tokens,
             self._step_s * 1e3, self._step_s * 1e3, 0,
         )  # fmt: skip
 

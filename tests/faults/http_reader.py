@@ -8,8 +8,15 @@ from typing import Any
 import httpx
 from faults.work import PROMPT, Work
 
+from penstock.contract.job import pool_of
+
 TIMEOUT_S = 60.0
 _ASKED = ("temperature", "n", "stop", "max_tokens")
+
+
+def http_client() -> httpx.AsyncClient:
+    """For any number of readings at once; each new one would load certificates anew."""
+    return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
 
 
 class HttpReading:
@@ -22,15 +29,15 @@ class HttpReading:
         self.num_events = 0
         self.is_whole = False
 
-    async def read(self, url: str, work: Work, pool: str, *, key: str, max_events: int | None = None) -> None:
+    async def read(
+        self, http: httpx.AsyncClient, url: str, work: Work, *, key: str, max_events: int | None = None
+    ) -> None:
         """Asks a gateway for the work under an idempotency key; hangs up behind `max_events`."""
         asked = {name: work.options[name] for name in _ASKED if name in work.options}
-        body: dict[str, Any] = {"model": pool, "prompt": PROMPT, "stream": True, **asked}
+        body: dict[str, Any] = {"model": pool_of(work.id), "prompt": PROMPT, "stream": True, **asked}
         try:
-            async with (
-                httpx.AsyncClient(timeout=TIMEOUT_S) as client,
-                client.stream("POST", f"{url}/v1/completions", json=body, headers={"Idempotency-Key": key}) as response,
-            ):
+            path, headers = f"{url}/v1/completions", {"Idempotency-Key": key}
+            async with http.stream("POST", path, json=body, headers=headers) as response:
                 response.raise_for_status()
                 self.job_id = response.headers["x-penstock-job"]
                 async for line in response.aiter_lines():

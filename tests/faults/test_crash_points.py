@@ -6,13 +6,13 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from functools import partial
 from typing import Any
 
 import pytest
 from fakes.node_process import NodeProcess
-from faults.http_reader import HttpReading
+from faults.http_reader import HttpReading, http_client
 from faults.processes import GatewayProcess, ReaderProcess
 from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
@@ -24,6 +24,12 @@ pytestmark = pytest.mark.timeout(300)
 POOL = "crash"
 STEP_S = 0.01
 SETTINGS: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "drain_s": 0.1}
+
+
+def mostly_slow(points: Sequence[str], *, quick: str) -> list[object]:
+    """All points; all but one of them left to `make check-full`."""
+    assert quick in points
+    return [point if point == quick else pytest.param(point, marks=pytest.mark.slow) for point in points]
 
 
 def new_works(count: int, num_tokens: int = 60, **options: Any) -> list[Work]:
@@ -57,7 +63,6 @@ NODE_POINTS = (
     *(f"after step {count}" for count in (1, 70)),
 )
 STOPPED_NODE_POINTS = tuple(f"{when} {what} 1" for when in ("before", "after") for what in ("give_back", "leave"))
-QUICK_NODE_POINTS = ("after take 1", "before admission 1", "after emit 70", "after finish 1")
 
 
 async def kill_a_node(redis: Redis, url: str, point: str, *, is_stopped: bool = False) -> None:
@@ -83,14 +88,8 @@ async def kill_a_node(redis: Redis, url: str, point: str, *, is_stopped: bool = 
     await check_all(redis, works)
 
 
-@pytest.mark.parametrize("point", QUICK_NODE_POINTS)
+@pytest.mark.parametrize("point", mostly_slow(NODE_POINTS, quick="before admission 1"))
 async def test_a_node_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
-    await kill_a_node(redis, redis_url, point)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", [point for point in NODE_POINTS if point not in QUICK_NODE_POINTS])
-async def test_a_node_may_die_at_every_moment(redis: Redis, redis_url: str, point: str) -> None:
     await kill_a_node(redis, redis_url, point)
 
 
@@ -111,7 +110,6 @@ RETURNED_CLIENT_POINTS = (
     *(f"{when} attach {count}" for when in ("before", "after") for count in (1, 4)),
     "after log 1",
 )
-QUICK_CLIENT_POINTS = ("after submit 4", "before dispatch 40")
 
 
 def read_in_process(works: Sequence[Work], url: str, *, dies: str = "", num_events: int = sys.maxsize) -> int:
@@ -142,14 +140,8 @@ async def kill_a_client(redis: Redis, url: str, point: str, *, has_returned: boo
         await check_all(redis, works)
 
 
-@pytest.mark.parametrize("point", QUICK_CLIENT_POINTS)
+@pytest.mark.parametrize("point", mostly_slow(CLIENT_POINTS, quick="before dispatch 40"))
 async def test_a_client_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
-    await kill_a_client(redis, redis_url, point)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", [point for point in CLIENT_POINTS if point not in QUICK_CLIENT_POINTS])
-async def test_a_client_may_die_at_every_moment(redis: Redis, redis_url: str, point: str) -> None:
     await kill_a_client(redis, redis_url, point)
 
 
@@ -168,21 +160,21 @@ GATEWAY_POINTS = (
     *(f"before dispatch {count}" for count in (1, 40)),
     *(f"after event {count}" for count in (1, 100)),
 )
-QUICK_GATEWAY_POINTS = ("after submit 4", "after event 100")
 LEFT_GATEWAY_POINTS = tuple(f"{when} detach 1" for when in ("before", "after"))
 
 
 async def kill_a_gateway(redis: Redis, url: str, point: str, *, leaves: bool = False) -> None:
     """One gateway dies at the point; those who ask another one with the same key get all of the same jobs."""
-    works = new_works(5)
+    works = new_works(5, 150)
     first, second = [HttpReading() for _ in works], [HttpReading() for _ in works]
-    with NodeProcess(url, step_s=STEP_S, abandon_after_ms=5000, **SETTINGS), GatewayProcess(url) as living:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(NodeProcess(url, step_s=STEP_S, abandon_after_ms=5000, **SETTINGS))
+        living = stack.enter_context(GatewayProcess(url))
         with GatewayProcess(url, dies=f"{point} kill") as dying:
-            for base, readings in ((dying.url, first), (living.url, second)):
+            http = await stack.enter_async_context(http_client())
+            for base, readings, max_events in ((dying.url, first, 3 if leaves else None), (living.url, second, None)):
                 asking = [
-                    reading.read(
-                        base, work, POOL, key=f"key {i}", max_events=3 if leaves and base == dying.url else None
-                    )
+                    reading.read(http, base, work, key=f"key {i}", max_events=max_events)
                     for i, (work, reading) in enumerate(zip(works, readings, strict=True))
                 ]
                 await asyncio.gather(*asking)
@@ -194,14 +186,8 @@ async def kill_a_gateway(redis: Redis, url: str, point: str, *, leaves: bool = F
         await check_settled(redis, POOL)
 
 
-@pytest.mark.parametrize("point", QUICK_GATEWAY_POINTS)
+@pytest.mark.parametrize("point", mostly_slow(GATEWAY_POINTS, quick="after event 100"))
 async def test_a_gateway_may_die_at_any_moment(redis: Redis, redis_url: str, point: str) -> None:
-    await kill_a_gateway(redis, redis_url, point)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", [point for point in GATEWAY_POINTS if point not in QUICK_GATEWAY_POINTS])
-async def test_a_gateway_may_die_at_every_moment(redis: Redis, redis_url: str, point: str) -> None:
     await kill_a_gateway(redis, redis_url, point)
 
 

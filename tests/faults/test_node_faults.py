@@ -16,7 +16,7 @@ from faults.proxy import FaultProxy
 from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
-from penstock.contract.broker.node import NodeBroker, Room
+from penstock.contract.broker.node import NodeBroker, Return, Room
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import seed_of
 from penstock.contract.wire import NodePressure, PoolRecord, decode_request
@@ -73,6 +73,7 @@ async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(re
         await check_settled(redis, POOL)
 
 
+@pytest.mark.slow
 async def test_a_node_that_was_cut_off_comes_back_and_serves(redis_server: str, redis: Redis, redis_url: str) -> None:
     async with FaultProxy(redis_server.removeprefix("unix://")) as proxy:
         cut_off, living = ReferenceEngine(step_s=0.02), ReferenceEngine(step_s=0.02)
@@ -99,6 +100,7 @@ async def test_a_node_that_was_cut_off_comes_back_and_serves(redis_server: str, 
 # Hung engines ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_node_whose_engine_hangs_ends_and_its_jobs_move(redis: Redis, redis_url: str) -> None:
     works = [new_work(POOL, 100, **kind) for kind in KINDS]
     hung = NodeProcess(redis_url, step_s=0.01, name="hung", dies="after step 30 hang", stall_after_s=1.5, **SETTINGS)
@@ -164,7 +166,9 @@ class Scribe:
             jobs = [(HeldJob(one), yet.pop(one.job_id)) for one in taken]
             for job, num_steps in jobs:
                 await self._write(job, num_steps)
-            await self._broker.give_back([(job.job_id, job.taken.lease, job.taken.cost) for job, _ in jobs])
+            await self._broker.give_back(
+                [Return(job.job_id, job.taken.lease, job.taken.cost, job.taken.cost) for job, _ in jobs]
+            )
 
     async def _write(self, job: HeldJob, num_steps: int) -> None:
         request = decode_request(job.taken.request)

@@ -64,8 +64,15 @@ FAULTS = {
     **{error[1:].split()[0].decode(): Fault(is_sent=False, answer=error) for error in ERRORS},
 }
 
+QUICK_FAULTS = ("reply lost", "READONLY", "NOSCRIPT")
 
-@pytest.mark.parametrize("fault", FAULTS)
+
+def slow(value: object) -> object:
+    """Left to `make check-full`."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("fault", [*QUICK_FAULTS, *(slow(fault) for fault in FAULTS if fault not in QUICK_FAULTS)])
 async def test_what_happens_once_to_each_script_harms_nobody(server: RedisProcess, fault: str) -> None:
     async with proxied(server) as (proxy, direct):
         proxy.rule, met = once_each(FAULTS[fault])
@@ -161,13 +168,13 @@ async def is_set_back(server: RedisProcess, proxy: FaultProxy) -> None:
     await asyncio.to_thread(server.restart_from, log)
 
 
-TROUBLES: tuple[Trouble, ...] = (
-    *(is_restarted, is_held_up_for_longer_than_a_lease, is_cut_off_again_and_again, is_slow, is_in_a_black_hole),
-    *(forgets_all_it_knew_of_scripts, is_set_back),
+QUICK_TROUBLES: tuple[Trouble, ...] = (is_restarted, is_cut_off_again_and_again, is_set_back)
+SLOW_TROUBLES: tuple[Trouble, ...] = (
+    *(is_held_up_for_longer_than_a_lease, is_slow, is_in_a_black_hole, forgets_all_it_knew_of_scripts),
 )
 
 
-@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.__name__)
+@pytest.mark.parametrize("trouble", [*QUICK_TROUBLES, *map(slow, SLOW_TROUBLES)], ids=lambda it: it.__name__)
 async def test_streams_stay_whole_while_redis(server: RedisProcess, trouble: Trouble) -> None:
     async with proxied(server) as (proxy, direct):
         works = new_works(150)

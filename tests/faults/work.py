@@ -16,7 +16,6 @@ from penstock.contract.audit import Finding, audit
 from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.job import Choice, Chunk, SamplingParams
-from penstock.contract.wire import decode_chunks
 
 PROMPT = "the gate opens by pressure"
 
@@ -94,6 +93,7 @@ def new_work(pool: str, num_tokens: int, *, stops_at: float = 0.0, **options: An
 
 
 STOP_CHARS = 3
+MAX_CHUNKS = 100_000
 SETTLE_ATTEMPTS = 50
 SETTLE_PAUSE_S = 0.1
 KINDS: tuple[dict[str, Any], ...] = (
@@ -108,10 +108,10 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 async def check_logs(redis: Redis, works: Sequence[Work]) -> None:
     """Each job's log says what its readers were told, while it lives; only its last chunk tells the end."""
+    broker = ProducerBroker(redis)
     for work in works:
-        entries = await cast(Any, redis.lrange(keys.log(work.id), 0, -1))
+        chunks = await broker.log(work.id, 0, MAX_CHUNKS)
         logged = Work(work.options)
-        chunks = decode_chunks(b"".join(entries))
         for chunk in chunks:
             logged.see_chunk(chunk)
         assert [chunk.index for chunk in chunks] == list(range(len(chunks)))

@@ -163,10 +163,10 @@ class Stack:
 
     def start_gateway(self, **settings: Any) -> str:
         """A gateway on a free port; answers its URL."""
-        return self.call(self._start_gateway(settings))
+        return self.call(self._start_gateway({"redis_url": self.redis_url, **settings}))
 
     async def _start_gateway(self, settings: dict[str, Any]) -> str:
-        server = make_server(GatewaySettings.load(redis_url=self.redis_url, port=0, drain_s=1, **settings))
+        server = make_server(GatewaySettings.load(port=0, drain_s=1, **settings))
         task = asyncio.create_task(server.serve())
         while not server.started:
             if task.done():

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,12 @@ LARGE = list(range(3, 150))
 SMALL = [[5 + i, *range(10 * i + 3, 10 * i + 20)] for i in range(12)]
 
 MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make(make_engine: MakeEngine) -> MakeEngine:
+    """Makes engines whose tokens are the same bits however they are batched."""
+    return partial(make_engine, runner="native", dtype="bfloat16")
 
 
 @asynccontextmanager
@@ -52,10 +59,10 @@ async def run(client: AsyncClient, prompt: list[int], num_tokens: int, **options
 
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
 async def test_a_job_larger_than_the_kv_cache_runs_among_small_ones(
-    redis_url: str, make_engine: MakeEngine, policy: str
+    redis_url: str, make: MakeEngine, policy: str
 ) -> None:
     blocks = {"num_kv_blocks": KV_TOKENS // 16, "num_swap_blocks": SWAP_TOKENS // 16}
-    engine = make_engine(**blocks, scheduling_policy=policy)
+    engine = make(**blocks, scheduling_policy=policy)
     async with (
         running(redis_url, engine, scheduling_policy=policy, bypass_ms=200),
         AsyncClient(redis_url) as client,
@@ -64,16 +71,16 @@ async def test_a_job_larger_than_the_kv_cache_runs_among_small_ones(
         small = [group.create_task(run(client, prompt, 30, tenant=f"t{i % 3}")) for i, prompt in enumerate(SMALL)]
         large = group.create_task(run(client, LARGE, 60))
         growing = group.create_task(run(client, LARGE[:40], 150))
-    roomy = make_engine()
+    roomy = make()
     asked = [*((prompt, 30) for prompt in SMALL), (LARGE, 60), (LARGE[:40], 150)]
     for task, (prompt, num_tokens) in zip([*small, large, growing], asked, strict=True):
         want = roomy.generate([prompt], params(num_tokens))[0].choices[0].token_ids
         assert task.result().choices[0].token_ids == want
 
 
-async def test_an_urgent_job_does_not_wait_for_one_that_has_both_pools(redis_url: str, make_engine: MakeEngine) -> None:
+async def test_an_urgent_job_does_not_wait_for_one_that_has_both_pools(redis_url: str, make: MakeEngine) -> None:
     blocks = {"num_kv_blocks": KV_TOKENS // 16, "num_swap_blocks": SWAP_TOKENS // 16}
-    engine, roomy = make_engine(**blocks, scheduling_policy="priority"), make_engine()
+    engine, roomy = make(**blocks, scheduling_policy="priority"), make()
     engine._runner = FaultyRunner(engine._runner, lambda at, _: time.sleep(0.005) if at == "start" else None)
     async with running(redis_url, engine, scheduling_policy="priority"), AsyncClient(redis_url) as client:
         large = await client.submit(LARGE, params=params(70), priority=Priority.BATCH)
@@ -89,30 +96,35 @@ async def test_an_urgent_job_does_not_wait_for_one_that_has_both_pools(redis_url
         assert tokens == roomy.generate([prompt], params(num_tokens))[0].choices[0].token_ids
 
 
-async def test_what_both_pools_cannot_hold_is_refused_at_the_door(redis_url: str, make_engine: MakeEngine) -> None:
-    engine = make_engine(num_kv_blocks=KV_TOKENS // 16, num_swap_blocks=SWAP_TOKENS // 16)
+async def test_what_both_pools_cannot_hold_is_refused_at_the_door(redis_url: str, make: MakeEngine) -> None:
+    engine = make(num_kv_blocks=KV_TOKENS // 16, num_swap_blocks=SWAP_TOKENS // 16)
     async with running(redis_url, engine), AsyncClient(redis_url) as client:
         with pytest.raises(PromptTooLongError, match=str(KV_TOKENS + SWAP_TOKENS)):
             await client.submit([1] * (KV_TOKENS + SWAP_TOKENS), params=params(1))
 
 
-async def test_lack_of_memory_ends_no_job(redis_url: str, make_engine: MakeEngine) -> None:
-    engine, roomy = make_engine(), make_engine()
+async def test_lack_of_memory_ends_no_job(redis_url: str, make: MakeEngine) -> None:
+    engine, roomy = make(), make()
     engine._runner = FaultyRunner(
         engine._runner, lambda at, plan: MemoryError() if at == "start" and len(plan.token_ids) > 6 else None
     )
-    async with running(redis_url, engine), AsyncClient(redis_url) as client:
+    async with running(redis_url, engine, lease_ms=6000), AsyncClient(redis_url) as client:
         results = await asyncio.gather(*(run(client, prompt, 20) for prompt in SMALL))
+        async with asyncio.timeout(PATIENCE_S):
+            while not (troubles := (await client.pressure(POOL)).nodes[0].troubles):
+                await asyncio.sleep(0.05)
+    assert troubles.keys() == {"memory"}
     want = roomy.generate(SMALL, params(20))
     assert [result.choices[0].token_ids for result in results] == [one.choices[0].token_ids for one in want]
     assert engine.stats().num_memory_failures > 0
 
 
-async def test_an_operator_sees_what_the_memory_does(redis_url: str, make_engine: MakeEngine) -> None:
-    engine = make_engine(num_kv_blocks=12, num_swap_blocks=6, preemption="swap", scheduling_policy="fcfs")
-    async with running(redis_url, engine, scheduling_policy="fcfs", lease_ms=3000), AsyncClient(redis_url) as client:
+async def test_an_operator_sees_what_the_memory_does(redis_url: str, make: MakeEngine) -> None:
+    engine = make(num_kv_blocks=12, num_swap_blocks=6, preemption="swap", scheduling_policy="fcfs")
+    async with running(redis_url, engine, scheduling_policy="fcfs", lease_ms=6000), AsyncClient(redis_url) as client:
+        await asyncio.gather(*(run(client, prompt * 2, 60) for prompt in SMALL[:6]))
         for _ in range(2):
-            await asyncio.gather(*(run(client, prompt * 2, 60) for prompt in SMALL[:6]))
+            await run(client, SMALL[0] * 2, 1)
         stats = engine.stats()
         async with asyncio.timeout(PATIENCE_S):
             while (pressure := (await client.pressure(POOL)).nodes[0]).num_steps < stats.steps:

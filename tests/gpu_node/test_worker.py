@@ -80,7 +80,7 @@ def test_what_is_asked_while_a_step_runs_is_done_before_the_next_one() -> None:
         pass
     worker.stop()
     worker.stopped.result(5)
-    assert engine.batches == [2]
+    assert list(engine.batches) == [2]
 
 
 class Failing(ReferenceEngine):

@@ -83,7 +83,7 @@ class AdminBroker:
             seen.turns.add(_class_and_tenant(rest))
             for entry, fields in await redis.xrange(key):
                 seen.jobs.setdefault(fields[b"id"].decode(), []).append((name, entry.decode()))
-        elif kind in ("back", "wait", "due"):
+        elif kind in ("back", "wait", "due", "later", "dead"):
             if kind == "back":
                 seen.turns.add(_class_and_tenant(rest))
             _note(seen, name, await redis.zrange(key, 0, -1))

@@ -18,6 +18,8 @@ from penstock.contract.wire import NodePressure, PoolRecord
 
 MAX_EMIT_JOBS = 512
 MAX_GIVE_BACK_JOBS = 128
+MAX_PREEMPTIONS = 3
+"""Of give_back.lua: a job that was given back so often counts as all that it may hold."""
 MAX_MESSAGE_CHARS = 1000
 _ANNOUNCE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 """A plain HSET would be refused by a full Redis, which needs nodes most."""
@@ -38,7 +40,7 @@ class Taken:
     """One job given to this node; `lease` goes into every write, `num_chunks` is what an earlier node logged.
 
     `request` is empty where it is too long to come along; see `NodeBroker.requests`. `urgency` is the class that the
-    job counts as: its own, or a more urgent one when it had to wait long.
+    job counts as: its own, or a more urgent one when it had to wait long. `preemptions`: how often it was given back.
     """
 
     job_id: str
@@ -50,6 +52,7 @@ class Taken:
     request: bytes = b""
     tenant: str = ""
     urgency: int = int(Priority.STANDARD)
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,16 @@ class Emission:
     lease: str
     index: int
     chunks: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """A job to be given back: KV tokens that it will probably hold, and that it may hold at most."""
+
+    job_id: str
+    lease: str
+    cost: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +182,16 @@ class NodeBroker:
         )
         return cast(bytes, answer).decode()
 
-    async def give_back(self, jobs: Sequence[tuple[str, str, int]]) -> list[str]:
-        """Queues (id, lease, cost) again, with their age; one answer per job: OK, FENCED or GONE."""
+    async def give_back(self, jobs: Sequence[Return], *, only_if_room: bool = False) -> list[str]:
+        """Queues jobs again, with their age; one answer per job: OK, FENCED or GONE.
+
+        `only_if_room`: a job that no other node has room for stays where it is, and is answered NO_ROOM.
+        """
         answers: list[str] = []
         for start in range(0, len(jobs), MAX_GIVE_BACK_JOBS):
-            arguments = [item for job in jobs[start : start + MAX_GIVE_BACK_JOBS] for item in job]
-            answers += [a.decode() for a in await self._call("give_back", *arguments)]
+            part = jobs[start : start + MAX_GIVE_BACK_JOBS]
+            arguments = [item for job in part for item in (job.job_id, job.lease, job.cost, job.most)]
+            answers += [a.decode() for a in await self._call("give_back", int(only_if_room), *arguments)]
         return answers
 
     async def sweep(self) -> None:
@@ -186,6 +203,6 @@ class NodeBroker:
 
 
 def _taken(row: list[Any]) -> Taken:
-    job_id, lease, losses, num_chunks, cost, deadline_in_ms, request, tenant, urgency = row
+    job_id, lease, losses, num_chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions = row
     numbers = (losses, num_chunks, cost, deadline_in_ms)
-    return Taken(job_id.decode(), lease.decode(), *numbers, request, tenant.decode(), urgency)
+    return Taken(job_id.decode(), lease.decode(), *numbers, request, tenant.decode(), urgency, preemptions)

@@ -110,7 +110,7 @@ class ProducerBroker:
             hashlib.blake2b(idem.encode(), digest_size=16).hexdigest() if idem else "",
             estimate_bytes(job, len(request)),
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
-            terms.burst_s,
+            *(terms.burst_s, terms.weight, job.not_before_ms or 0),
         )
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):

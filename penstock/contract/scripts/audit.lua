@@ -32,8 +32,12 @@ local function places_of(job)
     places['run:' .. job.node] = ''
     return places
   end
-  places['wait:' .. job.p] = job.submitted
   if job.deadline ~= '' then places.due = job.deadline end
+  if job.entry == LATER then
+    places.later = job.submitted
+    return places
+  end
+  places['wait:' .. job.p] = job.submitted
   if job.entry ~= '' then
     places['q:' .. job.p .. ':' .. job.tenant] = job.entry
   else
@@ -100,12 +104,16 @@ local function check_place(job, id, place, entry, wanted)
   end
 end
 
+-- A dead letter may have been purged, so it may stand among them and need not.
+local function is_dead_letter(job) return job and redis.call('HGET', job_key(job.id), 'code') == 'node_lost' end
+
 local function check_places(job, id, seen)
   local wanted = places_of(job)
   for place, value in pairs(wanted) do check_place(job, id, place, value, value) end
   for _, one in ipairs(seen) do
     local place, entry = one[1], one[2]
     local known = wanted[place]
+    if place == 'dead' and is_dead_letter(job) then known = '' end
     if known == nil or (kind_of(place) == 'stream' and known ~= entry) then check_place(job, id, place, entry, false) end
   end
 end
@@ -149,7 +157,7 @@ local function check_ended(job)
     find('no_result', 'out:' .. id, id, 'the job is done')
   end
   local _, num_nodes = string.gsub(nodes or '', '%S+', '')
-  if redis.call('HGET', job_key(id), 'code') == 'node_lost' and
+  if is_dead_letter(job) and
     (tonumber(losses or '0') < schema.max_losses or num_nodes < schema.max_losses) then
     find('not_lost', 'job:' .. id, id, 'node_lost after ' .. tostring(losses) .. ' losses on ' .. num_nodes .. ' nodes')
   end
@@ -215,10 +223,12 @@ local function check_nodes()
       if repairs then redis.call('ZREM', P .. ':free', node) end
     end
   end
-  for _, node in ipairs(redis.call('HKEYS', P .. ':pressure')) do
-    if not known[node] then
-      find('stray', 'pressure', node, 'the node is not in the pool')
-      if repairs then redis.call('HDEL', P .. ':pressure', node) end
+  for _, name in ipairs({'pressure', 'hold'}) do
+    for _, node in ipairs(redis.call('HKEYS', P .. ':' .. name)) do
+      if not known[node] then
+        find('stray', name, node, 'the node is not in the pool')
+        if repairs then redis.call('HDEL', P .. ':' .. name, node) end
+      end
     end
   end
 end

@@ -13,7 +13,7 @@ if check then
   for at = FIRST, #ARGV do held[ARGV[at]] = true end
   local running = {}
   for _, id in ipairs(redis.call('SMEMBERS', P .. ':run:' .. node)) do
-    local job = read_job(id)
+    local job = read_job(id, {'state', 'lease', 'cancel', 'deadline'})
     running[id] = true
     if not job then
       orphans[#orphans + 1] = id
@@ -21,13 +21,15 @@ if check then
       if job.cancel == '1' then cancelled[#cancelled + 1] = id
       elseif is_expired(job, now) then expired[#expired + 1] = id end
     elseif tonumber(string.match(job.lease, '^(%d+):')) <= answered then
-      missing[#missing + 1] = job
+      missing[#missing + 1] = read_job(id)
     end
   end
   for at = FIRST, #ARGV do
     if not running[ARGV[at]] then fenced[#fenced + 1] = ARGV[at] end
   end
 end
+
+table.sort(missing, is_older)
 
 redis.call('ZREM', P .. ':free', '')
 redis.call('ZADD', P .. ':nodes', now, node)
@@ -36,7 +38,11 @@ redis.call('ZADD', P .. ':free', free, node)
 redis.call('HSET', P .. ':pressure', node, record)
 for _, id in ipairs(orphans) do redis.call('SREM', P .. ':run:' .. node, id) end
 for _, job in ipairs(missing) do
-  if not end_if_over(job, schema, now) then requeue(job, job.cost, 0) end
+  if not end_if_over(job, schema, now) then
+    requeue(job, job.cost, 0)
+    tally('given_back_unlisted')
+  end
 end
+if #fenced > 0 then tally('fenced', #fenced) end
 flush()
 return {'OK', cancelled, expired, fenced}

@@ -18,7 +18,10 @@ end
 local function emit_job(id, lease, index, chunks)
   local job = schema and read_running(id)
   if not job then return 'GONE' end
-  if not holds(job, node, lease) then return 'FENCED' end
+  if not holds(job, node, lease) then
+    tally('fenced')
+    return 'FENCED'
+  end
   local log = log_key(id)
   local length = redis.call('LLEN', log)
   if index > length then return 'NEED ' .. length end

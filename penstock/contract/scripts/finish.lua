@@ -11,7 +11,10 @@ local schema = read_schema()
 local job = schema and read_job(id)
 if not job then return 'GONE' end
 if is_terminal(job.state) and job.node == node and job.lease == lease then return 'OK' end
-if not holds(job, node, lease) then return 'FENCED' end
+if not holds(job, node, lease) then
+  tally('fenced')
+  return 'FENCED'
+end
 local log = log_key(id)
 local length = redis.call('LLEN', log)
 if index > length then return 'NEED ' .. length end
@@ -27,7 +30,7 @@ while from < FIRST + count do
 end
 for i = FIRST, FIRST + count - 1 do publish(job, ARGV[i]) end
 redis.call('SET', P .. ':out:' .. id, result, 'PX', schema.result_ttl_ms)
-if kv_ms then correct_turn(job, kv_ms - (tonumber(job.charge) or 0)) end
+if kv_ms then correct_turn(job, kv_ms / weight_of(job) - (tonumber(job.charge) or 0)) end
 end_job(job, schema, now, state, code, message, param)
 flush()
 return 'OK'

@@ -4,7 +4,10 @@
 local node = ARGV[1]
 local left = redis.call('SCARD', P .. ':run:' .. node)
 redis.call('ZREM', P .. ':free', node)
-redis.call('HDEL', P .. ':pressure', node)
+redis.call('HDEL', P .. ':hold', node)
 redis.call('DEL', P .. ':took:' .. node)
-if left == 0 then redis.call('ZREM', P .. ':nodes', node) end
+if left == 0 then
+  redis.call('ZREM', P .. ':nodes', node)
+  redis.call('HDEL', P .. ':pressure', node)
+end
 return left

@@ -6,16 +6,21 @@
 -- checks memory only before the first write, so it refuses submits and nothing else.
 -- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
 --   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
---   urgency charge bytes idem
+--   urgency charge weight bytes idem
+-- `entry` says where a queued one stands: its place in its tenant's stream, LATER, or '' for the given-back ones.
+-- `loss_nodes` is node@ms of each loss since it last made progress.
 
 local P = string.sub(KEYS[1], 1, -8)
 local CLASSES = 3
 local MAX_INBOXES = 16
 local MAX_DEBTS = 1000
 local MAX_MESSAGE_BYTES = 262144
+local LATER = 'later'
+local MAX_LET_IN = 64
+local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
 local JOB_FIELDS = {'state', 'tenant', 'p', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background', 'inboxes',
   'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'mark', 'preemptions',
-  'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge'}
+  'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge', 'weight'}
 local SCHEMA_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms', 'log_ttl_ms', 'result_ttl_ms',
   'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms', 'aging_ms', 'bypass_ms'}
 
@@ -47,6 +52,18 @@ local function read_schema(names)
   local schema = {}
   for i, name in ipairs(names) do schema[name] = tonumber(values[i]) end
   return schema
+end
+
+local function is_older(one, other)
+  local mine, theirs = tonumber(one.submitted), tonumber(other.submitted)
+  if mine ~= theirs then return mine < theirs end
+  return one.id < other.id
+end
+
+-- Counts for operators what is rare, or once a job. Where it is a script's first write, the free one stands before it.
+local function tally(event, by)
+  redis.call('HDEL', P .. ':count', '')
+  redis.call('HINCRBY', P .. ':count', event, by or 1)
 end
 
 local function is_terminal(state)
@@ -139,6 +156,8 @@ local function leave_turn_if_last(job)
   if time then owe(job, tonumber(time)) end
 end
 
+local function weight_of(job) return tonumber(job.weight) or 1 end
+
 -- Charges a tenant for a job that is taken; to be called while the job is still queued.
 local function start_turn(job, charge)
   local time, now = tonumber(redis.call('ZSCORE', turn_key(job), job.tenant) or '0'), virtual_now(job)
@@ -161,6 +180,11 @@ end
 -- The queue --------------------------------------------------------------------------------------
 
 local function leave_queue(job)
+  redis.call('ZREM', P .. ':due', job.id)
+  if job.entry == LATER then
+    redis.call('ZREM', P .. ':later', job.id)
+    return
+  end
   if job.entry ~= '' then
     local key = queue_key(job)
     redis.call('XDEL', key, job.entry)
@@ -170,27 +194,46 @@ local function leave_queue(job)
   end
   leave_turn_if_last(job)
   redis.call('ZREM', P .. ':wait:' .. job.p, job.id)
-  redis.call('ZREM', P .. ':due', job.id)
   redis.call('HINCRBY', P .. ':backlog', job.p, -tonumber(job.cost))
   if redis.call('HINCRBY', P .. ':queued', job.tenant, -tonumber(job.cost)) == 0 then
     redis.call('HDEL', P .. ':queued', job.tenant)
   end
 end
 
+local function note_due(job)
+  if job.deadline ~= '' then redis.call('ZADD', P .. ':due', job.deadline, job.id) end
+end
+
 local function note_queued(job)
   redis.call('ZADD', P .. ':wait:' .. job.p, job.submitted, job.id)
-  if job.deadline ~= '' then redis.call('ZADD', P .. ':due', job.deadline, job.id) end
+  note_due(job)
   redis.call('HINCRBY', P .. ':backlog', job.p, job.cost)
   redis.call('HINCRBY', P .. ':queued', job.tenant, job.cost)
   enter_turn(job)
 end
 
--- Rings the node with most room, and lowers what it is believed to have, so that the next bell rings another.
-local function ring(cost)
-  local top = redis.call('ZREVRANGE', P .. ':free', 0, 0)
-  if top[1] then
-    redis.call('ZINCRBY', P .. ':free', -cost, top[1])
-    redis.call('PUBLISH', P .. ':ctl:' .. top[1], '')
+-- Rings the node with most room, not the one that has just let go of the job, and lowers what it is believed to have,
+-- so that the next bell rings another.
+local function ring(cost, but)
+  local top = redis.call('ZREVRANGE', P .. ':free', 0, but and 1 or 0)
+  local node = top[1] ~= but and top[1] or top[2]
+  if node then
+    redis.call('ZINCRBY', P .. ':free', -cost, node)
+    redis.call('PUBLISH', P .. ':ctl:' .. node, '')
+  end
+end
+
+-- Jobs whose time has come stand in the queue from now on.
+local function let_in(now)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':later', '-inf', now, 'LIMIT', 0, MAX_LET_IN)) do
+    local job = read_job(id)
+    redis.call('ZREM', P .. ':later', id)
+    if job then
+      redis.call('HSET', job_key(id), 'entry', '')
+      redis.call('ZADD', back_key(job), job.submitted, id)
+      note_queued(job)
+      ring(tonumber(job.cost))
+    end
   end
 end
 
@@ -204,7 +247,7 @@ local function requeue(job, cost, avoid_until)
   redis.call('ZADD', back_key(job), job.submitted, job.id)
   note_queued(job)
   correct_turn(job, -(tonumber(job.charge) or 0))
-  ring(cost)
+  ring(cost, avoid_until > 0 and job.node or nil)
 end
 
 -- msgpack by hand: cmsgpack orders maps as it likes -----------------------------------------------
@@ -230,6 +273,17 @@ local function terminal_chunk(id, index, state, code, message, param)
     pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
 end
 
+-- A dead letter keeps its request, so that it can be looked at and tried again.
+local function bury(job, now)
+  local dead, request = P .. ':dead', P .. ':in:'
+  redis.call('PEXPIRE', request .. job.id, DEAD_LIFE_MS)
+  redis.call('ZADD', dead, now, job.id)
+  for _, id in ipairs(redis.call('ZRANGE', dead, 0, -1 - MAX_DEAD)) do
+    redis.call('DEL', request .. id)
+    redis.call('ZREM', dead, id)
+  end
+end
+
 -- The only way to a terminal state. Keeps node and lease, so that a retried finish is recognised.
 local function end_job(job, schema, now, state, code, message, param)
   if job.state == 'queued' then
@@ -239,7 +293,10 @@ local function end_job(job, schema, now, state, code, message, param)
   end
   redis.call('SREM', P .. ':open', job.id)
   redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
-  redis.call('DEL', P .. ':in:' .. job.id)
+  local is_dead = code == 'node_lost'
+  tally('ended_' .. state)
+  if is_dead then tally('dead_letters') end
+  if is_dead then bury(job, now) else redis.call('DEL', P .. ':in:' .. job.id) end
   local bytes, idem = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem'))
   redis.call('HINCRBY', P .. ':bytes', job.p, -(bytes or 0))
   if idem and idem ~= '' then redis.call('PEXPIRE', P .. ':idem:' .. idem, schema.idem_ttl_ms) end
@@ -250,7 +307,7 @@ local function end_job(job, schema, now, state, code, message, param)
   redis.call('PEXPIRE', log, schema.log_ttl_ms)
   redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
     'message', message, 'param', param)
-  redis.call('PEXPIRE', job_key(job.id), schema.result_ttl_ms)
+  redis.call('PEXPIRE', job_key(job.id), is_dead and math.max(DEAD_LIFE_MS, schema.result_ttl_ms) or schema.result_ttl_ms)
   publish(job, chunk)
 end
 
@@ -263,7 +320,8 @@ end
 local judging
 local function may_judge(schema, now)
   if judging == nil then
-    judging = now - tonumber(redis.call('GET', P .. ':sweep') or '0') < schema.lease_ms
+    local since_sweep = now - tonumber(redis.call('GET', P .. ':sweep') or '0')
+    judging = since_sweep >= 0 and since_sweep <= schema.lease_ms / 2
   end
   return judging
 end

@@ -1,6 +1,6 @@
 -- submit: accepts a job, or says why not. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash bytes
---   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s
+--   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms
 -- bytes: what the job may come to hold in Redis. The tenant's limits are 0 where there is none.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
 --       | {BUSY, what, limit, retry_after_ms}
@@ -13,6 +13,7 @@ local body, request, deadline_in, inbox, channel = ARGV[6], ARGV[7], tonumber(AR
 local background, idem, bytes = ARGV[11], ARGV[12], tonumber(ARGV[13])
 local tenant_open, tenant_queued = tonumber(ARGV[14]), tonumber(ARGV[15])
 local per_minute, burst_s = {jobs = tonumber(ARGV[16]), tokens = tonumber(ARGV[17])}, tonumber(ARGV[18])
+local weight, not_before_in = ARGV[19], tonumber(ARGV[20])
 
 local schema = read_schema()
 if not schema then return {'UNKNOWN_POOL'} end
@@ -133,15 +134,22 @@ end
 local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
 -- One that nobody reads from the start has the grace time to find a reader.
 local unread = (inbox == '' and channel ~= '1') and now or ''
-local job = {id = id, tenant = tenant, p = p, cost = tostring(cost), submitted = tostring(now), deadline = deadline}
+local is_later = not_before_in > 0
+local job = {id = id, tenant = tenant, p = p, cost = tostring(cost), submitted = now + not_before_in, deadline = deadline}
 redis.call('SET', P .. ':in:' .. id, request)
-local entry = redis.call('XADD', queue_key(job), '*', 'id', id)
--- A small hash is searched from its front: what emit reads at every step comes first.
+local entry = is_later and LATER or redis.call('XADD', queue_key(job), '*', 'id', id)
+-- A small hash is searched from its front: what emit reads at every step comes first, then what take looks at.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
   'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
-  'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'body', body, 'entry', entry, 'submitted', now,
-  'losses', 0, 'preemptions', 0, 'bytes', bytes, 'idem', idem_name)
-note_queued(job)
+  'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
+  'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'bytes', bytes, 'idem', idem_name)
+if is_later then
+  redis.call('ZADD', P .. ':later', job.submitted, id)
+  note_due(job)
+else
+  note_queued(job)
+end
+tally('submitted')
 redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
 redis.call('HINCRBY', P .. ':bytes', p, bytes)
@@ -152,5 +160,5 @@ if #due > 0 then
   redis.call('PEXPIRE', rate_key, math.ceil(math.max(due[2], due[4] or 0) - now))
 end
 if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
-ring(cost)
+if not is_later then ring(cost) end
 return {'OK', id, 'queued', 0, 1}

@@ -15,7 +15,14 @@ if last < 0 or last > now or now - last > schema.lease_ms / 2 then
     for _, member in ipairs(redis.call('ZRANGE', P .. set, 0, -1)) do redis.call('ZADD', P .. set, now, member) end
   end
   redis.call('SET', P .. ':sweep', now)
+  tally('sweep_resets')
   return {'RESET'}
+end
+
+-- One that was told to go took its time; none of its jobs is to blame.
+local function was_draining(node)
+  local ok, record = pcall(cmsgpack.unpack, redis.call('HGET', P .. ':pressure', node) or '')
+  return ok and type(record) == 'table' and record.draining == true
 end
 
 local lost, budget = {}, MAX_JOBS
@@ -23,8 +30,10 @@ for _, node in ipairs(redis.call('ZRANGEBYSCORE', P .. ':nodes', '-inf', now - s
   local ids = redis.call('SRANDMEMBER', P .. ':run:' .. node, budget)
   local jobs = {}
   for _, id in ipairs(ids) do jobs[#jobs + 1] = read_job(id) end
+  table.sort(jobs, is_older)
   budget = budget - #ids
-  lost[#lost + 1] = {node = node, jobs = jobs, empty = #ids == redis.call('SCARD', P .. ':run:' .. node)}
+  lost[#lost + 1] = {node = node, jobs = jobs, empty = #ids == redis.call('SCARD', P .. ':run:' .. node),
+    was_draining = was_draining(node)}
   if budget <= 0 then break end
 end
 local due = {}
@@ -37,16 +46,22 @@ redis.call('SET', P .. ':sweep', now)
 local requeued, ended = 0, 0
 
 -- A loss counts against the job only if it made no progress since the last one and another node died of it this time.
-local function lose(job)
+local function count_loss(job)
   local length = redis.call('LLEN', log_key(job.id))
-  local losses = tonumber(job.losses)
-  local seen = string.find(' ' .. job.loss_nodes .. ' ', ' ' .. job.node .. ' ', 1, true)
+  local losses, nodes = tonumber(job.losses), job.loss_nodes
+  local entry = ' ' .. job.node .. '@'
   if length - (tonumber(job.mark) or 0) >= schema.progress_chunks then
-    losses = 0
-  elseif not seen then
-    losses = losses + 1
+    losses, nodes = 0, entry .. now
+  elseif not string.find(nodes, entry, 1, true) then
+    losses, nodes = losses + 1, nodes .. entry .. now
   end
-  redis.call('HSET', job_key(job.id), 'losses', losses, 'mark', length, 'loss_nodes', job.loss_nodes .. ' ' .. job.node)
+  tally('losses')
+  redis.call('HSET', job_key(job.id), 'losses', losses, 'mark', length, 'loss_nodes', nodes)
+  return losses
+end
+
+local function lose(job, was_draining)
+  local losses = was_draining and 0 or count_loss(job)
   if losses >= schema.max_losses then
     end_job(job, schema, now, 'failed', 'node_lost', 'its nodes died ' .. losses .. ' times without progress', '')
     ended = ended + 1
@@ -61,17 +76,21 @@ end
 local nodes_lost = 0
 for _, dead in ipairs(lost) do
   redis.call('ZREM', P .. ':free', dead.node)
-  redis.call('HDEL', P .. ':pressure', dead.node)
-  for _, job in ipairs(dead.jobs) do lose(job) end
+  redis.call('HDEL', P .. ':hold', dead.node)
+  for _, job in ipairs(dead.jobs) do lose(job, dead.was_draining) end
   if dead.empty then
     redis.call('ZREM', P .. ':nodes', dead.node)
+    redis.call('HDEL', P .. ':pressure', dead.node)
     nodes_lost = nodes_lost + 1
+    tally('nodes_lost')
   end
 end
 for _, job in ipairs(due) do
   if end_if_over(job, schema, now) then ended = ended + 1 end
 end
+let_in(now)
 redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - MAX_READER_SILENCE_MS)
 redis.call('ZREMRANGEBYSCORE', P .. ':revs', '-inf', now - MAX_READER_SILENCE_MS)
+redis.call('ZREMRANGEBYSCORE', P .. ':dead', '-inf', now - DEAD_LIFE_MS)
 flush()
 return {'OK', nodes_lost, requeued, ended}

@@ -1,10 +1,10 @@
 -- take: gives a node queued jobs that fit, in the order of the pool's policy (policy.py says the same in Python). A job
 -- counts at most as the node's whole KV cache, so a node that runs dry can always take the one that nobody passes.
 -- ARGV: node call nonce room0 room1 room2 slots0 slots1 slots2 kv_total slots_total revision hold_ms
--- hold_ms: how long a token of cost is probably held; a tenant is charged cost × hold_ms.
+-- hold_ms: how long a token of cost is probably held; a tenant is charged cost × hold_ms ÷ weight.
 -- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms} | {UNKNOWN_NODE} | {STALE}
--- row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency}; urgency is the class that the job
--- counts as. A request above MAX_REQUEST_BYTES is answered as '' and read apart.
+-- row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions}; urgency is the class that
+-- the job counts as. A request above MAX_REQUEST_BYTES is answered as '' and read apart.
 local MAX_TAKEN, MAX_LOOKED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 128, 32, 16384
 local MAX_SORTED, MAX_PASSED, LEAST_URGENT = 64, 16, CLASSES - 1
 
@@ -17,6 +17,7 @@ local schema = read_schema()
 local now = clock()
 if not schema or not redis.call('ZSCORE', P .. ':nodes', node) then return {'UNKNOWN_NODE'} end
 local policy = redis.call('HGET', KEYS[1], 'policy')
+local num_held = redis.call('SCARD', P .. ':run:' .. node)
 
 local function depths()
   local depth = {}
@@ -29,7 +30,7 @@ local function row(job)
   local request_key = P .. ':in:' .. job.id
   local request = redis.call('STRLEN', request_key) <= MAX_REQUEST_BYTES and redis.call('GET', request_key)
   return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in,
-    request or '', job.tenant, tonumber(job.urgency)}
+    request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions)}
 end
 
 -- The same call again: the same answer, less what has moved on since.
@@ -50,6 +51,20 @@ end
 
 -- Who may be looked at -----------------------------------------------------------------------------
 
+-- All that the look, the taking and an end ask for: a field that a fresh job lacks costs as much as ten that it has.
+local LOOKED_FIELDS = {'state', 'tenant', 'p', 'n', 'cost', 'entry', 'submitted', 'losses', 'preemptions', 'weight',
+  'deadline', 'background', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision'}
+
+local over, gone, again_in = {}, {}, 0
+
+local function look_again_in(ms) again_in = again_in == 0 and ms or math.min(again_in, ms) end
+
+local next_up = redis.call('ZRANGE', P .. ':later', 0, 0, 'WITHSCORES')[2]
+if next_up then
+  let_in(now)
+  if tonumber(next_up) > now then look_again_in(tonumber(next_up) - now) end
+end
+
 -- A job that has tokens in its log goes on only where they would be the same.
 local function is_foreign(job)
   return job.revision ~= '' and job.revision ~= revision and redis.call('LLEN', log_key(job.id)) > 0
@@ -61,8 +76,6 @@ local function has_live_revision(job)
   return last and now - tonumber(last) < schema.lease_ms
 end
 
-local over, gone, again_in = {}, {}, 0
-
 -- Whether this node may take a job at all; notes what is to be ended and what may be taken later.
 local function is_for_us(job)
   if why_over(job, schema, now) then
@@ -70,8 +83,7 @@ local function is_for_us(job)
   elseif is_foreign(job) then
     if not has_live_revision(job) then gone[#gone + 1] = job end
   elseif job.avoid == node and tonumber(job.avoid_until) > now then
-    local wait = tonumber(job.avoid_until) - now
-    again_in = again_in == 0 and wait or math.min(again_in, wait)
+    look_again_in(tonumber(job.avoid_until) - now)
   else
     return true
   end
@@ -92,7 +104,7 @@ local function reader(looked, read_page)
           return nil
         end
       end
-      local job = read_job(ids[at])
+      local job = read_job(ids[at], LOOKED_FIELDS)
       at, looked.count = at + 1, looked.count + 1
       if job and is_for_us(job) then return job end
     end
@@ -116,12 +128,6 @@ local function reader_of_stream(looked, key)
     end
     return ids
   end)
-end
-
-local function is_older(one, other)
-  local mine, theirs = tonumber(one.submitted), tonumber(other.submitted)
-  if mine ~= theirs then return mine < theirs end
-  return one.id < other.id
 end
 
 -- Order --------------------------------------------------------------------------------------------
@@ -222,21 +228,63 @@ end
 local QUEUES = {priority = queue_by_age, sjf = queue_by_cost, fair = queue_by_turn}
 local queues, taken, num_passed = {}, {}, 0
 
+-- One more loss would make a suspect a dead letter: it, or one that it ran beside, is what killed its nodes.
+local function is_suspect(job)
+  local losses = tonumber(job.losses)
+  if losses == 0 or losses < schema.max_losses - 1 then return false end
+  local mark = tonumber(redis.call('HGET', job_key(job.id), 'mark') or '0')
+  return redis.call('LLEN', log_key(job.id)) - mark < schema.progress_chunks
+end
+
+-- A suspect that runs here runs alone, until it has ended or shown progress.
+local function runs_suspect()
+  if num_held ~= 1 then return false end
+  local job = read_job(redis.call('SRANDMEMBER', P .. ':run:' .. node), {'state', 'losses'})
+  return job and is_suspect(job)
+end
+
+-- What each node makes room for: P:hold has, per node, a name and until when. All suspects go by one name, so that only
+-- one node at a time stands idle for them.
+local SUSPECTS = 'suspects'
+local makes_room_for, held_by_others
+
+local function is_held_by_another(name)
+  if not held_by_others then
+    held_by_others = {}
+    local holds = redis.call('HGETALL', P .. ':hold')
+    for at = 1, #holds, 2 do
+      local held, till = string.match(holds[at + 1], '^(%S+) (%d+)$')
+      if holds[at] ~= node and tonumber(till) > now then held_by_others[held] = true end
+    end
+  end
+  return held_by_others[name]
+end
+
+-- Lets others go before one that does not fit, unless it is so old that this node makes room for it.
+local function pass(job, name)
+  if now - tonumber(job.submitted) < schema.bypass_ms then
+    num_passed = num_passed + 1
+    return num_passed < MAX_PASSED
+  end
+  if is_held_by_another(name) then return true end
+  makes_room_for = name
+  return false
+end
+
 -- Takes one job if it fits; false when the walk ends with it.
 local function try(job, urgency, is_head)
   tried[job.id] = true
-  local need, seqs = math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
   if #taken >= MAX_TAKEN then return false end
-  if need > room[urgency] or seqs > slots[urgency] then
-    num_passed = num_passed + 1
-    return now - tonumber(job.submitted) < schema.bypass_ms and num_passed < MAX_PASSED
-  end
+  local is_alone = is_suspect(job)
+  if is_alone and num_held + #taken > 0 then return pass(job, SUSPECTS) end
+  local need, seqs = math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
+  if need > room[urgency] or seqs > slots[urgency] then return pass(job, job.id) end
   for q = urgency, LEAST_URGENT do room[q], slots[q] = room[q] - need, slots[q] - seqs end
   local queue = queues[tonumber(job.p)]
-  job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms, is_head
+  job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
   if queue and queue.took then queue.took(job, job.charge) end
   taken[#taken + 1] = job
-  return true
+  return not is_alone
 end
 
 -- First come, first served over all classes: the heads of their indexes, merged.
@@ -289,11 +337,18 @@ local function walk_by_class()
   end
 end
 
-if policy == 'fcfs' then walk_by_age() else walk_by_class() end
+if not runs_suspect() then
+  if policy == 'fcfs' then walk_by_age() else walk_by_class() end
+end
 
 -- Writes -------------------------------------------------------------------------------------------
 
 redis.call('DEL', took_key)
+if makes_room_for then
+  redis.call('HSET', P .. ':hold', node, makes_room_for .. ' ' .. now + schema.lease_ms)
+else
+  redis.call('HDEL', P .. ':hold', node)
+end
 for _, job in ipairs(over) do end_if_over(job, schema, now) end
 for _, job in ipairs(gone) do
   end_job(job, schema, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')
@@ -309,6 +364,7 @@ for i, job in ipairs(taken) do
   redis.call('HSETNX', job_key(job.id), 'taken', now)
   redis.call('SADD', P .. ':run:' .. node, job.id)
   ids[i], leases[i], rows[i] = job.id, job.lease, row(job)
+  if rows[i][3] > 0 or rows[i][4] > 0 then tally('takeovers') end
 end
 redis.call('SET', took_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
 flush()

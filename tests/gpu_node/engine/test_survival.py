@@ -15,7 +15,7 @@ from fakes.faulty_runner import FaultyRunner, Place
 
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import SamplingParams, seed_of
-from penstock.gpu_node.engine import Engine, StepOutput
+from penstock.gpu_node.engine import Engine, StepOutput, trail
 from penstock.gpu_node.engine.trail import MAX_RECORDS
 from penstock.gpu_node.model.protocol import StepPlan
 
@@ -187,6 +187,55 @@ def test_a_runner_that_computes_nothing_ends_nobody(make_engine: MakeEngine, err
     assert stats.num_running + stats.num_waiting + stats.num_swapped == 2 * len(PROMPTS)
 
 
+class _FailingDetokenizer:
+    """Fails at the fifth token."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._left = 5
+
+    def push_one(self, token_id: int) -> str:
+        self._left -= 1
+        if not self._left:
+            raise UnicodeError("no such text")
+        return str(self._inner.push_one(token_id))
+
+    def flush(self) -> str:
+        return str(self._inner.flush())
+
+
+def test_a_choice_whose_text_cannot_be_made_ends_alone(
+    make_engine: MakeEngine, want: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(**NATIVE)
+    new, count = engine.tokenizer.new_detokenizer, iter(range(1_000))
+    monkeypatch.setattr(
+        engine.tokenizer, "new_detokenizer", lambda: _FailingDetokenizer(new()) if next(count) == 3 else new()
+    )
+    _add_all(engine)
+    outputs = _drain(engine)
+    broken = ("1", 1)
+    ends = {(o.request_id, o.choice): o.finish_reason for o in outputs if o.finish_reason is not None}
+    assert ends == {key: "error" if key == broken else "length" for key in want}
+    assert _answers(outputs) == {key: tokens[:5] if key == broken else tokens for key, tokens in want.items()}
+
+
+def test_who_is_preempted_when_its_text_has_ended_it_does_not_come_back(make_engine: MakeEngine) -> None:
+    engine, rng = make_engine(**NATIVE, num_kv_blocks=24, max_num_seqs=24, max_num_batched_tokens=96), random.Random(0)
+    params = [PARAMS.model_copy(update={"n": 1, "stop": stop, "max_tokens": 24}) for stop in (("e",), ("t", "a"))]
+    num_added = num_ended = 0
+    while num_added < 200 or engine.has_work():
+        for _ in range(min(3, 200 - num_added)):
+            prompt = rng.choices(range(3, 380), k=rng.randint(1, 40))
+            engine.add(str(num_added), prompt, rng.choice(params), seed=num_added)
+            num_added += 1
+        num_ended += sum(output.finish_reason is not None for output in engine.step())
+        stats = engine.stats()
+        assert stats.num_running + stats.num_waiting + stats.num_swapped <= num_added - num_ended
+    assert stats.num_preemptions > 0
+    check_idle(engine)
+
+
 def test_torchs_lack_of_memory_is_known_as_such(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     runner: Any = engine._runner
@@ -238,6 +287,19 @@ def test_the_trail_says_who_held_what_when_memory_ran_out(
     assert last == engine.memory_trail()[-1]
     assert "step failed: MemoryError('no 3 MiB')" in last and "most: large 28, small 6" in last
     assert " 4 run 0 wait 0 swapped  steps of 512 " in last and "kv 19 held" in last
+
+
+def test_growth_is_logged_before_a_system_might_kill_for_it(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, now_s = make_engine(), iter(range(1_000_000))
+    engine._trail._now_s = lambda: next(now_s)
+    with caplog.at_level(logging.INFO):
+        for mib in (100, 105, 109, 120, 110, 131, 200):
+            monkeypatch.setattr(trail, "_resident_bytes", lambda mib=mib: mib << 20)
+            engine.step()
+    told = [record.record for record in caplog.records if record.message == "memory grew"]  # type: ignore[attr-defined]
+    assert [next(mib for mib in (100, 120, 200) if f" {mib} MiB " in line) for line in told] == [100, 120, 200]
 
 
 def test_the_trail_counts_what_happened_between_two_records_and_stays_short(make_engine: MakeEngine) -> None:

@@ -132,6 +132,7 @@ def test_a_thousand_requests_end_as_each_would_alone(make_engine: MakeEngine, se
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.timeout(1800)
 def test_a_thousand_requests_of_the_demo_model_end_as_each_would_alone(demo_gguf: Path) -> None:
     settings = {"model": str(demo_gguf), "quantization": "int8", "kv_cache_dtype": "int8"}
     engine = Engine(EngineConfig(**settings | TIGHT, num_kv_blocks=40, num_swap_blocks=40, scheduling_policy="fair"))

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ def job_ids(url: str) -> set[bytes]:
         return set(client.keys("penstock:{ref}:job:*"))
 
 
+def taken_ms(url: str, name: bytes) -> int:
+    with sync_redis.Redis.from_url(url) as client:
+        return int(client.hget(name, "taken") or 0)
+
+
 def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -84,6 +90,21 @@ async def test_every_row_is_answered_once(served_url: str, tmp_path: Path) -> No
     assert seen[-1] == done
     assert [p.num_done for p in seen] == sorted(p.num_done for p in seen)
     assert files_in(tmp_path) == {"in.jsonl", "out.jsonl"}
+
+
+async def test_no_row_is_taken_before_its_time(served_url: str, tmp_path: Path) -> None:
+    earlier, not_before_s = job_ids(served_url), time.time() + 0.5
+    batch = batch_of(tmp_path, [chat_row(f"night-{i}") for i in range(5)], not_before_s=not_before_s)
+    assert (await run_batch(served_url, batch)).num_answered == 5
+    jobs = job_ids(served_url) - earlier
+    assert len(jobs) == 5
+    assert min(taken_ms(served_url, name) for name in jobs) >= 1000 * not_before_s
+
+
+def test_a_time_too_far_ahead_is_refused() -> None:
+    with pytest.raises(RequestError, match="at most 604800 s ahead") as caught:
+        Batch("in", "out", not_before_s=time.time() + 8 * 24 * 3600)
+    assert caught.value.param == "not_before_s"
 
 
 async def test_rows_that_cannot_be_answered_become_error_rows(served_url: str, tmp_path: Path) -> None:

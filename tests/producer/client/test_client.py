@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from typing import Any, cast
 
 import pytest
 from fakes.fake_node import MODEL, POOL, PROMPT_TOKENS, FakeNode, Say, fake_text, fake_tokens
@@ -21,8 +22,9 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.contract.job import Priority, SamplingParams, Usage
+from penstock.contract.terms import Terms
 from penstock.contract.wire import NodePressure, decode_chunks
-from penstock.producer.client import AsyncClient
+from penstock.producer.client import AsyncClient, ClientSettings
 from tests.producer.client.reading import check_whole, read_all, read_some
 
 
@@ -324,6 +326,23 @@ async def test_jobs_admitted_since_count(client: AsyncClient, told_node: FakeNod
         await asyncio.gather(*(client.submit("hello", max_tokens=200) for _ in range(20)))
 
 
+async def test_a_job_waits_for_its_time(client: AsyncClient, node: FakeNode) -> None:
+    job = await client.submit("x", not_before_s=0.4, max_tokens=3)
+    status = await job.status()
+    assert (status.state, status.taken_ms) == ("queued", 0)
+    result = await job.result()
+    assert result.outcome.state == "done"
+    assert result.taken_ms >= result.submitted_ms == status.submitted_ms, "it stood in line from its time on"
+
+
+async def test_weight_is_the_clients_or_the_terms(redis_url: str, told_node: FakeNode) -> None:
+    async with AsyncClient(redis_url, settings=ClientSettings(weight=3)) as client:
+        own = await client.submit("x")
+        other = await client.submit("x", terms=Terms(weight=0.5))
+    weights = [await cast(Any, told_node.redis.hget(keys.job(job.id), "weight")) for job in (own, other)]
+    assert list(map(float, weights)) == [3.0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "param", "says"),
     [
@@ -338,6 +357,8 @@ async def test_jobs_admitted_since_count(client: AsyncClient, told_node: FakeNod
         ("x", {"temperature": 1, "params": SamplingParams()}, "temperature", "not both"),
         ("x", {"deadline_s": 0}, "deadline_s", "604800"),
         ("x", {"deadline_s": float("nan")}, "deadline_s", "604800"),
+        ("x", {"not_before_s": -1}, "not_before_s", "604800"),
+        ("x", {"not_before_s": 5, "deadline_s": 5}, "not_before_s", "must lie before deadline_s"),
         ("x", {"priority": 7}, "priority", "2"),
         ("x", {"tenant": "a b"}, "tenant", "pattern"),
         ("x", {"job_id": f"{POOL}.123"}, "job_id", "pattern"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 
+import pytest
 from fakes.fake_node import POOL, FakeNode
 from redis.asyncio import Redis
 
@@ -19,6 +20,9 @@ def our_tasks() -> set[asyncio.Task[object]]:
     return {task for task in asyncio.all_tasks() if "_send_packed_command" not in repr(task)}
 
 
+JOBS_A_ROUND = 300
+OBJECTS_OF_A_JOB = 3
+"""Fewer than the handle of a job alone holds; thousands of jobs lie between the counts that are compared."""
 CONNECTIONS_WITHOUT_CLIENT = 3
 """Ours, and two of the fake node, which steps and beats."""
 
@@ -53,19 +57,24 @@ async def use(client: AsyncClient, number: int) -> None:
             reading.cancel()
 
 
-async def test_three_hundred_jobs_leave_nothing_behind(redis_url: str, redis: Redis) -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(34, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+async def test_jobs_by_hundreds_leave_nothing_behind(redis_url: str, redis: Redis, rounds: int) -> None:
     tasks_before = our_tasks()
     async with FakeNode(redis_url, result_ttl_ms=300, log_ttl_ms=300, reattach_grace_ms=50) as node:
         tasks_with_node = our_tasks()
         # So many jobs at once may hold this process up for longer than quick echoes may stay away.
         async with AsyncClient(redis_url, settings=QUICK.model_copy(update={"echo_interval_s": 2.0})) as client:
-            await asyncio.gather(*(use(client, number) for number in range(300)))
-            while node.jobs or await redis.scard(f"penstock:{{{POOL}}}:open"):
-                await asyncio.sleep(0.02)
-            gc.collect()
-            await asyncio.sleep(0.1)
-            assert list(client._inbox._feeds) == []
-            assert len(await redis.pubsub_channels(keys.inbox_channel("*"))) == 1
+            sizes = []
+            for _ in range(rounds):
+                await asyncio.gather(*(use(client, number) for number in range(JOBS_A_ROUND)))
+                while node.jobs or await redis.scard(f"penstock:{{{POOL}}}:open"):
+                    await asyncio.sleep(0.02)
+                gc.collect()
+                await asyncio.sleep(0.1)
+                assert list(client._inbox._feeds) == []
+                assert len(await redis.pubsub_channels(keys.inbox_channel("*"))) == 1
+                sizes.append(len(gc.get_objects()))
+            assert sizes[-1] - sizes[rounds // 2] < OBJECTS_OF_A_JOB * JOBS_A_ROUND
             assert client.stats.log_reads == 0
         assert our_tasks() == tasks_with_node
         assert await settles(redis)

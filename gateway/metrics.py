@@ -1,0 +1,159 @@
+"""`GET /metrics`: what operators watch, for Prometheus. Counted where it happens, at most once a request.
+
+Figures of pools come from Redis at each scrape, so every gateway tells the same ones: take the maximum over gateways,
+not the sum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from penstock.contract.errors import UnavailableError
+from penstock.contract.figures import EVENTS, PoolFigures
+from penstock.contract.job import Priority
+from penstock.producer.client import AsyncClient
+
+SCRAPE_TIMEOUT_S = 2.0
+"""Redis may be away; what this process knows by itself is told all the same."""
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
+
+router = APIRouter()
+
+
+class GatewayMetrics:
+    """Counters of one gateway process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "penstock_http_requests", "Answered HTTP requests.", ("path", "status"), registry=registry
+        )
+        self.refusals = Counter("penstock_http_refusals", "Errors by OpenAI's code.", ("code",), registry=registry)
+        self.open_streams = Gauge("penstock_http_open_streams", "Streams that are being sent.", registry=registry)
+        self.first_token_s = Histogram(
+            "penstock_time_to_first_token_seconds",
+            "From a streaming request's body to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.token_s = Histogram(
+            "penstock_time_per_output_token_seconds",
+            "Mean time between a stream's tokens, behind the first one.",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+
+    @contextmanager
+    def stream(self) -> Iterator[StreamMeter]:
+        """While a stream is being sent."""
+        self.open_streams.inc()
+        try:
+            yield StreamMeter(self)
+        finally:
+            self.open_streams.dec()
+
+
+class StreamMeter:
+    """The two figures of one stream."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._began_s = time.monotonic()
+        self._first_s: float | None = None
+
+    def sent(self) -> None:
+        """Tokens were sent."""
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+            self._metrics.first_token_s.observe(self._first_s - self._began_s)
+
+    def ended(self, num_tokens: float) -> None:
+        """All was sent; `num_tokens` is of one choice, a mean over several."""
+        if self._first_s is not None and num_tokens > 1:
+            self._metrics.token_s.observe((time.monotonic() - self._first_s) / (num_tokens - 1))
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus's text."""
+    state, client = request.app.state, request.app.state.client
+    text = generate_latest(state.metrics.registry) + generate_latest(_told_by(_of_client(client)))
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            pools, memory = await client.figures()
+        text += generate_latest(_told_by([*_of_pools(pools), *_of_redis(memory)]))
+    except (TimeoutError, UnavailableError):
+        text += generate_latest(_told_by(_of_redis(None)))
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+class _Told(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _told_by(families: Iterable[Metric]) -> CollectorRegistry:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Told(list(families)))
+    return registry
+
+
+def _of_client(client: AsyncClient) -> Iterator[Metric]:
+    for name, value in asdict(client.stats).items():
+        yield CounterMetricFamily(f"penstock_client_{name}", "See ClientStats.", value=value)
+
+
+def _of_redis(memory: tuple[int, int] | None) -> Iterator[Metric]:
+    yield GaugeMetricFamily("penstock_redis_up", "Whether Redis answers.", value=memory is not None)
+    if memory is not None:
+        used, most = memory
+        yield GaugeMetricFamily("penstock_redis_used_bytes", "Memory that Redis uses.", value=used)
+        yield GaugeMetricFamily("penstock_redis_max_bytes", "Memory that Redis may use; 0: no limit.", value=most)
+
+
+def _of_pools(pools: list[PoolFigures]) -> Iterator[Metric]:
+    yield _per_class("penstock_queue_depth", "Jobs that wait.", {p.pool: p.depth for p in pools})
+    ages = {p.pool: [ms / 1000 for ms in p.oldest_ms] for p in pools}
+    yield _per_class("penstock_queue_age_seconds", "How long the oldest of them has waited.", ages)
+    costs = {p.pool: p.cost for p in pools}
+    yield _per_class("penstock_queue_cost_tokens", "KV tokens that they will probably need.", costs)
+    blocks = {p.pool: sum(node.kv_blocks_total for node in p.nodes) for p in pools}
+    free = {p.pool: sum(node.kv_blocks_free for node in p.nodes) for p in pools}
+    for name, text, values in (
+        ("penstock_open_jobs", "Jobs that wait or run.", {p.pool: p.num_open for p in pools}),
+        ("penstock_nodes", "Nodes that live.", {p.pool: len(p.nodes) for p in pools}),
+        ("penstock_kv_blocks", "KV blocks of all nodes.", blocks),
+        ("penstock_kv_blocks_free", "Those that are free.", free),
+    ):
+        yield _per_pool(GaugeMetricFamily(name, text, labels=("pool",)), values)
+    for event, text in EVENTS.items():
+        family = CounterMetricFamily(f"penstock_pool_{event}", f"{text[0].upper()}{text[1:]}.", labels=("pool",))
+        yield _per_pool(family, {p.pool: p.counts[event] for p in pools})
+
+
+def _per_class(name: str, text: str, values: Mapping[str, Sequence[float]]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=("pool", "priority"))
+    for pool, row in values.items():
+        for priority, value in zip(Priority, row, strict=True):
+            family.add_metric((pool, priority.name.lower()), value)
+    return family
+
+
+def _per_pool(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, int]) -> Metric:
+    for pool, value in values.items():
+        family.add_metric((pool,), value)
+    return family

@@ -1,0 +1,87 @@
+"""Jobs that this node gives back to the queue: when it leaves, and when another node has more room for them.
+
+A node takes what will probably fit. Where outputs get longer than predicted, or urgent jobs came on top, the least
+urgent and newest jobs lose their places in the engine; they go to a node that has room, if there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from penstock.contract.broker.node import NodeBroker, Return
+from penstock.contract.errors import UnavailableError
+from penstock.contract.policy import in_order_of_retreat
+from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.worker import EngineWorker
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+
+
+class Relief:
+    """Gives jobs back for one node, whose engine has room for so many KV tokens and sequences."""
+
+    def __init__(
+        self,
+        broker: NodeBroker,
+        ledger: Ledger,
+        worker: EngineWorker,
+        outbox: Outbox,
+        *,
+        kv_tokens: int,
+        max_num_seqs: int,
+    ) -> None:
+        self._broker = broker
+        self._ledger = ledger
+        self._worker = worker
+        self._outbox = outbox
+        self._kv_tokens = kv_tokens
+        self._max_num_seqs = max_num_seqs
+
+    async def run(self) -> None:
+        """Looks every now and then until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.relieve()
+            except UnavailableError as error:
+                log.warning("redis is away", extra={"reason": error.message})
+
+    async def relieve(self) -> None:
+        """Gives back what this node has no room for and another has, where somebody waits inside the engine."""
+        surplus = self._surplus()
+        if not surplus:
+            return
+        stats = await asyncio.wrap_future(self._worker.stats())
+        if stats.num_waiting or stats.num_swapped:
+            await self.give_back(surplus, only_if_room=True)
+
+    async def give_back(self, jobs: Sequence[HeldJob], *, only_if_room: bool = False) -> None:
+        """Queues jobs again; `only_if_room`: those that another node has room for, the others go on here.
+
+        Tokens that Redis does not have yet are lost; whoever takes the job makes the same again.
+        """
+        wanted = [job for job in jobs if job.outcome is None]
+        returns = [Return(job.job_id, job.taken.lease, job.claim, job.most) for job in wanted]
+        answers = await self._broker.give_back(returns, only_if_room=only_if_room)
+        given = [job for job, answer in zip(wanted, answers, strict=True) if answer != "NO_ROOM"]
+        for job in given:
+            self._outbox.forget(job)
+        if given and only_if_room:
+            log.info("gave jobs back for want of room", extra={"num_jobs": len(given)})
+
+    def _surplus(self) -> list[HeldJob]:
+        """Who would have to give way for the rest to fit, in order; never all."""
+        (*_, tokens), (*_, sequences) = self._ledger.claims()
+        surplus = []
+        for job in in_order_of_retreat([job for job in self._ledger if job.is_in_engine and job.outcome is None])[:-1]:
+            if tokens <= self._kv_tokens and sequences <= self._max_num_seqs:
+                break
+            surplus.append(job)
+            tokens -= job.claim
+            sequences -= job.num_sequences
+        return surplus

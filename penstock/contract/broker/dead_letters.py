@@ -1,0 +1,105 @@
+"""Dead letters: jobs that were given up because their nodes died of them, kept with their requests for a week."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from penstock.contract import keys, wire
+from penstock.contract.broker.connection import translated
+from penstock.contract.errors import NotFoundError
+from penstock.contract.job import Priority, pool_of
+from penstock.contract.wire import Request
+
+_FIELDS = ("tenant", "p", "weight", "cost", "submitted", "finished", "chunks", "preemptions", "loss_nodes")
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A node that was lost while it ran the job, and when that was found out, in Redis ms."""
+
+    node_id: str
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """What is known of a dead job, beside its request. `losses` are those without progress; times are Redis ms."""
+
+    job_id: str
+    tenant: str
+    priority: Priority
+    weight: float
+    cost: int
+    submitted_ms: int
+    died_ms: int
+    num_chunks: int
+    preemptions: int
+    losses: tuple[Loss, ...]
+
+
+class DeadLetters:
+    """The dead letters of all pools. Raises UnavailableError when Redis is away."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = cast(Any, redis)
+
+    async def newest(self, pool: str, limit: int = 100) -> list[DeadLetter]:
+        """A pool's dead letters, the last one first."""
+        with translated():
+            job_ids = await self._redis.zrevrange(keys.dead(pool), 0, limit - 1)
+            found = await asyncio.gather(*(self._read(job_id.decode()) for job_id in job_ids))
+        return [letter for letter in found if letter is not None]
+
+    async def get(self, job_id: str) -> DeadLetter:
+        """One dead letter; raises NotFoundError."""
+        with translated():
+            died_ms = await self._redis.zscore(keys.dead(pool_of(job_id)), job_id)
+            letter = await self._read(job_id) if died_ms is not None else None
+        if letter is None:
+            raise _no_letter(job_id)
+        return letter
+
+    async def request(self, job_id: str) -> Request:
+        """What the job asked for; raises NotFoundError."""
+        with translated():
+            data = await self._redis.get(keys.request(job_id))
+        if data is None:
+            raise _no_letter(job_id)
+        return wire.decode_request(data)
+
+    async def purge(self, job_ids: Sequence[str]) -> int:
+        """Forgets dead letters and their requests; answers how many there were."""
+        num_purged = 0
+        for job_id in job_ids:
+            with translated():
+                if await self._redis.zrem(keys.dead(pool_of(job_id)), job_id):
+                    num_purged += 1
+                    await self._redis.delete(keys.request(job_id))
+        return num_purged
+
+    async def _read(self, job_id: str) -> DeadLetter | None:
+        values = await self._redis.hmget(keys.job(job_id), _FIELDS)
+        if values[0] is None:
+            return None
+        tenant, priority, weight, cost, submitted, finished, chunks, preemptions, losses = (
+            (value or b"").decode() for value in values
+        )
+        numbers = (int(submitted), int(finished), int(chunks), int(preemptions))
+        return DeadLetter(
+            job_id, tenant, Priority(int(priority)), float(weight or 1), int(cost), *numbers, _losses(losses)
+        )
+
+
+def _losses(history: str) -> tuple[Loss, ...]:
+    """From `node@ms node@ms`; the nodes alone where an older version wrote it."""
+    parts = (entry.partition("@") for entry in history.split())
+    return tuple(Loss(node_id, int(at_ms or 0)) for node_id, _, at_ms in parts)
+
+
+def _no_letter(job_id: str) -> NotFoundError:
+    return NotFoundError(f"no dead letter {job_id[:100]}", code="job_not_found", param="job_id")

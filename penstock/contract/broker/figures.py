@@ -1,0 +1,57 @@
+"""Reads the figures that operators watch."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from penstock.contract import keys, wire
+from penstock.contract.broker.connection import translated
+from penstock.contract.figures import EVENTS, PoolFigures
+
+
+class FiguresBroker:
+    """Reads figures. Raises UnavailableError when Redis is away."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = cast(Any, redis)
+
+    async def all(self) -> list[PoolFigures]:
+        """Figures of every pool that was ever announced."""
+        with translated():
+            pools = sorted(name.decode() for name in await self._redis.hkeys(keys.POOLS))
+            return list(await asyncio.gather(*map(self._of, pools)))
+
+    async def memory(self) -> tuple[int, int]:
+        """Bytes that Redis uses, and may use (0: no limit)."""
+        with translated():
+            info = await self._redis.info("memory")
+        return int(info["used_memory"]), int(info["maxmemory"])
+
+    async def _of(self, pool: str) -> PoolFigures:
+        redis, classes = self._redis, range(keys.NUM_PRIORITIES)
+        (seconds, micros), lease_ms, num_open, counts, beats, records, backlog, *waiting = await asyncio.gather(
+            redis.time(),
+            redis.hget(keys.schema(pool), "lease_ms"),
+            redis.scard(keys.open_jobs(pool)),
+            redis.hgetall(keys.counts(pool)),
+            redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
+            redis.hgetall(keys.pressure(pool)),
+            redis.hmget(keys.backlog(pool), [str(p) for p in classes]),
+            *(redis.zcard(keys.waiting(pool, p)) for p in classes),
+            *(redis.zrange(keys.waiting(pool, p), 0, 0, withscores=True) for p in classes),
+        )
+        now_ms = seconds * 1000 + micros // 1000
+        depth, heads = waiting[: len(classes)], waiting[len(classes) :]
+        alive = [records[node] for node, beat_ms in beats if beat_ms >= now_ms - int(lease_ms or 0) and node in records]
+        return PoolFigures(
+            pool,
+            tuple(depth),
+            tuple(max(0, now_ms - int(head[0][1])) if head else 0 for head in heads),
+            tuple(max(0, int(cost or 0)) for cost in backlog),
+            num_open,
+            {event: int(counts.get(event.encode(), 0)) for event in EVENTS},
+            tuple(map(wire.decode_pressure, alive)),
+        )

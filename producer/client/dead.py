@@ -1,0 +1,55 @@
+"""Dead letters as their operator deals with them: looked at, tried again under a new id, forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from penstock.contract.broker.dead_letters import DeadLetter, DeadLetters
+from penstock.contract.job import pool_of
+from penstock.contract.terms import Terms
+from penstock.contract.wire import Request
+from penstock.producer.client.courier import Courier
+from penstock.producer.client.job import AsyncJob
+
+
+class DeadLetterBox:
+    """A client's way to the dead letters of all pools; `AsyncClient.dead`."""
+
+    def __init__(self, courier: Courier, letters: DeadLetters, submit: Callable[..., Awaitable[AsyncJob]]) -> None:
+        self._courier = courier
+        self._letters = letters
+        self._submit = submit
+
+    async def newest(self, pool: str, limit: int = 100) -> list[DeadLetter]:
+        """A pool's dead letters, the last one first."""
+        return await self._courier.ask(lambda _: self._letters.newest(pool, limit))
+
+    async def get(self, job_id: str) -> DeadLetter:
+        """One dead letter; raises NotFoundError."""
+        return await self._courier.ask(lambda _: self._letters.get(job_id))
+
+    async def request(self, job_id: str) -> Request:
+        """What the job asked for; raises NotFoundError."""
+        return await self._courier.ask(lambda _: self._letters.request(job_id))
+
+    async def retry(self, job_id: str) -> AsyncJob:
+        """Submits what a dead letter asked for as a new job, for the same tenant, and forgets the letter.
+
+        Raises NotFoundError, and what `AsyncClient.submit` raises. Repeated after an interruption it is the same job.
+        """
+        letter, request = await self.get(job_id), await self.request(job_id)
+        job = await self._submit(
+            next(form for form in (request.prompt, request.prompt_token_ids, request.messages) if form is not None),
+            model=pool_of(job_id),
+            params=request.params,
+            priority=letter.priority,
+            tenant=letter.tenant,
+            terms=Terms(weight=letter.weight),
+            idempotency_key=f"retry:{job_id}",
+        )
+        await self.purge([job_id])
+        return job
+
+    async def purge(self, job_ids: Sequence[str]) -> int:
+        """Forgets dead letters and their requests; answers how many there were."""
+        return await self._courier.ask(lambda _: self._letters.purge(job_ids))

@@ -1,0 +1,61 @@
+"""`penstock dead`: what an operator sees of dead letters, and does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+from contract.harness import Queue, new_job
+
+from penstock.contract.broker.connection import connect
+from penstock.contract.job import SamplingParams
+
+
+def dead(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "dead", *arguments, "--redis-url", redis_url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+async def bury(redis_url: str, count: int) -> list[str]:
+    redis = connect(redis_url)
+    queue = Queue(redis)
+    await queue.node("watcher")
+    jobs = [new_job(prompt="a secret", params=SamplingParams(max_tokens=7)) for _ in range(count)]
+    for number, job in enumerate(jobs):
+        await queue.submit(job)
+        for letter in "abc":
+            node = await queue.node(f"{letter}{number}")
+            await node.take_one()
+            await queue.kill(node)
+    await (await queue.node("n3")).beat()
+    await redis.aclose()
+    return [job.id for job in jobs]
+
+
+def test_dead_letters_are_listed_shown_tried_again_and_forgotten(redis_url: str) -> None:
+    first, second, third = asyncio.run(bury(redis_url, 3))
+    lines = dead(redis_url, "list").stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {first, second, third}
+    assert {line.partition(" default ")[2] for line in lines} == {f"1 chunks a{n},b{n},c{n}" for n in range(3)}
+
+    said = dead(redis_url, "show", first).stdout
+    assert "a secret" not in said
+    shown = json.loads(said)
+    assert [loss["node_id"] for loss in shown["losses"]] == ["a0", "b0", "c0"]
+    assert shown["request"] == {"params": {"max_tokens": 7}, "prompt": "8 long"}
+    assert json.loads(dead(redis_url, "show", first, "--prompt").stdout)["request"]["prompt"] == "a secret"
+
+    old, new = dead(redis_url, "retry", first).stdout.split()
+    assert (old == first, new.partition(".")[0]) == (True, "m")
+
+    assert dead(redis_url, "purge", second, first).stdout == "1 forgotten\n"
+    assert dead(redis_url, "purge", "--all", "m").stdout == "1 forgotten\n"
+    assert dead(redis_url, "list", "--pool", "m").stdout == ""
+
+
+def test_wrong_use_is_said_in_one_line(redis_url: str) -> None:
+    for arguments, says in ((("purge",), "say which"), (("show", "m.never"), "no dead letter m.never")):
+        done = dead(redis_url, *arguments)
+        assert (done.returncode, says in done.stderr) == (2, True)

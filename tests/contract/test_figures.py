@@ -1,0 +1,97 @@
+"""What operators watch: scripts count what happened, and figures are those of the moment."""
+
+from __future__ import annotations
+
+import pytest
+from contract.harness import LEASE_MS, POOL, P, Queue
+from redis.asyncio import Redis
+
+from penstock.contract.broker.figures import FiguresBroker
+from penstock.contract.figures import EVENTS, PoolFigures
+from penstock.contract.job import Priority
+
+
+@pytest.fixture
+def broker(redis: Redis) -> FiguresBroker:
+    return FiguresBroker(redis)
+
+
+async def figures(broker: FiguresBroker) -> PoolFigures:
+    (only,) = await broker.all()
+    return only
+
+
+async def counted(broker: FiguresBroker) -> dict[str, int]:
+    return {event: number for event, number in (await figures(broker)).counts.items() if number}
+
+
+async def test_a_life_without_trouble_counts_its_ends_only(queue: Queue, broker: FiguresBroker) -> None:
+    node = await queue.node()
+    for _ in range(2):
+        await node.finish(await queue.running(node), 0, 3)
+    await queue.producer.cancel(await queue.submit(), "default")
+    assert await counted(broker) == {"submitted": 3, "ended_done": 2, "ended_cancelled": 1}
+
+
+async def test_losses_takeovers_zombies_and_dead_letters_are_counted(queue: Queue, broker: FiguresBroker) -> None:
+    zombie = await queue.node("n0")
+    taken = await queue.running(zombie)
+    await queue.kill(zombie)
+    for number in (1, 2):
+        node = await queue.node(f"n{number}")
+        (again,) = (await node.take()).jobs
+        await queue.kill(node)
+    assert again.job_id == taken.job_id
+    assert await zombie.emit(taken, 0) == "FENCED"
+    assert await zombie.finish(taken, 0) == "FENCED"
+    assert await zombie.give_back(taken) == "FENCED"
+
+    expected = {"submitted": 1, "nodes_lost": 3, "losses": 3, "takeovers": 2, "dead_letters": 1, "ended_failed": 1}
+    assert await counted(broker) == {**expected, "fenced": 3}
+
+
+async def test_returned_jobs_are_counted_by_reason(queue: Queue, broker: FiguresBroker) -> None:
+    node = await queue.node()
+    assert await node.give_back(await queue.running(node)) == "OK"
+    forgetful = await queue.node("n2")
+    await forgetful.take_one()
+    await forgetful.beat([])
+    await queue.sweep(since_last_ms=None)
+    found = await counted(broker)
+    assert (found["given_back_drain"], found["given_back_unlisted"], found["sweep_resets"]) == (1, 1, 1)
+
+
+async def test_depth_age_and_cost_are_told_per_class(queue: Queue, broker: FiguresBroker) -> None:
+    node = await queue.node()
+    await node.beat([])
+    oldest = await queue.submit(priority=Priority.BATCH, cost=30)
+    await queue.submit(priority=Priority.BATCH, cost=40)
+    await queue.age(f"wait:{int(Priority.BATCH)}", oldest, 60_000)
+    found = await figures(broker)
+    assert (found.pool, found.depth, found.cost, found.num_open) == (POOL, (0, 0, 2), (0, 0, 70), 2)
+    assert found.oldest_ms[:2] == (0, 0)
+    assert found.oldest_ms[2] == pytest.approx(60_000, abs=10_000)
+    assert [one.node_id for one in found.nodes] == ["n1"]
+
+    await queue.age("nodes", "n1", LEASE_MS + 1)
+    assert (await figures(broker)).nodes == ()
+
+
+async def test_full_redis_still_counts_and_answers(queue: Queue, broker: FiguresBroker) -> None:
+    node, other = await queue.node(), await queue.node("n2")
+    taken = await queue.running(node)
+    await node.give_back(taken)
+    await queue.change(taken.job_id, avoid_until=0)
+    await other.take_one()
+    await queue.redis.config_set("maxmemory", 1)
+    for answer in (await node.emit(taken, 0), await node.finish(taken, 0), await node.give_back(taken)):
+        assert answer == "FENCED"
+    assert (await counted(broker))["fenced"] == 3
+    await queue.redis.config_set("maxmemory", "512mb")
+
+
+async def test_every_counted_event_is_known(queue: Queue, broker: FiguresBroker) -> None:
+    node = await queue.node()
+    await node.finish(await queue.running(node), 0)
+    names = {name.decode() for name in await queue.redis.hkeys(f"{P}:count")}  # type: ignore[misc]
+    assert names <= set(EVENTS)

@@ -1,0 +1,241 @@
+"""Who waits for room: one node empties itself for a large job, suspects run alone, and nobody is blocked for ever."""
+
+from __future__ import annotations
+
+import pytest
+from contract.harness import LEASE_MS, FakeNode, P, Queue
+
+from penstock.contract.broker.node import TakeAnswer, Taken
+
+HOLDER = f"{P}:hold"
+
+
+def ids(answer: TakeAnswer) -> list[str]:
+    return [job.job_id for job in answer.jobs]
+
+
+# Large jobs
+
+
+async def test_one_node_makes_room_and_the_others_go_on(queue: Queue) -> None:
+    one, two = await queue.node("n1"), await queue.node("n2")
+    large, small, smaller = [await queue.submit(cost=cost) for cost in (90, 20, 10)]
+
+    assert ids(await one.take(50, kv_total=100)) == []
+    assert ids(await two.take(20, kv_total=100)) == [small]
+    assert ids(await one.take(80, kv_total=100)) == []
+    assert ids(await one.take(95, kv_total=100)) == [large]
+    assert ids(await two.take(50, kv_total=100)) == [smaller]
+    assert await queue.keys("hold") == set()
+
+
+async def test_each_node_makes_room_for_another_job(queue: Queue) -> None:
+    one, two, three = [await queue.node(name) for name in ("n1", "n2", "n3")]
+    first, second, third = [await queue.submit(cost=cost) for cost in (90, 91, 10)]
+    assert ids(await one.take(50)) == ids(await two.take(50)) == []
+    assert ids(await three.take(50)) == [third]
+    assert ids(await two.take(95)) == [first], "whoever has room takes whatever comes first"
+    assert ids(await one.take(95)) == [second]
+
+
+async def test_another_node_makes_room_when_the_first_does_not_call_any_more(queue: Queue) -> None:
+    one, two = await queue.node("n1"), await queue.node("n2")
+    large, small = [await queue.submit(cost=cost) for cost in (90, 20)]
+    await one.take(50)
+    assert await queue.redis.hget(HOLDER, "n1") == f"{large} {await _until(queue)}".encode()
+    await queue.redis.hset(HOLDER, "n1", f"{large} {await queue.now_ms() - 1}")
+    assert ids(await two.take(50)) == []
+    assert ids(await one.take(50)) == [small]
+
+
+async def _until(queue: Queue) -> int:
+    """When the first node's hold ends: a lease after it was last renewed."""
+    until_ms = int((await queue.redis.hget(HOLDER, "n1") or b"").split()[1])
+    assert LEASE_MS - 2000 < until_ms - await queue.now_ms() <= LEASE_MS
+    return until_ms
+
+
+@pytest.mark.parametrize("how", ["leaves", "dies"])
+async def test_a_node_that_is_gone_makes_room_for_nobody(queue: Queue, how: str) -> None:
+    one, two = await queue.node("n1"), await queue.node("n2")
+    await queue.submit(cost=90)
+    await one.take(50)
+    if how == "leaves":
+        await one.broker.leave()
+    else:
+        await queue.kill(one)
+    assert await queue.keys("hold") == set()
+    await queue.submit(cost=20)
+    assert ids(await two.take(50)) == []
+
+
+async def test_a_job_larger_than_a_node_runs_where_it_has_the_whole_node(queue: Queue) -> None:
+    small, large = await queue.node("n1"), await queue.node("n2")
+    job_id = await queue.submit(cost=5000)
+    assert ids(await small.take(999, kv_total=1000)) == []
+    assert ids(await large.take(1000, kv_total=6000)) == []
+    assert ids(await small.take(1000, kv_total=1000)) == [job_id]
+
+
+async def test_a_large_job_gets_its_turn_and_costs_one_node_its_room(queue: Queue) -> None:
+    """Three full nodes, and always more small jobs than they can take: what runs longest ends first."""
+    nodes = [await queue.node(f"n{number}", policy="fair") for number in range(3)]
+    running: dict[str, list[Taken]] = {node.name: [] for node in nodes}
+    large = ""
+    for turn in range(60):
+        for _ in range(3):
+            await queue.submit(cost=10, tenant=f"t{turn % 4}")
+        if turn == 20:
+            large = await queue.submit(cost=100, tenant="large")
+        for node in nodes:
+            if len(running[node.name]) >= 9:
+                await node.finish(running[node.name].pop(0), 0)
+        for node in nodes:
+            used = sum(job.cost for job in running[node.name])
+            running[node.name] += (await node.take(100 - used, kv_total=100)).jobs
+        assert sum(len(jobs) < 9 for jobs in running.values()) <= 1 or turn < 20
+        if any(job.job_id == large for jobs in running.values() for job in jobs):
+            return
+        for node in nodes:
+            if (await queue.redis.hget(HOLDER, node.name)) and running[node.name]:
+                await node.finish(running[node.name].pop(0), 0)
+    raise AssertionError("the large job was never taken")
+
+
+# Suspects
+
+
+async def lost_with(queue: Queue, name: str, expected: int) -> FakeNode:
+    """A node that takes so many jobs and dies of them."""
+    node = await queue.node(name)
+    assert len((await node.take()).jobs) == expected
+    await queue.kill(node)
+    return node
+
+
+async def test_a_suspect_is_taken_by_an_empty_node_which_then_takes_nothing_else(queue: Queue) -> None:
+    busy, empty = await queue.node("busy"), await queue.node("empty")
+    await queue.running(busy)
+    suspect = await queue.submit()
+    for name in ("n1", "n2"):
+        await lost_with(queue, name, 1)
+    other = await queue.submit()
+
+    assert ids(await busy.take()) == [], "it makes room"
+    assert ids(await empty.take()) == [suspect]
+    assert ids(await empty.take()) == []
+    assert ids(await busy.take()) == [other]
+
+
+async def test_a_suspect_that_shows_progress_is_none_any_more(queue: Queue) -> None:
+    node, busy = await queue.node("n0"), await queue.node("busy")
+    await queue.running(busy)
+    job_id = await queue.submit()
+    for name in ("n1", "n2"):
+        await lost_with(queue, name, 1)
+    suspect = await node.take_one()
+    other = await queue.submit()
+    await node.emit(suspect, 0, 63)
+    assert ids(await node.take()) == []
+    await node.emit(suspect, 63, 1)
+    assert ids(await node.take()) == [other]
+    await node.give_back(suspect)
+    assert ids(await busy.take()) == [job_id], "nor when it is queued again"
+
+
+async def test_suspects_keep_one_node_from_its_work_and_no_more(queue: Queue) -> None:
+    nodes = [await queue.node(f"busy{number}") for number in range(3)]
+    for node in nodes:
+        await queue.running(node)
+    suspects = [await queue.submit() for _ in range(40)]
+    for name in ("n1", "n2"):
+        await lost_with(queue, name, 40)
+    others = [await queue.submit() for _ in range(3)]
+    assert ids(await nodes[0].take()) == []
+    assert ids(await nodes[1].take(slots=1)) == others[:1]
+    assert ids(await nodes[2].take(slots=1)) == others[1:2]
+    assert {await queue.state(job_id) for job_id in suspects} == {"queued"}
+
+
+async def test_what_kills_its_nodes_is_found_out_and_nobody_that_ran_beside_it_fails(queue: Queue) -> None:
+    await queue.node("watcher")
+    jobs = [await queue.submit(cost=10) for _ in range(12)]
+    poison = jobs[5]
+    for number in range(40):
+        node = await queue.node(f"n{number}")
+        taken = (await node.take()).jobs
+        if poison in [job.job_id for job in taken]:
+            await queue.kill(node)
+            continue
+        for job in taken:
+            await node.emit(job, job.num_chunks, 64)
+            await node.finish(job, job.num_chunks + 64)
+    states = {job_id: await queue.state(job_id) for job_id in jobs}
+    assert states.pop(poison) == "failed"
+    assert set(states.values()) == {"done"}
+    lost = (await queue.record(poison))["loss_nodes"].split()
+    assert len({entry.partition("@")[0] for entry in lost}) == 3
+
+
+async def test_a_pool_that_forgives_no_loss_has_no_suspects(queue: Queue) -> None:
+    node = await queue.node("n0", max_losses=1)
+    jobs = [await queue.submit() for _ in range(2)]
+    assert ids(await node.take()) == jobs
+
+
+async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -> None:
+    node, other = await queue.node("n1"), await queue.node("n2")
+    taken, second = await queue.running(node), await queue.running(other)
+    await node.beat(draining=True)
+    await other.beat(draining=True)
+    await other.broker.leave()
+    for dead in (node, other):
+        await queue.kill(dead)
+    for job in (taken, second):
+        record = await queue.record(job.job_id)
+        assert (record["state"], record["losses"]) == ("queued", "0")
+
+
+# Given back for room
+
+
+@pytest.mark.parametrize(
+    ("free", "record", "answer"),
+    [
+        (100, {}, "OK"),
+        (99, {}, "NO_ROOM"),
+        (100, {"max_num_seqs": 8, "num_running": 5, "num_waiting": 3}, "NO_ROOM"),
+        (100, {"revision": "r2"}, "NO_ROOM"),
+    ],
+)
+async def test_a_job_goes_where_there_is_room_for_it_or_stays(
+    queue: Queue, free: int, record: dict[str, object], answer: str
+) -> None:
+    node, other = await queue.node("n1"), await queue.node("n2")
+    taken = await queue.running(node, cost=50)
+    await node.emit(taken, 0, 1)
+    await node.beat(free=1000)
+    await other.beat(free=free, **record)
+    assert await node.give_back(taken, cost=100, only_if_room=True) == answer
+    assert await queue.state(taken.job_id) == ("queued" if answer == "OK" else "running")
+
+
+async def test_rooms_are_given_away_once(queue: Queue) -> None:
+    node, other = await queue.node("n1"), await queue.node("n2")
+    jobs = [await queue.submit() for _ in range(3)]
+    taken = (await node.take()).jobs
+    assert ids(TakeAnswer(taken, (0, 0, 0), 0)) == jobs
+    await other.beat(free=250)
+    answers = [await node.give_back(job, only_if_room=True) for job in taken]
+    assert answers == ["OK", "OK", "NO_ROOM"]
+
+
+async def test_a_job_that_was_moved_often_counts_as_all_that_it_may_hold(queue: Queue) -> None:
+    node = await queue.node("n1", avoid_ms=0)
+    await queue.submit(cost=50)
+    costs = []
+    for _ in range(4):
+        taken = await node.take_one()
+        costs.append((taken.preemptions, taken.cost))
+        await node.give_back(taken, cost=60, most=400)
+    assert costs == [(0, 50), (1, 60), (2, 60), (3, 400)]

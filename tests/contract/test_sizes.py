@@ -1,0 +1,45 @@
+"""The table of sizes in PROTOCOL.md says what the code holds."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.source_tree import ROOT
+
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "h": 3_600_000}
+ROW = re.compile(r"^\| [^|]+ \| ([\d,]+) ?(\w*) \| `([^`:]+):(\w+)` \|$", re.MULTILINE)
+ROWS = [match.groups() for match in ROW.finditer((ROOT / "PROTOCOL.md").read_text())]
+
+
+def value_in_lua(text: str, name: str) -> int:
+    """Of a line such as `local ONE, OTHER = 1, 2`."""
+    for names, values in re.findall(r"^local ([\w, ]+) = ([\d, ]+)", text, re.MULTILINE):
+        if name in names.split(", "):
+            return int(values.split(", ")[names.split(", ").index(name)])
+    raise AssertionError(name)
+
+
+def value_in_python(text: str, name: str) -> int:
+    """Of a constant, or of a setting with this default."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and target.id == name:
+                value = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
+                return int(eval(compile(ast.Expression(value), name, "eval")))
+    raise AssertionError(name)
+
+
+def test_there_is_such_a_table() -> None:
+    assert len(ROWS) > 30
+    assert all("_" in name for _, _, _, name in ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[2]}:{row[3]}")
+def test_limit_is_what_the_code_says(row: tuple[str, str, str, str]) -> None:
+    number, unit, file, name = row
+    value = value_in_lua if file.endswith(".lua") else value_in_python
+    assert value((ROOT / file).read_text(), name) == int(number.replace(",", "")) * UNITS[unit]

@@ -1,0 +1,117 @@
+"""The soak's faults, one at a time: nodes, gateways and Redis killed, stopped, drained, held up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from fakes.child_process import ChildProcess
+from fakes.node_process import NodeProcess
+from faults.processes import GatewayProcess
+from faults.redis_process import RedisProcess
+
+LEASE_S = 3.0
+STEP_S = 0.02
+TTL_MS = 60_000
+"""Of logs, results and keys: short, so that Redis's memory comes to rest."""
+
+
+class Fleet:
+    """Redis, nodes and gateways; whatever dies is started again in its place."""
+
+    def __init__(self, redis: RedisProcess, pool: str, *, num_nodes: int, num_gateways: int) -> None:
+        self.redis = redis
+        self._pool = pool
+        self._num_started = 0
+        self.nodes: list[NodeProcess] = []
+        self.gateways: list[GatewayProcess] = []
+        self._sizes = (num_nodes, num_gateways)
+
+    async def start(self) -> None:
+        """All of it."""
+        num_nodes, num_gateways = self._sizes
+        self.nodes = [await self._start_node() for _ in range(num_nodes)]
+        self.gateways = [await self._start_gateway() for _ in range(num_gateways)]
+
+    def close(self) -> None:
+        """Kills all but Redis."""
+        for process in (*self.nodes, *self.gateways):
+            process.close()
+
+    def pids(self) -> dict[str, int]:
+        """Who is to be watched."""
+        nodes = {f"node {i}": node.pid for i, node in enumerate(self.nodes)}
+        return nodes | {f"gateway {i}": gateway.pid for i, gateway in enumerate(self.gateways)}
+
+    async def _start_node(self) -> NodeProcess:
+        self._num_started += 1
+        ttls = {"log_ttl_ms": TTL_MS, "result_ttl_ms": TTL_MS, "idem_ttl_ms": TTL_MS}
+        place = {"pool": self._pool, "name": f"n{self._num_started}", "lease_ms": int(LEASE_S * 1000), "drain_s": 0.5}
+        node = NodeProcess(self.redis.url, step_s=STEP_S, max_num_seqs=32, **place, **ttls)
+        return await asyncio.to_thread(node.wait_ready)
+
+    async def _start_gateway(self) -> GatewayProcess:
+        return await asyncio.to_thread(GatewayProcess(self.redis.url).wait_ready)
+
+    async def kill_node(self, rng: random.Random) -> None:
+        """SIGKILL."""
+        await self._replace_node(rng, ChildProcess.kill)
+
+    async def drain_node(self, rng: random.Random) -> None:
+        """SIGTERM, and a new one when it has ended well."""
+        await self._replace_node(rng, _stop_well)
+
+    async def freeze_node(self, rng: random.Random) -> None:
+        """SIGSTOP for longer than a lease."""
+        node = rng.choice(self.nodes)
+        node.signal(signal.SIGSTOP)
+        await asyncio.sleep(LEASE_S + 1)
+        node.signal(signal.SIGCONT)
+
+    async def kill_gateway(self, rng: random.Random) -> None:
+        """SIGKILL."""
+        place = rng.randrange(len(self.gateways))
+        self.gateways[place].close()
+        self.gateways[place] = await self._start_gateway()
+
+    async def kill_redis(self, rng: random.Random) -> None:
+        """SIGKILL, and back after a while."""
+        self.redis.kill()
+        await asyncio.sleep(rng.uniform(0, 2))
+        await asyncio.to_thread(self.redis.start)
+
+    async def freeze_redis(self, rng: random.Random) -> None:
+        """SIGSTOP, sometimes for longer than a lease."""
+        self.redis.pause()
+        await asyncio.sleep(rng.uniform(0.5, LEASE_S + 1.5))
+        self.redis.resume()
+
+    async def _replace_node(self, rng: random.Random, end: Callable[[ChildProcess], None]) -> None:
+        place = rng.randrange(len(self.nodes))
+        await asyncio.to_thread(end, self.nodes[place])
+        self.nodes[place].close()
+        self.nodes[place] = await self._start_node()
+
+
+def _stop_well(process: ChildProcess) -> None:
+    assert process.stop() == 0, "a drain ends well"
+
+
+async def kill_now_and_then(fleet: Fleet, rng: random.Random, *, every_s: float, until_s: float) -> Counter[str]:
+    """A fault drawn at random every so often, until the loop's time; what was done how often."""
+    done: Counter[str] = Counter()
+    clock = asyncio.get_running_loop().time
+    faults: tuple[Callable[[random.Random], Awaitable[None]], ...] = (
+        *(fleet.kill_node, fleet.kill_node, fleet.drain_node, fleet.freeze_node),
+        *(fleet.kill_gateway, fleet.kill_redis, fleet.freeze_redis),
+    )
+    while clock() < until_s:
+        next_s = clock() + every_s
+        fault = rng.choice(faults)
+        await fault(rng)
+        done[fault.__name__] += 1
+        await asyncio.sleep(max(0.0, next_s - clock()))
+    return done

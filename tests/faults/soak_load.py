@@ -1,0 +1,88 @@
+"""The soak's load: jobs by the client and over HTTP, so many at once, each stream held against the reference."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+from faults.http_reader import HttpReading, http_client
+from faults.processes import GatewayProcess
+from faults.work import KINDS, PROMPT, Work, check_logs, new_work, statuses
+from redis.asyncio import Redis
+
+from penstock.contract.broker.retry import patiently
+from penstock.contract.errors import BusyError, UnavailableError
+from penstock.producer.client import AsyncClient
+
+PATIENCE_S = 300.0
+RETRY_S = 0.5
+Read = Callable[[Work], Awaitable[None]]
+
+
+class Load:
+    """Counts what was accepted and how it ended; raises at the first stream that is not what it should be."""
+
+    def __init__(
+        self, redis: Redis, client: AsyncClient, pool: str, gateways: Sequence[GatewayProcess], *, rng: random.Random
+    ) -> None:
+        self._redis, self._client, self._pool, self._gateways, self._rng = redis, client, pool, gateways, rng
+        self._is_over = False
+        self.counts: Counter[str] = Counter()
+
+    def stop(self) -> None:
+        """Starts no more jobs; those that run are read to their ends."""
+        self._is_over = True
+
+    async def run(self, *, num_clients: int, num_http: int) -> None:
+        """So many readers of each kind, one job after the other, until `stop`."""
+        async with http_client() as self._http, asyncio.TaskGroup() as group:
+            for _ in range(num_clients):
+                group.create_task(self._repeat(self._read_by_client))
+            for _ in range(num_http):
+                group.create_task(self._repeat(self._read_by_http))
+
+    async def _repeat(self, read: Read) -> None:
+        while not self._is_over:
+            number = self.counts["accepted"]
+            await read(new_work(self._pool, self._rng.randint(20, 150), **KINDS[number % len(KINDS)]))
+
+    async def _read_by_client(self, work: Work) -> None:
+        try:
+            job = await self._client.submit(PROMPT, **work.options)
+        except (BusyError, UnavailableError):
+            self.counts["refused"] += 1
+            await asyncio.sleep(RETRY_S)
+            return
+        self.counts["accepted"] += 1
+        await work.read(job.chunks())
+        await self._note_end(work)
+        if work.end == "done":
+            work.check()
+            await patiently(lambda: check_logs(self._redis, [work]), PATIENCE_S)
+
+    async def _read_by_http(self, work: Work) -> None:
+        """Asks with one key, of any gateway, until one has said it all."""
+        key = secrets.token_hex(8)
+        reading, job_id = HttpReading(), ""
+        while not reading.is_whole:
+            reading = HttpReading()
+            await reading.read(self._http, self._rng.choice(self._gateways).url, work, key=key)
+            assert reading.job_id in ("", job_id) or not job_id, "the key names one job"
+            job_id = reading.job_id or job_id
+            if not reading.is_whole:
+                self.counts["asked again"] += 1
+                await asyncio.sleep(RETRY_S)
+        self.counts["accepted"] += 1
+        reading.check(work)
+        work.options["job_id"] = reading.job_id
+        await self._note_end(work)
+
+    async def _note_end(self, work: Work) -> None:
+        (status,) = await patiently(lambda: statuses(self._redis, [work]), PATIENCE_S)
+        assert status.outcome is not None
+        self.counts[f"{status.state} {status.outcome.code}".strip()] += 1
+        self.counts["taken over"] += status.losses > 0
+        self.counts["tokens"] += work.num_expected

@@ -1,0 +1,67 @@
+"""HTTP streams: open through an absence of Redis, one job for many who ask with one key."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from fakes.node_process import NodeProcess
+from fakes.reference_engine import ReferenceEngine
+from fakes.running_node import running_node
+from faults.http_reader import HttpReading, http_client
+from faults.processes import GatewayProcess
+from faults.redis_process import RedisProcess
+from faults.work import KINDS, check_settled, new_work
+from redis.asyncio import Redis
+
+from penstock.contract.broker.connection import connect
+
+pytestmark = pytest.mark.timeout(300)
+
+POOL = "http"
+NUM_CALLERS = 100
+
+
+@pytest.mark.parametrize("outage_s", [2, pytest.param(25, marks=pytest.mark.slow)])
+async def test_streams_stay_open_while_redis_is_away(tmp_path: Path, outage_s: float) -> None:
+    works = [new_work(POOL, 200, **kind) for kind in KINDS]
+    readings = [HttpReading() for _ in works]
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisProcess(tmp_path / "redis"))
+        stack.enter_context(NodeProcess(server.url, step_s=0.01, pool=POOL))
+        async with http_client() as http:
+            gateway = stack.enter_context(GatewayProcess(server.url, keep_alive_s=1))
+            reading = [
+                asyncio.create_task(one.read(http, gateway.url, work, key=work.id))
+                for one, work in zip(readings, works, strict=True)
+            ]
+            while min(one.num_events for one in readings) < 10:
+                await asyncio.sleep(0.01)
+            server.kill()
+            await asyncio.sleep(outage_s)
+            assert not any(task.done() for task in reading)
+            await asyncio.to_thread(server.start)
+            await asyncio.gather(*reading)
+        for one, work in zip(readings, works, strict=True):
+            one.check(work)
+        redis = connect(server.url)
+        await check_settled(redis, POOL)
+        await redis.aclose()
+
+
+async def test_a_hundred_who_ask_with_one_key_get_one_generation(redis: Redis, redis_url: str) -> None:
+    engine, work = ReferenceEngine(step_s=0.02), new_work(POOL, 100, n=2)
+    readings = [HttpReading() for _ in range(NUM_CALLERS)]
+    async with running_node(redis_url, engine, pool=POOL):
+        with GatewayProcess(redis_url) as first, GatewayProcess(redis_url) as second:
+            async with http_client() as http:
+                urls = (first.url, second.url) * (NUM_CALLERS // 2)
+                asking = (one.read(http, url, work, key="one key") for one, url in zip(readings, urls, strict=True))
+                await asyncio.gather(*asking)
+        await check_settled(redis, POOL)
+    assert len(engine.callers) == 1
+    assert len({one.job_id for one in readings}) == 1
+    for one in readings:
+        one.check(work)

@@ -1,0 +1,102 @@
+"""`/metrics`: figures of requests, streams and pools, from any gateway; told also while Redis is away."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import redis as sync_redis
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.contract import keys
+from penstock.contract.embedded import EmbeddedRedis
+from penstock.contract.figures import EVENTS
+from penstock.contract.job import Priority
+
+MODEL = "acme/echo"
+
+
+def scrape(url: str) -> dict[tuple[str, ...], float]:
+    """Value by (name, label values in the order of the labels' names)."""
+    answer = httpx.get(f"{url}/metrics", timeout=30)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def fresh(stack, engine):
+    """A gateway that nobody has asked anything."""
+    return stack.start_gateway()
+
+
+def test_requests_are_counted_by_route_and_errors_by_code(fresh):
+    http = httpx.Client(base_url=fresh, timeout=30)
+    with http:
+        assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}).status_code == 200
+        assert http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", "bogus": 1}).status_code == 400
+        assert http.get(f"/v1/models/{MODEL}").status_code == 200
+        for path in ("/nowhere", "/somewhere"):
+            assert http.get(path).status_code == 404
+    found = scrape(fresh)
+    assert found["penstock_http_requests_total", "/v1/completions", "200"] == 1
+    assert found["penstock_http_requests_total", "/v1/completions", "400"] == 1
+    assert found["penstock_http_requests_total", "other", "404"] == 2
+    assert {key[1] for key in found if key[0] == "penstock_http_requests_total"} <= {
+        *("/v1/completions", "/v1/models/{model:path}", "other", "/metrics")
+    }
+    assert found["penstock_http_refusals_total", "unknown_field"] == 1
+
+
+def test_streams_are_timed_once_each(fresh, engine):
+    engine.step_s = 0.01
+    body = {"model": MODEL, "prompt": "abcdefghij", "stream": True}
+    with httpx.stream("POST", f"{fresh}/v1/completions", json=body, timeout=30) as answer:
+        events = answer.iter_lines()
+        next(events)
+        assert scrape(fresh)["penstock_http_open_streams",] == 1
+        assert list(events)[-2] == "data: [DONE]"
+    found = scrape(fresh)
+    assert found["penstock_http_open_streams",] == 0
+    assert found["penstock_time_to_first_token_seconds_count",] == 1
+    assert found["penstock_time_per_output_token_seconds_count",] == 1
+    assert found["penstock_time_per_output_token_seconds_sum",] >= 0.009
+
+
+def test_pools_figures_are_those_of_redis(fresh, redis_url, engine):
+    with httpx.Client(base_url=fresh, timeout=30) as http:
+        before = scrape(fresh)
+        http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})
+    with sync_redis.Redis.from_url(redis_url) as client:
+        seconds, _ = client.time()
+        client.zadd(keys.waiting("echo", int(Priority.BATCH)), {"no.job": (seconds - 90) * 1000})
+        client.hincrby(keys.backlog("echo"), str(int(Priority.BATCH)), 70)
+        client.hincrby(keys.counts("echo"), "fenced", 3)
+        found = scrape(fresh)
+        client.zrem(keys.waiting("echo", int(Priority.BATCH)), "no.job")
+        client.hincrby(keys.backlog("echo"), str(int(Priority.BATCH)), -70)
+    assert found["penstock_queue_depth", "echo", "batch"] == 1
+    assert found["penstock_queue_depth", "echo", "interactive"] == 0
+    assert found["penstock_queue_age_seconds", "echo", "batch"] == pytest.approx(90, abs=30)
+    assert found["penstock_queue_cost_tokens", "echo", "batch"] == 70
+    assert found["penstock_nodes", "echo"] == 1
+    assert found["penstock_kv_blocks", "echo"] > 0
+    assert found["penstock_pool_fenced_total", "echo"] == before["penstock_pool_fenced_total", "echo"] + 3
+    assert found["penstock_pool_submitted_total", "echo"] == before["penstock_pool_submitted_total", "echo"] + 1
+    assert found["penstock_pool_ended_done_total", "echo"] >= before["penstock_pool_ended_done_total", "echo"]
+    assert {f"penstock_pool_{event}_total" for event in EVENTS} <= {key[0] for key in found}
+    assert found["penstock_redis_up",] == 1
+    assert found["penstock_redis_max_bytes",] == 512 << 20
+    assert found["penstock_client_chunks_total",] > 0
+
+
+def test_what_a_gateway_knows_by_itself_is_told_while_redis_is_away(stack):
+    with EmbeddedRedis() as server:
+        url = stack.start_gateway(redis_url=server.url)
+        assert scrape(url)["penstock_redis_up",] == 1
+    found = scrape(url)
+    assert found["penstock_redis_up",] == 0
+    assert ("penstock_client_messages_total",) in found

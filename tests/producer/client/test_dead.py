@@ -1,0 +1,72 @@
+"""Dead letters through the client: tried again as new jobs, for the same tenant and on the same terms."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from contract.harness import POOL, Queue, new_job
+from redis.asyncio import Redis
+
+from penstock.contract import keys
+from penstock.contract.broker.producer import ProducerBroker
+from penstock.contract.errors import NotFoundError
+from penstock.contract.job import Job, Message, Priority, SamplingParams
+from penstock.contract.wire import decode_request
+from penstock.producer.client import AsyncClient
+
+PROMPTS: list[dict[str, Any]] = [
+    {"prompt": "hello"},
+    {"prompt_token_ids": (1, 2, 3)},
+    {"messages": (Message(role="user", content="hello"),)},
+]
+
+
+async def bury(redis: Redis, **fields: Any) -> Job:
+    """A job that three nodes have died of, in a pool that has a node again."""
+    queue = Queue(redis)
+    await queue.node("watcher")
+    job = new_job(tenant="acme", priority=Priority.BATCH, params=SamplingParams(max_tokens=9, seed=5), **fields)
+    await queue.submit(job, weight=4.0)
+    for name in ("n0", "n1", "n2"):
+        node = await queue.node(name)
+        await node.take_one()
+        await queue.kill(node)
+    await (await queue.node("n3")).beat()
+    return job
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+async def test_a_retry_asks_for_the_same_under_a_new_id(
+    client: AsyncClient, redis: Redis, prompt: dict[str, Any]
+) -> None:
+    dead = await bury(redis, **prompt)
+    before = decode_request(await cast(Any, redis.get(keys.request(dead.id))))
+
+    job = await client.dead.retry(dead.id)
+
+    assert job.id != dead.id
+    record = await cast(Any, redis.hgetall(keys.job(job.id)))
+    assert [record[name] for name in (b"tenant", b"p", b"weight", b"state")] == [b"acme", b"2", b"4.0", b"queued"]
+    assert decode_request(await cast(Any, redis.get(keys.request(job.id)))) == before
+    assert await client.dead.newest(POOL) == []
+    with pytest.raises(NotFoundError):
+        await client.dead.retry(dead.id)
+
+
+async def test_a_retry_that_was_cut_short_is_the_same_job(client: AsyncClient, redis: Redis) -> None:
+    dead = await bury(redis)
+    request = await cast(Any, redis.get(keys.request(dead.id)))
+    job = await client.dead.retry(dead.id)
+    await redis.zadd(keys.dead(POOL), {dead.id: 1})
+    await redis.set(keys.request(dead.id), request)
+    assert (await client.dead.retry(dead.id)).id == job.id
+
+
+async def test_readers_are_told_of_the_end(client: AsyncClient, redis: Redis) -> None:
+    dead = await bury(redis)
+    async with asyncio.timeout(20):
+        result = await client.result(dead.id, check=False, tenant="acme")
+    assert (result.outcome.state, result.outcome.code) == ("failed", "node_lost")
+    assert (await ProducerBroker(redis).status(dead.id, "acme")).losses == 3
