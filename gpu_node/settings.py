@@ -49,8 +49,8 @@ class NodeSettings(Settings):
     """gpu: a CUDA device; native: the C++ kernels; auto: a device where there is one, else those, else torch."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """What torch computes in."""
-    quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
-    """How the native runner keeps matrices; auto: as stored."""
+    quantization: Literal["auto", "none", "int8", "int8_group", "int4", "fp8"] = "auto"
+    """How matrices are kept; auto: as stored. int8_group is for the native runner, fp8 for a card."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     """The native runner keeps keys and values in bfloat16 or int8; a card in what it computes in, int8 or fp8."""
     block_size: Literal[8, 16, 32] = 16

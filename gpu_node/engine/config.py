@@ -35,8 +35,9 @@ class EngineConfig(BaseModel):
     runner: Literal["auto", "gpu", "native", "torch"] = "auto"
     """`gpu`: a CUDA device; `native`: the C++ kernels; `auto`: a device where there is one, else those or torch."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
-    """How the native runner keeps matrices; `auto`: as the checkpoint does, `none`: in bfloat16."""
+    quantization: Literal["auto", "none", "int8", "int8_group", "int4", "fp8"] = "auto"
+    """How matrices are kept; `auto`: as the checkpoint does, `none`: in what is computed in. On the CPU this is for the
+    native runner, and `int8_group` for it alone; `fp8` for a card."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     block_size: Literal[8, 16, 32] = 16
     num_kv_blocks: int | None = Field(None, ge=1)

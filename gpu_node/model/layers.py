@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
-from penstock.gpu_node.model.linear import Linear
 from penstock.gpu_node.model.norm import Norm
+
+Product: TypeAlias = Callable[[Tensor], Tensor]
+"""Multiplies rows, [num_tokens, in], with a matrix that it keeps as it likes: [num_tokens, out]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,15 +19,15 @@ class LayerWeights:
     """One decoder layer."""
 
     attention_norm: Norm
-    qkv: Linear
+    qkv: Product
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
     head_norms: tuple[Norm, Norm] | None
     """Of queries and keys."""
-    out: Linear
+    out: Product
     mlp_norm: Norm
-    mlp_in: Linear
+    mlp_in: Product
     """[intermediate, hidden], twice that many rows where it is gated: gate, up."""
-    mlp_out: Linear
+    mlp_out: Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,4 +37,4 @@ class DecoderWeights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Norm
-    head: Linear
+    head: Product

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.gpu_node.model.checkpoint import StoredTensor
-from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.linear import Linear
 from penstock.gpu_node.model.norm import Norm
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.tensors import DecoderTensors, StoredLinear, StoredNorm
+
+MakeLinear: TypeAlias = Callable[[Tensor, Tensor | None], Product]
+"""Of weight, [out, in], and bias, [out]."""
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -23,12 +27,14 @@ def load_weights(
     dtype: torch.dtype,
     progress: Callable[[float], None],
     device: torch.device | None = None,
+    linear: MakeLinear = Linear,
 ) -> DecoderWeights:
     """Read, fuse and convert a checkpoint, onto the CPU where no device is named.
 
+    `linear` keeps the layers' matrices; embedding and head stay as they are.
     Raises ConfigError naming a tensor that is missing or of another shape.
     """
-    convert = _Converter(dtype, spec.norm_eps, device)
+    convert = _Converter(dtype, spec.norm_eps, device, linear)
     embedding = convert.tensor(tensors.embedding())
     layers = []
     for layer in range(spec.num_layers):
@@ -59,10 +65,13 @@ def _load_layer(tensors: DecoderTensors, convert: _Converter, layer: int) -> Lay
 class _Converter:
     """Stored tensors to torch's, in one dtype."""
 
-    def __init__(self, dtype: torch.dtype, norm_eps: float, device: torch.device | None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, norm_eps: float, device: torch.device | None, make_linear: MakeLinear
+    ) -> None:
         self._dtype = dtype
         self._norm_eps = norm_eps
         self._device = device
+        self._make_linear = make_linear
 
     def tensor(self, stored: StoredTensor) -> Tensor:
         kind = _FLOATS.get(stored.kind)
@@ -70,9 +79,10 @@ class _Converter:
             return torch.from_numpy(stored.to_float32()).to(self._device, self._dtype)
         return torch.from_numpy(stored.data.copy()).view(kind).reshape(stored.shape).to(self._device, self._dtype)
 
-    def linear(self, stored: StoredLinear) -> Linear:
+    def linear(self, stored: StoredLinear) -> Product:
         weight = torch.cat([self.tensor(part) for part in stored.weights])
-        return Linear(weight, torch.cat([self.tensor(part) for part in stored.biases]) if stored.biases else None)
+        bias = torch.cat([self.tensor(part) for part in stored.biases]) if stored.biases else None
+        return self._make_linear(weight, bias)
 
     def norm(self, stored: StoredNorm) -> Norm:
         bias = None if stored.bias is None else self.tensor(stored.bias)

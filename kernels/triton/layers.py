@@ -84,6 +84,12 @@ def _turned(
 
 
 @triton.jit
+def rounded(x):
+    """To whole numbers, to even between two; |x| < 2^22."""
+    return (x + _ROUNDING) - _ROUNDING
+
+
+@triton.jit
 def _keep(kept, scales, x, at, scale_at, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, MOST: tl.constexpr):
     """Store one head's vector, [1, HEAD_PAD]; MOST is the largest number of a quantised format, or 0."""
     d = tl.arange(0, HEAD_PAD)
@@ -91,7 +97,7 @@ def _keep(kept, scales, x, at, scale_at, HEAD: tl.constexpr, HEAD_PAD: tl.conste
         scale = tl.max(tl.abs(x), 1) / MOST
         x = x / tl.where(scale > 0, scale, 1.0)[:, None]
         if kept.dtype.element_ty == tl.int8:
-            x = (x + _ROUNDING) - _ROUNDING
+            x = rounded(x)
         tl.store(scales + scale_at + tl.arange(0, 1), scale)
     tl.store(kept + at + d[None, :], x.to(kept.dtype.element_ty), mask=(d < HEAD)[None, :])
 

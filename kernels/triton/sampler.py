@@ -37,11 +37,13 @@ def _real(rule, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def _scores(logits, marks, is_marked, repetition, presence, frequency, ids, vocab):
-    """Logits with penalties and bans, -inf behind the vocabulary."""
+def _scores(row, ids, vocab):
+    """Logits with biases, penalties and bans, -inf behind the vocabulary."""
+    logits, marks, biases, is_marked, repetition, presence, frequency = row
     inside = ids < vocab
     x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
     if is_marked:
+        x += tl.load(biases + ids, mask=inside, other=0.0)
         mark = tl.load(marks + ids, mask=inside, other=0)
         x = tl.where(mark != 0, tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)), x)
         count = mark & (_PROMPT - 1)
@@ -61,11 +63,10 @@ def _behind(scores, best, temperature):
 @triton.jit
 def _amount_below(row, best, temperature, bits, vocab, COLUMNS: tl.constexpr, WEIGHED: tl.constexpr):
     """How many tokens, or how much weight, is nearer to the best than `bits` says."""
-    logits, marks, is_marked, repetition, presence, frequency = row
     amounts = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, vocab, COLUMNS):
         ids = start + tl.arange(0, COLUMNS)
-        scores = _scores(logits, marks, is_marked, repetition, presence, frequency, ids, vocab)
+        scores = _scores(row, ids, vocab)
         distance, near = _behind(scores, best, temperature)
         amounts += tl.where(near < bits, tl.exp(-distance) if WEIGHED else 1.0, 0.0)
     return tl.sum(amounts.to(tl.float64), 0)
@@ -87,9 +88,8 @@ def _limit(row, best, temperature, most, wanted, vocab, COLUMNS: tl.constexpr, W
 @triton.jit
 def _weights(row, best, temperature, most, start, vocab, COLUMNS: tl.constexpr):
     """Weights of the kept tokens among those from `start` on, in float64."""
-    logits, marks, is_marked, repetition, presence, frequency = row
     ids = start + tl.arange(0, COLUMNS)
-    scores = _scores(logits, marks, is_marked, repetition, presence, frequency, ids, vocab)
+    scores = _scores(row, ids, vocab)
     distance, near = _behind(scores, best, temperature)
     return tl.where(near <= most, tl.exp(-distance), 0.0).to(tl.float64)
 
@@ -121,13 +121,13 @@ def _draw(row, best, temperature, most, uniform, vocab, COLUMNS: tl.constexpr):
 @triton.jit
 def _best(row, vocab, COLUMNS: tl.constexpr):
     """The best score, the first token that has it, and whether the row can choose at all."""
-    logits, marks, is_marked, repetition, presence, frequency = row
+    logits = row[0]
     best, at, is_sound = tl.full([], -float("inf"), tl.float32), tl.full([], 0, tl.int32), tl.full([], True, tl.int1)
     largest = tl.full([], -float("inf"), tl.float32)
     for start in range(0, vocab, COLUMNS):
         ids = start + tl.arange(0, COLUMNS)
         x = tl.load(logits + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-        scores = _scores(logits, marks, is_marked, repetition, presence, frequency, ids, vocab)
+        scores = _scores(row, ids, vocab)
         is_sound = is_sound & (tl.sum(((x != x) | (scores != scores)).to(tl.int32), 0) == 0)
         largest = tl.maximum(largest, tl.max(x, 0))
         here = tl.max(scores, 0)
@@ -138,15 +138,17 @@ def _best(row, vocab, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _sample(tokens, logits, rules, marks, vocab, stride, COLUMNS: tl.constexpr):
+def _sample(tokens, logits, rules, marks, biases, vocab, stride, COLUMNS: tl.constexpr):
     """Grid [rows]."""
     place = tl.program_id(0)
     rule = rules + place * _NUM_COLUMNS
     temperature, top_p, min_p = _real(rule, 0), _real(rule, 1), _real(rule, 2)
     marks_row = tl.load(rule + 11)
+    marks_at = tl.maximum(marks_row, 0).to(tl.int64) * vocab
     row = (
         logits + place.to(tl.int64) * stride,
-        marks + tl.maximum(marks_row, 0).to(tl.int64) * vocab,
+        marks + marks_at,
+        biases + marks_at,
         marks_row >= 0,
         _real(rule, 3),
         _real(rule, 4),
@@ -187,19 +189,50 @@ def _mark(marks, entries, count, vocab, COUNT: tl.constexpr):
     tl.atomic_or(at, what, mask=inside & (what > 1))
 
 
+@triton.jit
+def _mask(marks, words, rows, vocab, words_stride, COLUMNS: tl.constexpr):
+    """Grid [masks, runs of columns]: ban what a mask's bits do not allow."""
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = ids < vocab
+    word = tl.load(words + row * words_stride + ids // 32, mask=inside, other=0)
+    at = marks + tl.load(rows + row).to(tl.int64) * vocab + ids
+    mark = tl.load(at, mask=inside, other=0)
+    tl.store(at, tl.where((word >> (ids % 32)) & 1 != 0, mark, mark | _BANNED), mask=inside)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Marks:
-    """Which tokens some rows have seen, how often, and which are banned."""
+    """Which tokens some rows have seen, how often, which are banned, and by how much logits are moved before that."""
 
     marks: Tensor
     """[max_rows, vocab] int32."""
+    biases: Tensor
+    """[max_rows, vocab] float32."""
 
-    def fill(self, entries: Tensor, num_rows: int) -> None:
-        """Say anew what the first rows have seen. entries: [n, 3] in int32, made by `mark_entries`."""
+    @classmethod
+    def empty(cls, max_rows: int, vocab: int, device: torch.device) -> Marks:
+        """Room for so many rows."""
+        shape = max_rows, vocab
+        return cls(torch.zeros(shape, dtype=torch.int32, device=device), torch.zeros(shape, device=device))
+
+    def clear(self, num_rows: int) -> None:
+        """Forget what the first rows hold."""
         self.marks[:num_rows].zero_()
+        self.biases[:num_rows].zero_()
+
+    def add(self, entries: Tensor) -> None:
+        """Say what rows have seen. entries: [n, 3] in int32, made by `mark_entries`."""
         if len(entries):
             grid = (triton.cdiv(len(entries), _MARKS_AT_ONCE),)
             _mark[grid](self.marks, entries, len(entries), self.marks.shape[1], COUNT=_MARKS_AT_ONCE)
+
+    def allow_only(self, rows: Tensor, words: Tensor) -> None:
+        """Ban all but the tokens whose bit is set. rows: [n]; words: [n, vocab / 32], both int32, lowest bit first."""
+        vocab = self.marks.shape[1]
+        columns = min(_MAX_COLUMNS, padded(vocab, 16))
+        grid = (len(rows), triton.cdiv(vocab, columns))
+        _mask[grid](self.marks, words, rows, vocab, words.stride(0), COLUMNS=columns)
 
 
 def mark_entries(row: int, seen: NDArray[np.int32], num_prompt: int, banned: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -256,7 +289,7 @@ def sample(logits: Tensor, rules: Tensor, marks: Marks) -> Tensor:
     columns = min(_MAX_COLUMNS, padded(vocab, 16))
     # The penalties are two rounded steps: fused into one, another token could win by the last bit.
     _sample[(num_rows,)](
-        *(tokens, logits, rules, marks.marks, vocab, logits.stride(0)),
+        *(tokens, logits, rules, marks.marks, marks.biases, vocab, logits.stride(0)),
         COLUMNS=columns,
         num_warps=8 if columns > 1024 else 4,
         enable_fp_fusion=False,

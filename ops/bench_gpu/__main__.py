@@ -54,28 +54,32 @@ class Run:
         self._model("tiny" if self._dry else "llama-3.1-8b", limits, max_num_seqs=4 if self._dry else 128)
         if not self._dry:
             self._model("qwen3-0.6b", limits, max_num_seqs=256)
+        name = "tiny" if self._dry else "llama-3.1-8b"
+        self._decode(self._make(name, 4 if self._dry else 64, "fp8"), f"{name} fp8", limits)
         tuned = self._stage("tuned", lambda: kernels.tune(sizes, self._clock, dry=self._dry))
         from penstock.kernels.triton.launches import table_name
 
         # To be kept, it goes to kernels/triton/tuned/.
         (self._out / table_name(limits["card"])).write_text(json.dumps(tuned, indent=1) + "\n")
 
-    def _model(self, name: str, limits: dict[str, Any], max_num_seqs: int) -> None:
+    def _make(self, name: str, max_num_seqs: int, quantization: str = "none") -> Model:
         import torch
 
-        from bench_gpu import models, steps
+        from bench_gpu import models
         from penstock.gpu_node.model.gpu.device import Device
 
+        # What the model before it held is the card's again.
         gc.collect()
         torch.cuda.empty_cache()
         dtype, length = (torch.float32, 96) if self._dry else (torch.bfloat16, 16_384)
-        model = models.make_model(
-            name, Device(self._device), dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=length
-        )
-        batches, contexts = ([1, 3], [17, 40]) if self._dry else ([1, 8, 32, 64, 128, 256], [128, 1024, 2048, 8192])
-        grid = [(batch, context) for context in contexts for batch in batches]
-        rows = self._stage(f"{name} decode", lambda: steps.decode(model, self._clock, limits["copy_gb_s"], grid))
-        self._plot(f"{name} decode", [(f"{row['batch']} x {row['context']}", row["fraction"]) for row in rows])
+        limits = {"max_num_seqs": max_num_seqs, "max_model_len": length}
+        return models.make_model(name, Device(self._device), dtype=dtype, quantization=quantization, **limits)
+
+    def _model(self, name: str, limits: dict[str, Any], max_num_seqs: int) -> None:
+        from bench_gpu import steps
+
+        model = self._make(name, max_num_seqs)
+        self._decode(model, name, limits)
         prompts = [(1, 20), (2, 9)] if self._dry else [(1, 512), (1, 2048), (1, 8192), (8, 1024)]
         rows = self._stage(
             f"{name} prefill", lambda: steps.prefill(model, self._clock, limits["product_tflop_s"], prompts)
@@ -87,6 +91,14 @@ class Run:
             f"{name} trace", lambda: steps.trace(model, self._out / f"{name}-trace.json", batch, context)
         )
         (self._out / f"{name}-trace.txt").write_text(table)
+
+    def _decode(self, model: Model, name: str, limits: dict[str, Any]) -> None:
+        from bench_gpu import steps
+
+        batches, contexts = ([1, 3], [17, 40]) if self._dry else ([1, 8, 32, 64, 128, 256], [128, 1024, 2048, 8192])
+        grid = [(batch, context) for context in contexts for batch in batches]
+        rows = self._stage(f"{name} decode", lambda: steps.decode(model, self._clock, limits["copy_gb_s"], grid))
+        self._plot(f"{name} decode", [(f"{row['batch']} x {row['context']}", row["fraction"]) for row in rows])
 
     def _loads(self, model: Model) -> list[dict[str, float]]:
         """The same requests with steps planned ahead and without."""

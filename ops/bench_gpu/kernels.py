@@ -173,7 +173,7 @@ def _cases(sizes: Sizes, device: torch.device) -> list[tuple[str, Callable[[], o
     )
     at = _ints(range(tokens), device)
     logits = _normal(sizes.rows, sizes.vocab, sizes=sizes, device=device)
-    marks = Marks(_ints(np.zeros((1, sizes.vocab)), device))
+    marks = Marks.empty(1, sizes.vocab, device)
     plain, limited = (_rules(sizes.rows, device, **rule) for rule in ({}, {"top_p": 0.9, "top_k": 50}))
     pool = torch.zeros(66, 1024 if sizes is DRY else 2 << 20, dtype=torch.uint8, device=device)
     copies = np.array([[i, i + 33] for i in range(33)], np.int32)

@@ -9,6 +9,7 @@ import torch
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
+from penstock.gpu_node.model.gpu.linear import linear_of
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.linear import Linear
@@ -81,10 +82,12 @@ class Model:
     kv_token_bytes: int
 
 
-def make_model(name: str, device: Device, *, dtype: torch.dtype, max_num_seqs: int, max_model_len: int) -> Model:
-    """A model on a cache of most of what is left of the card."""
+def make_model(
+    name: str, device: Device, *, dtype: torch.dtype, max_num_seqs: int, max_model_len: int, quantization: str = "none"
+) -> Model:
+    """A model on a cache of most of what is left of the card; `quantization` is none, int8 or fp8."""
     spec = SPECS[name]
-    decoder = GpuDecoder(spec, _random_weights(spec, dtype, device.torch), max_model_len)
+    decoder = GpuDecoder(spec, _random_weights(spec, dtype, device.torch, quantization), max_model_len)
     layout = KvLayout(spec, BLOCK_SIZE, dtype)
     free = torch.cuda.mem_get_info()[0] if device.is_card else layout.block_bytes * 80
     num_blocks = int(0.8 * free) // layout.block_bytes
@@ -94,6 +97,8 @@ def make_model(name: str, device: Device, *, dtype: torch.dtype, max_num_seqs: i
     per_layer = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + spec.num_heads * spec.head_dim
     rows = spec.num_layers * (per_layer + 3 * spec.intermediate_size) + spec.vocab_size
     num_weights = rows * spec.hidden_size
+    head_bytes = spec.vocab_size * spec.hidden_size * dtype.itemsize
+    per_weight = dtype.itemsize if quantization == "none" else 1
     return Model(
         name=name,
         spec=spec,
@@ -102,12 +107,14 @@ def make_model(name: str, device: Device, *, dtype: torch.dtype, max_num_seqs: i
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         num_weights=num_weights,
-        weight_bytes=num_weights * dtype.itemsize,
+        weight_bytes=(num_weights - spec.vocab_size * spec.hidden_size) * per_weight + head_bytes,
         kv_token_bytes=layout.block_bytes // BLOCK_SIZE,
     )
 
 
-def _random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
+def _random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str) -> DecoderWeights:
+    linear = linear_of(quantization)
+
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device).normal_(std=columns**-0.5)
 
@@ -119,12 +126,12 @@ def _random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
         has_head_norms = spec.names.q_norm is not None
         return LayerWeights(
             attention_norm=norm(spec.hidden_size),
-            qkv=Linear(matrix(queries + 2 * keys, spec.hidden_size)),
+            qkv=linear(matrix(queries + 2 * keys, spec.hidden_size), None),
             head_norms=(norm(spec.head_dim), norm(spec.head_dim)) if has_head_norms else None,
-            out=Linear(matrix(spec.hidden_size, queries)),
+            out=linear(matrix(spec.hidden_size, queries), None),
             mlp_norm=norm(spec.hidden_size),
-            mlp_in=Linear(matrix(2 * spec.intermediate_size, spec.hidden_size)),
-            mlp_out=Linear(matrix(spec.hidden_size, spec.intermediate_size)),
+            mlp_in=linear(matrix(2 * spec.intermediate_size, spec.hidden_size), None),
+            mlp_out=linear(matrix(spec.hidden_size, spec.intermediate_size), None),
         )
 
     embedding = matrix(spec.vocab_size, spec.hidden_size)

@@ -32,6 +32,8 @@ def sampling_rows(positions: np.ndarray) -> SamplingRows:
         seen=(_NOTHING,) * count,
         num_seen_prompt=none,
         banned=(_NOTHING,) * count,
+        biased=(_NOTHING,) * count,
+        biases=(zeros[:0],) * count,
     )
 
 

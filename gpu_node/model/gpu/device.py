@@ -32,6 +32,11 @@ class Device:
         self.is_card = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if self.is_card else None  # type: ignore[no-untyped-call]
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether kernels may convert to and multiply float8."""
+        return not self.is_card or torch.cuda.get_device_capability(self.torch) >= (8, 9)
+
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that the card copies from and to by itself."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=self.is_card)

@@ -13,10 +13,12 @@ from penstock.gpu_node.model.description import Description, cache_sizes, num_ho
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
+from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, linear_of
 from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 from penstock.gpu_node.model.source import ModelSource, Progress, dequantised_folder
+from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.weights import load_weights
 
@@ -29,13 +31,15 @@ _UTILIZATION = 0.9
 def load_gpu(described: Description, options: RunnerOptions, progress: Progress) -> tuple[GpuRunner, str]:
     """The runner, and a name for its arithmetic. Raises ConfigError naming what is missing or not supported."""
     device = Device(_device())
-    _check(options)
+    quantization = "none" if options.quantization == "auto" else options.quantization
     spec, name = described.spec, _dtype_name(options.dtype, described.stored_dtype)
+    _check(options, spec, quantization, device)
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
     checkpoint = Checkpoint.open(ModelSource(dequantised_folder(described.source, progress)))
     tensors = DecoderTensors(checkpoint, spec)
-    weights = load_weights(tensors, spec, _DTYPES[name], lambda done: progress("load", done), device.torch)
+    keep, told = linear_of(quantization), lambda done: progress("load", done)
+    weights = load_weights(tensors, spec, _DTYPES[name], told, device.torch, keep)
     decoder = GpuDecoder(spec, weights, described.max_model_len)
     sizes = _sizes(described, options, decoder, layout, device)
     pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
@@ -43,9 +47,10 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     if options.deterministic:
         _forbid_split_sums()
     runner = GpuRunner(decoder, pool, sizes, limits, device)
-    facts = device.torch, name, kept, sizes.num_device_blocks, sizes.num_host_blocks
-    _log.info("gpu runner device=%s dtype=%s kv=%s kv_blocks=%d swap_blocks=%d", *facts)
-    return runner, f"gpu-{name}-kv-{kept}{'-deterministic' if options.deterministic else ''}"
+    facts = device.torch, name, quantization, kept, sizes.num_device_blocks, sizes.num_host_blocks
+    _log.info("gpu runner device=%s dtype=%s quantization=%s kv=%s kv_blocks=%d swap_blocks=%d", *facts)
+    parts = "gpu", name, *((quantization,) if quantization != "none" else ()), "kv", kept
+    return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
 
 
 def _device() -> torch.device:
@@ -58,9 +63,15 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _check(options: RunnerOptions) -> None:
-    if options.quantization not in ("auto", "none"):
-        raise ConfigError(f"quantization {options.quantization} needs the native runner")
+def _check(options: RunnerOptions, spec: ModelSpec, quantization: str, device: Device) -> None:
+    if quantization not in ("none", "int4", *SCALED):
+        raise ConfigError(f"quantization {quantization} cannot be had on a card: want none, int8, int4 or fp8")
+    if quantization == "int4" and not can_pack_int4(
+        spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
+    ):
+        raise ConfigError("quantization int4 wants matrices whose columns are a multiple of 32")
+    if "fp8" in (quantization, options.kv_cache_dtype) and not device.has_float8:
+        raise ConfigError("fp8 needs a card of compute capability 8.9 or later")
     if options.cpu_offload_gib:
         raise ConfigError("cpu_offload_gib cannot be had: the gpu runner keeps all weights on the card")
 
@@ -91,7 +102,7 @@ def _sizes(
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         share = options.gpu_memory_utilization or _UTILIZATION
-        marks = 4 * options.max_num_seqs * described.spec.vocab_size
+        marks = 8 * options.max_num_seqs * described.spec.vocab_size
         left = bytes_left(total=total, free=free, reserved=reserved, peak=peak + marks, utilization=share)
         num_blocks = left // layout.block_bytes - 1
         if num_blocks < 1:

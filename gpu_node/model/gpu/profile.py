@@ -37,7 +37,7 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
     )
     step.rules[:, -1] = -1
     logits = decoder.logits(step, step.token_ids, pool.layers, 1)
-    sample(logits, step.rules, Marks(ints(1, logits.shape[1])))
+    sample(logits, step.rules, Marks.empty(1, logits.shape[1], device))
 
 
 def peak_bytes(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,11 @@ from penstock.gpu_node.model.gpu.device import Device, Mark
 from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
-from penstock.gpu_node.model.protocol import CacheSizes, SamplingRows, StepPlan, StepResult
-from penstock.gpu_node.model.sampler import adjust, has_adjustments
+from penstock.gpu_node.model.gpu.row_marks import RowMarks
+from penstock.gpu_node.model.protocol import CacheSizes, StepPlan, StepResult
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
-from penstock.kernels.triton.sampler import Marks, mark_entries, sample
+from penstock.kernels.triton.sampler import sample
 
 MAX_IN_FLIGHT = 2
 """Steps that may be submitted before the first of them is waited for."""
@@ -52,12 +52,13 @@ class GpuRunner:
         self._limits = limits
         self._device = device
         rows, vocab = limits.max_num_seqs, decoder.spec.vocab_size
-        self._marks = Marks(torch.zeros(rows, vocab, dtype=torch.int32, device=device.torch))
+        self._row_marks = RowMarks(rows, vocab, device.torch)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         with torch.inference_mode():
             # One more row than sequences: padding of a graph's batch may sample too.
             self._tokens = torch.zeros(2 * rows + 32, dtype=torch.int32, device=device.torch)
             self._graphs = DecodeGraphs(device, self._compute, rows, max_blocks)
+        self._open = _Flight(device.mark(), device.mark())
         self._trays = deque(_Tray(device) for _ in range(MAX_IN_FLIGHT))
 
     @property
@@ -72,6 +73,7 @@ class GpuRunner:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> _Flight:
         """Start a step."""
+        self._open.close()
         tray = self._trays[0]
         self._trays.rotate(-1)
         tray.wait()
@@ -80,21 +82,35 @@ class GpuRunner:
         copied = self._device.mark()
         if self._pool.has_host_block(plan.block_tables):
             self._pool.settle()
-        arrays = pack_step(plan, self._mark_seen(plan.sampling), self._limits.block_size)
-        if has_adjustments(plan.sampling):
-            # Their size differs from step to step, which a graph's may not.
-            self._compute(self._arrived(tray, arrays), plan.sampling)
-        elif self._graphs.can_run(arrays):
-            arrays = self._graphs.padded(arrays)
-            self._graphs.run(tray.packed(arrays), arrays)
-        else:
-            self._compute(self._arrived(tray, arrays))
-        tokens = tray.take(self._tokens[: len(plan.sample_seqs)])
-        return _Flight(tokens, started, copied, tray.left)
+        places = self._row_marks.places(plan.sampling)
+        arrays = pack_step(plan, places, self._limits.block_size)
+        flight = _Flight(started, copied)
+
+        def land() -> None:
+            flight.land(tray.take(self._tokens[: len(plan.sample_seqs)]), tray.left)
+
+        if plan.sampling.masks is None:
+            self._row_marks.write(plan.sampling, places)
+            self._run(tray, arrays)
+            land()
+            return flight
+        # Masks are written while the step runs: what looks at them is left to who waits for it.
+        step = self._arrived(tray, arrays)
+        logits = self._logits(step)
+
+        @torch.inference_mode()
+        def sample_masked() -> None:
+            self._row_marks.write(plan.sampling, places)
+            self._sample(step, logits)
+            land()
+
+        flight.rest, self._open = sample_masked, flight
+        return flight
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
+        self._open.close()
         tray = self._trays[0]
         tray.wait()
         arrays = pack_step(plan, np.zeros(0, np.int32), self._limits.block_size)
@@ -107,14 +123,19 @@ class GpuRunner:
         """Clear blocks in every layer."""
         self._pool.zero(block_ids)
 
-    def _compute(self, step: StepInputs, adjusted: SamplingRows | None = None) -> None:
-        logits = self._logits(step)
-        if adjusted is not None:
-            # The card computes while their masks are waited for.
-            logits = logits.float()
-            adjust(logits, adjusted)
+    def _run(self, tray: _Tray, arrays: list[Ints]) -> None:
+        if self._graphs.can_run(arrays):
+            arrays = self._graphs.padded(arrays)
+            self._graphs.run(tray.packed(arrays), arrays)
+        else:
+            self._compute(self._arrived(tray, arrays))
+
+    def _compute(self, step: StepInputs) -> None:
+        self._sample(step, self._logits(step))
+
+    def _sample(self, step: StepInputs, logits: Tensor) -> None:
         if len(step.rules):
-            self._tokens[: len(step.rules)] = sample(logits, step.rules, self._marks)
+            self._tokens[: len(step.rules)] = sample(logits, step.rules, self._row_marks.marks)
 
     def _logits(self, step: StepInputs) -> Tensor:
         given = step.token_ids
@@ -129,19 +150,6 @@ class GpuRunner:
     def _arrived(self, tray: _Tray, arrays: list[Ints]) -> StepInputs:
         arrival = torch.empty(size_of(arrays), dtype=torch.int32, device=self._device.torch)
         return StepInputs(*to_device(tray.packed(arrays), arrival, arrays))
-
-    def _mark_seen(self, rows: SamplingRows) -> Ints:
-        """Tell the sampler what rows with penalties or bans look at; each row's row of marks, -1 for none."""
-        looking = [i for i, ids in enumerate(zip(rows.seen, rows.banned, strict=True)) if any(map(len, ids))]
-        places = np.full(len(rows.seen), -1, dtype=np.int32)
-        places[looking] = np.arange(len(looking), dtype=np.int32)
-        if looking:
-            entries = [
-                mark_entries(int(places[i]), rows.seen[i], int(rows.num_seen_prompt[i]), rows.banned[i])
-                for i in looking
-            ]
-            self._marks.fill(torch.from_numpy(np.concatenate(entries)).to(self._device.torch), len(looking))
-        return places
 
 
 class _Tray:
@@ -177,14 +185,27 @@ class _Tray:
 class _Flight:
     """A step on its way. Its tokens lie in a tray that the step after the next uses again."""
 
-    def __init__(self, tokens: Tensor, started: Mark, copied: Mark, done: Mark) -> None:
-        self._tokens = tokens
-        self._marks = started, copied, done
+    def __init__(self, started: Mark, copied: Mark) -> None:
+        self._started = started
+        self._copied = copied
+        self._done = copied
+        self._tokens = torch.empty(0, dtype=torch.int32)
+        self.rest: Callable[[], None] | None = None
+        """What is still to be given to the device."""
+
+    def land(self, tokens: Tensor, done: Mark) -> None:
+        """Say where its tokens are, once `done` is reached."""
+        self._tokens, self._done = tokens, done
+
+    def close(self) -> None:
+        """Give the device what is left of it."""
+        rest, self.rest = self.rest, None
+        if rest is not None:
+            rest()
 
     def result(self) -> StepResult:
-        started, copied, done = self._marks
-        done.wait()
+        self.close()
+        self._done.wait()
         # Sampling is part of the same graph as the forward pass.
-        return StepResult(
-            self._tokens.numpy().copy(), done.ms_since(copied), sample_ms=0.0, copy_ms=copied.ms_since(started)
-        )
+        forward_ms, copy_ms = self._done.ms_since(self._copied), self._copied.ms_since(self._started)
+        return StepResult(self._tokens.numpy().copy(), forward_ms, sample_ms=0.0, copy_ms=copy_ms)

@@ -60,6 +60,8 @@ def _check(described: Description, options: RunnerOptions) -> None:
         raise NativeUnavailableError(f"they compute in bfloat16, not {options.dtype}")
     if options.dtype == "auto" and described.source.gguf is None and described.stored_dtype == "float32":
         raise NativeUnavailableError("the checkpoint is float32; dtype bfloat16 would round it")
+    if options.quantization == "fp8":
+        raise NativeUnavailableError("they have no float8")
     if options.kv_cache_dtype not in _KV_FORMATS:
         raise NativeUnavailableError(f"they keep keys and values in bfloat16 or int8, not {options.kv_cache_dtype}")
     if options.block_size % PAGE_TOKENS:

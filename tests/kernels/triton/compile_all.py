@@ -18,9 +18,10 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton import layers
+from penstock.kernels.triton import layers, products
 from penstock.kernels.triton.blocks import copy_blocks
 from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.lora import add_lora
 from penstock.kernels.triton.prefill_attention import prefill_attention
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
@@ -86,8 +87,10 @@ def compile_doors(capability: int) -> None:
     _attend(decode_attention, _cache(), _ints(4), 1, **ruled)
     _attend(prefill_attention, _cache(), _ints(4, 2), **ruled)
     _compile_layers(formats)
-    marks = Marks(_ints(4, 128_256))
-    marks.fill(_ints(9, 3), 0)
+    _compile_products(formats[1:])
+    marks = Marks(_ints(4, 128_256), _empty(4, 128_256, dtype=torch.float32))
+    marks.add(_ints(9, 3))
+    marks.allow_only(_ints(2), _ints(2, 4008))
     sample(_empty(4, 128_256), _ints(4, len(RULE_COLUMNS)), marks)
     copy_blocks(_empty(4, 65_536, dtype=torch.uint8), np.array([[1, 2]], np.int32), host_from=2, host_jump=1 << 40)
 
@@ -103,6 +106,18 @@ def _compile_layers(formats: list[torch.dtype]) -> None:
     for kept in formats:
         given = _empty(4, 48 * 128), _cache(kept), _ints(4), _ints(4), angles, angles
         layers.rotate_and_store(*given, q_norm=norm, k_norm=norm)
+
+
+def _compile_products(formats: list[torch.dtype]) -> None:
+    real = {"dtype": torch.float32}
+    for rows in (4, 512):
+        x = _empty(rows, 4096)
+        for kept in formats:
+            q, scales = products.quantise_vectors(x, kept)
+            products.multiply_scaled(q, scales, _empty(6144, 4096, dtype=kept), _empty(6144, **real), torch.bfloat16)
+        groups = _empty(6144, 128, dtype=torch.float16)
+        products.multiply_int4(x, _empty(6144, 2048, dtype=torch.uint8), groups, groups)
+    add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, 16, 4096), _empty(3, 6144, 16), _empty(3, **real), _ints(2, 3))
 
 
 def main() -> None:

@@ -11,21 +11,19 @@ from fakes.sampling import SamplingCase, rows_of, sampling_cases
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.gpu.row_marks import RowMarks
 from penstock.kernels.reference.sampler import NO_TOKENS
-from penstock.kernels.triton.sampler import Marks, mark_entries, pack_rules, sample
+from penstock.kernels.triton.sampler import pack_rules, sample
 
 
 def _tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
-    rows, (count, vocab) = case.rows, case.logits.shape
-    looks = [i for i in range(count) if len(rows.seen[i]) or len(rows.banned[i])]
-    places = np.full(count, -1, np.int32)
-    places[looks] = range(len(looks))
-    entries = [mark_entries(places[i], rows.seen[i], int(rows.num_seen_prompt[i]), rows.banned[i]) for i in looks]
-    marks = Marks(torch.full((max(1, len(looks)), vocab), 99, dtype=torch.int32, device=device))
-    if entries:
-        marks.fill(torch.from_numpy(np.concatenate(entries)).to(device), len(looks))
-    rules = torch.from_numpy(pack_rules(rows, places)).to(device)
-    return sample(torch.from_numpy(case.logits).to(device), rules, marks).cpu().numpy()
+    row_marks = RowMarks(*case.logits.shape, device)
+    row_marks.marks.marks.fill_(99)
+    row_marks.marks.biases.fill_(torch.nan)
+    places = row_marks.places(case.rows)
+    row_marks.write(case.rows, places)
+    rules = torch.from_numpy(pack_rules(case.rows, places)).to(device)
+    return sample(torch.from_numpy(case.logits).to(device), rules, row_marks.marks).cpu().numpy()
 
 
 @settings(max_examples=5, deadline=None)
@@ -43,6 +41,19 @@ RULES: dict[str, dict[str, Any]] = {
     "all": {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
 }
+
+
+def test_biases_and_masks_come_before_the_draw(device: torch.device) -> None:
+    rng, count, vocab = np.random.default_rng(0), 12, 70
+    rows = rows_of(
+        count,
+        seed=np.arange(count),
+        mask=[rng.random(vocab) < 0.3 if i % 3 else None for i in range(count)],
+        biased=[np.array([i, 69], np.int32) for i in range(count)],
+        biases=[np.array([3.0, 4.5], np.float32)] * count,
+    )
+    case = SamplingCase(rng.standard_normal((count, vocab)).astype(np.float32), rows)
+    assert case.disagreements(_tokens(case, device)) == []
 
 
 @pytest.mark.parametrize(

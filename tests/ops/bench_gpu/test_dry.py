@@ -36,7 +36,8 @@ def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
     stages = ("decode", "prefill", "load", "trace")
-    assert set(found) == {"dry", "limits", "errors", "kernels", "tuned", *(f"tiny {stage}" for stage in stages)}
+    names = {"dry", "limits", "errors", "kernels", "tuned", "tiny fp8 decode", *(f"tiny {stage}" for stage in stages)}
+    assert set(found) == names
     assert max(found["errors"].values()) < 1e-5
     assert all(row["ms"] > 0 for row in found["kernels"])
     assert len(found["tiny decode"]) == 4
