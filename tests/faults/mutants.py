@@ -102,7 +102,7 @@ def main() -> int:
             killed = copy.kills(mutant)
             alive += [] if killed else [mutant]
             print(f"{'killed' if killed else 'ALIVE'}  {mutant.guard}  ({_CONTRACT}{mutant.tests})", flush=True)
-    if not names:
+    if not names and not alive:
         record(
             "Mutants: guards taken away, one at a time",
             "all",
