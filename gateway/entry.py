@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 ANYBODY = ApiKey(key_id="", digest="", tenant="default", scopes=frozenset(("infer", "admin")))
 """Whoever comes while there are no keys."""
 PUBLIC_PATHS = frozenset(("/health", "/ready"))
-_SCOPES: dict[str, KeyScope] = {"/metrics": "admin"}
+_SCOPES: dict[str, KeyScope] = {"/metrics": "admin", "/health/nodes": "admin"}
 _SCHEME = "bearer "
 
 

@@ -1,8 +1,13 @@
-"""`/health`: this process is up. `/ready`: a request sent now would find Redis and a node, and its answer us."""
+"""`/health`: this process is up. `/ready`: a request sent now would find Redis and a node, and its answer us.
+
+`/health/nodes`: every live node's pressure record, with the parts of it that are not well, and why.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
+from typing import Any
 
 from fastapi import APIRouter, Request
 
@@ -19,6 +24,18 @@ router = APIRouter()
 async def health() -> dict[str, str]:
     """Says nothing about Redis: restarting this process would not bring it back."""
     return {"status": "ok"}
+
+
+@router.get("/health/nodes")
+async def nodes(request: Request) -> dict[str, list[dict[str, Any]]]:
+    """Pools, and the records of their nodes. Raises UnavailableError while Redis is away."""
+    client: AsyncClient = request.app.state.client
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            pressures = {pool: await client.pressure(pool) for pool in await client.pools()}
+    except TimeoutError:
+        raise UnavailableError("Redis is away", code="redis_away") from None
+    return {pool: [asdict(node) for node in pressure.nodes] for pool, pressure in pressures.items()}
 
 
 @router.get("/ready")

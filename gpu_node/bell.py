@@ -25,6 +25,8 @@ class Bell:
     def __init__(self) -> None:
         self._rung = asyncio.Event()
         self.depth = 0
+        self.is_heard = True
+        """Whether somebody listens at the channel; jobs are found without, but later."""
 
     def ring(self) -> None:
         """There may be something new."""
@@ -59,12 +61,14 @@ async def listen(redis: Redis, channel: str, bell: Bell, on_cancelled: Callable[
             try:
                 await line.call("SUBSCRIBE", channel)
                 patience = pauses()
+                bell.is_heard = True
                 # What was rung before we listened.
                 bell.ring()
                 while not line.lost.done():
                     await asyncio.wait((line.lost,), timeout=_PING_S)
                     await line.call("PING")
             finally:
+                bell.is_heard = False
                 line.close()
         except (RedisError, OSError) as error:
             log.warning("doorbell is cut", extra={"reason": str(error)})

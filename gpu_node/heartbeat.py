@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from dataclasses import fields, replace
 
 from penstock.contract.broker.node import NodeBroker
 from penstock.contract.errors import UnavailableError
 from penstock.contract.wire import NodePressure
 from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.health import Health, Signs
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outbox import Outbox
@@ -25,21 +27,27 @@ BEATS_PER_CHECK = 5
 _RATE_HALF_LIFE_S = 10.0
 _INTERVALS_A_LOOK = 3
 """Waiting for the engine's answer, the beat, and the pause before the next one."""
+_FIGURES = sorted({field.name for field in fields(NodePressure)} & {field.name for field in fields(EngineStats)})
+"""A record has the engine's figures by their names there."""
 
 
 class Gauge:
-    """Rates from counters: an exponentially fading average per second."""
+    """Rates from counters: an exponentially fading average per second.
 
-    def __init__(self, now_s: float) -> None:
+    One that `keeps` says how fast it goes whenever it goes: a time without gain leaves it.
+    """
+
+    def __init__(self, now_s: float, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._last_s = now_s
         self._last = 0.0
         self.per_s = 0.0
 
     def update(self, total: float, now_s: float, *, counts: bool = True) -> float:
-        """Takes in a counter's new value; a time without gain, or that does not count, leaves the rate."""
+        """Takes in a counter's new value; a time that does not count leaves the rate."""
         elapsed_s, gained = now_s - self._last_s, total - self._last
         self._last_s, self._last = now_s, total
-        if counts and elapsed_s > 0 and gained > 0:
+        if counts and elapsed_s > 0 and (gained > 0 or not self._keeps):
             fade = 0.5 ** (elapsed_s / _RATE_HALF_LIFE_S) if self.per_s else 0.0
             self.per_s = fade * self.per_s + (1 - fade) * gained / elapsed_s
         return self.per_s
@@ -68,12 +76,15 @@ class Heartbeat:
         self._base = base
         self._interval_s = min(MAX_INTERVAL_S, lease_ms / 1000 / BEATS_PER_LEASE)
         self._drain, self._prefill, self._decode, self._steps = (Gauge(time.monotonic()) for _ in range(4))
+        self._preemptions = Gauge(time.monotonic(), keeps=False)
         self._num_beats = 0
         self.engine_stats: EngineStats | None = None
         """The last figures that the engine gave."""
         self._watchdog = Watchdog(
             stall_after_s=stall_after_s, max_look_s=_INTERVALS_A_LOOK * self._interval_s, now_s=time.monotonic()
         )
+        self._beaten_s, self._late_s = time.monotonic(), 0.0
+        self._health = Health()
         self.draining = False
 
     async def run(self) -> None:
@@ -84,7 +95,9 @@ class Heartbeat:
                 await self._broker.sweep()
             except UnavailableError as error:
                 log.warning("redis is away", extra={"reason": error.message})
+            wake_s = time.monotonic() + self._interval_s
             await asyncio.sleep(self._interval_s)
+            self._late_s = time.monotonic() - wake_s
 
     async def beat(self) -> None:
         """One beat."""
@@ -96,6 +109,7 @@ class Heartbeat:
         free = 0 if self.draining else pressure.kv_tokens_unclaimed
         answer = await self._broker.beat(pressure, free=free, answered_call=answered_call, held=held)
         self._num_beats += 1
+        self._beaten_s = time.monotonic()
         for job_id in answer.fenced:
             job = self._ledger.get(job_id)
             if job is not None and job.outcome is None:
@@ -115,33 +129,37 @@ class Heartbeat:
     async def _pressure(self) -> NodePressure:
         stats = await self._stats()
         now_s = time.monotonic()
-        base = self._base
         steps_per_s = self._steps.update(stats.steps, now_s)
         decode_per_s = self._decode.update(stats.decode_tokens, now_s)
-        return NodePressure(
-            node_id=base.node_id,
-            block_size=stats.block_size,
-            kv_blocks_total=stats.kv_blocks_total,
-            kv_blocks_free=stats.kv_blocks_free,
-            kv_blocks_cached=stats.kv_blocks_cached,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
+        return replace(
+            self._base,
+            **{name: getattr(stats, name) for name in _FIGURES},
             num_jobs=len(self._ledger),
-            max_num_seqs=base.max_num_seqs,
             kv_tokens_unclaimed=self._inbox.kv_tokens_unclaimed,
             prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),
             decode_tokens_per_s=decode_per_s,
             # Only while jobs wait: what an idle node finishes says nothing of how fast it could.
             drain_cost_per_s=self._drain.update(self._outbox.num_finished_cost, now_s, counts=self._inbox.has_backlog),
-            step_ms_p50=stats.step_ms_p50,
-            step_ms_p99=stats.step_ms_p99,
-            num_preemptions=stats.num_preemptions,
+            preemptions_per_s=self._preemptions.update(stats.num_preemptions, now_s),
             num_steps=stats.steps,
             mean_batch=decode_per_s / steps_per_s if steps_per_s else 0.0,
-            max_model_len=base.max_model_len,
-            revision=base.revision,
             draining=self.draining,
             predicted_outputs=self._ledger.predicted_outputs,
+            troubles=self._health.look(self._signs(stats, now_s)),
+        )
+
+    def _signs(self, stats: EngineStats, now_s: float) -> Signs:
+        return Signs(
+            now_s=now_s,
+            wall_s=time.time(),
+            late_s=self._late_s,
+            stats=stats,
+            engine_stalled_s=self._watchdog.stalled_s,
+            redis_silent_s=now_s - self._beaten_s,
+            hears_doorbell=self._inbox.hears_doorbell,
+            unsent_bytes=self._ledger.unsent_bytes,
+            max_unsent_bytes=self._outbox.max_unsent_bytes,
+            num_tokenizer_failures=self._inbox.num_tokenizer_failures,
         )
 
     async def _stats(self) -> EngineStats:

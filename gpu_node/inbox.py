@@ -57,6 +57,8 @@ class Inbox:
         self._bell = bell
         self._call = 0
         self._nonce = ""
+        self.num_tokenizer_failures = 0
+        """Prompts at which the tokenizer failed, other than by refusing them."""
         self.answered_call = 0
         """Last take whose answer has arrived: jobs of later ones are not yet known to us."""
 
@@ -64,6 +66,11 @@ class Inbox:
     def kv_tokens_unclaimed(self) -> int:
         """KV tokens neither used nor still needed by jobs already taken."""
         return self._room().kv_tokens[-1]
+
+    @property
+    def hears_doorbell(self) -> bool:
+        """Whether the queue can ring."""
+        return self._bell.is_heard
 
     @property
     def has_backlog(self) -> bool:
@@ -137,6 +144,7 @@ class Inbox:
         encoded = await asyncio.gather(*(self._encode(request) for _, request in asked), return_exceptions=True)
         for (job, request), token_ids in zip(asked, encoded, strict=True):
             if isinstance(token_ids, BaseException):
+                self.num_tokenizer_failures += not isinstance(token_ids, PenstockError)
                 self._refuse_for(job, token_ids)  # whatever the tokenizer's library raises concerns this job alone
             else:
                 self._start(job, request, token_ids)
@@ -159,7 +167,9 @@ class Inbox:
         return request
 
     async def _encode(self, request: Request) -> list[int]:
-        """A request's tokens; long ones of a batch are made side by side, on threads."""
+        """A request's tokens, once all else is prepared; what takes long is done side by side, on threads."""
+        if request.params.structured_outputs is not None:
+            await asyncio.to_thread(self._worker.prepare, request.params)
         if _num_chars(request) <= MAX_CHARS_ON_LOOP:
             return _encode(self._tokenizer, request)
         return await asyncio.to_thread(_encode, self._tokenizer, request)

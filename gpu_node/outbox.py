@@ -54,7 +54,7 @@ class Outbox:
         self._broker = broker
         self._ledger = ledger
         self._worker = worker
-        self._max_unsent_bytes = max_unsent_bytes
+        self.max_unsent_bytes = max_unsent_bytes
         self._stream_interval_s = stream_interval_ms / 1000
         self._flushed_s = -math.inf
         self._bell = bell
@@ -171,8 +171,6 @@ class Outbox:
                 self._heed(job, emission, answer)
 
     def _heed(self, job: HeldJob, emission: Emission, answer: str) -> None:
-        if self._ledger.of_lease(job.taken.lease) is None:
-            return  # given back meanwhile
         kind, _, rest = answer.partition(" ")
         if kind in ("FENCED", "GONE"):
             self.drop(job)
@@ -219,13 +217,14 @@ class Outbox:
             self._bell.room_grew()  # a suspect may wait for a node that holds nothing
 
     def _pause_engine_if_full(self) -> None:
-        self._worker.set_paused(self._ledger.unsent_bytes > self._max_unsent_bytes)
+        self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)
 
 
 def outcome_of(job: HeldJob) -> Outcome:
     """How a job ends whose choices have all ended."""
     if job.has_failed_choice:
-        return Outcome("failed", "model_error", "the model's output was not finite")
+        said = "the model's output was not finite, or its steps failed where those of others did not"
+        return Outcome("failed", "model_error", said)
     return Outcome("done")
 
 

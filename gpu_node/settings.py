@@ -13,49 +13,80 @@ from pydantic_settings import SettingsConfigDict
 from penstock.contract.job import NAME_PATTERN
 from penstock.contract.policy import PolicyName
 from penstock.contract.settings import Settings
+from penstock.gpu_node.engine.config import THEIR_NAMES
 from penstock.gpu_node.engine.eviction import EvictionName
 from penstock.gpu_node.engine.preemption import PreemptionName
 
 PROTOCOL_VERSION = 1
 
 
-class NodeSettings(Settings):
-    """A node's model, cache, place in the pool, and the pool's times and limits (which all its nodes must share)."""
+VLLM_NAMES = {ours: theirs for theirs, ours in THEIR_NAMES.items()}
+"""By ours, where these are other ones."""
+POOL_WIDE = (
+    *("scheduling_policy", "aging_ms", "bypass_ms", "lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms"),
+    *("result_ttl_ms", "idem_ttl_ms", "max_open_jobs", "max_queued_cost", "max_losses", "progress_chunks", "avoid_ms"),
+)
+"""Settings that must be the same for all nodes of a pool, as scripts read them."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_")
+
+class NodeSettings(Settings):
+    """A node's model, cache, place in the pool, and the pool's times and limits."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_", use_attribute_docstrings=True)
 
     model: str = Field(min_length=1)
     """Hub id with optional @revision, a folder, or a .gguf file."""
     redis_url: str = Field(min_length=1)
+    """Redis of the pool."""
     name: str = Field(default_factory=lambda: slug(socket.gethostname()), pattern=NAME_PATTERN)
+    """This node's name in logs and records; else the machine's."""
     pool: str | None = Field(None, pattern=NAME_PATTERN)
-    """None: made from the model's name."""
+    """Pool to work for; else made from the model's name."""
     aliases: tuple[str, ...] = ()
     """Further names under which clients may ask for the model."""
 
-    runner: Literal["auto", "native", "torch"] = "auto"
+    runner: Literal["auto", "gpu", "native", "torch"] = "auto"
+    """gpu: a CUDA device; native: the C++ kernels; auto: a device where there is one, else those, else torch."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
+    """What torch computes in."""
+    quantization: Literal["auto", "none", "int8", "int8_group", "int4", "fp8"] = "auto"
+    """How matrices are kept; auto: as stored. int8_group is for the native runner, fp8 for a card."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
+    """The native runner keeps keys and values in bfloat16 or int8; a card in what it computes in, int8 or fp8."""
     block_size: Literal[8, 16, 32] = 16
-    num_kv_blocks: int | None = Field(None, ge=1)
+    """Tokens of a block of the KV cache; 8 on torch only."""
     kv_cache_gib: float = Field(1.0, gt=0.0)
-    num_swap_blocks: int | None = Field(None, ge=0)
+    """Memory for the KV cache."""
+    num_kv_blocks: int | None = Field(None, ge=1)
+    """Blocks of the KV cache, instead of a size."""
     swap_space_gib: float = Field(0.0, ge=0.0)
     """Host memory for preempted sequences, evicted prefixes and what the KV cache alone cannot hold."""
+    num_swap_blocks: int | None = Field(None, ge=0)
+    """Blocks of host memory, instead of a size."""
     preemption: PreemptionName = "auto"
+    """What happens to a preempted sequence's blocks; auto: what costs less."""
+    enable_prefix_caching: bool = True
+    """Keep what was computed of prompts for others that begin alike."""
     prefix_eviction: EvictionName = "lru"
+    """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
     prefix_cache_salt: Literal["none", "tenant"] = "none"
-    """`tenant`: tenants do not share cached prefixes."""
+    """tenant: tenants do not share cached prefixes."""
     gpu_memory_utilization: float | None = Field(None, gt=0.0, le=1.0)
+    """Of a card's memory."""
     cpu_offload_gib: float = Field(0.0, ge=0.0)
+    """Of the weights, streamed to a card from host memory."""
+    deterministic: bool = False
+    """Sums on a card in one order whatever the batch, some percent slower."""
     max_model_len: int | None = Field(None, ge=2)
+    """Most tokens of prompt and answer together."""
     max_num_seqs: int = Field(64, ge=1, le=512)
+    """Most sequences in one step."""
     max_num_batched_tokens: int = Field(512, ge=1)
+    """Most tokens in one step."""
     max_prefill_beside_decode: int = Field(192, ge=1)
-    """Most tokens of prompts in a step in which others decode, who all wait for it."""
+    """Most tokens of prompts in a step in which others decode, who all wait for it; a long backlog may have more."""
     num_threads: int | None = Field(None, ge=1)
-    """CPU threads of the model; None: all cores that the process may use."""
+    """CPU threads of the model; else all cores that the process may use."""
 
     drain_s: float = Field(20.0, ge=0.0)
     """After SIGTERM: how long running jobs may go on before the rest is given back."""
@@ -67,27 +98,38 @@ class NodeSettings(Settings):
     """Chunks kept while Redis is away; past it the engine pauses."""
 
     metrics_port: int | None = Field(None, ge=0, le=65535)
-    """Where this node's figures are served for Prometheus; None: nowhere, 0: a free port, which the log tells."""
+    """Where this node's figures are served for Prometheus; 0: on a free port, which the log tells; else nowhere."""
     metrics_host: str = "127.0.0.1"
+    """The address that they are served at."""
 
-    lease_ms: int = Field(15_000, ge=3_000, le=600_000)
-    """A node silent for this long is dead; another takes its jobs."""
-    abandon_after_ms: int = Field(30_000, ge=1_000)
-    reattach_grace_ms: int = Field(5_000, ge=0)
-    log_ttl_ms: int = Field(120_000, ge=1_000)
-    result_ttl_ms: int = Field(86_400_000, ge=1_000)
-    idem_ttl_ms: int = Field(86_400_000, ge=1_000)
-    max_open_jobs: int = Field(200_000, ge=1)
-    max_queued_cost: int = Field(1 << 31, ge=1)
-    max_losses: int = Field(3, ge=1)
-    progress_chunks: int = Field(64, ge=1)
-    avoid_ms: int = Field(2_000, ge=0)
     scheduling_policy: PolicyName = "fair"
     """In which order jobs are taken and run: fcfs, priority, sjf (by predicted cost) or fair (tenants take turns)."""
     aging_ms: int = Field(60_000, ge=1)
     """The first job of a class counts as one class higher for each time it has waited this long."""
     bypass_ms: int = Field(2_000, ge=0)
     """A job that does not fit may be passed by others until it is this old."""
+    lease_ms: int = Field(15_000, ge=3_000, le=600_000)
+    """A node silent for this long is dead; another takes its jobs."""
+    abandon_after_ms: int = Field(30_000, ge=1_000)
+    """A reading process silent for this long is gone; jobs that run for it alone are cancelled."""
+    reattach_grace_ms: int = Field(5_000, ge=0)
+    """How long a job whose last reader left goes on."""
+    log_ttl_ms: int = Field(120_000, ge=1_000)
+    """How long an ended job's log of chunks can be read."""
+    result_ttl_ms: int = Field(86_400_000, ge=1_000)
+    """How long its result can be."""
+    idem_ttl_ms: int = Field(86_400_000, ge=1_000)
+    """How long an idempotency key is known."""
+    max_open_jobs: int = Field(200_000, ge=1)
+    """Jobs queued and running; more are refused."""
+    max_queued_cost: int = Field(1 << 31, ge=1)
+    """KV tokens that queued jobs will probably need; more are refused."""
+    max_losses: int = Field(3, ge=1)
+    """A job that lost its node so often without progress fails."""
+    progress_chunks: int = Field(64, ge=1)
+    """A job whose log grew by so many chunks made progress."""
+    avoid_ms: int = Field(2_000, ge=0)
+    """How long a node that gave a job back does not take it again."""
 
     @property
     def pool_name(self) -> str:
@@ -102,13 +144,8 @@ class NodeSettings(Settings):
     @property
     def schema_fields(self) -> dict[str, int | str]:
         """What every node of the pool must agree on, as the scripts read it."""
-        names = (
-            *("lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms", "result_ttl_ms", "idem_ttl_ms"),
-            *("max_open_jobs", "max_queued_cost", "max_losses", "progress_chunks", "avoid_ms"),
-            *("aging_ms", "bypass_ms"),
-        )
-        numbers = {name: getattr(self, name) for name in names}
-        return {"version": PROTOCOL_VERSION, "policy": self.scheduling_policy, **numbers}
+        given = {name: getattr(self, name) for name in POOL_WIDE}
+        return {"version": PROTOCOL_VERSION, "policy": given.pop("scheduling_policy"), **given}
 
 
 def slug(text: str) -> str:

@@ -16,7 +16,8 @@ class Watchdog:
         self._max_look_s = max_look_s
         self._looked_s = now_s
         self._num_steps = -1
-        self._stalled_s = 0.0
+        self.stalled_s = 0.0
+        """Time without progress, as far as it is known."""
 
     def look(self, stats: EngineStats | None, *, may_step: bool, now_s: float) -> None:
         """Takes in the engine's figures, None for no answer. Raises InvariantError when it hangs: a node that only
@@ -25,11 +26,11 @@ class Watchdog:
         elapsed_s = min(now_s - self._looked_s, self._max_look_s)
         self._looked_s = now_s
         if stats is not None and (stats.steps != self._num_steps or not may_step or not _has_work(stats)):
-            self._num_steps, self._stalled_s = stats.steps, 0.0
+            self._num_steps, self.stalled_s = stats.steps, 0.0
             return
-        self._stalled_s += elapsed_s
-        if self._stalled_s > self._stall_after_s:
-            raise InvariantError(f"the engine has work and has made no step for {self._stalled_s:.0f} s")
+        self.stalled_s += elapsed_s
+        if self.stalled_s > self._stall_after_s:
+            raise InvariantError(f"the engine has work and has made no step for {self.stalled_s:.0f} s")
 
 
 def _has_work(stats: EngineStats) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
-"""Without an output between them: more, and it is not a request but the runner that is broken."""
+"""Without one that was computed between them: more, and it is not a request but the runner that is broken."""
+MAX_PAUSE_S = 0.1
+"""After a failed step, longer with each in a row: memory that another process took may be back in a moment."""
 
 
 class EngineLike(Protocol):
@@ -52,6 +55,9 @@ class EngineLike(Protocol):
     ) -> None:
         """Queues a request; raises RequestError for one that can never run."""
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Does ahead of `add` what takes long, on any thread; raises RequestError for what could never run."""
+
     def abort(self, request_id: str) -> None:
         """Forgets a request."""
 
@@ -70,6 +76,9 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats:
         """Figures for the pressure record."""
 
+    def memory_trail(self) -> list[str]:
+        """What the memory went through lately, a line a record."""
+
 
 class EngineWorker:
     """Runs an engine on a thread of its own. `deliver` is called there, once per step that produced something."""
@@ -82,7 +91,7 @@ class EngineWorker:
         self._may_step = threading.Event()
         self._may_step.set()
         self._stopping = False
-        self._num_failed_steps = 0
+        self._num_failed_steps = self._num_steps = 0
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self.stopped: Future[None] = Future()
         """Done when the thread ends; carries what killed it."""
@@ -144,6 +153,10 @@ class EngineWorker:
             )
         )
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Does ahead of `add` what would keep the engine's thread from its steps; on the caller's own."""
+        self._engine.prepare(params)
+
     def abort(self, request_id: str) -> None:
         """Forgets a request before the next step."""
         self.call(lambda: self._engine.abort(request_id))
@@ -168,21 +181,24 @@ class EngineWorker:
                 self._wake.clear()
             self.stopped.set_result(None)
         except BaseException as error:
-            self.stopped.set_exception(error)
+            try:
+                log.critical("the engine died", extra={"reason": repr(error), "trail": self._engine.memory_trail()})
+            finally:
+                self.stopped.set_exception(error)
 
     def _step(self) -> list[StepOutput]:
         """One step; one that fails is taken again, for the engine finds out whether a single request is to blame."""
         try:
-            outputs = self._engine.step()
+            return self._engine.step()
         except Exception as error:
-            self._num_failed_steps += 1
+            num_steps = self._engine.stats().steps
+            self._num_failed_steps = 1 if num_steps > self._num_steps else self._num_failed_steps + 1
+            self._num_steps = num_steps
             if self._num_failed_steps > MAX_FAILED_STEPS:
                 raise
-            log.warning("a step failed", extra={"reason": repr(error), "without_output": self._num_failed_steps})
+            log.warning("a step failed", extra={"reason": repr(error), "in_a_row": self._num_failed_steps})
+            time.sleep(min(MAX_PAUSE_S, 2**self._num_failed_steps / 1000))
             return []
-        if outputs:  # that a step could be launched says nothing yet
-            self._num_failed_steps = 0
-        return outputs
 
     def _run_commands(self) -> None:
         while self._commands:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import redis as sync_redis
@@ -10,6 +12,10 @@ from redis.asyncio import Redis
 
 from penstock.contract.broker.connection import connect
 from penstock.contract.embedded import EmbeddedRedis
+
+# Triton reads it when it is first imported: without a card its interpreter runs the kernels.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

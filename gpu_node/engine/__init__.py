@@ -1,7 +1,24 @@
-"""The engine: prompts to tokens and text, many at once. No Redis, and no torch outside the model it loads."""
+"""The engine: prompts to tokens and text, many at once. No Redis, and no torch outside the model it loads.
 
-from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.engine import Engine
-from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
+The names below are loaded when they are first used: settings name an engine's choices without loading one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.gpu_node.engine.config import EngineConfig
+    from penstock.gpu_node.engine.engine import Engine
+    from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
 
 __all__ = ["Engine", "EngineConfig", "EngineStats", "Generation", "ResumedChoice", "StepOutput"]
+
+_HOME_OF = {"Engine": "engine", "EngineConfig": "config"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME_OF.get(name, 'records')}"), name)

@@ -25,13 +25,22 @@ class Grants:
     ends: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class PrefixHits:
+    """Tokens of admitted sequences, those of them that were found computed, and those of these that the host had."""
+
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    host_tokens: int = 0
+
+
 class Admission:
     """Moves sequences from the queues to the residents."""
 
     def __init__(
         self, memory: KvMemory, residents: Residents, queues: Queues, discipline: Discipline, suspects: Suspects
     ) -> None:
-        self.prefix_hit_tokens = 0
+        self.hits = PrefixHits()
         self._memory = memory
         self._residents = residents
         self._queues = queues
@@ -88,16 +97,19 @@ class Admission:
             self._start(seq, grants)
             return True
 
-        self._discipline.offer(self._queues, start)
+        self._discipline.offer(self._suspects.eligible(self._queues, self._residents.seqs), start)
         for queue, seq in started:
             queue.remove(seq)
 
     def _start(self, seq: Sequence, grants: Grants) -> None:
         is_swapped, held = bool(seq.blocks), self._residents.held_by(seq)
         in_place = self._residents.num_missing(seq, held) > self._memory.num_free_without(held)
+        num_on_host = len(held) - sum(map(self._memory.is_on_device, held))
         num_stored = self._residents.admit(seq, held, in_place=in_place)
         if not is_swapped:
-            self.prefix_hit_tokens += num_stored
+            self.hits.lookup_tokens += len(seq.token_ids)
+            self.hits.hit_tokens += num_stored
+            self.hits.host_tokens += num_stored * num_on_host // max(1, len(held))
             if seq.cached_tokens is None:
                 seq.cached_tokens = min(num_stored, seq.num_prompt_tokens)
         end = min(len(seq.token_ids), num_stored + grants.budget)

@@ -46,6 +46,7 @@ class BlockPool:
     ) -> None:
         self.num_total = self.num_free = num_blocks
         self.num_cached = 0
+        self.num_evictions = 0
         self.first = first
         self._index = index
         self._worth_by = Worth(eviction)
@@ -74,6 +75,7 @@ class BlockPool:
         if self._names[at] is None:
             return at + self.first, None
         self.num_cached -= 1
+        self.num_evictions += 1
         return at + self.first, self.unlabel(at + self.first)
 
     def free(self, blocks: Sequence[int]) -> None:

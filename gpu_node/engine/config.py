@@ -11,7 +11,7 @@ from penstock.contract.policy import PolicyName
 from penstock.gpu_node.engine.eviction import EvictionName
 from penstock.gpu_node.engine.preemption import PreemptionName
 
-_ALIASES = {
+THEIR_NAMES = {
     "swap_space": "swap_space_gib",
     "cpu_offload_gb": "cpu_offload_gib",
     "num_gpu_blocks_override": "num_kv_blocks",
@@ -32,11 +32,12 @@ class EngineConfig(BaseModel):
 
     model: str = Field(min_length=1)
     """Hub id with optional `@revision`, a folder, or a `.gguf` file."""
-    runner: Literal["auto", "native", "torch"] = "auto"
-    """`native`: the C++ kernels; `auto`: those where they run, else torch."""
+    runner: Literal["auto", "gpu", "native", "torch"] = "auto"
+    """`gpu`: a CUDA device; `native`: the C++ kernels; `auto`: a device where there is one, else those or torch."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    quantization: Literal["auto", "none", "int8", "int8_group", "int4"] = "auto"
-    """How the native runner keeps matrices; `auto`: as the checkpoint does, `none`: in bfloat16."""
+    quantization: Literal["auto", "none", "int8", "int8_group", "int4", "fp8"] = "auto"
+    """How matrices are kept; `auto`: as the checkpoint does, `none`: in what is computed in. On the CPU this is for the
+    native runner, and `int8_group` for it alone; `fp8` for a card."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     block_size: Literal[8, 16, 32] = 16
     num_kv_blocks: int | None = Field(None, ge=1)
@@ -67,16 +68,18 @@ class EngineConfig(BaseModel):
     prefix_eviction: EvictionName = "lru"
     """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
     num_threads: int | None = Field(None, ge=1)
+    deterministic: bool = False
+    """Sums on a card in one order whatever the batch, some percent slower; on the CPU they always are."""
 
     @model_validator(mode="before")
     @classmethod
     def _by_our_names(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        for theirs, ours in _ALIASES.items():
+        for theirs, ours in THEIR_NAMES.items():
             if theirs in given and ours in given:
                 raise ValueError(f"{theirs} is another name for {ours}: give one of them")
-        return {_ALIASES.get(name, name): value for name, value in given.items()}
+        return {THEIR_NAMES.get(name, name): value for name, value in given.items()}
 
     @model_validator(mode="after")
     def _limits_agree(self) -> Self:

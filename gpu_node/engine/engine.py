@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.contract.errors import ConflictError, NotFoundError, RequestError
-from penstock.contract.job import Priority, SamplingParams, Usage, seed_of
+from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError, RequestError
+from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.figures import figures_of
 from penstock.gpu_node.engine.flight import Flight, Meter
+from penstock.gpu_node.engine.guide import Guides
 from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.loading import load
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.offline import Prompt, gather, spread
+from penstock.gpu_node.engine.offline import Prompt, gather, run, spread
 from penstock.gpu_node.engine.preemption import PreemptionCosts
 from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume, request_limits
-from penstock.gpu_node.engine.scheduler import Landed, Scheduler
+from penstock.gpu_node.engine.rows import Landed, Step
+from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.tokenizer import Tokenizer
-from penstock.gpu_node.model.protocol import FAILED_TOKEN
+from penstock.gpu_node.engine.trail import MemoryTrail
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 
 
 class Engine:
@@ -41,14 +45,17 @@ class Engine:
         self._salts_by_tenant = config.prefix_cache_salt == "tenant"
         self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
         self._costs = PreemptionCosts(config.preemption, sizes.block_bytes)
+        self._guides = Guides(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
         limits = Limits.of(config, self._limits.max_model_len)
         self._discipline = discipline_of(config)
         self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline)
+        self._trail = MemoryTrail(self._scheduler, self._memory)
         self._requests: dict[str, LiveRequest] = {}
         self._finished_usage: dict[str, Usage] = {}
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
         self._flight: Flight | None = None
+        self._broken_blocks: list[int] = []
         self._held: tuple[list[Choice], float] = [], 0.0
         self._meter = Meter()
 
@@ -73,12 +80,21 @@ class Engine:
         """
         if request_id in self._requests:
             raise ConflictError(f"request {request_id} is already in the engine")
-        check_request(prompt_token_ids, params, self._limits)
+        try:
+            check_request(prompt_token_ids, params, self._limits)
+        except PromptTooLongError:
+            self._trail.refused()
+            raise
         check_resume(resume, params, self._limits)
         root_hash = salted_root(cache_salt, tenant if self._salts_by_tenant else None)
         request = LiveRequest(request_id, prompt_token_ids, params, seed, root_hash, tenant, priority)
-        request.open(resume, self._limits, self._tokenizer)
+        request.open(resume, self._limits, self._tokenizer, self._guides)
         self._enqueue(request)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what `add` would take long for, on any thread. Raises RequestError for what could never run."""
+        if params.structured_outputs is not None:
+            self._guides.prepare(params.structured_outputs)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and give its blocks back; nothing happens when it is not here."""
@@ -113,6 +129,7 @@ class Engine:
         self._finished_usage.clear()
         landed = self._land()
         self._launch()
+        self._trail.watch()
         return self._hand_out(landed)
 
     def usage(self, request_id: str) -> Usage:
@@ -125,24 +142,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of memory, queues and counters."""
-        device, host, scheduler = self._memory.device, self._memory.host, self._scheduler
-        return EngineStats(
-            kv_blocks_total=device.num_total,
-            kv_blocks_free=device.num_free,
-            kv_blocks_cached=device.num_cached,
-            block_size=self._block_size,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.queues.num_waiting,
-            num_preemptions=scheduler.num_preemptions,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
-            kv_tokens_used=self._memory.num_held * self._block_size - scheduler.num_tokens_unused,
-            swap_blocks_total=host.num_total,
-            swap_blocks_free=host.num_free,
-            swap_blocks_cached=host.num_cached,
-            num_swapped=len(scheduler.queues.swapped),
-            num_swaps=scheduler.num_swaps,
-            **self._meter.figures(),
-        )
+        return figures_of(self._memory, self._scheduler, self._meter, self._block_size)
+
+    def memory_trail(self) -> list[str]:
+        """What the memory went through lately, a line a record, the oldest first."""
+        return self._trail.lines()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -154,17 +158,7 @@ class Engine:
         if self._requests:
             raise RequestError("generate needs an engine without other requests")
         batch = spread(prompts, params, self._tokenizer)
-        outputs: list[StepOutput] = []
-        try:
-            for i, (prompt, wanted) in enumerate(batch):
-                self.add(str(i), prompt, wanted, seed=seed_of(str(i), wanted))
-            while self.has_work():
-                outputs += self.step()
-        except BaseException:
-            for i in range(len(batch)):
-                self.abort(str(i))
-            raise
-        return gather(batch, outputs)
+        return gather(batch, run(self, batch))
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless scheduler and memory are consistent; O(blocks), for tests and idle times."""
@@ -218,13 +212,14 @@ class Engine:
         flight, self._flight = self._flight, None
         try:
             result = flight.result()
-        except Exception:
-            self._fail(self._scheduler.roll_back(flight.step))
+        except Exception as error:
+            self._meter.fail(error)
+            self._trail.failed(error)
+            self._fail(self._scheduler.roll_back(flight.step, for_memory=isinstance(error, MemoryError)))
             raise
         self._held = flight.step.seqs, flight.age_ms
         landed = self._scheduler.commit(flight.step, result.tokens)
-        if landed.broken_blocks:
-            self._runner.zero_blocks(landed.broken_blocks)
+        self._broken_blocks = landed.broken_blocks
         self._meter.land(flight, result)
         self._costs.note_copies(len(flight.step.copies), result.copy_ms)
         self._costs.note_forward(flight.step.num_prefill_tokens, result.forward_ms)
@@ -242,7 +237,12 @@ class Engine:
             step = self._scheduler.schedule()
         if step is not None:
             with self._meter.prepare:
-                self._flight = Flight(self._runner, step, self._scheduler.plan(step))
+                self._flight = Flight(self._runner, step, self._plan, self._broken_blocks)
+
+    def _plan(self, step: Step) -> StepPlan:
+        plan = self._scheduler.plan(step)
+        self._guides.write(plan.sampling.masks)
+        return plan
 
     def _hand_out(self, landed: Landed | None) -> list[StepOutput]:
         """What each choice gained; nothing for those that are gone since their step was launched."""
@@ -255,17 +255,17 @@ class Engine:
             for seq, token in zip(landed.seqs, landed.token_ids, strict=True):
                 choice = self._live.get(seq)
                 if choice is not None:
-                    outputs.append(self._advance(choice, token))
+                    outputs.append(self._advance(choice, token, has_left=seq in landed.ended))
         return outputs
 
-    def _advance(self, choice: LiveChoice, token: int) -> StepOutput:
+    def _advance(self, choice: LiveChoice, token: int, *, has_left: bool) -> StepOutput:
         if token == FAILED_TOKEN:
             choice.output.fail()
             return self._output(choice, ())
         choice.output.push(token)
         choice.request.completion_tokens += 1
-        if choice.output.finish_reason is not None and choice.seq.row >= 0:
-            self._scheduler.remove(choice.seq)  # its text ends it, which only shows here
+        if choice.output.finish_reason is not None and not has_left:
+            self._scheduler.remove(choice.seq)  # its text ends it, which only shows here, wherever it is by now
         return self._output(choice, (token,))
 
     def _output(self, choice: LiveChoice, token_ids: tuple[int, ...]) -> StepOutput:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypedDict
@@ -17,13 +18,18 @@ _WINDOW = 256
 class Flight:
     """A submitted step. It holds the plan, whose arrays the runner reads until the step is done."""
 
-    def __init__(self, runner: ModelRunner, step: Step, plan: StepPlan) -> None:
+    def __init__(
+        self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan], broken_blocks: Sequence[int]
+    ) -> None:
+        """`broken_blocks` are cleared first."""
         self.step = step
-        self._plan = plan
         self._submitted_s = time.perf_counter()
         self._outcome: Future[StepResult] = Future()
         try:
-            self._handle = runner.submit(plan)
+            if broken_blocks:
+                runner.zero_blocks(broken_blocks)
+            self._plan = plan(step)
+            self._handle = runner.submit(self._plan)
         except Exception as error:
             # Raised by `result`, like a failure on the way: what landed before this step is handed out first.
             self._outcome.set_exception(error)
@@ -79,6 +85,8 @@ class StepFigures(TypedDict):
     """The fields of EngineStats that steps fill."""
 
     steps: int
+    num_failed_steps: int
+    num_memory_failures: int
     prefill_tokens: int
     decode_tokens: int
     copied_blocks: int
@@ -97,6 +105,8 @@ class Meter:
     """What steps did and where their time went; `EngineStats` says what each part is."""
 
     steps: int = 0
+    num_failed_steps: int = 0
+    num_memory_failures: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     copied_blocks: int = 0
@@ -120,10 +130,17 @@ class Meter:
         self.forward.add(result.forward_ms)
         self.sample.add(result.sample_ms)
 
+    def fail(self, error: Exception) -> None:
+        """Count a step that was not."""
+        self.num_failed_steps += 1
+        self.num_memory_failures += isinstance(error, MemoryError)
+
     def figures(self) -> StepFigures:
         """All of it as EngineStats has it."""
         return StepFigures(
             steps=self.steps,
+            num_failed_steps=self.num_failed_steps,
+            num_memory_failures=self.num_memory_failures,
             prefill_tokens=self.prefill_tokens,
             decode_tokens=self.decode_tokens,
             copied_blocks=self.copied_blocks,

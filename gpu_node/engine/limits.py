@@ -9,6 +9,9 @@ import numpy as np
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.rows import Ints
 
+BACKLOG_STEPS = 8
+"""In how many steps prompts that wait are computed, where their number would let them wait for longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -18,7 +21,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_beside_decode: int
-    """Tokens of prompts in a step in which others decode, who all wait for it."""
+    """Tokens of prompts in a step in which others decode, who all wait for it; a long backlog may have more."""
     max_model_len: int
 
     @classmethod
@@ -31,6 +34,50 @@ class Limits:
             max_prefill_beside_decode=config.max_prefill_beside_decode or config.max_num_batched_tokens,
             max_model_len=max_model_len,
         )
+
+    def prefill_beside_decode(self, num_waiting: int) -> int:
+        """Tokens of prompts in the next step in which others decode, of so many that wait to be computed.
+
+        Where more people wait for a first token than for the next one, small portions would make all of them slower.
+        """
+        return max(self.max_prefill_beside_decode, num_waiting // BACKLOG_STEPS)
+
+
+class StepSize:
+    """Most tokens that a step may have: after one that found no memory half as many as it had, then more again.
+
+    It is doubled after some computed steps, after twice as many where that was too early.
+    """
+
+    _FIRST_WAIT = 8
+    _LONGEST_WAIT = 1024
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.restore()
+
+    def restore(self) -> None:
+        """What made steps fail is gone."""
+        self.max_tokens = self._most
+        self._wait = self._FIRST_WAIT
+        self._num_landed = 0
+        self._has_grown = False
+
+    def found_no_memory(self, num_tokens: int) -> None:
+        """A step of so many tokens did."""
+        self.max_tokens = max(1, num_tokens // 2)
+        if self._has_grown:
+            self._wait = min(self._LONGEST_WAIT, 2 * self._wait)
+        self._num_landed, self._has_grown = 0, False
+
+    def landed(self) -> None:
+        """A step was computed."""
+        if self.max_tokens == self._most:
+            return
+        self._num_landed += 1
+        if self._num_landed == self._wait:
+            self.max_tokens = min(self._most, 2 * self.max_tokens)
+            self._num_landed, self._has_grown = 0, True
 
 
 def within(budget: int, starts: Ints, num_tokens: Ints) -> Ints:

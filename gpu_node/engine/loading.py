@@ -34,6 +34,8 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
         cpu_offload_gib=config.cpu_offload_gib,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        deterministic=config.deterministic,
         num_threads=config.num_threads,
     )
     # On a thread that ends: torch keeps a team of its own for every thread that lives, and teams that are more than the

@@ -37,6 +37,8 @@ class KvMemory:
         self._index: dict[bytes, int] = {}
         self.device = BlockPool(num_device_blocks, self._index, eviction=eviction)
         self.host = BlockPool(num_host_blocks, self._index, first=num_device_blocks + 1, eviction=eviction)
+        self.num_out = self.num_in = 0
+        """Blocks copied from the device to the host, and back."""
         self._caching = enable_prefix_caching
         self._copies: list[tuple[int, int]] = []
 
@@ -108,6 +110,7 @@ class KvMemory:
                 self.device.touch(known)
                 brought.append(known)
             else:
+                self.num_in += 1
                 brought.append(self._moved(block, *self.alloc(1)))
             self.host.free([block])
         return brought
@@ -123,6 +126,7 @@ class KvMemory:
             if not self.is_on_device(block) or self.device.ref_count(block) > 1:
                 swapped.append(block)
                 continue
+            self.num_out += 1
             swapped.append(self._moved(block, self.host.take()[0]))
             self.device.free([block])
         return swapped
@@ -176,6 +180,7 @@ class KvMemory:
 
     def _keep_on_host(self, block: int, label: Label) -> None:
         """Copy an evicted prefix block, which nobody holds there either."""
+        self.num_out += 1
         target, _ = self.host.take()
         self._copies.append((block, target))
         self.host.label(target, *label)

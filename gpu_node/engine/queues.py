@@ -32,6 +32,11 @@ class Queues:
         """Sequences without blocks."""
         return sum(1 + len(seq.forks) for seq in self.waiting)
 
+    @property
+    def num_tokens_waiting(self) -> int:
+        """Tokens of the sequences without blocks; those that start together have them in common."""
+        return sum(len(seq.token_ids) for seq in self.waiting)
+
     def queue_of(self, seq: Sequence) -> deque[Sequence]:
         """Where a sequence stands that does not run."""
         return self.swapped if seq.blocks else self.waiting
@@ -44,11 +49,6 @@ class Queues:
         """Put choices that ran, or were to start with one that did, before all that did not."""
         seq = _group(choices)
         self.queue_of(seq).appendleft(seq)
-
-    def move_back(self, seq: Sequence) -> None:
-        """Let all others come before a waiting sequence."""
-        self.waiting.remove(seq)
-        self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take out a sequence; others that were to start with it stay."""

@@ -69,16 +69,33 @@ class EngineStats:
     step_ms_p50: float
     step_ms_p99: float
     prefix_hit_tokens: int
+    """Tokens found computed when a sequence was admitted, on both tiers."""
+    prefix_lookup_tokens: int = 0
+    """Tokens of all sequences that were admitted without blocks of their own."""
+    swap_hit_tokens: int = 0
+    """Those of the tokens found that were on the host."""
+    kv_evictions: int = 0
+    """Cached prefix blocks that the device gave away; where the host has room, it keeps them."""
     kv_tokens_used: int = 0
     """Tokens stored in blocks that somebody holds, shared ones counted once."""
     swap_blocks_total: int = 0
     swap_blocks_free: int = 0
     """Host blocks that nobody holds, cached prefixes included."""
     swap_blocks_cached: int = 0
+    swap_evictions: int = 0
+    """Cached prefix blocks that the host gave away."""
+    swapped_out_blocks: int = 0
+    """Blocks copied from the device to the host: of preempted sequences, and evicted prefixes."""
+    swapped_in_blocks: int = 0
     num_swapped: int = 0
     """Preempted sequences whose blocks are on the host."""
     num_swaps: int = 0
     """Preemptions that were swaps; the others are computed again."""
+    num_failed_steps: int = 0
+    num_memory_failures: int = 0
+    """Failed steps that found no memory."""
+    max_step_tokens: int = 0
+    """Most tokens that a step may have: fewer than the settings say after one that found no memory."""
     copied_blocks: int = 0
     """Blocks copied: forks, swaps, and prefixes that moved between device and host."""
     copy_ms: float = 0.0

@@ -11,8 +11,8 @@ from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gpu_node.engine.blocks import ROOT_HASH
 from penstock.gpu_node.engine.choice import ChoiceOutput
-from penstock.gpu_node.engine.detokenizer import Detokenizer
 from penstock.gpu_node.engine.ends import EndRule
+from penstock.gpu_node.engine.guide import Guide, Guides
 from penstock.gpu_node.engine.records import ResumedChoice
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.tokenizer import Tokenizer
@@ -61,13 +61,17 @@ class LiveRequest:
         if self.priority not in set(Priority):
             raise RequestError(f"priority {self.priority} is not one of 0, 1 and 2", param="priority")
 
-    def open(self, resume: Items[ResumedChoice], limits: RequestLimits, tokenizer: Tokenizer) -> None:
-        """Open the choices that are not closed yet. Raises RequestError for a log that does not fit."""
+    def open(self, resume: Items[ResumedChoice], limits: RequestLimits, tokenizer: Tokenizer, guides: Guides) -> None:
+        """Open the choices that are not closed yet.
+
+        Raises RequestError for a log that does not fit, or a form that cannot be kept to.
+        """
         for choice in range(self.params.n):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
             if resumed.finish_reason is None:
-                self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer.new_detokenizer())
+                opened = self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
+                opened.seq.guide = _guide_of(self.params, resumed, guides)
         self.first = next((choice.seq for choice in self.live.values()), None)
 
     def usage(self) -> Usage:
@@ -117,7 +121,8 @@ def check_request(prompt: Items[int], params: SamplingParams, limits: RequestLim
             f"{limits.max_model_len} tokens together: {limits.bound_by}",
             param="min_tokens",
         )
-    for name, token_ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids)):
+    named = (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias))
+    for name, token_ids in named:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
             raise RequestError(f"{name} has a token id outside the vocabulary of {limits.vocab_size}", param=name)
 
@@ -131,8 +136,18 @@ def check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: R
             raise RequestError("a logged token id is outside the vocabulary", param="resume")
 
 
+def _guide_of(params: SamplingParams, resumed: ResumedChoice, guides: Guides) -> Guide | None:
+    """What keeps a choice to its form, as far as an earlier node got with it."""
+    if params.structured_outputs is None:
+        return None
+    guide = guides.new_guide(params.structured_outputs)
+    if not guide.take(guide.news_of(np.array(resumed.token_ids, dtype=np.int32))):
+        raise RequestError("the logged tokens are not of the form that is asked for", param="resume")
+    return guide
+
+
 def open_choice(
-    request: LiveRequest, choice: int, resumed: ResumedChoice, limits: RequestLimits, detokenizer: Detokenizer
+    request: LiveRequest, choice: int, resumed: ResumedChoice, limits: RequestLimits, tokenizer: Tokenizer
 ) -> LiveChoice:
     """A choice as far as an earlier node got with it: tokens, text and stop strings stand where they stood there.
 
@@ -143,7 +158,8 @@ def open_choice(
     room = limits.max_model_len - len(request.prompt)
     max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
     rule = EndRule(end_ids, params.min_tokens, max_tokens)
-    output = ChoiceOutput(rule, params.stop, detokenizer)
+    includes_stop = params.include_stop_str_in_output
+    output = ChoiceOutput(rule, params.stop, tokenizer.new_detokenizer(), includes_stop=includes_stop)
     for token_id in resumed.token_ids:
         if output.finish_reason is not None:
             raise RequestError(f"choice {choice} has tokens logged behind its end", param="resume")
@@ -159,6 +175,7 @@ def open_choice(
         token_ids=np.array((*request.prompt, *resumed.token_ids), dtype=np.int32),
         num_prompt_tokens=len(request.prompt),
         end_rule=rule,
+        bad_words=tuple(sequence for word in params.bad_words for sequence in tokenizer.encode_word(word)),
         root_hash=request.root_hash,
         tenant=request.tenant,
         priority=request.priority,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
@@ -148,6 +149,15 @@ class Residents:
             self._memory.commit(seq.blocks[i], seq.block_hashes[i])
             named.append(seq.blocks[i])
         self.table.num_named[seq.row] = num_full * self._block_size
+
+    def is_intact(self, seq: Sequence, unfilled: AbstractSet[int], uncopied: AbstractSet[int]) -> bool:
+        """Whether a running sequence has what it computed, after a step did not fill some blocks and copy to others."""
+        num_full = int(self.table.num_computed[seq.row]) // self._block_size
+        return uncopied.isdisjoint(seq.blocks) and unfilled.isdisjoint(seq.blocks[:num_full])
+
+    def unname(self, seq: Sequence) -> None:
+        """Offer the blocks that a running sequence has not computed to the prefix cache once more."""
+        self.table.num_named[seq.row] = self.table.num_computed[seq.row] // self._block_size * self._block_size
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks for so many tokens."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
+from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.model.protocol import NULL_BLOCK, SamplingRows, StepPlan
 
@@ -51,10 +52,27 @@ class Step:
     """[num_copies, 2]: what is copied from block to block before all that."""
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed."""
+        return int((self.ends - self.starts).sum())
+
+    @property
     def num_tokens_running(self) -> int:
         """Tokens that are computed for those who still run."""
         counts = (self.ends - self.starts).tolist()
         return sum(count for seq, count in zip(self.seqs, counts, strict=True) if seq.row >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile."""
+
+    seqs: list[Sequence]
+    token_ids: list[int]
+    ended: set[Sequence]
+    """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
+    broken_blocks: list[int]
+    """Blocks of failed sequences, held by nobody and known to nobody."""
 
 
 def step_of(
@@ -96,8 +114,11 @@ class _Settings:
     values: dict[str, NDArray[Any]]
     num_prompt_tokens: Ints
     none: tuple[Ints, ...]
+    biased: tuple[Ints, ...]
+    biases: tuple[NDArray[np.float32], ...]
     are_penalised: bool
-    have_min_tokens: bool
+    have_bans: bool
+    are_guided: bool
 
 
 class RowTable:
@@ -214,9 +235,24 @@ class RowTable:
         seen = banned = settings.none
         if settings.are_penalised:
             seen = tuple(self.tokens_of(seq) if seq.is_penalised else NO_TOKENS for seq in seqs)
-        if settings.have_min_tokens:
-            banned = tuple(seq.banned_ids(at) for seq, at in zip(seqs, position.tolist(), strict=True))
-        return SamplingRows(**settings.values, position=position, seen=seen, banned=banned)
+        if settings.have_bans:
+            banned = tuple(seq.banned_ids(self.tokens_of(seq)) if seq.has_bans else NO_TOKENS for seq in seqs)
+        return SamplingRows(
+            **settings.values,
+            position=position,
+            seen=seen,
+            banned=banned,
+            biased=settings.biased,
+            biases=settings.biases,
+            masks=self._masks_of(seqs) if settings.are_guided else None,
+        )
+
+    def _masks_of(self, seqs: list[Sequence]) -> GuidedMasks:
+        guided: list[tuple[Guide, list[int]] | None] = [None] * len(seqs)
+        for i, seq in enumerate(seqs):
+            if seq.guide is not None:
+                guided[i] = seq.guide, seq.guide.news_of(self.tokens_of(seq)[seq.num_prompt_tokens :])
+        return GuidedMasks(guided)
 
     def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
         return _Settings(
@@ -225,7 +261,10 @@ class RowTable:
             num_prompt_tokens=self._num_prompt_tokens[rows],
             none=(NO_TOKENS,) * len(seqs),
             are_penalised=any(seq.is_penalised for seq in seqs),
-            have_min_tokens=any(seq.end_rule.min_tokens for seq in seqs),
+            biased=tuple(seq.biased for seq in seqs),
+            biases=tuple(seq.biases for seq in seqs),
+            have_bans=any(seq.has_bans for seq in seqs),
+            are_guided=any(seq.guide is not None for seq in seqs),
         )
 
 

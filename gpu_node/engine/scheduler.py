@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.admission import Admission, Grants
+from penstock.gpu_node.engine.admission import Admission, Grants, PrefixHits
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
-from penstock.gpu_node.engine.limits import Limits, within
+from penstock.gpu_node.engine.limits import Limits, StepSize, within
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts
 from penstock.gpu_node.engine.queues import Queues, leave_group
 from penstock.gpu_node.engine.residents import Residents
-from penstock.gpu_node.engine.rows import Ints, RowTable, Step, step_of
+from penstock.gpu_node.engine.rows import Ints, Landed, RowTable, Step, step_of
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.suspects import Suspects
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile."""
-
-    seqs: list[Sequence]
-    token_ids: list[int]
-    broken_blocks: list[int]
-    """Blocks of failed sequences, held by nobody and known to nobody."""
 
 
 class Scheduler:
@@ -56,6 +44,7 @@ class Scheduler:
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._residents = Residents(memory, self._rows, limits.block_size)
         self._suspects = Suspects()
+        self._step_size = StepSize(limits.max_num_batched_tokens)
         self._admission = Admission(memory, self._residents, self.queues, discipline, self._suspects)
 
     @property
@@ -69,9 +58,14 @@ class Scheduler:
         return self._limits.max_num_seqs - self._rows.num_unused
 
     @property
-    def prefix_hit_tokens(self) -> int:
-        """Tokens that sequences found computed when they were admitted."""
-        return self._admission.prefix_hit_tokens
+    def prefix_hits(self) -> PrefixHits:
+        """What sequences found computed when they were admitted."""
+        return self._admission.hits
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most tokens that the next step may have."""
+        return self._step_size.max_tokens
 
     @property
     def num_tokens_unused(self) -> int:
@@ -134,38 +128,47 @@ class Scheduler:
         """Note that a step was computed and what it sampled; whoever ends by that leaves."""
         self._in_flight = None
         self._suspects.landed(step)
+        self._step_size.landed()
         # A removed sequence's row is written to as well: nobody has it before the next step is scheduled.
         self._rows.num_computed[step.rows] = step.ends
         self._rows.append(step.sampled_rows, tokens)
         self._residents.start_forks()
-        token_ids, broken = tokens.tolist(), []
+        landed = Landed(step.sampled_seqs, token_ids := tokens.tolist(), set(), [])
         for i in self._may_end(step, token_ids):
             seq = step.sampled_seqs[i]
             if token_ids[i] == FAILED_TOKEN:
-                broken += self._discard(seq)
+                landed.broken_blocks.extend(self._discard(seq))
             elif seq.row >= 0 and self._ends(seq, token_ids[i]):
                 self.remove(seq)
-        return Landed(step.sampled_seqs, token_ids, broken)
+            else:
+                continue
+            landed.ended.add(seq)
+        return landed
 
-    def roll_back(self, step: Step) -> Sequence | None:
-        """Note that a step failed: whoever runs starts over, for what the step was to store or to copy is not there.
+    def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
+        """Note that a step failed, and that what it was to store or to copy is not there: whoever runs starts over.
 
-        Answers the sequence that makes steps fail and was dropped for it, once that is sure.
+        Where it found no memory, all go on from where they were, but in smaller steps for a while, with as many of them
+        as fit into one. Answers the sequence that makes steps fail and was dropped for it, once that is sure.
         """
         self._in_flight = None
-        alone, is_to_blame = self._suspects.failed(step)
-        copied = set(step.copies[:, 1].tolist())
-        self._memory.forget((*step.named_blocks, *copied))
-        while self.running:
-            self._requeue(self.running[-1])
+        named, copied = set(step.named_blocks), set(step.copies[:, 1].tolist())
+        self._memory.forget(named | copied)
+        guilty = self._suspects.failed(step, for_memory=for_memory)
+        for seq in self.running[::-1]:
+            if for_memory and self._residents.is_intact(seq, named, copied):
+                self._residents.unname(seq)
+            else:
+                self._requeue(seq)
         for seq in [seq for seq in self.queues.swapped if not copied.isdisjoint(seq.blocks)]:
             self._admission.recompute(seq)
-        if alone is not None and is_to_blame:
-            self.remove(alone)
-            return alone
-        if alone is not None:
-            self.queues.move_back(alone)
-        return None
+        if guilty is not None:
+            self._step_size.restore()
+            self.remove(guilty)
+        elif for_memory:
+            self._step_size.found_no_memory(step.num_tokens)
+            self._shrink_batch()
+        return guilty
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless lists, rows, blocks and reference counts agree; O(blocks), for tests."""
@@ -174,7 +177,7 @@ class Scheduler:
 
     def _make_way(self) -> None:
         """Preempt for whoever does not wait for room, before anything of the step is decided."""
-        pressing = self._discipline.pressing(self.queues, self.running)
+        pressing = None if self._suspects.is_trying else self._discipline.pressing(self.queues, self.running)
         if pressing is None:
             return
         newcomer, victims = pressing
@@ -185,11 +188,22 @@ class Scheduler:
                 return
             self._preempt(victim)
 
+    def _shrink_batch(self) -> None:
+        """Preempt until the running ones fit into a step."""
+        for seq in [seq for seq in self.running if self._suspects.bars(seq)]:
+            self._preempt(seq)
+        while len(self.running) > self.max_step_tokens:
+            self._preempt(self._discipline.victim(self.running))
+
     def _budget(self) -> int:
         """Tokens of the next step."""
-        rows, most = self._residents.rows, self._limits.max_num_batched_tokens
-        num_decoding = int(np.count_nonzero(self._rows.num_tokens[rows] - self._rows.num_computed[rows] == 1))
-        return min(most, num_decoding + self._limits.max_prefill_beside_decode) if num_decoding else most
+        rows, most = self._residents.rows, self._step_size.max_tokens
+        to_compute = self._rows.num_tokens[rows] - self._rows.num_computed[rows]
+        num_decoding = int(np.count_nonzero(to_compute == 1))
+        if not num_decoding:
+            return most
+        waiting = int(to_compute.sum()) - num_decoding + self.queues.num_tokens_waiting
+        return min(most, num_decoding + self._limits.prefill_beside_decode(waiting))
 
     def _schedule_running(self, budget: int, named: list[int]) -> Ints:
         """How far each of the running sequences gets that get something; the others are the last ones."""

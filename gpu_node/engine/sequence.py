@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from penstock.contract.job import Priority, SamplingParams
 from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
+from penstock.gpu_node.engine.guide import Guide
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
@@ -26,6 +27,10 @@ class Sequence:
     """Prompt and output while it does not run; a running one's are in its row."""
     num_prompt_tokens: int
     end_rule: EndRule
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Tokens that must not follow each other."""
+    guide: Guide | None = None
+    """Keeps its text to a form."""
     root_hash: bytes = ROOT_HASH
     """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)
@@ -55,10 +60,18 @@ class Sequence:
     kv_ms: float = 0.0
     """KV tokens that its blocks have room for × the milliseconds that it held them."""
 
+    biased: NDArray[np.int32] = field(init=False)
+    """Tokens whose logits are moved,"""
+    biases: NDArray[np.float32] = field(init=False)
+    """and by how much."""
+
     _end_ids: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
         self._end_ids = np.array(sorted(self.end_rule.end_ids), dtype=np.int32)
+        bias = self.params.logit_bias
+        self.biased = np.array([*bias], dtype=np.int32)
+        self.biases = np.array([*bias.values()], dtype=np.float32)
 
     @property
     def job_id(self) -> str:
@@ -86,12 +99,24 @@ class Sequence:
         params = self.params
         return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
-    def banned_ids(self, num_output_tokens: int) -> NDArray[np.int32]:
-        """Ids that the token behind so many must not be."""
-        return self._end_ids if num_output_tokens < self.end_rule.min_tokens else NO_TOKENS
+    @property
+    def has_bans(self) -> bool:
+        """Whether some tokens must not be chosen at times."""
+        return self.end_rule.min_tokens > 0 or bool(self.bad_words)
+
+    def banned_ids(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Ids that the token behind all these must not be."""
+        num_output_tokens = len(token_ids) - self.num_prompt_tokens
+        banned = self._end_ids if num_output_tokens < self.end_rule.min_tokens else NO_TOKENS
+        ends = [word[-1] for word in self.bad_words if _ends_with(token_ids, word[:-1])]
+        return np.concatenate((banned, np.array(ends, dtype=np.int32))) if ends else banned
 
     def hash_full_blocks(self, token_ids: NDArray[np.int32], block_size: int) -> None:
         """Bring `block_hashes` up to the number of full blocks of its tokens."""
         for i in range(len(self.block_hashes), len(token_ids) // block_size):
             parent = self.block_hashes[-1] if i else self.root_hash
             self.block_hashes.append(block_hash(parent, token_ids[i * block_size : (i + 1) * block_size]))
+
+
+def _ends_with(token_ids: NDArray[np.int32], tail: tuple[int, ...]) -> bool:
+    return not tail or tuple(token_ids[-len(tail) :].tolist()) == tail

@@ -6,11 +6,13 @@ from __future__ import annotations
 class StopStrings:
     """Lets text through up to the first stop string, holding back what may still become one.
 
-    The stop string itself is never let through. With no stop strings everything passes at once.
+    The stop string itself is let through only where it is to be included. With no stop strings everything passes at
+    once.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, included: bool = False) -> None:
         self._stops = stops
+        self._included = included
         self._first_chars = frozenset(stop[0] for stop in stops)
         self._held = ""
 
@@ -19,10 +21,11 @@ class StopStrings:
         if not self._held and self._first_chars.isdisjoint(text):
             return text, False  # no stop string begins here
         held = self._held + text
-        found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, len(stop)) for at, stop in ((held.find(stop), stop) for stop in self._stops) if at >= 0]
         if found:
             self._held = ""
-            return held[: min(found)], True
+            at, length = min(found)
+            return held[: at + length if self._included else at], True
         keep = self._num_to_hold(held)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False

@@ -42,6 +42,11 @@ class Tokenizer:
         """Tokens of a text, with the special tokens that the model expects around it."""
         return list(self._backend.encode(text, add_special_tokens=True).ids)
 
+    def encode_word(self, word: str) -> list[tuple[int, ...]]:
+        """The ways in which a word's tokens may stand in a text: at its start or behind a space, and within it."""
+        encoded = (self._backend.encode(text, add_special_tokens=False).ids for text in (f" {word.lstrip()}", word))
+        return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Tokens of a chat up to where the assistant speaks. `developer` is read as `system`."""
         if self._template is None:
@@ -63,6 +68,11 @@ class Tokenizer:
         """Text of tokens, special tokens left out."""
         detokenizer = self.new_detokenizer()
         return detokenizer.push(token_ids) + detokenizer.flush()
+
+    def to_json(self) -> str:
+        """All of it, as tokenizer.json has it."""
+        text: str = self._backend.to_str()
+        return text
 
     def new_detokenizer(self) -> Detokenizer:
         """A detokenizer at the start of a text."""

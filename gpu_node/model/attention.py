@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,10 @@ class AttentionGroup:
     """[B * Q]: places of the queries in the packed step, ascending."""
     pages: Tensor
     """[num_kv_heads * B * S / block_size]: pages of every head, as rows of a cache viewed per head and block."""
-    mask: Tensor
-    """[B, 1, Q, S], 0 or -inf, in the cache's dtype: torch's fast attention takes no mask of another rank."""
+    masks: Mapping[int | None, Tensor]
+    """By the window that they leave open: [B, 1 or num_heads, Q, S], -inf or what is added to scores.
+
+    In the cache's dtype, and of this rank because torch's fast attention takes no other."""
 
 
 class KvCache:
@@ -60,11 +62,22 @@ class PagedAttention:
     Buffers for gathered pages are kept from step to step; one thread at a time may use it.
     """
 
-    def __init__(self, num_kv_heads: int, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_kv_heads: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        biases: Tensor | None = None,
+        windows: Collection[int | None] = (None,),
+    ) -> None:
+        """biases: [num_heads, max_position], what is added to the scores of a token; windows: all that layers have."""
         self._num_kv_heads = num_kv_heads
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._dtype = dtype
+        self._biases = biases
+        self._windows = windows
         self._scratch = torch.empty(0, dtype=dtype)
 
     def slots(self, plan: StepPlan) -> Tensor:
@@ -78,19 +91,20 @@ class PagedAttention:
         """Split a step into groups whose members waste little on each other's padding."""
         return [self._group(plan, seqs) for seqs in _split(plan, self._block_size)]
 
-    def attend(self, q: Tensor, cache: KvCache, groups: list[AttentionGroup]) -> Tensor:
+    def attend(self, q: Tensor, cache: KvCache, groups: list[AttentionGroup], window: int | None = None) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns the same shape. The step's keys must be stored already."""
         if len(groups) == 1:
-            return self._attend_group(q, cache, groups[0])
+            return self._attend_group(q, cache, groups[0], window)
         out = torch.empty_like(q)
         for group in groups:
-            out.index_copy_(0, group.tokens, self._attend_group(q.index_select(0, group.tokens), cache, group))
+            out.index_copy_(0, group.tokens, self._attend_group(q.index_select(0, group.tokens), cache, group, window))
         return out
 
-    def _attend_group(self, q: Tensor, cache: KvCache, group: AttentionGroup) -> Tensor:
-        num_seqs, _, num_queries, context = group.mask.shape
+    def _attend_group(self, q: Tensor, cache: KvCache, group: AttentionGroup, window: int | None) -> Tensor:
+        mask = group.masks[window]
+        num_seqs, _, num_queries, context = mask.shape
         k, v = self._gather(cache, group.pages).view(2, self._num_kv_heads, num_seqs, context, -1).unbind(0)
-        return _decode(q, k, v, group.mask) if num_queries == 1 else _prefill(q, k, v, group.mask)
+        return _decode(q, k, v, mask) if num_queries == 1 else _prefill(q, k, v, mask)
 
     def _gather(self, cache: KvCache, pages: Tensor) -> Tensor:
         page_size = self._block_size * cache.k.shape[-1]
@@ -107,15 +121,22 @@ class PagedAttention:
         num_queries = int(plan.query_starts[seqs[0] + 1] - starts[0])
         num_blocks = -(-int(contexts.max()) // self._block_size)
         steps = np.arange(num_queries)
-        last_visible = (contexts - num_queries)[:, None] + steps
-        hidden = np.arange(num_blocks * self._block_size) > last_visible[:, None, :, None]
-        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        own_places = (contexts - num_queries)[:, None] + steps
         pages = plan.block_tables[seqs, :num_blocks].astype(np.int64).ravel()
         return AttentionGroup(
             tokens=torch.from_numpy((starts[:, None] + steps).ravel()),
             pages=self._for_each_head(pages, self._num_blocks),
-            mask=mask,
+            masks={window: self._mask(own_places, num_blocks * self._block_size, window) for window in self._windows},
         )
+
+    def _mask(self, own_places: NDArray[np.int64], context: int, window: int | None) -> Tensor:
+        """own_places: [B, Q], those of the queries in their sequences."""
+        places, own = np.arange(context), own_places[:, None, :, None]
+        hidden = places > own
+        if window is not None:
+            hidden |= places <= own - window
+        shown = torch.zeros(1) if self._biases is None else _padded(self._biases[:, :context], context)[:, None]
+        return torch.where(torch.from_numpy(hidden), -torch.inf, shown).to(self._dtype)
 
     def _for_each_head(self, index: NDArray[np.int64], stride: int) -> Tensor:
         heads = np.arange(self._num_kv_heads, dtype=np.int64)[:, None] * stride
@@ -123,7 +144,9 @@ class PagedAttention:
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q: [B, num_heads, head_dim]; k, v: [num_kv_heads, B, S, head_dim]; mask: [B, 1, 1, S]. Returns q's shape.
+    """q: [B, num_heads, head_dim]; k, v: [num_kv_heads, B, S, head_dim]; mask: [B, 1 or num_heads, 1, S].
+
+    Returns q's shape.
 
     In bfloat16 this is 2 to 3 times as fast as torch's fused attention, which is made for more queries.
     """
@@ -131,18 +154,28 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     # The query heads that share a key head become queries of that head.
     q = q.view(len(q), len(k), -1, q.shape[-1]).transpose(0, 1) * q.shape[-1] ** -0.5
     scores = q @ k.transpose(-1, -2)
-    out = torch.softmax(scores.float() + mask.squeeze(1), dim=-1).to(v.dtype) @ v
+    # One row of it for all heads, or one for each, which lie as the queries do.
+    mask = mask.view(len(mask), -1, q.shape[2] if mask.shape[1] > 1 else 1, mask.shape[-1]).transpose(0, 1)
+    out = torch.softmax(scores.float() + mask, dim=-1).to(v.dtype) @ v
     return out.transpose(0, 1).reshape(shape)
 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q: [B * Q, num_heads, head_dim]; k, v: [num_kv_heads, B, S, head_dim]; mask: [B, 1, Q, S]. Returns q's shape."""
+    """q: [B * Q, num_heads, head_dim]; k, v: [num_kv_heads, B, S, head_dim]; mask: [B, 1 or num_heads, Q, S].
+
+    Returns q's shape.
+    """
     shape = q.shape
     q = q.view(len(mask), mask.shape[2], *shape[1:]).transpose(1, 2)
     out = functional.scaled_dot_product_attention(
         q, k.transpose(0, 1), v.transpose(0, 1), attn_mask=mask, enable_gqa=True
     )
     return out.transpose(1, 2).reshape(shape)
+
+
+def _padded(biases: Tensor, context: int) -> Tensor:
+    """Pages may end behind the last position, where all is masked. biases: [num_heads, at most context]."""
+    return functional.pad(biases, (0, context - biases.shape[1]))
 
 
 def _split(plan: StepPlan, block_size: int) -> Iterator[NDArray[np.int64]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,14 @@ class StoredTensor:
     """[rows, bytes per row], read-only, mapped from the file; a vector is one row."""
     row_order: NDArray[np.int32] | None = None
     """Row i of Hugging Face's layout is stored as row `row_order[i]`; None: as row i."""
+
+    def take_rows(self, rows: NDArray[np.int32], *shape: int) -> StoredTensor:
+        """Some of its rows as a tensor of their own; of a vector, some of its numbers."""
+        if len(self.shape) == 1:
+            values = self.to_float32()[rows]
+            return StoredTensor(self.name, "float32", shape, values.view(np.uint8).reshape(1, -1))
+        order = rows if self.row_order is None else self.row_order[rows]
+        return replace(self, shape=shape, row_order=order)
 
     def to_float32(self) -> NDArray[np.float32]:
         """A copy of the values, in `shape` and in Hugging Face's order of rows."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
+from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.positions import rope_angles
 from penstock.gpu_node.model.protocol import StepPlan
-from penstock.gpu_node.model.rope import rope_angles
-from penstock.gpu_node.model.spec import ModelSpec
-from penstock.gpu_node.model.weights import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.spec import Activation, ModelSpec
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
 
 
 class Decoder:
@@ -19,49 +27,62 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
         self._spec = spec
         self._weights = weights
-        # Both halves of a head turn by the same angles.
-        self._cos, self._sin = (
-            torch.from_numpy(table).repeat(1, 2).to(weights.embedding.dtype)
-            for table in rope_angles(spec, num_positions)
-        )
+        self._activation = _ACTIVATIONS[spec.activation]
+        self._rotation = None
+        if spec.rope is not None:
+            # Both halves of what rotates turn by the same angles.
+            self._rotation = tuple(
+                torch.from_numpy(table).repeat(1, 2).to(weights.embedding.dtype)
+                for table in rope_angles(spec.rope, num_positions)
+            )
 
-    def logits(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention) -> Tensor:
-        """Store the step's keys and values; the logits of its sampling rows, [num_samples, vocab] in float32."""
+    def logits(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor:
+        """Store the step's keys and values; the logits after some of its `tokens`, [tokens, vocab] in float32."""
         groups, slots = attention.groups(plan), attention.slots(plan)
         positions = torch.from_numpy(plan.positions)
-        sampling = torch.from_numpy(plan.query_starts[plan.sample_seqs + 1] - 1)
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        angles = None if self._rotation is None else tuple(table[positions].unsqueeze(1) for table in self._rotation)
         # The residual stream stays in float32: rounded after each layer, SmolLM2's bfloat16 logits err twice as much.
         x = functional.embedding(torch.from_numpy(plan.token_ids), self._weights.embedding).float()
-        for layer, cache in zip(self._weights.layers, caches, strict=True):
-            q, k, v = self._qkv(x, layer, cos, sin)
+        for i, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
+            q, k, v = self._qkv(x, layer, angles)
             cache.store(k, v, slots)
-            attended = attention.attend(q, cache, groups)
+            attended = attention.attend(q, cache, groups, self._spec.windows[i])
             if layer is self._weights.layers[-1]:
-                # Behind the last attention a token matters only where something is sampled from it.
-                x, attended = x[sampling], attended[sampling]
-            x += layer.o(attended.flatten(1))
-            x += self._mlp(x, layer)
-        return self._weights.head(self._norm(x, self._weights.final_norm)).float()
+                # Behind the last attention a token matters only where its logits are wanted.
+                x, attended = x[tokens], attended[tokens]
+            x = self._behind_attention(x, layer.out(attended.flatten(1)), layer)
+        return self._weights.head(self._weights.final_norm(x)).float()
 
-    def _qkv(self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, x: Tensor, layer: LayerWeights, angles: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim]."""
         spec = self._spec
-        fused = layer.qkv(self._norm(x, layer.attention_norm)).view(len(x), -1, spec.head_dim)
-        num_rotated = spec.num_heads + spec.num_kv_heads
-        rotated = _rotate(fused[:, :num_rotated], cos, sin)
-        return rotated[:, : spec.num_heads].contiguous(), rotated[:, spec.num_heads :], fused[:, num_rotated:]
+        fused = layer.qkv(layer.attention_norm(x)).view(len(x), -1, spec.head_dim)
+        q, k, v = fused.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
+        if layer.head_norms is not None:
+            q, k = (norm(heads) for norm, heads in zip(layer.head_norms, (q, k), strict=True))
+        if angles is not None:
+            q, k = (_rotate(heads, *angles) for heads in (q, k))
+        return q.contiguous(), k, v
+
+    def _behind_attention(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+        """The rest of a layer. x: what came into it, attended: what its attention adds, both [num_tokens, hidden]."""
+        if self._spec.parallel_residual:
+            return x + attended + self._mlp(x, layer)
+        x = x + attended
+        return x + self._mlp(x, layer)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-        return layer.down(functional.silu(gate) * up)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, eps=self._spec.norm_eps).to(weight.dtype) * weight
+        inner = layer.mlp_in(layer.mlp_norm(x))
+        if self._spec.is_gated:
+            gate, up = inner.chunk(2, dim=-1)
+            return layer.mlp_out(self._activation(gate) * up)
+        return layer.mlp_out(self._activation(inner))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head of each token. x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, head_dim]."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
+    """Turn the first channels of each head. x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, dim]."""
+    dim = cos.shape[-1]
+    turning, half = x[..., :dim], dim // 2
+    crossed = torch.cat((-turning[..., half:], turning[..., :half]), dim=-1)
+    turned = turning * cos + crossed * sin
+    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 from penstock.gpu_node.model.source import ModelSource
-from penstock.gpu_node.model.spec import ModelSpec, NameMap
+from penstock.gpu_node.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model's files, shapes and names."""
+    """A model's files and what is made of them."""
 
     source: ModelSource
     spec: ModelSpec
-    names: NameMap
     stored_dtype: str
     """What config.json says its numbers are kept in."""
     max_model_len: int
@@ -32,13 +31,18 @@ def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int
     if options.cpu_offload_gib:
         raise ConfigError("cpu_offload_gib needs a card; on the CPU, weights lie in host memory as they are")
     block_bytes = token_bytes * options.block_size
-    num_device_blocks, num_host_blocks = options.num_blocks, options.num_host_blocks
+    num_device_blocks = options.num_blocks
     if num_device_blocks is None:
         affordable = int(options.kv_cache_gib * 2**30) // block_bytes
         useful = options.max_num_seqs * -(-described.max_model_len // options.block_size)
         num_device_blocks = min(affordable, useful)
     if num_device_blocks < 1:
         raise ConfigError(f"kv_cache_gib {options.kv_cache_gib} does not hold one block of {options.block_size} tokens")
-    if num_host_blocks is None:
-        num_host_blocks = int(options.swap_space_gib * 2**30) // block_bytes
-    return CacheSizes(num_device_blocks, num_host_blocks, block_bytes)
+    return CacheSizes(num_device_blocks, num_host_blocks(options, block_bytes), block_bytes)
+
+
+def num_host_blocks(options: RunnerOptions, block_bytes: int) -> int:
+    """Blocks of the host pool, by number or by size."""
+    if options.num_host_blocks is not None:
+        return options.num_host_blocks
+    return int(options.swap_space_gib * 2**30) // block_bytes

@@ -38,6 +38,10 @@ def load_model(model: str, options: RunnerOptions, progress: Progress) -> Loaded
 
 def _load(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
     """The runner, and a name for what its results depend on besides the model's files."""
+    if options.runner == "gpu" or (options.runner == "auto" and _has_card()):
+        from penstock.gpu_node.model.gpu.load import load_gpu
+
+        return load_gpu(described, options, progress)
     if options.runner != "torch":
         try:
             return load_native(described, options, progress)
@@ -48,6 +52,15 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
     from penstock.gpu_node.model.torch_load import load_torch
 
     return load_torch(described, options, progress)
+
+
+def _has_card() -> bool:
+    """Whether torch sees a CUDA device; where the system has none, torch need not be asked."""
+    if not Path("/dev/nvidiactl").exists():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOptions) -> Description:
@@ -63,7 +76,6 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
     return Description(
         source=source,
         spec=spec,
-        names=family.names,
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         max_model_len=options.max_model_len or spec.max_position,
     )

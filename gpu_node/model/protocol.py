@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,32 @@ NO_COPIES = np.empty((0, 2), dtype=np.int32)
 
 FAILED_TOKEN = -1
 """Stands for a row whose logits were not finite: that row failed, the others did not."""
+
+
+_MASK_BITS = 32
+
+
+class TokenMasks:
+    """Which tokens some rows of a step may choose, written while the step already runs; runners wait for that."""
+
+    def __init__(self, is_masked: NDArray[np.bool_], vocab_size: int) -> None:
+        """is_masked: [num_samples], which rows have a mask; until it is written it allows nothing."""
+        self.rows = np.where(is_masked, np.cumsum(is_masked) - 1, -1).astype(np.int32)
+        """[num_samples]: the row of `words` that a sampling row goes by, -1 where it may choose any token."""
+        self.words = np.zeros((int(is_masked.sum()), -(-vocab_size // _MASK_BITS)), dtype=np.uint32)
+        """[num_masked, vocab / 32]: a bit for each token, the lowest first."""
+        self.written = np.zeros(1, dtype=np.int32)
+        """Not 0 once all words are written, for those who look at memory."""
+        self._all_written = threading.Event()
+
+    def finish(self) -> None:
+        """Say that all words are written."""
+        self.written[0] = 1
+        self._all_written.set()
+
+    def wait(self) -> None:
+        """Block until they are."""
+        self._all_written.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +69,12 @@ class SamplingRows:
     """How many of a row's `seen` are prompt: the repetition penalty counts those too, the other two do not."""
     banned: tuple[NDArray[np.int32], ...]
     """Per row the tokens that must not be chosen."""
+    biased: tuple[NDArray[np.int32], ...] = ()
+    """Per row the tokens, each once, whose logits are moved before all else; () where no row has any."""
+    biases: tuple[NDArray[np.float32], ...] = ()
+    """By how much, in the shape of `biased`."""
+    masks: TokenMasks | None = None
+    """What rows may choose at all, written while the step runs; None where no row has a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +86,7 @@ class StepPlan:
     """
 
     token_ids: NDArray[np.int32]
-    """[num_tokens]"""
+    """[num_tokens]; a runner that takes steps ahead knows -1 - i as what row i of the step before samples."""
     positions: NDArray[np.int32]
     """[num_tokens]"""
     query_starts: NDArray[np.int32]
@@ -102,7 +135,7 @@ class StepHandle(Protocol):
     """A step that may still be running."""
 
     def result(self) -> StepResult:
-        """Wait for it; raises what made the whole step fail."""
+        """Wait for it; raises what made the whole step fail: MemoryError where a smaller one might not."""
 
 
 class ModelRunner(Protocol):
@@ -119,6 +152,7 @@ class ModelRunner(Protocol):
         """Start a step and come back at once.
 
         Its plan's arrays must not change until the result is there, and the next step may be submitted only then.
+        Raises as a result does.
         """
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
@@ -130,7 +164,7 @@ class RunnerOptions:
     """What a runner needs to know beyond the model itself. Numbers of blocks win over sizes in GiB."""
 
     runner: str
-    """`auto`, `native` or `torch`."""
+    """`auto`, `gpu`, `native` or `torch`."""
     dtype: str
     quantization: str
     kv_cache_dtype: str
@@ -144,6 +178,9 @@ class RunnerOptions:
     swap_space_gib: float = 0.0
     gpu_memory_utilization: float | None = None
     cpu_offload_gib: float = 0.0
+    max_num_batched_tokens: int = 512
+    deterministic: bool = False
+    """Whether a card may add in no order but one."""
 
 
 @dataclass(frozen=True, slots=True)

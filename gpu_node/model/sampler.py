@@ -15,6 +15,28 @@ _NUM_CANDIDATES = 512
 everything only while there are 64 times as many."""
 
 
+def has_adjustments(rows: SamplingRows) -> bool:
+    """Whether `adjust` would change anything."""
+    return rows.masks is not None or any(map(len, rows.biased))
+
+
+def adjust(logits: Tensor, rows: SamplingRows) -> None:
+    """Add the rows' biases, then wait for their masks and make impossible what those do not allow.
+
+    logits: [num_samples, vocab] on any device, changed in place.
+    """
+    for i, (biased, biases) in enumerate(zip(rows.biased, rows.biases, strict=True)):
+        if len(biased):
+            logits[i, torch.from_numpy(biased).long().to(logits.device)] += torch.from_numpy(biases).to(logits.device)
+    if rows.masks is not None:
+        rows.masks.wait()
+        allowed = np.unpackbits(rows.masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        masked = np.flatnonzero(rows.masks.rows >= 0)
+        forbidden = torch.from_numpy(allowed[rows.masks.rows[masked]] == 0).to(logits.device)
+        places = torch.from_numpy(masked).to(logits.device)
+        logits[places] = logits[places].masked_fill(forbidden, -torch.inf)
+
+
 def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     """One token a row; FAILED_TOKEN where logits are not finite, or were not after the row's penalties and bans.
 
@@ -22,7 +44,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     """
     best, at = logits.max(dim=-1)
     failed = ~torch.isfinite(best).numpy()
-    if any(map(len, rows.seen)) or any(map(len, rows.banned)):
+    if has_adjustments(rows) or any(map(len, (*rows.seen, *rows.banned))):
+        adjust(logits, rows)
         _penalise(logits, rows)
         _ban(logits, rows)
         best, at = logits.max(dim=-1)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
+NormKind: TypeAlias = Literal["rms", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3's frequency scaling: long wavelengths are stretched by `factor`, short ones stay, between is blended."""
+class LinearScaling:
+    """All angles are divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Long wavelengths are stretched by `factor`, short ones stay, between is blended."""
 
     factor: float
     low_freq_factor: float
@@ -18,8 +28,46 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """Behind the original length, theta grows with the position (NTK-aware)."""
+
+    factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions, of a head's first `dim` channels."""
+
+    theta: float
+    dim: int
+    scaling: LinearScaling | Llama3Scaling | DynamicScaling | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameMap:
+    """Where a checkpoint keeps its tensors, without `.weight` and `.bias`; `{layer}` stands for the layer's index."""
+
+    embedding: str
+    final_norm: str
+    head: str
+    attention_norm: str
+    qkv: tuple[str, ...]
+    """Queries, keys and values; or one tensor with, for each key head, its queries' rows, its own and its value's."""
+    q_norm: str | None = None
+    k_norm: str | None = None
+    """RMS norms of each head's queries and keys, before they are rotated; both or none."""
+    out: str
+    mlp_norm: str | None
+    """None: the MLP reads what the attention's norm gave."""
+    mlp_in: tuple[str, ...]
+    """Gate and up where the MLP is gated, else the one matrix that its activation follows."""
+    mlp_out: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Shapes and constants of a decoder with RMS norms, rotary positions, grouped queries and a gated MLP."""
+    """Shapes and constants of a decoder."""
 
     vocab_size: int
     hidden_size: int
@@ -28,35 +76,32 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     max_position: int
+    """Tokens that it can attend to, scaling of positions included."""
+    norm: NormKind = "rms"
+    norm_eps: float
+    rope: Rope | None
+    """None: positions are biases of the scores instead (ALiBi)."""
+    windows: tuple[int | None, ...]
+    """By layer: how many tokens each token sees, itself included; None: all before it."""
+    activation: Activation = "silu"
+    parallel_residual: bool = False
+    """Whether the MLP reads what the attention reads, and not its result."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
     tied_head: bool
+    names: NameMap
 
-
-@dataclass(frozen=True, slots=True)
-class NameMap:
-    """Where a checkpoint keeps its tensors; `{layer}` stands for the layer's index."""
-
-    embedding: str
-    final_norm: str
-    head: str
-    attention_norm: str
-    q: str
-    k: str
-    v: str
-    o: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP's activation is of a gate that its other input is multiplied by."""
+        return len(self.names.mlp_in) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of checkpoint: how its config becomes a spec and how its tensors are named."""
+    """A kind of checkpoint: the architecture that its config.json names, and how that config becomes a spec."""
 
     architecture: str
     spec_of: Callable[[Mapping[str, Any]], ModelSpec]
-    names: NameMap

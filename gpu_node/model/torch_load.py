@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import Tensor
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.attention import PagedAttention
 from penstock.gpu_node.model.checkpoint import Checkpoint
 from penstock.gpu_node.model.decoder import Decoder
 from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.linear import can_prepack
+from penstock.gpu_node.model.positions import alibi_biases
 from penstock.gpu_node.model.protocol import RunnerOptions
 from penstock.gpu_node.model.source import ModelSource, Progress, dequantised_folder
+from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.torch_runner import TorchRunner
 from penstock.gpu_node.model.weights import load_weights
 
@@ -32,16 +36,26 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
         kept = f"torch keeps {name}, the native runner bfloat16 or int8"
         raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} cannot be had: {kept}")
     checkpoint = Checkpoint.open(ModelSource(dequantised_folder(described.source, progress)))
-    weights = load_weights(checkpoint, spec, described.names, dtype, lambda done: progress("load", done))
+    weights = load_weights(DecoderTensors(checkpoint, spec), spec, dtype, lambda done: progress("load", done))
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
     sizes = cache_sizes(described, options, token_bytes)
     decoder = Decoder(spec, weights, described.max_model_len)
-    runner = TorchRunner(spec, decoder, sizes, block_size=options.block_size, dtype=dtype)
+    attention = PagedAttention(
+        spec.num_kv_heads, sizes.num_blocks, options.block_size, dtype, _biases(described), set(spec.windows)
+    )
+    runner = TorchRunner(spec, decoder, attention, sizes, block_size=options.block_size, dtype=dtype)
     facts = name, can_prepack(dtype), sizes.num_device_blocks, torch.get_num_threads(), sizes.num_host_blocks
     _log.info("torch runner dtype=%s prepacked=%s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
     if torch.cuda.is_available():
         _log.warning("a CUDA device is visible, but this runner computes on the CPU")
     return runner, f"torch-{name}"
+
+
+def _biases(described: Description) -> Tensor | None:
+    """What is added to scores where positions are no rotations."""
+    if described.spec.rope is not None:
+        return None
+    return torch.from_numpy(alibi_biases(described.spec, described.max_model_len))
 
 
 def _choose_dtype(wanted: str, stored: str) -> str:

@@ -9,23 +9,32 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.decoder import Decoder
 from penstock.gpu_node.model.protocol import CacheSizes, StepPlan, StepResult
 from penstock.gpu_node.model.sampler import sample
 from penstock.gpu_node.model.spec import ModelSpec
+from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 
 
 class TorchRunner:
     """Runs each step on a thread of its own; torch's operations let go of the GIL."""
 
     def __init__(
-        self, spec: ModelSpec, decoder: Decoder, sizes: CacheSizes, *, block_size: int, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        decoder: Decoder,
+        attention: PagedAttention,
+        sizes: CacheSizes,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
     ) -> None:
         self._sizes = sizes
         self._decoder = decoder
-        self._attention = PagedAttention(spec.num_kv_heads, sizes.num_blocks, block_size, dtype)
+        self._attention = attention
         self._caches = [
             KvCache(spec.num_kv_heads, sizes.num_blocks, block_size, spec.head_dim, dtype)
             for _ in range(spec.num_layers)
@@ -45,17 +54,27 @@ class TorchRunner:
         """Start a step."""
         return self._thread.submit(self._step, plan)
 
+    def logits(self, plan: StepPlan) -> NDArray[np.float32]:
+        """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
+        return self._thread.submit(self._logits, plan, torch.arange(len(plan.token_ids))).result().numpy()
+
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear blocks in every layer."""
         self._thread.submit(self._zero, list(block_ids)).result()
 
+    @torch.inference_mode()
+    def _logits(self, plan: StepPlan, tokens: Tensor) -> Tensor:
+        return self._decoder.logits(plan, self._caches, self._attention, tokens)
+
+    @naming_lack_of_memory()
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:
         copied_s = time.perf_counter()
         if len(plan.copies):
             self._copy(plan.copies)
         started_s = time.perf_counter()
-        logits = self._decoder.logits(plan, self._caches, self._attention)
+        sampling = torch.from_numpy(plan.query_starts[plan.sample_seqs + 1] - 1)
+        logits = self._logits(plan, sampling)
         computed_s = time.perf_counter()
         tokens = sample(logits, plan.sampling) if len(logits) else np.empty(0, dtype=np.int32)
         sampled_s = time.perf_counter()

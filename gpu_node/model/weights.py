@@ -3,85 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
+from penstock.gpu_node.model.checkpoint import StoredTensor
+from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.linear import Linear
-from penstock.gpu_node.model.spec import ModelSpec, NameMap
+from penstock.gpu_node.model.norm import Norm
+from penstock.gpu_node.model.spec import ModelSpec
+from penstock.gpu_node.model.tensors import DecoderTensors, StoredLinear, StoredNorm
+
+MakeLinear: TypeAlias = Callable[[Tensor, Tensor | None], Product]
+"""Of weight, [out, in], and bias, [out]."""
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer."""
-
-    attention_norm: Tensor
-    qkv: Linear
-    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
-    o: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    """[2 * intermediate, hidden]: gate, up."""
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """All tensors of a decoder; `head` multiplies with `embedding` where the checkpoint ties them."""
-
-    embedding: Tensor
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
-    head: Linear
-
-
 def load_weights(
-    checkpoint: Checkpoint, spec: ModelSpec, names: NameMap, dtype: torch.dtype, progress: Callable[[float], None]
+    tensors: DecoderTensors,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    progress: Callable[[float], None],
+    device: torch.device | None = None,
+    linear: MakeLinear = Linear,
 ) -> DecoderWeights:
-    """Read, fuse and convert a checkpoint. Raises ConfigError naming a tensor that is missing or of another shape."""
+    """Read, fuse and convert a checkpoint, onto the CPU where no device is named.
 
-    def read(name: str, *shape: int) -> Tensor:
-        return _tensor(checkpoint.get(name, *shape), dtype)
-
-    hidden, vocab = spec.hidden_size, spec.vocab_size
-    embedding = read(names.embedding, vocab, hidden)
+    `linear` keeps the layers' matrices; embedding and head stay as they are.
+    Raises ConfigError naming a tensor that is missing or of another shape.
+    """
+    convert = _Converter(dtype, spec.norm_eps, device, linear)
+    embedding = convert.tensor(tensors.embedding())
     layers = []
     for layer in range(spec.num_layers):
-        layers.append(_load_layer(read, spec, names, layer))
+        layers.append(_load_layer(tensors, convert, layer))
         progress((layer + 1) / spec.num_layers)
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(layers),
-        final_norm=read(names.final_norm, hidden),
-        head=Linear(embedding if spec.tied_head else read(names.head, vocab, hidden)),
+        final_norm=convert.norm(tensors.final_norm()),
+        head=Linear(embedding if spec.tied_head else convert.tensor(tensors.head())),
     )
 
 
-def _load_layer(read_named: Callable[..., Tensor], spec: ModelSpec, names: NameMap, layer: int) -> LayerWeights:
-    hidden, inter = spec.hidden_size, spec.intermediate_size
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-
-    def read(name: str, *shape: int) -> Tensor:
-        return read_named(name.format(layer=layer), *shape)
-
+def _load_layer(tensors: DecoderTensors, convert: _Converter, layer: int) -> LayerWeights:
+    mlp_norm, head_norms = tensors.mlp_norm(layer), tensors.head_norms(layer)
+    attention_norm = convert.norm(tensors.attention_norm(layer))
     return LayerWeights(
-        attention_norm=read(names.attention_norm, hidden),
-        qkv=Linear(
-            torch.cat((read(names.q, q_size, hidden), read(names.k, kv_size, hidden), read(names.v, kv_size, hidden)))
-        ),
-        o=Linear(read(names.o, hidden, q_size)),
-        mlp_norm=read(names.mlp_norm, hidden),
-        gate_up=Linear(torch.cat((read(names.gate, inter, hidden), read(names.up, inter, hidden)))),
-        down=Linear(read(names.down, hidden, inter)),
+        attention_norm=attention_norm,
+        qkv=convert.linear(tensors.qkv(layer)),
+        head_norms=None if head_norms is None else (convert.head_norm(head_norms[0]), convert.head_norm(head_norms[1])),
+        out=convert.linear(tensors.out(layer)),
+        mlp_norm=attention_norm if mlp_norm is None else convert.norm(mlp_norm),
+        mlp_in=convert.linear(tensors.mlp_in(layer)),
+        mlp_out=convert.linear(tensors.mlp_out(layer)),
     )
 
 
-def _tensor(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-    kind = _FLOATS.get(stored.kind)
-    if kind is None or stored.row_order is not None:
-        return torch.from_numpy(stored.to_float32()).to(dtype)
-    return torch.from_numpy(stored.data.copy()).view(kind).reshape(stored.shape).to(dtype)
+class _Converter:
+    """Stored tensors to torch's, in one dtype."""
+
+    def __init__(
+        self, dtype: torch.dtype, norm_eps: float, device: torch.device | None, make_linear: MakeLinear
+    ) -> None:
+        self._dtype = dtype
+        self._norm_eps = norm_eps
+        self._device = device
+        self._make_linear = make_linear
+
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        kind = _FLOATS.get(stored.kind)
+        if kind is None or stored.row_order is not None:
+            return torch.from_numpy(stored.to_float32()).to(self._device, self._dtype)
+        return torch.from_numpy(stored.data.copy()).view(kind).reshape(stored.shape).to(self._device, self._dtype)
+
+    def linear(self, stored: StoredLinear) -> Product:
+        weight = torch.cat([self.tensor(part) for part in stored.weights])
+        bias = torch.cat([self.tensor(part) for part in stored.biases]) if stored.biases else None
+        return self._make_linear(weight, bias)
+
+    def norm(self, stored: StoredNorm) -> Norm:
+        bias = None if stored.bias is None else self.tensor(stored.bias)
+        return Norm(self.tensor(stored.weight), bias, self._norm_eps)
+
+    def head_norm(self, weight: StoredTensor) -> Norm:
+        return Norm(self.tensor(weight), None, self._norm_eps)

@@ -52,8 +52,8 @@ class Slot(IntEnum):
 
     QKV = 0
     OUT = 1
-    GATE_UP = 2
-    DOWN = 3
+    MLP_IN = 2
+    MLP_OUT = 3
     EMBEDDING = 4
     HEAD = 5
 
@@ -64,8 +64,22 @@ class Vector(IntEnum):
     ATTENTION_NORM = 0
     MLP_NORM = 1
     FINAL_NORM = 2
-    COS = 3
-    SIN = 4
+    ATTENTION_NORM_BIAS = 3
+    MLP_NORM_BIAS = 4
+    FINAL_NORM_BIAS = 5
+    Q_NORM = 6
+    K_NORM = 7
+    COS = 8
+    SIN = 9
+    POSITION_BIASES = 10
+
+
+class Activation(IntEnum):
+    """What stands between the matrices of the MLP."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
 
 
 class NativeSpec(c.Structure):
@@ -76,6 +90,7 @@ class NativeSpec(c.Structure):
         *((name, c.c_int32) for name in ("head_dim", "vocab", "max_position")),
         ("norm_eps", c.c_float),
         *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format", "turned")),
+        *((name, c.c_int32) for name in ("rotary_dim", "activation", "has_layer_norms", "is_gated", "is_parallel")),
     ]
 
 
@@ -89,9 +104,13 @@ class NativePlan(c.Structure):
         *((name, c.c_void_p) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
         *((name, c.c_void_p) for name in ("top_k", "choice", "position", "seed")),
         *((name, c.c_void_p) for name in ("seen", "num_seen", "num_seen_prompt", "banned", "num_banned")),
+        *((name, c.c_void_p) for name in ("biased", "biases", "num_biased", "masks", "masks_written")),
         ("num_copies", c.c_int32),
         *((name, c.c_void_p) for name in ("copies", "tokens", "logits", "times_ms")),
     ]
+
+
+_NO_MEMORY = b"std::bad_alloc"
 
 
 class KernelError(Exception):
@@ -130,16 +149,29 @@ class NativeModel:
         row_order: NDArray[np.int32] | None = None,
         gains: NDArray[np.float32] | None = None,
     ) -> None:
-        """Pack rows into a matrix. data: [rows, bytes of a row]; row i is taken from data[row_order[i]].
+        """Pack rows into a matrix. data: [rows, bytes of a row]; with an order, row i of it is data[row_order[i]].
 
         gains: [columns], the weights of the norm before the matrix, where the model is turned.
         """
         data = np.ascontiguousarray(data)
         order, factors = (None if array is None else array.ctypes.data for array in (row_order, gains))
-        rows, row_bytes = data.shape
+        row_bytes = data.shape[1]
+        rows = len(data if row_order is None else row_order)
         call = self._library.penstock_matrix_fill
         address = data.ctypes.data
         self._check(call(self._handle, layer, slot, source, place, first, rows, address, row_bytes, order, factors))
+
+    def set_bias(
+        self, slot: Slot, layer: int, values: NDArray[np.float32], *, first: int = 0, place: Place = Place.PLAIN
+    ) -> None:
+        """Set what a matrix adds to the outputs of a part. values: [rows]."""
+        values = np.ascontiguousarray(values, dtype=np.float32)
+        call = self._library.penstock_bias_fill
+        self._check(call(self._handle, layer, slot, place, first, values.ctypes.data, len(values)))
+
+    def set_window(self, layer: int, tokens: int) -> None:
+        """Say how many tokens each one sees in a layer, itself included."""
+        self._library.penstock_window_set(self._handle, layer, tokens)
 
     def set_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
         """Set a norm's weights or a table."""
@@ -147,7 +179,10 @@ class NativeModel:
         self._library.penstock_vector_fill(self._handle, layer, vector, values.ctypes.data, values.size)
 
     def start(self, plan: NativePlan) -> None:
-        """Start a step on the model's threads; what the plan points to must stay until `wait` is back."""
+        """Start a step on the model's threads; what the plan points to must stay until `wait` is back.
+
+        Raises MemoryError where there is not enough for it; nothing has happened then.
+        """
         self._check(self._library.penstock_step_start(self._handle, c.byref(plan)))
 
     def wait(self) -> None:
@@ -162,6 +197,8 @@ class NativeModel:
 
     @staticmethod
     def _check(error: bytes) -> None:
+        if error == _NO_MEMORY:
+            raise MemoryError("the native kernels found no memory")
         if error:
             raise KernelError(error.decode(errors="replace"))
 
@@ -176,6 +213,8 @@ def _open(path: Path) -> Any:
         "penstock_matrix_new": (c.c_char_p, [pointer, *[number] * 5]),
         "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer, pointer]),
         "penstock_vector_fill": (None, [pointer, number, number, pointer, c.c_size_t]),
+        "penstock_bias_fill": (c.c_char_p, [pointer, *[number] * 4, pointer, number]),
+        "penstock_window_set": (None, [pointer, number, number]),
         "penstock_step_start": (c.c_char_p, [pointer, pointer]),
         "penstock_step_wait": (None, [pointer]),
         "penstock_clear_blocks": (None, [pointer, pointer, number]),

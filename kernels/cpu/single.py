@@ -34,6 +34,9 @@ class _Rule(c.Structure):
         *((name, c.c_int32) for name in ("num_seen", "num_seen_prompt")),
         ("banned", c.c_void_p),
         ("num_banned", c.c_int32),
+        *((name, c.c_void_p) for name in ("biased", "biases")),
+        ("num_biased", c.c_int32),
+        ("mask", c.c_void_p),
     ]
 
 
@@ -83,6 +86,22 @@ class Single:
         self._library.penstock_single_silu(_at(x), len(x), _at(out))
         return out
 
+    def gelu(self, x: Floats, *, is_tanh: bool = False) -> Floats:
+        """The gate of a normal distribution, or what approximates it by a hyperbolic tangent. x: [n]."""
+        x, out = _aligned(x), _poisoned(len(x))
+        self._library.penstock_single_gelu(_at(x), len(x), is_tanh, _at(out))
+        return out
+
+    def norm(self, row: Floats, weight: Floats, bias: Floats | None, eps: float) -> tuple[Floats, bool]:
+        """A row normed, by the root of the mean square where there is no bias, and whether it was finite. All: [n]."""
+        count, padded = len(row), -(-len(row) // 16) * 16
+        row, weight = (np.pad(values, (0, padded - count)) for values in (row, weight))
+        added = None if bias is None else np.pad(bias, (0, padded - count))
+        out = _poisoned(padded)
+        addresses = _at(row), _at(weight), None if added is None else _at(added)
+        finite = self._library.penstock_single_norm(*addresses, padded, count, eps, _at(out))
+        return out, bool(finite)
+
     def turn(self, row: Floats) -> Floats:
         """A row turned. row: [n]."""
         padded = np.zeros(-(-len(row) // 16) * 16, np.float32)
@@ -98,9 +117,22 @@ class Single:
     def sample_row(self, logits: Floats, row: SamplingRow) -> int:
         """The token that a row chooses. logits: [vocab]."""
         logits = logits.copy()
-        seen, banned = (np.ascontiguousarray(ids, np.int32) for ids in (row.seen, row.banned))
+        seen, banned, biased = (np.ascontiguousarray(ids, np.int32) for ids in (row.seen, row.banned, row.biased))
+        biases, mask = np.ascontiguousarray(row.biases, np.float32), None
+        if row.mask is not None:
+            mask = np.ascontiguousarray(row.mask, np.uint32)
         plain = {name: getattr(row, name) for name in (*_FLOATS, *_INTEGERS, "seed", "num_seen_prompt")}
-        rule = _Rule(**plain, seen=_at(seen), num_seen=len(seen), banned=_at(banned), num_banned=len(banned))
+        rule = _Rule(
+            **plain,
+            seen=_at(seen),
+            num_seen=len(seen),
+            banned=_at(banned),
+            num_banned=len(banned),
+            biased=_at(biased),
+            biases=_at(biases),
+            num_biased=len(biased),
+            mask=None if mask is None else _at(mask),
+        )
         token: int = self._library.penstock_single_sample(_at(logits), len(logits), c.byref(rule))
         return token
 
@@ -136,13 +168,27 @@ class SingleCache:
         self._library.penstock_single_cache_clear(self._cache, block)
 
     def attend(
-        self, queries: Floats, limits: Sequence[int], blocks: Sequence[int], head: int, *, by_span: bool = False
+        self,
+        queries: Floats,
+        limits: Sequence[int],
+        blocks: Sequence[int],
+        head: int,
+        *,
+        firsts: Sequence[int] | None = None,
+        biases: Floats | None = None,
+        by_span: bool = False,
     ) -> Floats:
-        """Rows that each see the first `limits` tokens, all at once or span by span. queries: [rows, head_dim]."""
+        """Rows that each see the tokens from `firsts` to before `limits`, all at once or span by span.
+
+        queries: [rows, head_dim]; biases of the tokens' scores: [rows, tokens to a multiple of 64].
+        """
         queries, out = _aligned(queries), _poisoned(*queries.shape)
-        seen, table, scale = np.array(limits, np.int32), np.array(blocks, np.int32), self._head_dim**-0.5
+        ends, table, scale = np.array(limits, np.int32), np.array(blocks, np.int32), self._head_dim**-0.5
+        begins = np.zeros_like(ends) if firsts is None else np.array(firsts, np.int32)
+        added = None if biases is None else np.array([_at(row) for row in biases], np.uint64)
+        spans = _at(ends), _at(begins), None if added is None else _at(added)
         call = self._library.penstock_single_attend
-        call(self._cache, _at(queries), _at(seen), len(seen), _at(table), head, scale, by_span, _at(out))
+        call(self._cache, _at(queries), *spans, len(ends), _at(table), head, scale, by_span, _at(out))
         return out
 
 
@@ -173,6 +219,8 @@ def _open(path: Path) -> Any:
         "quantise": (real, [pointer, number, pointer, pointer]),
         "exp": (None, [pointer, number, pointer]),
         "silu": (None, [pointer, number, pointer]),
+        "gelu": (None, [pointer, number, number, pointer]),
+        "norm": (number, [*[pointer] * 3, number, number, real, pointer]),
         "turn": (None, [pointer, number]),
         "place": (number, [number] * 3),
         "sample": (c.c_int32, [pointer, number, pointer]),
@@ -181,7 +229,7 @@ def _open(path: Path) -> Any:
         "cache_set": (None, [pointer, number, number, pointer, pointer]),
         "cache_get": (None, [pointer, number, number, pointer, pointer]),
         "cache_clear": (None, [pointer, number]),
-        "attend": (None, [*[pointer] * 3, number, pointer, number, real, number, pointer]),
+        "attend": (None, [*[pointer] * 5, number, pointer, number, real, number, pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"penstock_single_{name}")

@@ -5,39 +5,78 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.kernels.paged_cache import QUANTISED_MAX, PagedCache
+
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, query_starts: Tensor, context_lens: Tensor, block_tables: Tensor
+    q: Tensor,
+    cache: PagedCache,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a mixed batch of prefill chunks and decode steps, computed in float32.
 
-    q: [num_tokens, num_heads, head_dim]; k_cache, v_cache: [num_kv_heads, num_blocks, block_size, head_dim];
-    query_starts: [num_seqs + 1]; context_lens: [num_seqs], cached tokens with this step's included;
-    block_tables: [num_seqs, max_blocks]. Returns [num_tokens, num_heads, head_dim] in q's dtype.
+    q: [num_tokens, num_heads, head_dim]; query_starts: [num_seqs + 1]; context_lens: [num_seqs], cached tokens with
+    this step's included; block_tables: [num_seqs, max_blocks]; scale: of the scores, head_dim ** -0.5 where none is
+    given; window: how many tokens, its own among them, a query sees at most; biases: [num_heads, num_positions],
+    what is added to the scores of a token by its position (ALiBi, arXiv:2108.12409). Returns q's shape and dtype.
     """
-    num_kv_heads, _, block_size, head_dim = k_cache.shape
-    group = q.shape[1] // num_kv_heads
+    num_kv_heads, head_dim = cache.k.shape[0], cache.k.shape[-1]
+    scale = head_dim**-0.5 if scale is None else scale
     out = torch.empty_like(q)
     for seq in range(len(context_lens)):
         start, end = int(query_starts[seq]), int(query_starts[seq + 1])
         for token in range(start, end):
             visible = int(context_lens[seq]) - (end - 1 - token)
-            blocks = block_tables[seq, : -(-visible // block_size)].long()
-            keys = k_cache[:, blocks].float().reshape(num_kv_heads, -1, head_dim)[:, :visible]
-            values = v_cache[:, blocks].float().reshape(num_kv_heads, -1, head_dim)[:, :visible]
-            queries = q[token].float().view(num_kv_heads, group, head_dim)
-            weights = torch.softmax(queries @ keys.transpose(1, 2) * head_dim**-0.5, dim=-1)
-            out[token] = (weights @ values).reshape(-1, head_dim).to(q.dtype)
+            first = max(0, visible - window) if window else 0
+            blocks = block_tables[seq, : -(-visible // cache.block_size)].long()
+            keys, values = (kept[:, first:visible] for kept in _read(cache, blocks))
+            scores = q[token].float().view(num_kv_heads, -1, head_dim) @ keys.transpose(1, 2) * scale
+            if biases is not None:
+                scores += biases[:, first:visible].reshape(num_kv_heads, -1, visible - first)
+            out[token] = (torch.softmax(scores, dim=-1) @ values).reshape(-1, head_dim).to(q.dtype)
     return out
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Write each token's key and value to its slot (block x block_size + offset).
+def store_kv(k: Tensor, v: Tensor, cache: PagedCache, slots: Tensor) -> None:
+    """Write each token's key and value to its slot, quantised as the cache is; slot -1 is none.
 
-    k, v: [num_tokens, num_kv_heads, head_dim]; caches: [num_kv_heads, num_blocks, block_size, head_dim];
-    slots: [num_tokens].
+    k, v: [num_tokens, num_kv_heads, head_dim]; slots: [num_tokens].
     """
-    block_size = k_cache.shape[2]
     for token, slot in enumerate(slots.tolist()):
-        k_cache[:, slot // block_size, slot % block_size] = k[token]
-        v_cache[:, slot // block_size, slot % block_size] = v[token]
+        if slot < 0:
+            continue
+        block, place = divmod(slot, cache.block_size)
+        for given, kept, scales in ((k, cache.k, cache.k_scales), (v, cache.v, cache.v_scales)):
+            if scales is None:
+                kept[:, block, place] = given[token].to(kept.dtype)
+            else:
+                kept[:, block, place], scales[:, block, place] = quantise_vectors(given[token], kept.dtype)
+
+
+def quantise_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Vectors in int8 or float8_e4m3fn with a scale each. x: [..., size]; returns [..., size] and [...] in float32."""
+    most = QUANTISED_MAX[dtype]
+    scales = x.float().abs().amax(-1) / most
+    scaled = x.float() / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
+    return (scaled.round() if dtype is torch.int8 else scaled).to(dtype), scales
+
+
+def copy_blocks(pool: Tensor, copies: Tensor) -> None:
+    """Copy blocks in order, so that a later copy sees an earlier one. pool: [num_blocks, bytes]; copies: [n, 2]."""
+    for source, target in copies.tolist():
+        pool[target] = pool[source]
+
+
+def _read(cache: PagedCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of blocks one after the other, each [num_kv_heads, tokens, head_dim] in float32."""
+    keys, values = cache.k[:, blocks].float(), cache.v[:, blocks].float()
+    if cache.k_scales is not None and cache.v_scales is not None:
+        keys *= cache.k_scales[:, blocks].unsqueeze(-1)
+        values *= cache.v_scales[:, blocks].unsqueeze(-1)
+    return keys.flatten(1, 2), values.flatten(1, 2)

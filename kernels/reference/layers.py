@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.reference.attention import store_kv
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -13,17 +25,77 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (scaled * weight.float()).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm by mean and variance in float32. x: [..., hidden]; weight, bias: [hidden]; returns x's shape and dtype."""
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2), as the Hugging Face checkpoints of Llama are laid out.
+    """Rotate the pairs (i, i + rotary_dim / 2) of each head's first numbers, as Hugging Face's checkpoints have them.
 
-    x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, head_dim // 2]; returns x's shape and dtype.
+    x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, rotary_dim // 2]; returns x's shape and dtype.
     """
-    first, second = x.float().chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second, kept = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :].float()
     cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1).to(x.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up in float32. gate_up: [num_tokens, 2 * inter], gate first; returns [num_tokens, inter]."""
+def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Add `delta`, if any, to `residual` in place, and norm the sum.
+
+    residual, delta: [num_tokens, hidden]; weight: [hidden]; returns [num_tokens, hidden] in weight's dtype.
+    """
+    if delta is not None:
+        residual += delta
+    return rms_norm(residual.float(), weight, eps).to(weight.dtype)
+
+
+def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """As `add_rms_norm`, with the mean taken off and `bias`, [hidden], added."""
+    if delta is not None:
+        residual += delta
+    return layer_norm(residual.float(), weight, bias, eps).to(weight.dtype)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cache: PagedCache,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """From a fused projection to stored keys and values: norm each head of queries and keys, turn them, store.
+
+    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries, keys, values; positions, slots: [num_tokens],
+    slot -1 is none; cos, sin: [num_positions, rotary_dim // 2], of width 0 where nothing turns; q_norm, k_norm:
+    [head_dim], RMS norms. Returns the queries, [num_tokens, num_heads, head_dim].
+    """
+    num_kv_heads, head_dim = cache.k.shape[0], cache.k.shape[-1]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+    q = q if q_norm is None else rms_norm(q, q_norm, eps)
+    k = k if k_norm is None else rms_norm(k, k_norm, eps)
+    q, k = (rope(x, cos[positions.long()], sin[positions.long()]) for x in (q, k))
+    store_kv(k, v, cache, slots)
+    return q.contiguous()
+
+
+def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up in float32. gate_up: [num_tokens, 2 * inter], gate first; returns [num_tokens, inter]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """activation(x) in float32; returns x's shape and dtype."""
+    return ACTIVATIONS[activation](x.float()).to(x.dtype)

@@ -13,6 +13,7 @@ FAILED_TOKEN = -1
 """Stands for a row that can choose no token: its logits are not finite, or were not after the penalties and bans."""
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+NO_BIASES: NDArray[np.float32] = np.empty(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +36,11 @@ class SamplingRow:
     """Tokens so far, prompt and output."""
     num_seen_prompt: int = 0
     banned: NDArray[np.int32] = field(default_factory=NO_TOKENS.copy)
+    biased: NDArray[np.int32] = field(default_factory=NO_TOKENS.copy)
+    """Tokens, each named once, whose logits are moved by `biases`."""
+    biases: NDArray[np.float32] = field(default_factory=NO_BIASES.copy)
+    mask: NDArray[np.uint32] | None = None
+    """[vocab / 32]: a bit for each token, the lowest first; only tokens whose bit is set may be chosen."""
 
 
 def sample_row(logits: NDArray[np.float32], row: SamplingRow) -> int:
@@ -54,8 +60,12 @@ def choose(logits: NDArray[np.float32], row: SamplingRow, uniform: float) -> int
     """The token that a row chooses at the random number `uniform`, or FAILED_TOKEN. logits: [vocab]."""
     if not np.isfinite(logits.max()):
         return FAILED_TOKEN
-    scores = _penalised(logits, row)
+    scores = logits.copy()
+    scores[row.biased] += row.biases
+    scores = _penalised(scores, row)
     scores[row.banned] = -np.inf
+    if row.mask is not None:
+        scores[np.unpackbits(row.mask.view(np.uint8), count=len(scores), bitorder="little") == 0] = -np.inf
     if not np.isfinite(scores.max()):
         return FAILED_TOKEN
     if row.temperature == 0:

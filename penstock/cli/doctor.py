@@ -16,6 +16,7 @@ import typer
 from penstock.cli.demo_model import demo_model
 from penstock.cli.host import gpus
 from penstock.contract.errors import ConfigError, PenstockError
+from penstock.contract.wire import NodePressure
 from penstock.kernels.cpu.build import BuildError, origin_of
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
 
@@ -37,13 +38,17 @@ class Check:
 def doctor(
     redis_url: Annotated[str | None, typer.Option(help="Redis to look at; default: $PENSTOCK_REDIS_URL.")] = None,
 ) -> None:
-    """Check Redis, processor, graphics card, model files and extras; exit code 1 when something must be mended."""
+    """Check Redis, nodes, processor, card, model files and extras; exit code 1 when something must be mended."""
     from rich.console import Console
 
     from penstock.contract.settings import RedisSettings
 
     console = Console(soft_wrap=True, highlight=False)
-    checks = [*asyncio.run(check_redis(RedisSettings.load(redis_url=redis_url).redis_url)), *check_machine()]
+    url = RedisSettings.load(redis_url=redis_url).redis_url
+    checks = asyncio.run(check_redis(url))
+    if url and all(check.level != "fail" for check in checks):
+        checks += asyncio.run(check_nodes(url))
+    checks += check_machine()
     checks += [check_demo_model(), *check_extras()]
     for check in checks:
         style = _STYLES[check.level]
@@ -68,6 +73,26 @@ async def check_redis(url: str | None) -> list[Check]:
     except PenstockError as error:
         return [Check("fail", "Redis", error.message, "start it, or correct PENSTOCK_REDIS_URL")]
     return list(judge_redis(info))
+
+
+async def check_nodes(url: str) -> list[Check]:
+    """What the live nodes of all pools say of themselves."""
+    from penstock.producer.client import AsyncClient
+
+    async with AsyncClient(url) as client:
+        pressures = [await client.pressure(pool) for pool in await client.pools()]
+    return [check for pressure in pressures for node in pressure.nodes for check in judge_node(node)]
+
+
+def judge_node(node: NodePressure) -> Iterator[Check]:
+    """A node's parts that are not well, or its load."""
+    for part, why in node.troubles.items():
+        yield Check("warn", "node", f"{node.node_id}: {part} {why}", "its log says more")
+    if not node.troubles:
+        held = node.kv_blocks_total - node.kv_blocks_free
+        yield Check(
+            "ok", "node", f"{node.node_id}: {node.num_jobs} jobs, {held} of {node.kv_blocks_total} KV blocks held"
+        )
 
 
 def judge_redis(info: dict[str, Any]) -> Iterator[Check]:

@@ -12,12 +12,17 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+from penstock.contract.structured import StructuredOutputs
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
 MAX_MESSAGES = 4096
 MAX_TOKENS_LIMIT = 1 << 20
 MAX_DEADLINE_S = 7 * 24 * 3600
@@ -40,6 +45,7 @@ def _encodable(text: str) -> str:
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
 
@@ -60,7 +66,9 @@ class SamplingParams(_Door):
 
     `temperature == 0` is greedy. `top_k` of 0 or -1 means no limit. `min_p` drops tokens less likely than that share of
     the likeliest one. The repetition penalty counts prompt and output, the other two the output only; a negative one
-    favours what was said. `max_tokens` of None runs to the model's limit.
+    favours what was said. `logit_bias` is added to the logits of the tokens that it names, before all else. `bad_words`
+    are texts whose tokens never follow each other so. `include_stop_str_in_output` leaves what ended a choice in its
+    text. `max_tokens` of None runs to the model's limit.
     With no `seed` the job's id gives it, so that a job submitted twice is the same job.
     """
 
@@ -78,6 +86,16 @@ class SamplingParams(_Door):
     ignore_eos: bool = False
     stop: tuple[StopString, ...] = Field((), max_length=MAX_STOP_STRINGS)
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[TokenId, Bias] = Field({}, max_length=MAX_LOGIT_BIASES)
+    bad_words: tuple[StopString, ...] = Field((), max_length=MAX_BAD_WORDS)
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the text must have."""
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _by_id(cls, value: dict[int, float]) -> dict[int, float]:
+        return dict(sorted(value.items()))
 
     @model_validator(mode="before")
     @classmethod
@@ -90,6 +108,8 @@ class SamplingParams(_Door):
     def _min_below_max(self) -> Self:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
+            raise ValueError("structured_outputs says what ends a text: neither min_tokens nor ignore_eos goes with it")
         return self
 
 

@@ -62,6 +62,8 @@ class NodePressure:
     kv_blocks_total: int = 0
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0
+    kv_tokens_used: int = 0
+    """Tokens stored in blocks that somebody holds; the rest of these is what blocks waste."""
     num_running: int = 0
     num_waiting: int = 0
     num_jobs: int = 0
@@ -75,6 +77,28 @@ class NodePressure:
     step_ms_p50: float = 0.0
     step_ms_p99: float = 0.0
     num_preemptions: int = 0
+    preemptions_per_s: float = 0.0
+    num_swaps: int = 0
+    """Preemptions whose blocks were copied to the host; the others were computed again."""
+    num_swapped: int = 0
+    """Sequences whose blocks are there now."""
+    swap_blocks_total: int = 0
+    swap_blocks_free: int = 0
+    swap_blocks_cached: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    kv_evictions: int = 0
+    """Cached prefix blocks that the device gave away, to the host where that had room."""
+    swap_evictions: int = 0
+    prefix_lookup_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    """Of these, tokens found computed, on both tiers."""
+    swap_hit_tokens: int = 0
+    """Of these, tokens that the host had."""
+    num_failed_steps: int = 0
+    num_memory_failures: int = 0
+    max_step_tokens: int = 0
+    """Most tokens that a step may have: fewer than usual after one that found no memory."""
     num_steps: int = 0
     mean_batch: float = 0.0
     """Sequences per step, over the steps since the last record."""
@@ -83,6 +107,8 @@ class NodePressure:
     draining: bool = False
     predicted_outputs: tuple[tuple[int, int, int], ...] = ()
     """(bits of the prompt's tokens, bits of max_tokens, tokens that a choice of this kind will probably not exceed)."""
+    troubles: dict[str, str] = field(default_factory=dict)
+    """Parts of the node that are not well, or were not lately, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +205,11 @@ def encode_request(job: Job) -> bytes:
         fields["tokens"] = job.prompt_token_ids
     elif job.messages is not None:
         fields["messages"] = [{"role": m.role, "content": m.content} for m in job.messages]
-    fields["params"] = job.params.model_dump(exclude_defaults=True)
-    return pack(fields)
+    params = job.params.model_dump(exclude_defaults=True)
+    if "logit_bias" in params:
+        # Maps have no keys but texts.
+        params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
+    return pack(fields | {"params": params})
 
 
 def decode_request(data: bytes) -> Request:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis
+from fakes.node_process import NodeProcess
 
-from penstock.cli.doctor import check_demo_model, check_extras, check_kernels, judge_cpu, judge_gpus, judge_redis
+from penstock.cli.doctor import (
+    check_demo_model,
+    check_extras,
+    check_kernels,
+    judge_cpu,
+    judge_gpus,
+    judge_node,
+    judge_redis,
+)
+from penstock.contract.wire import NodePressure
 
 GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
 
@@ -43,6 +55,21 @@ def test_evicting_redis_fails() -> None:
 def test_unbounded_or_forgetful_redis_is_warned_about() -> None:
     assert levels(maxmemory=0)[2] == "warn"
     assert levels(aof_enabled=0)[3] == "warn"
+
+
+def test_a_nodes_troubles_are_named_each_by_its_part() -> None:
+    well = NodePressure("n1", num_jobs=3, kv_blocks_total=100, kv_blocks_free=40)
+    (check,) = judge_node(well)
+    assert (check.level, check.finding) == ("ok", "n1: 3 jobs, 60 of 100 KV blocks held")
+    checks = list(judge_node(replace(well, troubles={"memory": "3 steps found none", "redis": "has not answered"})))
+    assert [check.level for check in checks] == ["warn", "warn"]
+    assert checks[0].finding == "n1: memory 3 steps found none"
+
+
+def test_it_asks_the_live_nodes(redis_url: str) -> None:
+    with NodeProcess(redis_url, name="probed", lease_ms=120_000):
+        said = doctor("--redis-url", redis_url).stdout
+    assert re.search(r"ok +node +probed-\w+: 0 jobs", said)
 
 
 def test_processor_is_judged_by_the_kernels_it_runs() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import penstock
 from penstock.cli.demo_model import demo_model
-from penstock.cli.main import exit_code_of
+from penstock.cli.main import app, exit_code_of
 from penstock.contract.errors import (
     BusyError,
     ConfigError,
@@ -20,6 +20,7 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
+from penstock.gpu_node.settings import NodeSettings
 
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -101,3 +102,38 @@ def test_missing_demo_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("importlib.metadata.files", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install.*Hugging Face id"):
         demo_model()
+
+
+def test_every_setting_of_a_node_is_an_option_and_vllms_names_are_understood() -> None:
+    shown = run("node", "--help", COLUMNS="250").stdout
+    for name in NodeSettings.model_fields.keys() - {"model", "aliases"}:
+        assert f"--{name.replace('_', '-')}" in shown
+    for flag in ("--alias", "--swap-space", "--num-gpu-blocks-override", "--no-enable-prefix-caching"):
+        assert f"{flag} " in shown or f"{flag}," in shown
+
+
+def test_options_reach_the_node_and_what_is_not_given_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served: list[NodeSettings] = []
+
+    async def run_node(settings: NodeSettings) -> None:
+        served.append(settings)
+
+    monkeypatch.setattr("penstock.gpu_node.process.run_node", run_node)
+    monkeypatch.setenv("PENSTOCK_NODE_PREEMPTION", "recompute")
+    monkeypatch.setenv("PENSTOCK_NODE_ALIASES", '["env"]')
+    line = ["node", "m", "--redis-url", "unix://x", "--swap-space", "0.5", "--block-size", "8", "--aging-ms", "7"]
+    line += ["--no-enable-prefix-caching", "--prefix-cache-salt", "tenant"]
+    for aliases in ([], ["--alias", "a", "--alias", "b"]):
+        app([*line, *aliases], standalone_mode=False)
+    first, second = served
+    assert (first.aliases, second.aliases) == (("env",), ("a", "b"))
+    assert (first.swap_space_gib, first.block_size, first.aging_ms) == (0.5, 8, 7)
+    assert (first.enable_prefix_caching, first.prefix_cache_salt, first.preemption) == (False, "tenant", "recompute")
+    assert first.max_num_seqs == 64
+
+
+def test_a_setting_that_cannot_work_is_named() -> None:
+    done = run("node", "m", "--redis-url", "unix://x", "--swap-space-gib", "-1")
+    assert done.returncode == 2 and done.stderr.startswith("penstock: swap_space_gib: ")

@@ -147,6 +147,9 @@ class ReferenceEngine:
                 live.said, live.released = text_of(live.tokens), len(logged.text)
                 self._live.append(live)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Nothing takes long."""
+
     def abort(self, request_id: str) -> None:
         """Forgets a request."""
         self._live = [live for live in self._live if live.request_id != request_id]
@@ -192,3 +195,7 @@ class ReferenceEngine:
             total, total - used, 0, BLOCK_SIZE, len(self._live), 0, 0, self._num_steps, 0, self._done_tokens,
             self._step_s * 1e3, self._step_s * 1e3, 0,
         )  # fmt: skip
+
+    def memory_trail(self) -> list[str]:
+        """Nothing to tell: its blocks are only counted."""
+        return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.protocol import SamplingRows
-from penstock.kernels.reference.sampler import NO_TOKENS, SamplingRow, choose, uniform_of
+from penstock.gpu_node.model.protocol import SamplingRows, TokenMasks
+from penstock.kernels.reference.sampler import NO_BIASES, NO_TOKENS, SamplingRow, choose, uniform_of
 
 MAX_SHIFT = 1e-6
 """A sampler's sums are rounded: its random number may fall on the other side of a boundary this close to it."""
@@ -39,14 +40,33 @@ def rows_of(count: int, **columns: Any) -> SamplingRows:
         name: np.broadcast_to(np.asarray(columns.pop(name, value), dtype), (count,)).copy()
         for name, (value, dtype) in plain.items()
     }
-    ragged = {name: tuple(columns.pop(name, (NO_TOKENS,) * count)) for name in ("seen", "banned")}
+    ragged = {name: tuple(columns.pop(name, (NO_TOKENS,) * count)) for name in ("seen", "banned", "biased")}
+    biases = tuple(columns.pop("biases", (NO_BIASES,) * count))
+    masks = _masks_of(columns.pop("mask", (None,) * count))
     assert not columns
-    return SamplingRows(**arrays, **ragged)
+    return SamplingRows(**arrays, **ragged, biases=biases, masks=masks)
+
+
+def _masks_of(allowed: Sequence[NDArray[np.bool_] | None]) -> TokenMasks | None:
+    """Written masks of the rows that have one, each [vocab]."""
+    if all(one is None for one in allowed):
+        return None
+    vocab = next(len(one) for one in allowed if one is not None)
+    masks = TokenMasks(np.array([one is not None for one in allowed]), vocab)
+    for row, one in zip(masks.rows, allowed, strict=True):
+        if one is not None:
+            bits = np.zeros(masks.words.shape[1] * 32, np.uint8)
+            bits[:vocab] = one
+            masks.words[row] = np.packbits(bits, bitorder="little").view(np.uint32)
+    masks.finish()
+    return masks
 
 
 def row_of(rows: SamplingRows, i: int) -> SamplingRow:
     """Row i as the reference takes it."""
-    return SamplingRow(**{field.name: getattr(rows, field.name)[i] for field in fields(SamplingRow)})
+    columns = {field.name: getattr(rows, field.name)[i] for field in fields(SamplingRow) if field.name != "mask"}
+    masked = rows.masks is not None and rows.masks.rows[i] >= 0
+    return SamplingRow(**columns, mask=rows.masks.words[rows.masks.rows[i]] if masked else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +122,16 @@ def _columns(vocab: int) -> st.SearchStrategy[dict[str, Any]]:
             "num_seen_prompt": st.integers(0, 4),
             "seen": st.just(NO_TOKENS) | _ids(tokens, min_size=4, max_size=16),
             "banned": st.just(NO_TOKENS) | _ids(tokens, min_size=0, max_size=3),
+            "bias": st.just({}) | st.dictionaries(tokens, st.floats(-100, 100, width=32), max_size=4),
+            "mask": st.none() | st.lists(st.booleans(), min_size=vocab, max_size=vocab).map(np.array),
         }
-    )
+    ).map(_with_biases)
+
+
+def _with_biases(columns: dict[str, Any]) -> dict[str, Any]:
+    bias = columns.pop("bias")
+    biased, biases = np.array([*bias], np.int32), np.array([*bias.values()], np.float32)
+    return columns | {"biased": biased, "biases": biases}
 
 
 def _ids(tokens: st.SearchStrategy[int], *, min_size: int, max_size: int) -> st.SearchStrategy[NDArray[np.int32]]:

@@ -97,11 +97,17 @@ class LabelledCache:
         for i, of_seq in enumerate(labels):
             assert [self._slots[self._slot(plan, i, at)] for at in range(step.ends[i])] == of_seq[: step.ends[i]]
 
-    def fail(self, step: Step, plan: StepPlan) -> None:
-        """Do a step that breaks: what it was to copy and to store is not there."""
+    def fail(self, step: Step, plan: StepPlan, *, for_memory: bool) -> None:
+        """Do a step that breaks: what it was to copy and to store is not there, nor what else is in these blocks.
+
+        Only one that finds no memory leaves that alone.
+        """
         written = {block for _, block in plan.copies.tolist()}
-        for i, (start, end) in enumerate(zip(step.starts, step.ends, strict=True)):
-            written.update(plan.block_tables[i, start // BLOCK_SIZE : -(-end // BLOCK_SIZE)].tolist())
+        for i, (start, end) in enumerate(zip(step.starts.tolist(), step.ends.tolist(), strict=True)):
+            if for_memory:
+                self._slots |= {self._slot(plan, i, at): None for at in range(start, end)}
+            else:
+                written.update(plan.block_tables[i, start // BLOCK_SIZE : -(-end // BLOCK_SIZE)].tolist())
         self.spoil(written)
 
     def spoil(self, blocks: set[int]) -> None:

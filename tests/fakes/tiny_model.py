@@ -18,12 +18,13 @@ _CORPUS = [
 def make_tiny_model(folder: Path, *, seed: int = 0, vocab: int = 384, max_position: int = 2048) -> Path:
     """Write a two-layer model to `folder`, the same for the same arguments. `vocab` is the tokenizer's size."""
     folder.mkdir(parents=True, exist_ok=True)
-    vocab_size = _write_tokenizer(folder, vocab)
+    vocab_size = write_tokenizer(folder, vocab)
     _write_weights(folder, seed, vocab_size, max_position)
     return folder
 
 
-def _write_tokenizer(folder: Path, vocab: int) -> int:
+def write_tokenizer(folder: Path, vocab: int) -> int:
+    """Write a byte-level tokenizer to `folder`; its number of tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

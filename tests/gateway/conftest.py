@@ -83,6 +83,9 @@ class EchoEngine:
         self.last_params = params
         self._live += [_Live(request_id, choice, prompt_token_ids, params) for choice in range(params.n)]
 
+    def prepare(self, params: SamplingParams) -> None:
+        pass
+
     def abort(self, request_id: str) -> None:
         self._live = [live for live in self._live if live.request_id != request_id]
 
@@ -94,6 +97,9 @@ class EchoEngine:
 
     def wait(self) -> None:
         pass
+
+    def memory_trail(self) -> list[str]:
+        return []
 
     def step(self) -> list[StepOutput]:
         time.sleep(self.step_s)

@@ -110,7 +110,8 @@ def test_a_key_without_the_scope_gets_a_403(closed):
     url, made = closed
     answer = ask(url, made["admin"])
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "insufficient_scope")
-    assert ask(url, made["acme"], path="/metrics", method="GET").status_code == 403
+    for path in ("/metrics", "/health/nodes"):
+        assert ask(url, made["acme"], path=path, method="GET").status_code == 403
 
 
 def test_limits_of_the_key_are_held_and_told(closed):

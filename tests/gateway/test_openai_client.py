@@ -126,12 +126,29 @@ def test_stop_and_extensions_reach_the_engine(api):
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_sampling_option_reaches_the_engine(api, engine, stream):
     options = {"temperature": 0.5, "top_p": 0.9, "presence_penalty": -1.5, "frequency_penalty": 0.25, "seed": 3}
-    extensions = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
+    options |= {"logit_bias": {"20": -100, "3": 1.5}}
+    extensions = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "bad_words": ["no", "never"]}
+    extensions["include_stop_str_in_output"] = True
     said = api.completions.create(
         model=MODEL, prompt="a", max_tokens=9, stream=stream, **options, extra_body=extensions
     )
     assert "".join(part.choices[0].text for part in (said if stream else [said])) == "a"
     assert engine.last_params == SamplingParams(max_tokens=9, **options, **extensions)
+
+
+def test_a_response_format_reaches_the_engine(api, engine):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"name": "thing", "schema": schema, "strict": True}
+    for form, wanted in (
+        ({"type": "json_schema", "json_schema": named}, {"json": schema}),
+        ({"type": "json_object"}, {"json_object": True}),
+        ({"type": "text"}, None),
+    ):
+        api.chat.completions.create(model=MODEL, messages=user("a"), response_format=form)
+        assert engine.last_params == SamplingParams(structured_outputs=wanted)
+    for wanted in ({"choice": ["a", "b"]}, {"json": schema}):
+        api.completions.create(model=MODEL, prompt="a", max_tokens=9, extra_body={"structured_outputs": wanted})
+        assert engine.last_params == SamplingParams(max_tokens=9, structured_outputs=wanted)
 
 
 def test_an_answer_can_be_sent_back_as_it_came(api):

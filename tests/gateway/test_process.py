@@ -91,6 +91,12 @@ def test_health_and_ready(stack, http):
     assert http.get("/ready").json() == {"status": "ready"}
 
 
+def test_it_shows_each_node_and_what_is_not_well_there(stack, http):
+    pools = http.get("/health/nodes").json()
+    (node,) = pools["echo"]
+    assert node["kv_blocks_total"] > 0 and node["troubles"] == {}
+
+
 def test_redis_going_away_is_seen_by_ready_and_not_by_health():
     with EmbeddedRedis() as server, gateway_process(server.url) as (_, url):
         server.stop()

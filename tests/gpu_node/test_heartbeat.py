@@ -20,3 +20,9 @@ def test_a_time_that_does_not_count_leaves_the_rate_and_is_not_made_up_for() -> 
     gauge = Gauge(0.0)
     assert gauge.update(5, 10.0, counts=False) == 0
     assert gauge.update(105, 12.0) == pytest.approx(50)
+
+
+def test_a_rate_of_what_should_not_happen_fades_when_it_does_not() -> None:
+    gauge = Gauge(0.0, keeps=False)
+    assert gauge.update(100, 2.0) == pytest.approx(50)
+    assert gauge.update(100, 12.0) == pytest.approx(25), "half of it is gone after ten seconds"

@@ -20,7 +20,7 @@ from penstock.contract import keys
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Job, Result, SamplingParams
-from penstock.gpu_node import heartbeat
+from penstock.gpu_node import heartbeat, inbox
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.inbox import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.node import Node
@@ -191,9 +191,10 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(redis_url: st
 
     job = new_job(max_tokens=100)
     with pytest.raises(ExceptionGroup) as caught:
-        async with running(redis_url, DyingEngine(step_s=0.005), lease_ms=3000):
+        async with running(redis_url, DyingEngine(step_s=0.005), lease_ms=3000) as node:
             await broker.submit(job, cost=50)
-            await asyncio.sleep(1)
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.wait((asyncio.wrap_future(node._worker.stopped),))
     assert caught.group_contains(RuntimeError, match="the device is gone")
     async with running(redis_url, ReferenceEngine(), lease_ms=3000):
         result = await ended(broker, job)
@@ -202,9 +203,10 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(redis_url: st
 
 
 async def test_a_job_that_kills_its_nodes_is_found_out_and_those_beside_it_come_back_token_exact(
-    redis_url: str, redis: Redis, broker: ProducerBroker
+    redis_url: str, redis: Redis, broker: ProducerBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each node is started anew until all has ended; whoever lost two with it runs alone."""
+    """Each node is started anew until all has ended; whoever lost two with it runs alone. No clock helps."""
+    monkeypatch.setattr(inbox, "IDLE_TAKE_S", 3600.0)
 
     class DeadError(BaseException):
         pass

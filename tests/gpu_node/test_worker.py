@@ -111,7 +111,35 @@ def test_a_step_that_fails_is_taken_again(delivered: list[StepOutput]) -> None:
     worker.stopped.result(5)
 
 
-def test_an_engine_whose_steps_only_fail_ends_the_worker(delivered: list[StepOutput]) -> None:
+def test_steps_that_fail_now_and_then_end_nothing_though_those_between_give_no_output(
+    delivered: list[StepOutput],
+) -> None:
+    class Prefilling(Failing):
+        """Computes a part of a prompt, fails, and so on."""
+
+        num_left = 2 * MAX_FAILED_STEPS
+
+        def step(self) -> list[StepOutput]:
+            self.num_left -= 1
+            if self.num_left <= 0:
+                return super().step()
+            self.batches.append(0)
+            if self.num_left % 2:
+                raise MemoryError("no room")
+            return []
+
+    worker = EngineWorker(Prefilling(), delivered.extend)
+    worker.start()
+    worker.add("1", [1], SamplingParams(max_tokens=1), 1, []).result(5)
+    while worker.call(lambda: len(delivered)).result(5) < 1:
+        pass
+    worker.stop()
+    worker.stopped.result(5)
+
+
+def test_an_engine_whose_steps_only_fail_ends_the_worker_and_leaves_a_trail(
+    delivered: list[StepOutput], caplog: pytest.LogCaptureFixture
+) -> None:
     engine = Failing()
     engine.num_failures = MAX_FAILED_STEPS + 1
     worker = EngineWorker(engine, delivered.extend)
@@ -120,3 +148,5 @@ def test_an_engine_whose_steps_only_fail_ends_the_worker(delivered: list[StepOut
     with pytest.raises(MemoryError):
         worker.stopped.result(5)
     assert delivered == []
+    last = caplog.records[-1]
+    assert last.message == "the engine died" and "trail" in vars(last)

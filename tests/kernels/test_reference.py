@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.reference.attention import paged_attention, store_kv
-from penstock.kernels.reference.layers import rms_norm, rope, silu_mul
+from penstock.kernels.reference.layers import gate_mul, rms_norm, rope
 
 
 def test_paged_attention_equals_dense_causal_attention() -> None:
@@ -14,16 +15,16 @@ def test_paged_attention_equals_dense_causal_attention() -> None:
     block_size, heads, kv_heads, head_dim, length = 8, 6, 2, 16, 29
     k, v = torch.randn(2, length, kv_heads, head_dim).unbind(0)
     q = torch.randn(length, heads, head_dim)
-    k_cache, v_cache = torch.full((2, kv_heads, 9, block_size, head_dim), torch.nan).unbind(0)
+    cache = PagedCache(*torch.full((2, kv_heads, 9, block_size, head_dim), torch.nan).unbind(0))
     table = torch.tensor([[5, 2, 8, 1]])
     slots = torch.tensor([int(table[0, i // block_size]) * block_size + i % block_size for i in range(length)])
-    store_kv(k, v, k_cache, v_cache, slots)
+    store_kv(k, v, cache, slots)
     want = functional.scaled_dot_product_attention(
         *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), is_causal=True, enable_gqa=True
     )[0].transpose(0, 1)
-    whole = paged_attention(q, k_cache, v_cache, torch.tensor([0, length]), torch.tensor([length]), table)
+    whole = paged_attention(q, cache, torch.tensor([0, length]), torch.tensor([length]), table)
     torch.testing.assert_close(whole, want)
-    chunk = paged_attention(q[20:], k_cache, v_cache, torch.tensor([0, 9]), torch.tensor([length]), table)
+    chunk = paged_attention(q[20:], cache, torch.tensor([0, 9]), torch.tensor([length]), table)
     torch.testing.assert_close(chunk, want[20:])
 
 
@@ -41,6 +42,6 @@ def test_rope_turns_pairs_and_keeps_lengths() -> None:
     torch.testing.assert_close(turned, torch.cat((complex_x.real, complex_x.imag), dim=-1))
 
 
-def test_silu_mul_equals_torch() -> None:
+def test_gate_mul_equals_torch() -> None:
     gate_up = torch.randn(4, 10)
-    torch.testing.assert_close(silu_mul(gate_up), functional.silu(gate_up[:, :5]) * gate_up[:, 5:])
+    torch.testing.assert_close(gate_mul(gate_up, "silu"), functional.silu(gate_up[:, :5]) * gate_up[:, 5:])

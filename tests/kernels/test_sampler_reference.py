@@ -15,6 +15,7 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -113,6 +114,31 @@ def test_repetition_penalty_comes_first_and_counts_the_prompt_too() -> None:
     np.testing.assert_allclose(
         _shares(logits, presence_penalty=1.0, **rules), _softmax([1, 0, -3, 0]), atol=1 / NUM_DRAWS
     )
+
+
+def test_biases_come_before_the_penalties_as_in_transformers() -> None:
+    logits = np.array([1.0, -0.5, 2.0, 0.0], np.float32)
+    bias = {0: -2.0, 1: 3.0, 3: 0.25}
+    processors = LogitsProcessorList(
+        (
+            SequenceBiasLogitsProcessor([[[token], added] for token, added in bias.items()]),
+            RepetitionPenaltyLogitsProcessor(1.5),
+        )
+    )
+    seen = _ids(0, 1, 2)
+    want = processors(torch.from_numpy(seen)[None].long(), torch.from_numpy(logits)[None])[0]
+    rules = {"biased": _ids(*bias), "biases": np.array([*bias.values()], np.float32)}
+    got = _shares(logits, **rules, seen=seen, repetition_penalty=1.5)
+    np.testing.assert_allclose(got, _softmax(want), atol=1 / NUM_DRAWS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_tokens_of_a_mask_are_chosen(temperature: float) -> None:
+    logits = np.arange(70, dtype=np.float32)
+    row = SamplingRow(temperature=temperature, mask=np.array([1 << 31 | 1, 0, 1 << 3], np.uint32))
+    assert {choose(logits, row, uniform) for uniform in (0.01, 0.5, 0.999)} == {67}
+    assert choose(logits, replace(row, banned=_ids(67)), 0.999) == 31
+    assert choose(logits, replace(row, mask=np.zeros(3, np.uint32)), 0.5) == FAILED_TOKEN
 
 
 def test_a_favoured_token_that_is_banned_stays_out() -> None:

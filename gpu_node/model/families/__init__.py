@@ -1,19 +1,28 @@
-"""One file per family of models; `family_of` finds the one that a checkpoint's config names."""
+"""One file per family of models, each with its `FAMILY`; `family_of` finds the one that a checkpoint's config names."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.families.llama import LLAMA
 from penstock.gpu_node.model.spec import Family
 
-_FAMILIES = {family.architecture: family for family in (LLAMA,)}
+
+@cache
+def families() -> dict[str, Family]:
+    """Every family of this folder, by its architecture's name: a new file is all that a new one takes."""
+    found = (import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__))
+    return {family.architecture: family for family in found}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises ConfigError naming what is asked for and what is supported."""
     architectures = config.get("architectures") or ["none"]
-    family = _FAMILIES.get(architectures[0])
+    family = families().get(architectures[0])
     if family is None:
-        raise ConfigError(f"architecture {architectures[0]} is not supported; supported: {', '.join(_FAMILIES)}")
+        raise ConfigError(f"architecture {architectures[0]} is not supported; supported: {', '.join(families())}")
     return family

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import logging
-from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.gpu_node.model.cache import cache_folder
-from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
 from penstock.gpu_node.model.description import Description, cache_sizes
-from penstock.gpu_node.model.native.formats import format_of, rows_of
+from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import RunnerOptions
-from penstock.gpu_node.model.rope import rope_angles
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.kernels.cpu.build import BuildError, library_path
-from penstock.kernels.cpu.library import Format, KvFormat, NativeModel, NativeSpec, Place, Slot, Vector
+from penstock.kernels.cpu.library import Activation, Format, KvFormat, NativeModel, NativeSpec
 from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 
 _log = logging.getLogger(__name__)
 
 PAGE_TOKENS = 16
 MAX_HEAD_DIM = 256
+_ACTIVATIONS = {"silu": Activation.SILU, "gelu": Activation.GELU, "gelu_tanh": Activation.GELU_TANH}
 _KV_FORMATS = {"auto": KvFormat.BF16, "bfloat16": KvFormat.BF16, "int8": KvFormat.INT8}
 
 
@@ -51,7 +46,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     native_spec = _native_spec(described, options, sizes.num_blocks, kv_format)
     cores = cores_to_stay_on(threads)
     model = NativeModel(library, native_spec, threads, cores)
-    formats = _Packer(model, described, options.quantization, progress).pack()
+    quantization = _quantization(spec, options.quantization)
+    formats = Packer(model, described, quantization, progress, turned=bool(native_spec.turned)).pack()
     arithmetic = _arithmetic(isa, formats, kv_format, turned=bool(native_spec.turned))
     facts = arithmetic, sizes.num_device_blocks, threads, sizes.num_host_blocks
     _log.info("native runner %s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
@@ -64,6 +60,8 @@ def _check(described: Description, options: RunnerOptions) -> None:
         raise NativeUnavailableError(f"they compute in bfloat16, not {options.dtype}")
     if options.dtype == "auto" and described.source.gguf is None and described.stored_dtype == "float32":
         raise NativeUnavailableError("the checkpoint is float32; dtype bfloat16 would round it")
+    if options.quantization == "fp8":
+        raise NativeUnavailableError("they have no float8")
     if options.kv_cache_dtype not in _KV_FORMATS:
         raise NativeUnavailableError(f"they keep keys and values in bfloat16 or int8, not {options.kv_cache_dtype}")
     if options.block_size % PAGE_TOKENS:
@@ -93,100 +91,28 @@ def _native_spec(described: Description, options: RunnerOptions, num_blocks: int
         block_size=options.block_size,
         num_blocks=num_blocks,
         kv_format=kv_format,
-        turned=_is_turned(options.quantization),
+        turned=_is_turned(spec, options.quantization),
+        rotary_dim=0 if spec.rope is None else spec.rope.dim,
+        activation=_ACTIVATIONS[spec.activation],
+        has_layer_norms=spec.norm == "layer",
+        is_gated=spec.is_gated,
+        is_parallel=spec.parallel_residual,
     )
 
 
-def _is_turned(quantization: str) -> bool:
-    """One scale for a whole row does not do for channels with outliers; groups do without."""
-    return quantization == "int8"
+def _is_turned(spec: ModelSpec, quantization: str) -> bool:
+    """One scale for a whole row does not do for channels with outliers; groups do without.
+
+    Only what is normed by its length stays the same when it is turned: a layer norm knows the channels' mean.
+    """
+    return quantization == "int8" and spec.norm == "rms"
+
+
+def _quantization(spec: ModelSpec, wanted: str) -> str:
+    """What was asked for; int8 in groups where rows cannot be turned."""
+    return "int8_group" if wanted == "int8" and not _is_turned(spec, wanted) else wanted
 
 
 def _arithmetic(isa: Isa, formats: set[Format], kv_format: KvFormat, *, turned: bool) -> str:
     weights = "+".join(weights.name.lower() for weights in sorted(formats))
     return f"native-{isa}-{weights}{'-turned' if turned else ''}-kv-{kv_format.name.lower()}"
-
-
-_Gains: TypeAlias = NDArray[np.float32] | None
-
-
-class _Packer:
-    """Reads a checkpoint's tensors and lays them out for the kernels."""
-
-    def __init__(self, model: NativeModel, described: Description, quantization: str, progress: Progress) -> None:
-        self._model = model
-        self._spec = described.spec
-        self._names = described.names
-        self._max_model_len = described.max_model_len
-        self._checkpoint = Checkpoint.open(described.source)
-        self._quantization = quantization
-        self._turned = _is_turned(quantization)
-        self._progress = progress
-        self._formats: set[Format] = set()
-
-    def pack(self) -> set[Format]:
-        """All of it; the formats that were used."""
-        spec, names = self._spec, self._names
-        for layer in range(spec.num_layers):
-            self._pack_layer(layer)
-            self._progress("load", (layer + 1) / (spec.num_layers + 1))
-        embedding = self._checkpoint.get(names.embedding, spec.vocab_size, spec.hidden_size)
-        head = embedding
-        if not spec.tied_head:
-            head = self._checkpoint.get(names.head, spec.vocab_size, spec.hidden_size)
-        gains = self._set_norm(Vector.FINAL_NORM, 0, names.final_norm)
-        self._fuse(Slot.HEAD, 0, [head], gains)
-        # Only as long as the norm does not go into the head are tied ones the same.
-        if not spec.tied_head or gains is not None:
-            self._fuse(Slot.EMBEDDING, 0, [embedding])
-        cos, sin = rope_angles(spec, self._max_model_len)
-        self._model.set_vector(Vector.COS, 0, cos)
-        self._model.set_vector(Vector.SIN, 0, sin)
-        self._progress("load", 1.0)
-        return self._formats
-
-    def _pack_layer(self, layer: int) -> None:
-        spec, names = self._spec, self._names
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        hidden, inter = spec.hidden_size, spec.intermediate_size
-
-        def get(name: str, rows: int, columns: int) -> StoredTensor:
-            return self._checkpoint.get(name.format(layer=layer), rows, columns)
-
-        parts = [get(names.q, q_size, hidden), get(names.k, kv_size, hidden), get(names.v, kv_size, hidden)]
-        self._fuse(Slot.QKV, layer, parts, self._set_norm(Vector.ATTENTION_NORM, layer, names.attention_norm))
-        self._fuse(Slot.OUT, layer, [get(names.o, hidden, q_size)])
-        gate, up = get(names.gate, inter, hidden), get(names.up, inter, hidden)
-        self._interleave(Slot.GATE_UP, layer, gate, up, self._set_norm(Vector.MLP_NORM, layer, names.mlp_norm))
-        self._fuse(Slot.DOWN, layer, [get(names.down, hidden, inter)])
-
-    def _fuse(self, slot: Slot, layer: int, parts: list[StoredTensor], gains: _Gains = None) -> None:
-        """One matrix with the parts' rows one after the other."""
-        self._allocate(slot, layer, parts, sum(part.shape[0] for part in parts))
-        first = 0
-        for part in parts:
-            source, data, order = rows_of(part)
-            self._model.fill(slot, layer, source, data, first=first, row_order=order, gains=gains)
-            first += part.shape[0]
-
-    def _interleave(self, slot: Slot, layer: int, one: StoredTensor, other: StoredTensor, gains: _Gains) -> None:
-        """One matrix in which the parts' rows alternate by halves of a panel."""
-        self._allocate(slot, layer, [one, other], 2 * one.shape[0])
-        for place, part in ((Place.FIRST_HALF, one), (Place.SECOND_HALF, other)):
-            source, data, order = rows_of(part)
-            self._model.fill(slot, layer, source, data, place=place, row_order=order, gains=gains)
-
-    def _allocate(self, slot: Slot, layer: int, parts: list[StoredTensor], rows: int) -> None:
-        # Rows of a turned embedding are read one at a time, and an error in one stays in the sum of all layers.
-        precise = self._turned and slot is Slot.EMBEDDING
-        weights = Format.BF16 if precise else format_of(parts, self._quantization)
-        if not precise:
-            self._formats.add(weights)
-        self._model.allocate(slot, layer, weights, rows, parts[0].shape[1])
-
-    def _set_norm(self, vector: Vector, layer: int, name: str) -> _Gains:
-        """Give a norm its weights; a turned model's go into the matrix behind it, for which they come back."""
-        tensor = self._checkpoint.get(name.format(layer=layer), self._spec.hidden_size)
-        gains = tensor.to_float32().reshape(-1)
-        self._model.set_vector(vector, layer, np.ones_like(gains) if self._turned else gains)
-        return gains if self._turned else None

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.protocol import CacheSizes, SamplingRows, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import CacheSizes, SamplingRows, StepPlan, StepResult, TokenMasks
 from penstock.kernels.cpu.library import NativeModel, NativePlan
 
 
@@ -99,20 +99,33 @@ def _step(plan: StepPlan) -> tuple[int | None, ...]:
 
 
 _Table: TypeAlias = NDArray[Any] | None
-_NOTHING_RAGGED: tuple[_Table, ...] = (None,) * 5
+_NOTHING_RAGGED: tuple[_Table, ...] = (None,) * 10
 
 
 def _ragged(rows: SamplingRows) -> tuple[_Table, ...]:
-    """The rows' lists of tokens as tables of addresses and lengths; nothing where all are empty."""
-    has_seen, has_banned = any(map(len, rows.seen)), any(map(len, rows.banned))
-    if not (has_seen or has_banned):
-        return _NOTHING_RAGGED
-    seen = (*_table(rows.seen), rows.num_seen_prompt) if has_seen else (None, None, None)
-    return *seen, *(_table(rows.banned) if has_banned else (None, None))
+    """What rows have lists of, as tables of addresses and lengths; nothing where all are empty."""
+    seen, num_seen = _table(rows.seen)
+    banned, num_banned = _table(rows.banned)
+    biased, num_biased = _table(rows.biased)
+    biases = None if biased is None else _pointers(rows.biases)
+    masks, written = (None, None) if rows.masks is None else (_mask_pointers(rows.masks), rows.masks.written)
+    return seen, num_seen, rows.num_seen_prompt, banned, num_banned, biased, biases, num_biased, masks, written
 
 
-def _table(lists: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    return np.array(_addresses(*lists), dtype=np.uint64), np.array([len(ids) for ids in lists], dtype=np.int32)
+def _table(lists: Sequence[NDArray[np.int32]]) -> tuple[_Table, _Table]:
+    if not any(map(len, lists)):
+        return None, None
+    return _pointers(lists), np.array([len(ids) for ids in lists], dtype=np.int32)
+
+
+def _pointers(lists: Sequence[NDArray[Any]]) -> NDArray[np.uint64]:
+    return np.array(_addresses(*lists), dtype=np.uint64)
+
+
+def _mask_pointers(masks: TokenMasks) -> NDArray[np.uint64]:
+    """0 for rows without a mask."""
+    starts = masks.words.ctypes.data + masks.rows.astype(np.uint64) * np.uint64(masks.words.strides[0])
+    return np.where(masks.rows >= 0, starts, np.uint64(0))
 
 
 def _addresses(*arrays: _Table) -> list[int | None]:

@@ -23,20 +23,44 @@ const char* guarded(const Body& body) {
   return last_error.c_str();
 }
 
-enum Vector { kAttentionNorm = 0, kMlpNorm = 1, kFinalNorm = 2, kCos = 3, kSin = 4 };
+enum Vector {
+  kAttentionNorm = 0,
+  kMlpNorm = 1,
+  kFinalNorm = 2,
+  kAttentionNormBias = 3,
+  kMlpNormBias = 4,
+  kFinalNormBias = 5,
+  kQNorm = 6,
+  kKNorm = 7,
+  kCos = 8,
+  kSin = 9,
+  kPositionBiases = 10,
+};
 
 Buffer<float>& vector_at(Model& model, int layer, int which) {
   switch (which) {
     case kAttentionNorm:
-      return model.layer(layer).attention_norm;
+      return model.layer(layer).attention_norm.weight;
     case kMlpNorm:
-      return model.layer(layer).mlp_norm;
+      return model.layer(layer).mlp_norm.weight;
     case kFinalNorm:
-      return model.final_norm;
+      return model.final_norm.weight;
+    case kAttentionNormBias:
+      return model.layer(layer).attention_norm.bias;
+    case kMlpNormBias:
+      return model.layer(layer).mlp_norm.bias;
+    case kFinalNormBias:
+      return model.final_norm.bias;
+    case kQNorm:
+      return model.layer(layer).q_norm;
+    case kKNorm:
+      return model.layer(layer).k_norm;
     case kCos:
       return model.cos;
-    default:
+    case kSin:
       return model.sin;
+    default:
+      return model.position_biases;
   }
 }
 
@@ -67,8 +91,17 @@ PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot,
 }
 
 PENSTOCK_API void penstock_vector_fill(Model* model, int layer, int which, const float* data, size_t count) {
-  std::memcpy(vector_at(*model, layer, which).data(), data, count * sizeof(float));
+  Buffer<float>& vector = vector_at(*model, layer, which);
+  vector.reserve(count);
+  std::memcpy(vector.data(), data, count * sizeof(float));
 }
+
+PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, int place, int first, const float* data,
+                                            int count) {
+  return guarded([&] { model->set_bias((Slot)slot, layer, (Place)place, first, data, count); });
+}
+
+PENSTOCK_API void penstock_window_set(Model* model, int layer, int window) { model->layer(layer).window = window; }
 
 PENSTOCK_API const char* penstock_step_start(Model* model, const Plan* plan) {
   return guarded([&] { model->start(*plan); });

@@ -38,6 +38,7 @@ class Span {
       for (int j = 0; j < dim_ / kLanes; ++j) acc_[r][j] = zeros();
     }
     first_limit_ = *std::min_element(rows.limits, rows.limits + R);
+    last_first_ = *std::max_element(rows.firsts, rows.firsts + R);
   }
 
   // Sees the chunk that begins at token `at`, and fetches the next one.
@@ -54,13 +55,11 @@ class Span {
         for (int r = 0; r < R; ++r) s[r][2] = s[r][3] = broadcast(kMasked);
       }
     }
-    const bool masks = at + kChunk > first_limit_;
-    if (masks) mask(at, s);
+    if (rows_.biases) add_biases(at, s);
+    const bool masks = at + kChunk > first_limit_ || at < last_first_;
+    if (masks) mask(at, kMasked, s);
     weigh(s, fetcher);
-    if (masks) {
-      for (int r = 0; r < R; ++r)
-        for (int i = 0; i < kChunkPages; ++i) s[r][i] = select(sees(r, at + i * kPage), s[r][i], zeros());
-    }
+    if (masks) mask(at, 0, s);
     for (int r = 0; r < R; ++r) {
       total_[r] = total_[r] * broadcast(fade_[r]);
       for (int i = 0; i < kChunkPages; ++i) total_[r] = total_[r] + s[r][i];
@@ -101,11 +100,22 @@ class Span {
       for (int r = 0; r < R; ++r) s[r][first + i] = own_.score(acc[r][i], r, kv_.key_scales(chunk.cells[first + i]));
   }
 
-  Mask sees(int r, int at) const { return less(lane_numbers() + broadcast_int(at), broadcast_int(rows_.limits[r])); }
-
-  void mask(int at, Floats (&s)[R][kChunkPages]) {
+  void add_biases(int at, Floats (&s)[R][kChunkPages]) {
     for (int r = 0; r < R; ++r)
-      for (int i = 0; i < kChunkPages; ++i) s[r][i] = select(sees(r, at + i * kPage), s[r][i], broadcast(kMasked));
+      for (int i = 0; i < kChunkPages; ++i) {
+        s[r][i] = fma(load(rows_.biases[r] + at + i * kPage), broadcast(kLog2E), s[r][i]);
+      }
+  }
+
+  // Puts a number in the place of those of tokens that a row does not see.
+  void mask(int at, float hidden, Floats (&s)[R][kChunkPages]) {
+    for (int i = 0; i < kChunkPages; ++i) {
+      const Ints tokens = lane_numbers() + broadcast_int(at + i * kPage);
+      for (int r = 0; r < R; ++r) {
+        s[r][i] = select(less(tokens, broadcast_int(rows_.limits[r])), s[r][i], broadcast(hidden));
+        s[r][i] = select(less(tokens, broadcast_int(rows_.firsts[r])), broadcast(hidden), s[r][i]);
+      }
+    }
   }
 
   // Scores become weights, relative to the largest score so far; what the rows have loses by as much as that grew.
@@ -149,7 +159,7 @@ class Span {
   const KvCache& kv_;
   const QueryRows& rows_;
   const int dim_;
-  int first_limit_;
+  int first_limit_, last_first_;
   Own own_;
   alignas(64) float top_[kLanes], fade_[kLanes];
   Floats total_[R], acc_[R][kVectors];
@@ -158,7 +168,7 @@ class Span {
 template <template <int, int> class Cache, int R, int D>
 void run_span(const KvCache& kv, const QueryRows& rows, int begin, int end, const Chunk& after, RowState* out) {
   Span<Cache, R, D> span(kv, rows);
-  const Context own{rows.block_table, rows.head, end};
+  const Context own{rows.block_table, rows.head, begin, end};
   Chunk chunk(kv, rows.layer, own, begin);
   for (int at = begin; at < end; at += kChunk) {
     const Chunk next = at + kChunk < end ? Chunk(kv, rows.layer, own, at + kChunk) : after;
@@ -200,7 +210,12 @@ void run(const KvCache& cache, const QueryRows& rows, int begin, int end, const 
 }  // namespace
 
 void attend_span(const KvCache& cache, const QueryRows& rows, int begin, int end, RowState* out) {
-  run(cache, rows, begin, end, Chunk(cache, rows.layer, {rows.block_table, rows.head, end}, begin), out);
+  begin = std::max(begin, rows.first_chunk);
+  if (begin >= end) {
+    for (int r = 0; r < rows.count; ++r) out[r].total = 0;
+    return;
+  }
+  run(cache, rows, begin, end, Chunk(cache, rows.layer, {rows.block_table, rows.head, begin, end}, begin), out);
 }
 
 void merge(RowState& state, const RowState& later, int head_dim) {
@@ -224,13 +239,15 @@ void finish(const RowState& state, int head_dim, float* out) {
 }
 
 void attend(const KvCache& cache, const QueryRows& rows, int end, RowState* out) {
-  const Context own{rows.block_table, rows.head, end}, &next = rows.next.tokens ? rows.next : own;
+  const Context own{rows.block_table, rows.head, rows.first_chunk, end}, &next = rows.next.tokens ? rows.next : own;
   RowState later[kMaxQueryRows];
-  for (int begin = 0; begin < end; begin += kSpan) {
-    const int span_end = std::min(end, begin + kSpan);
-    const Chunk after = span_end < end ? Chunk(cache, rows.layer, own, span_end) : Chunk(cache, rows.layer, next, 0);
-    run(cache, rows, begin, span_end, after, begin ? later : out);
-    for (int r = 0; begin && r < rows.count; ++r) merge(out[r], later[r], cache.shape().head_dim);
+  for (int begin = own.first, span_end; begin < end; begin = span_end) {
+    span_end = std::min(end, (begin / kSpan + 1) * kSpan);
+    const bool is_first = begin == own.first;
+    const Chunk after =
+        span_end < end ? Chunk(cache, rows.layer, own, span_end) : Chunk(cache, rows.layer, next, next.first);
+    run(cache, rows, begin, span_end, after, is_first ? out : later);
+    for (int r = 0; !is_first && r < rows.count; ++r) merge(out[r], later[r], cache.shape().head_dim);
   }
 }
 

@@ -11,19 +11,22 @@ namespace penstock {
 constexpr int kMaxQueryRows = 6;
 constexpr int kSpan = 512;
 
-// Where a head's keys and values of a sequence are.
+// Where a head's keys and values of a sequence are, from the chunk on that begins at token `first`.
 struct Context {
   const int32_t* block_table;
-  int head, tokens;
+  int head, first, tokens;
 };
 
 struct QueryRows {
   const float* queries;       // [count][head_dim], rotated
-  const int* limits;          // [count]: tokens that each row sees
+  const int* limits;          // [count]: the token that ends what a row sees
+  const int* firsts;          // [count]: the token that begins it
+  const float* const* biases; // [count]: what a row adds to the score of each token, to whole chunks; may be null
   int count;                  // at most kMaxQueryRows
   const int32_t* block_table; // of the sequence
   int layer, head;            // key/value head
   float scale;                // of the scores
+  int first_chunk;            // where the chunk of the first token begins that any row sees: none before it is read
   Context next;               // what is likely attended to next, in the same layer, and fetched meanwhile; may be empty
 };
 
@@ -32,6 +35,10 @@ struct RowState {
   alignas(64) float values[kMaxHeadDim];
   float total, largest;
 };
+
+// Tokens that are looked at together, and whose weights are quantised together.
+constexpr int kChunkPages = 4;
+constexpr int kChunk = kChunkPages * kPage;
 
 // Attends to the tokens [begin, end) with begin a multiple of kSpan and end - begin <= kSpan; out: [count].
 void attend_span(const KvCache& cache, const QueryRows& rows, int begin, int end, RowState* out);

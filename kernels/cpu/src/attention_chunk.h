@@ -7,10 +7,6 @@
 
 namespace penstock {
 
-// Tokens whose weights are quantised together.
-constexpr int kChunkPages = 4;
-constexpr int kChunk = kChunkPages * kPage;
-
 // The cells of a chunk of at most kChunk tokens; those past the context repeat the last one.
 struct Chunk {
   int count;

@@ -32,6 +32,11 @@ inline void look_ahead(Tile& tile, int index, int num_tiles, const uint8_t* pane
 // Rows whose activations stay in the second-level cache while panels pass by.
 constexpr int kRowsPerPass = 96;
 
+// Adds the biases of a panel's outputs. out: [rows][kPanel].
+inline void add_bias(const float* bias, int rows, float* out) {
+  for (int i = 0; i < rows * kPanel; i += kLanes) store(out + i, load(out + i) + load(bias + i % kPanel));
+}
+
 // Computes all outputs and hands them to `finish(first_row, num_rows, panel, out)`, out: [num_rows][kPanel].
 template <class Finish>
 void multiply(Member& member, const Activations& left, const Matrix& right, const Finish& finish) {
@@ -47,6 +52,7 @@ void multiply(Member& member, const Activations& left, const Matrix& right, cons
       Tile tile = left.tile(i);
       look_ahead(tile, i - pass * tiles_per_pass, tiling.tiles, right.panel(panel), right.panel_bytes());
       tile_kernel(right.format, tile)(right.panel(panel), tile, right.padded_columns(), out);
+      if (right.bias.count()) add_bias(&right.bias[panel * kPanel], tile.rows, out);
       finish(tiling.first(i), tile.rows, panel, out);
     }
   };

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <limits>
 #include <numeric>
 
@@ -10,16 +9,6 @@
 
 namespace penstock {
 namespace {
-
-// Answers false where the row is not finite.
-bool rms_norm(const float* x, const float* weight, int padded, int count, float eps, float* out) {
-  Floats squares = zeros();
-  for (int i = 0; i < padded; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
-  const float total = sum(squares);
-  const Floats inverse = broadcast(1.f / std::sqrt(total / count + eps));
-  for (int i = 0; i < padded; i += kLanes) store(out + i, load(x + i) * inverse * load(weight + i));
-  return std::isfinite(total);
-}
 
 // So few rows are written by every thread for itself: that costs less than waiting for each other.
 constexpr int kRowsToRepeat = 2;
@@ -47,9 +36,8 @@ Activations& fill_rows(Member& member, std::vector<Inputs>& inputs, Input input,
 }  // namespace
 
 Model::Model(const Spec& spec, int num_threads, const int32_t* cores)
-    : final_norm(round_up(spec.hidden, kPanel)),
-      cos((size_t)spec.max_position * spec.head_dim / 2),
-      sin((size_t)spec.max_position * spec.head_dim / 2),
+    : cos((size_t)spec.max_position * spec.rotary_dim / 2),
+      sin((size_t)spec.max_position * spec.rotary_dim / 2),
       spec_(spec),
       team_(num_threads, cores),
       cache_({(KvFormat)spec.kv_format, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.block_size,
@@ -61,10 +49,17 @@ Model::Model(const Spec& spec, int num_threads, const int32_t* cores)
       attended_stride_(round_up(spec.queries(), kPanel)),
       gated_stride_(round_up(spec.intermediate, kPanel)),
       logits_stride_(round_up(spec.vocab, kPanel)),
+      biases_stride_(round_up(spec.max_position, kChunk)),
       inputs_(num_threads),
       last_inputs_(num_threads) {
-  for (int i = 0; i < spec.num_layers; ++i) {
-    layers_.push_back({Buffer<float>(hidden_stride_), Buffer<float>(hidden_stride_), {}, {}, {}, {}});
+  const auto new_norm = [&] {
+    return Norm{Buffer<float>(hidden_stride_), Buffer<float>(spec.has_layer_norms ? hidden_stride_ : 0)};
+  };
+  final_norm = new_norm();
+  layers_.resize(spec.num_layers);
+  for (Layer& layer : layers_) {
+    layer.attention_norm = new_norm();
+    layer.mlp_norm = new_norm();
   }
 }
 
@@ -72,12 +67,12 @@ Matrix& Model::matrix(Slot slot, int layer) {
   switch (slot) {
     case Slot::kQkv:
       return layers_[layer].qkv;
-    case Slot::kO:
-      return layers_[layer].o;
-    case Slot::kGateUp:
-      return layers_[layer].gate_up;
-    case Slot::kDown:
-      return layers_[layer].down;
+    case Slot::kOut:
+      return layers_[layer].out;
+    case Slot::kMlpIn:
+      return layers_[layer].mlp_in;
+    case Slot::kMlpOut:
+      return layers_[layer].mlp_out;
     case Slot::kEmbedding:
       return embedding;
     default:
@@ -89,12 +84,20 @@ void Model::fill(Slot slot, int layer, const Part& part, const float* gains) {
   penstock::fill(team_, matrix(slot, layer), part, change_of(slot, gains));
 }
 
+void Model::set_bias(Slot slot, int layer, Place place, int first, const float* values, int count) {
+  Matrix& target = matrix(slot, layer);
+  target.bias.reserve((size_t)target.num_panels() * kPanel);
+  for (int i = 0; i < count; ++i) target.bias[place_row(place, first, i)] = values[i];
+  const Turn* turn = change_of(slot, nullptr).outputs;
+  if (turn) turn->apply(target.bias.data(), target.bias.data());
+}
+
 Change Model::change_of(Slot slot, const float* gains) const {
   if (!spec_.turned) return {nullptr, nullptr, nullptr};
   switch (slot) {
-    case Slot::kO:
+    case Slot::kOut:
       return {nullptr, nullptr, &hidden_turn_};
-    case Slot::kDown:
+    case Slot::kMlpOut:
       return {nullptr, &gated_turn_, &hidden_turn_};
     default:
       return {gains, &hidden_turn_, nullptr};
@@ -128,9 +131,9 @@ void Model::reserve() {
     auto& tail = is_last ? last_inputs_ : inputs_;
     const int tail_rows = is_last ? head_rows : rows;
     prepare(inputs_, kNormed, rows, spec_.hidden, layer.qkv.format);
-    prepare(tail, kAttended, tail_rows, spec_.queries(), layer.o.format);
-    prepare(tail, kNormed, tail_rows, spec_.hidden, layer.gate_up.format);
-    prepare(tail, kGated, tail_rows, spec_.intermediate, layer.down.format);
+    prepare(tail, kAttended, tail_rows, spec_.queries(), layer.out.format);
+    prepare(tail, kNormed, tail_rows, spec_.hidden, layer.mlp_in.format);
+    prepare(tail, kGated, tail_rows, spec_.intermediate, layer.mlp_out.format);
   }
   head_in_.prepare(head_rows, spec_.hidden, head.format);
   bests_.assign(head_tokens_.size() * team_.size(), {-std::numeric_limits<float>::infinity(), 0, true});
@@ -165,11 +168,14 @@ void Model::embed(Member& member) {
   });
 }
 
-bool Model::norm_into(Activations& left, int row, int token, const Buffer<float>& weight) {
+bool Model::norm_into(Activations& left, int row, int token, const Norm& norm) {
   thread_local std::vector<float> normed;
   normed.resize(hidden_stride_);
-  const bool finite =
-      rms_norm(hidden_row(token), weight.data(), hidden_stride_, spec_.hidden, spec_.norm_eps, normed.data());
+  const float *x = hidden_row(token), *weight = norm.weight.data();
+  const int padded = hidden_stride_, count = spec_.hidden;
+  const bool finite = spec_.has_layer_norms
+                          ? layer_norm(x, weight, norm.bias.data(), padded, count, spec_.norm_eps, normed.data())
+                          : rms_norm(x, weight, padded, count, spec_.norm_eps, normed.data());
   left.set_row(row, normed.data());
   return finite;
 }
@@ -194,30 +200,42 @@ void Model::run_layer(Member& member, int index) {
 // What follows the attention, for the tokens `rows`.
 void Model::run_tail(Member& member, Layer& layer, const std::vector<int>& rows,
                      std::vector<Inputs>& inputs) {
-  const int num_rows = (int)rows.size();
-  const auto add_to_hidden = [&](int first, int count, int panel, const float* out) {
+  if (spec_.is_parallel) {
+    // First what still reads the hidden state as the attention has read it.
+    add_mlp(member, layer, rows, inputs);
+    add_attended(member, layer, rows, inputs);
+  } else {
+    add_attended(member, layer, rows, inputs);
+    add_mlp(member, layer, rows, inputs);
+  }
+}
+
+void Model::add_product(Member& member, const Activations& left, const Matrix& right, const std::vector<int>& rows) {
+  multiply(member, left, right, [&](int first, int count, int panel, const float* out) {
     for (int r = 0; r < count; ++r) {
       float* h = hidden_row(rows[first + r]) + panel * kPanel;
       for (int j = 0; j < kPanel; j += kLanes) store(h + j, load(h + j) + load(out + r * kPanel + j));
     }
-  };
+  });
+}
 
+void Model::add_attended(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
   const Activations& attended =
-      fill_rows(member, inputs, kAttended, layer.o.format, num_rows,
+      fill_rows(member, inputs, kAttended, layer.out.format, (int)rows.size(),
            [&](Activations& left, int i) { left.set_row(i, attended_row(rows[i])); });
-  multiply(member, attended, layer.o, add_to_hidden);
+  add_product(member, attended, layer.out, rows);
+}
 
+void Model::add_mlp(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
+  const int num_rows = (int)rows.size();
   const Activations& normed =
-      fill_rows(member, inputs, kNormed, layer.gate_up.format, num_rows,
+      fill_rows(member, inputs, kNormed, layer.mlp_in.format, num_rows,
            [&](Activations& left, int i) { norm_into(left, i, rows[i], layer.mlp_norm); });
-  multiply(member, normed, layer.gate_up, [&](int first, int count, int panel, const float* out) {
-    for (int r = 0; r < count; ++r) {
-      float* gated = gated_row(first + r) + panel * kLanes;
-      store(gated, silu(load(out + r * kPanel)) * load(out + r * kPanel + kLanes));
-    }
+  multiply(member, normed, layer.mlp_in, [&](int first, int count, int panel, const float* out) {
+    for (int r = 0; r < count; ++r) activate(out + r * kPanel, panel, gated_row(first + r));
   });
 
-  const Activations& gated = fill_rows(member, inputs, kGated, layer.down.format, num_rows, [&](Activations& left, int i) {
+  const Activations& gated = fill_rows(member, inputs, kGated, layer.mlp_out.format, num_rows, [&](Activations& left, int i) {
     thread_local std::vector<float> turned;
     const float* row = gated_row(i);
     if (spec_.turned) {
@@ -227,7 +245,26 @@ void Model::run_tail(Member& member, Layer& layer, const std::vector<int>& rows,
     }
     left.set_row(i, row);
   });
-  multiply(member, gated, layer.down, add_to_hidden);
+  add_product(member, gated, layer.mlp_out, rows);
+}
+
+// One panel of the MLP's inner products to its part of the row that the second matrix reads.
+void Model::activate(const float* inner, int panel, float* row) const {
+  const auto activated = [&](Floats x) {
+    switch ((Activation)spec_.activation) {
+      case Activation::kGelu:
+        return gelu(x);
+      case Activation::kGeluTanh:
+        return gelu_tanh(x);
+      default:
+        return silu(x);
+    }
+  };
+  if (spec_.is_gated) {
+    store(row + panel * kLanes, activated(load(inner)) * load(inner + kLanes));
+  } else {
+    for (int j = 0; j < kPanel; j += kLanes) store(row + panel * kPanel + j, activated(load(inner + j)));
+  }
 }
 
 }  // namespace penstock

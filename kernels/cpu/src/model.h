@@ -1,4 +1,4 @@
-// A decoder with RMS norms, rotary positions, grouped queries and a gated MLP: its weights, its cache, one step of it.
+// A decoder as penstock.gpu_node.model.spec describes one: its weights, its cache, one step of it.
 #pragma once
 #include <array>
 #include <vector>
@@ -7,11 +7,14 @@
 #include "attention.h"
 #include "fill.h"
 #include "kv_cache.h"
+#include "norm.h"
 #include "sampler.h"
 #include "team.h"
 #include "weights.h"
 
 namespace penstock {
+
+enum class Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
 
 struct Spec {
   int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, max_position;
@@ -19,17 +22,28 @@ struct Spec {
   int32_t block_size, num_blocks, kv_format;
   // Whether the hidden state and the gated products are turned (turn.h); then the norms have no weights of their own.
   int32_t turned;
+  int32_t rotary_dim;  // channels of a head that rotate; 0: scores have biases by position instead
+  int32_t activation;
+  // Layer norms, a gate in the MLP, and an MLP that reads what the attention reads.
+  int32_t has_layer_norms, is_gated, is_parallel;
 
   int queries() const { return num_heads * head_dim; }
   int group() const { return num_heads / num_kv_heads; }
 };
 
+struct Norm {
+  Buffer<float> weight;
+  Buffer<float> bias;  // of layer norms
+};
+
 struct Layer {
-  Buffer<float> attention_norm, mlp_norm;
-  Matrix qkv;  // queries, keys, values
-  Matrix o;
-  Matrix gate_up;  // interleaved by half panels
-  Matrix down;
+  Norm attention_norm, mlp_norm;
+  Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
+  Matrix qkv;                    // queries, keys, values
+  Matrix out;
+  Matrix mlp_in;  // gate and up interleaved by half panels where it is gated
+  Matrix mlp_out;
+  int window = 0;  // how many tokens each one sees, itself included; 0: all
 };
 
 // One step as penstock.gpu_node.model.protocol.StepPlan says it; the arrays live until the step is done.
@@ -44,6 +58,11 @@ struct Plan {
   const int32_t *num_seen, *num_seen_prompt;
   const int32_t* const* banned;
   const int32_t* num_banned;
+  const int32_t* const* biased;
+  const float* const* biases;
+  const int32_t* num_biased;
+  const uint32_t* const* masks;  // by row, null where it may choose any token
+  const int32_t* masks_written;  // not 0 once they are all written, which others do while the step runs
   int32_t num_copies;
   const int32_t* copies;  // [num_copies, 2]: whole blocks, in order, before all else
   int32_t* tokens;  // out: [num_samples]
@@ -61,7 +80,14 @@ struct QueryTile {
   int seq, first_row, rows, context;
 };
 
-enum class Slot : int { kQkv = 0, kO = 1, kGateUp = 2, kDown = 3, kEmbedding = 4, kHead = 5 };
+enum class Slot : int { kQkv = 0, kOut = 1, kMlpIn = 2, kMlpOut = 3, kEmbedding = 4, kHead = 5 };
+
+// What the rows of a tile bring along; see QueryRows.
+struct RowInputs {
+  alignas(64) float queries[kMaxQueryRows * kMaxHeadDim];
+  int limits[kMaxQueryRows], firsts[kMaxQueryRows];
+  const float* biases[kMaxQueryRows];
+};
 
 class Model {
  public:
@@ -78,9 +104,12 @@ class Model {
 
   // Packs rows of a checkpoint. `gains`, the weights of the norm before the matrix, are for a turned model, else null.
   void fill(Slot slot, int layer, const Part& part, const float* gains);
+  // Sets a matrix's biases from row `first` of a part on; those that it has not keep zero.
+  void set_bias(Slot slot, int layer, Place place, int first, const float* values, int count);
 
-  Buffer<float> final_norm;
-  Buffer<float> cos, sin;  // [max_position, head_dim / 2]
+  Norm final_norm;
+  Buffer<float> cos, sin;  // [max_position, rotary_dim / 2]
+  Buffer<float> position_biases;  // [num_heads, max_position to whole chunks], where nothing rotates
   Matrix head;
   Matrix embedding;  // without rows where the head's are meant
 
@@ -103,17 +132,23 @@ class Model {
   void embed(Member& member);
   void run_layer(Member& member, int index);
   void run_tail(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_attended(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_mlp(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_product(Member& member, const Activations& left, const Matrix& right, const std::vector<int>& rows);
+  void activate(const float* inner, int panel, float* row) const;
   void attend_all(Member& member, int layer);
   void attend_by_span(Member& member, int layer);
   void attend_tile(int layer, int item);
   void store_key_value(int layer, int token, int head);
-  Context context_of(const QueryTile& tile, int head) const;
-  QueryRows query_rows(const QueryTile& tile, int layer, int head, float* queries, int* limits) const;
+  void place_head(const float* x, const Buffer<float>& norm, int position, float* out) const;
+  Context context_of(const QueryTile& tile, int layer, int head) const;
+  QueryRows query_rows(const QueryTile& tile, int layer, int head, RowInputs& inputs) const;
   void write_rows(const QueryTile& tile, int head, const RowState* states);
-  bool norm_into(Activations& left, int row, int token, const Buffer<float>& weight);
+  bool norm_into(Activations& left, int row, int token, const Norm& norm);
   void project_head(Member& member);
   void note_logits(Member& member, int first, int rows, int panel, float* out);
   void choose(Member& member);
+  void await_masks() const;
   int32_t best_of_threads(int row) const;
   SamplingRule rule(int row) const;
 
@@ -124,13 +159,14 @@ class Model {
   float* attended_row(int row) const { return attended_.data() + (size_t)row * attended_stride_; }
   float* gated_row(int row) const { return gated_.data() + (size_t)row * gated_stride_; }
   int slot_of(int token) const;
+  int first_seen(int position, int layer) const;
 
   const Spec spec_;
   Team team_;
   std::vector<Layer> layers_;
   const KvCache cache_;
   const Turn hidden_turn_, gated_turn_;
-  const int hidden_stride_, qkv_stride_, attended_stride_, gated_stride_, logits_stride_;
+  const int hidden_stride_, qkv_stride_, attended_stride_, gated_stride_, logits_stride_, biases_stride_;
 
   Plan plan_{};
   bool decodes_only_ = false;

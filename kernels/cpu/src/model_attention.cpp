@@ -13,7 +13,7 @@ constexpr int kTilesPerThread = 4;
 // How many stores earlier the memory of one is asked for.
 constexpr int kStoresAhead = 4;
 
-// Rotates the pairs (i, i + dim / 2), as the Hugging Face checkpoints of Llama are laid out.
+// Rotates the pairs (i, i + dim / 2), as Hugging Face's checkpoints are laid out.
 void rotate(const float* x, const float* cos, const float* sin, int dim, float* out) {
   const int half = dim / 2;
   if (half % kLanes == 0) {
@@ -70,29 +70,52 @@ int Model::slot_of(int token) const {
   return table[position / spec_.block_size] * spec_.block_size + position % spec_.block_size;
 }
 
+// A head's query or key as scores read it: normed where heads are, and rotated.
+void Model::place_head(const float* x, const Buffer<float>& norm, int position, float* out) const {
+  const int dim = spec_.head_dim, rotary = spec_.rotary_dim;
+  alignas(64) float normed[kMaxHeadDim];
+  if (norm.count()) {
+    rms_norm(x, norm.data(), dim, dim, spec_.norm_eps, normed);
+    x = normed;
+  }
+  const size_t angles = (size_t)position * (rotary / 2);
+  rotate(x, cos.data() + angles, sin.data() + angles, rotary, out);
+  std::copy(x + rotary, x + dim, out + rotary);
+}
+
 void Model::store_key_value(int layer, int token, int head) {
-  const int dim = spec_.head_dim, half = dim / 2, position = plan_.positions[token];
+  const int dim = spec_.head_dim;
   alignas(64) float key[kMaxHeadDim];
   const float* keys = qkv_row(token) + spec_.queries();
-  rotate(keys + head * dim, &cos[(size_t)position * half], &sin[(size_t)position * half], dim, key);
+  place_head(keys + head * dim, layers_[layer].k_norm, plan_.positions[token], key);
   cache_.set(layer, slot_of(token), head, key, keys + (spec_.num_kv_heads + head) * dim);
 }
 
-Context Model::context_of(const QueryTile& tile, int head) const {
-  return {plan_.block_tables + (size_t)tile.seq * plan_.block_table_stride, head, tile.context};
+int Model::first_seen(int position, int layer) const {
+  const int window = layers_[layer].window;
+  return window == 0 ? 0 : std::max(0, position + 1 - window);
 }
 
-QueryRows Model::query_rows(const QueryTile& tile, int layer, int head, float* queries, int* limits) const {
-  const int dim = spec_.head_dim, half = dim / 2, group = spec_.group();
+Context Model::context_of(const QueryTile& tile, int layer, int head) const {
+  const int token = plan_.query_starts[tile.seq] + tile.first_row / spec_.group();
+  const int first_chunk = first_seen(plan_.positions[token], layer) / kChunk * kChunk;
+  return {plan_.block_tables + (size_t)tile.seq * plan_.block_table_stride, head, first_chunk, tile.context};
+}
+
+QueryRows Model::query_rows(const QueryTile& tile, int layer, int head, RowInputs& inputs) const {
+  const int dim = spec_.head_dim, group = spec_.group();
   for (int r = 0; r < tile.rows; ++r) {
     const int token = plan_.query_starts[tile.seq] + (tile.first_row + r) / group;
     const int query = head * group + (tile.first_row + r) % group, position = plan_.positions[token];
-    limits[r] = position + 1;
-    rotate(qkv_row(token) + query * dim, &cos[(size_t)position * half], &sin[(size_t)position * half], dim,
-           queries + r * dim);
+    inputs.limits[r] = position + 1;
+    inputs.firsts[r] = first_seen(position, layer);
+    inputs.biases[r] = position_biases.count() ? &position_biases[(size_t)query * biases_stride_] : nullptr;
+    place_head(qkv_row(token) + query * dim, layers_[layer].q_norm, position, inputs.queries + r * dim);
   }
-  const int32_t* table = context_of(tile, head).block_table;
-  return {queries, limits, tile.rows, table, layer, head, 1.f / std::sqrt((float)dim), {}};
+  const Context context = context_of(tile, layer, head);
+  const float* const* biases = position_biases.count() ? inputs.biases : nullptr;
+  return {inputs.queries, inputs.limits, inputs.firsts, biases, tile.rows, context.block_table, layer, head,
+          1.f / std::sqrt((float)dim), context.first, {}};
 }
 
 void Model::write_rows(const QueryTile& tile, int head, const RowState* states) {
@@ -107,11 +130,10 @@ void Model::write_rows(const QueryTile& tile, int head, const RowState* states) 
 void Model::attend_tile(int layer, int item) {
   const int heads = spec_.num_kv_heads, next = item + 1, head = item % heads;
   const QueryTile& tile = tiles_[item / heads];
-  alignas(64) float queries[kMaxQueryRows * kMaxHeadDim];
-  int limits[kMaxQueryRows];
+  RowInputs inputs;
   RowState states[kMaxQueryRows];
-  QueryRows rows = query_rows(tile, layer, head, queries, limits);
-  if (next < (int)tiles_.size() * heads) rows.next = context_of(tiles_[next / heads], next % heads);
+  QueryRows rows = query_rows(tile, layer, head, inputs);
+  if (next < (int)tiles_.size() * heads) rows.next = context_of(tiles_[next / heads], layer, next % heads);
   attend(cache_, rows, tile.context, states);
   write_rows(tile, head, states);
 }
@@ -145,9 +167,8 @@ void Model::attend_by_span(Member& member, int layer) {
     const int span = i / heads, head = i % heads;
     const int t = (int)(std::upper_bound(span_starts_.begin(), span_starts_.end(), span) - span_starts_.begin()) - 1;
     const int begin = (span - span_starts_[t]) * kSpan;
-    alignas(64) float queries[kMaxQueryRows * kMaxHeadDim];
-    int limits[kMaxQueryRows];
-    attend_span(cache_, query_rows(tiles_[t], layer, head, queries, limits), begin,
+    RowInputs inputs;
+    attend_span(cache_, query_rows(tiles_[t], layer, head, inputs), begin,
                 std::min(begin + kSpan, tiles_[t].context), partial(span, head));
   });
   member.for_each((int)tiles_.size() * heads, [&](int i) {

@@ -19,7 +19,9 @@ SamplingRule Model::rule(int row) const {
   return {p.temperature[row], p.top_p[row], p.min_p[row], p.repetition_penalty[row], p.presence_penalty[row],
           p.frequency_penalty[row], p.top_k[row], p.choice[row], p.position[row], p.seed[row],
           p.seen ? p.seen[row] : nullptr, p.seen ? p.num_seen[row] : 0, p.seen ? p.num_seen_prompt[row] : 0,
-          p.banned ? p.banned[row] : nullptr, p.banned ? p.num_banned[row] : 0};
+          p.banned ? p.banned[row] : nullptr, p.banned ? p.num_banned[row] : 0,
+          p.biased ? p.biased[row] : nullptr, p.biased ? p.biases[row] : nullptr, p.biased ? p.num_biased[row] : 0,
+          p.masks ? p.masks[row] : nullptr};
 }
 
 void Model::plan_head() {
@@ -77,6 +79,7 @@ void Model::choose(Member& member) {
     });
     return;
   }
+  await_masks();
   member.for_each(rows, [&](int i) {
     if (poisoned_[i]) {
       plan_.tokens[i] = kFailedToken;
@@ -86,6 +89,11 @@ void Model::choose(Member& member) {
       plan_.tokens[i] = best_of_threads(i);
     }
   });
+}
+
+void Model::await_masks() const {
+  if (!plan_.masks) return;
+  while (!__atomic_load_n(plan_.masks_written, __ATOMIC_ACQUIRE)) sched_yield();
 }
 
 // Of equal logits the lowest id wins, whichever thread saw it.

@@ -61,6 +61,17 @@ void penalise(float* logits, int vocab, const SamplingRule& rule) {
   }
 }
 
+void keep_masked(float* logits, int vocab, const uint32_t* mask) {
+  constexpr int kBits = 32;
+  for (int first = 0; first < vocab; first += kBits) {
+    const uint32_t allowed = mask[first / kBits];
+    if (allowed == ~0u) continue;
+    for (int i = 0; i < std::min(kBits, vocab - first); ++i) {
+      if (!(allowed >> i & 1)) logits[first + i] = -kInfinity;
+    }
+  }
+}
+
 // Log-weights of a row relative to its best token, their weights, and which of them are kept.
 class Candidates {
  public:
@@ -213,9 +224,11 @@ void multiply_wide(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
 int32_t sample(float* logits, int vocab, const SamplingRule& rule) {
   Best best = find_best(logits, vocab);
   if (!best.finite) return kFailedToken;
+  for (int i = 0; i < rule.num_biased; ++i) logits[rule.biased[i]] += rule.biases[i];
   if (rule.num_seen > 0) penalise(logits, vocab, rule);
   for (int i = 0; i < rule.num_banned; ++i) logits[rule.banned[i]] = -kInfinity;
-  if (rule.num_seen > 0 || rule.num_banned > 0) best = find_best(logits, vocab);
+  if (rule.mask) keep_masked(logits, vocab, rule.mask);
+  if (rule.changes_logits()) best = find_best(logits, vocab);
   if (!best.finite) return kFailedToken;
   if (rule.temperature == 0) return first_equal(logits, vocab, best.value);
   Candidates candidates(logits, vocab, best.value, rule.temperature);

@@ -17,9 +17,14 @@ struct SamplingRule {
   int32_t num_seen, num_seen_prompt;
   const int32_t* banned;
   int32_t num_banned;
+  const int32_t* biased;  // tokens whose logits are moved by `biases`
+  const float* biases;
+  int32_t num_biased;
+  const uint32_t* mask;  // a bit for each token: whether it may be chosen; null where all may
 
+  bool changes_logits() const { return num_seen > 0 || num_banned > 0 || num_biased > 0 || mask; }
   // Whether the largest logit decides, so that nobody needs the others.
-  bool is_plain_greedy() const { return temperature == 0 && num_seen == 0 && num_banned == 0; }
+  bool is_plain_greedy() const { return temperature == 0 && !changes_logits(); }
 };
 
 // Overwrites `logits`; answers kFailedToken when one of them is NaN or +infinity.

@@ -54,11 +54,32 @@ constexpr float kLog2E = 1.44269504088896341f;
 // e^x within 3e-7 + 8e-8 |x| of relative error for x <= 0; below -87 it is about e^-87; NaN stays NaN.
 PENSTOCK_INLINE Floats exp_of_negative(Floats x) { return exp2_of_negative(x * broadcast(kLog2E)); }
 
-// x / (1 + e^-x), by the exponential of -|x| so that nothing overflows.
-PENSTOCK_INLINE Floats silu(Floats x) {
-  const Floats e = exp_of_negative(zeros() - abs(x));
-  const Floats numerator = select(greater(zeros(), x), e, broadcast(1.f));
+// x / (1 + e^-y), by the exponential of -|y| so that nothing overflows.
+PENSTOCK_INLINE Floats gated_by(Floats x, Floats y) {
+  const Floats e = exp_of_negative(zeros() - abs(y));
+  const Floats numerator = select(greater(zeros(), y), e, broadcast(1.f));
   return x * numerator / (broadcast(1.f) + e);
+}
+
+PENSTOCK_INLINE Floats silu(Floats x) { return gated_by(x, x); }
+
+// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+PENSTOCK_INLINE Floats gelu_tanh(Floats x) {
+  const Floats cubic = fma(x * x, broadcast(0.044715f), broadcast(1.f)) * x;
+  return gated_by(x, broadcast(1.5957691216f) * cubic);
+}
+
+// x times the share of a normal distribution below x, within 2e-7 |x|: erfc by Abramowitz and Stegun, 7.1.26.
+PENSTOCK_INLINE Floats gelu(Floats x) {
+  const Floats z = abs(x) * broadcast(0.70710678f);
+  const Floats t = broadcast(1.f) / fma(z, broadcast(0.3275911f), broadcast(1.f));
+  Floats p = broadcast(1.061405429f);
+  p = fma(p, t, broadcast(-1.453152027f));
+  p = fma(p, t, broadcast(1.421413741f));
+  p = fma(p, t, broadcast(-0.284496736f));
+  p = fma(p, t, broadcast(0.254829592f));
+  const Floats beyond = p * t * exp_of_negative(zeros() - z * z) * broadcast(0.5f);
+  return x * select(greater(zeros(), x), beyond, broadcast(1.f) - beyond);
 }
 
 }  // namespace penstock

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "norm.h"
 #include "sampler.h"
 #include "turn.h"
 
@@ -76,6 +77,16 @@ void penstock_single_silu(const float* x, int count, float* out) {
   map(x, count, out, [](Floats v) { return silu(v); });
 }
 
+void penstock_single_gelu(const float* x, int count, int is_tanh, float* out) {
+  map(x, count, out, [=](Floats v) { return is_tanh ? gelu_tanh(v) : gelu(v); });
+}
+
+// All of them: [padded], zeros from `count` on; without a bias by the root of the mean square.
+int penstock_single_norm(const float* x, const float* weight, const float* bias, int padded, int count, float eps,
+                         float* out) {
+  return bias ? layer_norm(x, weight, bias, padded, count, eps, out) : rms_norm(x, weight, padded, count, eps, out);
+}
+
 // row: [count], in place, with room for the lanes of its last vector.
 void penstock_single_turn(float* row, int count) { Turn(count).apply(row, row); }
 
@@ -101,11 +112,14 @@ void penstock_single_cache_get(KvCache* cache, int slot, int head, float* key, f
 
 void penstock_single_cache_clear(KvCache* cache, int block) { cache->clear_block(block); }
 
-// queries, out: [count, head_dim]; limits: [count]. Span by span in any order, or all of them on the way.
-void penstock_single_attend(const KvCache* cache, const float* queries, const int* limits, int count,
-                            const int32_t* block_table, int head, float scale, int by_span, float* out) {
+// queries, out: [count, head_dim]; limits, firsts: [count]; biases: [count] rows or null. Span by span in any order, or all of
+// them on the way.
+void penstock_single_attend(const KvCache* cache, const float* queries, const int* limits, const int* firsts,
+                            const float* const* biases, int count, const int32_t* block_table, int head, float scale,
+                            int by_span, float* out) {
   const int dim = cache->shape().head_dim, end = *std::max_element(limits, limits + count);
-  const QueryRows rows{queries, limits, count, block_table, 0, head, scale, {}};
+  const int first_chunk = *std::min_element(firsts, firsts + count) / kChunk * kChunk;
+  const QueryRows rows{queries, limits, firsts, biases, count, block_table, 0, head, scale, first_chunk, {}};
   std::vector<RowState> states((size_t)num_spans(end) * count);
   if (by_span) {
     for (int span = num_spans(end) - 1; span >= 0; --span) {

@@ -34,6 +34,7 @@ struct Matrix {
   int rows = 0;
   int columns = 0;
   Buffer<uint8_t> bytes;
+  Buffer<float> bias;  // of padded rows, or empty
 
   Matrix() = default;
   Matrix(Format format, int rows, int columns);

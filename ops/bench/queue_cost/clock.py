@@ -80,6 +80,9 @@ class ClockEngine:
     def wait(self) -> None:
         pass
 
+    def memory_trail(self) -> list[str]:
+        return []
+
     def step(self) -> list[StepOutput]:
         if self._num_busy:
             others = [self._helpers.submit(_work, self._rounds) for _ in range(self._num_busy - 1)]

@@ -46,10 +46,10 @@ def child(*argv: str, **env: str) -> Iterator[Child]:
             process.wait(STOP_TIMEOUT_S)
 
 
-def node(redis_url: str, step_ms: float, num_busy: int = 0) -> AbstractContextManager[Child]:
-    """A node of its own."""
+def node(redis_url: str, step_ms: float, num_busy: int = 0, **settings: str) -> AbstractContextManager[Child]:
+    """A node of its own; settings by their environment variables."""
     argv = ("bench.queue_cost", "node", redis_url, str(step_ms / 1e3), str(num_busy))
-    return child(*argv, PENSTOCK_NODE_PROGRESS="json")
+    return child(*argv, PENSTOCK_NODE_PROGRESS="json", **settings)
 
 
 def gateway(redis_url: str) -> AbstractContextManager[Child]:

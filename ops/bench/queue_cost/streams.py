@@ -43,7 +43,7 @@ async def measure_load(server: EmbeddedRedis, step_ms: float, num_streams: int, 
 
 
 async def read_http(url: str, num_streams: int, num_tokens: int) -> tuple[int, list[float]]:
-    """The same over HTTP, by a reader that does no more than count events."""
+    """The same over HTTP, an event for each token, by a reader that does no more than count events."""
     host, port = url.removeprefix("http://").split(":")
     lags_ms: list[float] = []
 
@@ -73,7 +73,8 @@ async def read_http(url: str, num_streams: int, num_tokens: int) -> tuple[int, l
 
 
 async def measure_http(server: EmbeddedRedis, step_ms: float, num_streams: int, num_tokens: int) -> None:
-    with node(server.url, step_ms) as (node_pid, _), gateway(server.url) as (gateway_pid, said):
+    every_token = node(server.url, step_ms, PENSTOCK_NODE_STREAM_INTERVAL_MS="0")
+    with every_token as (node_pid, _), gateway(server.url) as (gateway_pid, said):
         await read_http(said["url"], num_streams, 8)
         pids = {"node": node_pid, "redis": redis_pid(server), "gateway": gateway_pid, "reader": os.getpid()}
         with CpuMeter(pids) as meter:

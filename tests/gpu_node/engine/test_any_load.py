@@ -153,17 +153,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen["in place"] += not all(self.memory.is_on_device(block) for seq in step.seqs for block in seq.blocks)
 
     @precondition(lambda self: self.flight is not None)
-    @rule(data=st.data(), fails=st.integers(0, 7).map(lambda n: n == 0))
-    def land(self, data: st.DataObject, fails: bool) -> None:
+    @rule(data=st.data(), fault=st.sampled_from((*[None] * 6, "failure", "no memory")))
+    def land(self, data: st.DataObject, fault: str | None) -> None:
         assert self.flight is not None
         (step, plan), self.flight = self.flight, None
-        if fails:
-            self.cache.fail(step, plan)
-            guilty = self.scheduler.roll_back(step)
+        if fault is not None:
+            for_memory = fault == "no memory"
+            self.cache.fail(step, plan, for_memory=for_memory)
+            guilty = self.scheduler.roll_back(step, for_memory=for_memory)
             if guilty is not None:
                 del self.texts[guilty]
-            self.seen["failure"] += 1
-            assert not self.scheduler.running
+            self.seen[fault] += 1
+            assert for_memory or not self.scheduler.running
+            assert len(self.scheduler.running) <= self.scheduler.max_step_tokens
             return
         one = st.sampled_from((1000, 1001, 1000, 1001, 1000, 1001, 1000, 1001, EOS, FAILED_TOKEN))
         self._commit(step, plan, data.draw(st.lists(one, min_size=len(step.sampled), max_size=len(step.sampled))))
@@ -216,5 +218,5 @@ def test_any_load_is_served_in_full_and_every_sequence_reads_its_own() -> None:
         ),
     )
     assert set(EngineMachine.seen) == {
-        *("swap", "resume", "out", "in", "fork", "shared", "in place", "failure")
+        *("swap", "resume", "out", "in", "fork", "shared", "in place", "failure", "no memory")
     } and all(EngineMachine.seen.values())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice
 from penstock.kernels.reference.sampler import SamplingRow, sample_row
@@ -26,6 +27,8 @@ def _said(engine: Engine, **options: Any) -> list[int]:
 
 def _said_by_reference(model: Any, prompt: list[int], **options: Any) -> list[int]:
     tokens = list(prompt)
+    if bias := options.pop("logit_bias", None):
+        options |= {"biased": np.array([*bias], np.int32), "biases": np.array([*bias.values()], np.float32)}
     for position in range(NUM_TOKENS):
         with torch.inference_mode():
             logits = model(torch.tensor([tokens])).logits[0, -1].numpy()
@@ -54,6 +57,8 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
         {"temperature": 0.0, "frequency_penalty": 1.5, "presence_penalty": -0.5, "repetition_penalty": 1.2},
         {"temperature": 0.0, "frequency_penalty": -2.0},
         {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.0, "logit_bias": {5: 100.0, 6: 99.0, 300: -100.0}, "presence_penalty": 2.0},
+        {"temperature": 1.0, "seed": 8, "logit_bias": {5: 3.5, 6: -2.0}},
         {"temperature": 1.5, "seed": 6, "min_p": 0.1},
         {"temperature": 1.5, "seed": 7, "min_p": 0.02, "top_k": 20, "top_p": 0.9, "frequency_penalty": 1.0},
     ],
@@ -61,6 +66,54 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
 def test_tokens_are_the_references(engine: Engine, model: Any, options: dict[str, Any]) -> None:
     prompt = engine.tokenizer.encode(PROMPT)
     assert _said(engine, **options) == _said_by_reference(model, prompt, **options)
+
+
+def _word(engine: Engine, said: list[int], num_tokens: int) -> str:
+    """A text of so many tokens that stands in what was said, and that the tokenizer takes apart in the same way."""
+    for at in range(len(said)):
+        ids = tuple(said[at : at + num_tokens])
+        word = engine.tokenizer.decode(ids)
+        if len(ids) == num_tokens and ids in engine.tokenizer.encode_word(word):
+            return word
+    raise LookupError(num_tokens)
+
+
+def test_bad_words_are_transformers(engine: Engine, model: Any) -> None:
+    prompt, plain = engine.tokenizer.encode(PROMPT), _said(engine, temperature=0.0)
+    # Of what it would say: one token, and two that follow each other.
+    words = [_word(engine, plain, 1), _word(engine, plain, 2)]
+    banned = [list(ids) for word in words for ids in engine.tokenizer.encode_word(word)]
+    ids = torch.tensor([prompt])
+    want = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        bad_words_ids=banned,
+    )
+    said = _said(engine, temperature=0.0, bad_words=words)
+    assert said == want[0, len(prompt) :].tolist() != plain
+
+
+def test_rows_with_and_without_options_stand_side_by_side(engine: Engine) -> None:
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logit_bias": {7: 100.0}},
+        {"temperature": 0.9, "seed": 3, "logit_bias": {9: 4.0}, "top_k": 20},
+        {"temperature": 0.0, "bad_words": ["e", "the"], "min_tokens": 5},
+        {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.5},
+    ]
+    params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **one) for one in options]
+    together = [list(one.choices[0].token_ids) for one in engine.generate([PROMPT] * len(params), params)]
+    assert together == [_said(engine, **one) for one in options]
+    assert together[1] == [7] * NUM_TOKENS
+
+
+def test_a_token_that_is_not_there_cannot_be_biased(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="logit_bias has a token id outside the vocabulary of 384"):
+        _said(engine, logit_bias={384: 1.0})
 
 
 def test_a_frequency_penalty_makes_a_text_repeat_less_and_a_negative_one_more(engine: Engine) -> None:

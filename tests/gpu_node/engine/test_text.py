@@ -23,8 +23,10 @@ def _output(
     max_tokens: int = 1000,
     min_tokens: int = 0,
     stop: tuple[str, ...] = (),
+    includes_stop: bool = False,
 ) -> ChoiceOutput:
-    return ChoiceOutput(EndRule(end_ids, min_tokens, max_tokens), stop, Detokenizer(BYTES))
+    rule = EndRule(end_ids, min_tokens, max_tokens)
+    return ChoiceOutput(rule, stop, Detokenizer(BYTES), includes_stop=includes_stop)
 
 
 def _say(output: ChoiceOutput, text: str | bytes) -> list[str]:
@@ -71,6 +73,19 @@ def test_stop_strings_cut_at_the_first_and_release_everything_else(
     ends = [at for at in (seen.find(stop) for stop in stops) if at >= 0]
     assert stopped == bool(ends)
     assert shown + checker.flush() == (seen[: min(ends)] if stopped else text)
+
+
+def test_what_ends_a_choice_stays_in_its_text_where_it_is_asked_to() -> None:
+    output = _output(stop=("stop", "op", "stopped"), includes_stop=True)
+    assert "".join(_say(output, "we stopped")) == "we stop" and output.finish_reason == "stop"
+    for included, text in ((False, "a"), (True, "a!")):
+        output = _output(end_ids=frozenset((ord("!"),)), includes_stop=included)
+        assert "".join(_say(output, "a!b")) == text and output.finish_reason == "stop"
+        # What stands for no text cannot be seen either way.
+        output = _output(includes_stop=included)
+        output.push(ord("a"))
+        output.push(EOS)
+        assert output.take_text() == "a" and output.finish_reason == "stop"
 
 
 def test_what_may_become_a_stop_string_is_held_back_until_it_does_not() -> None:

@@ -60,7 +60,7 @@ def _request(rng: random.Random, prefix: list[int], vocab: int, max_prompt: int)
         n=rng.choice([1, 1, 1, 2, 4]),
         seed=rng.randrange(1000),
         stop=rng.choice([(), (), ("e",), ("th", "ate")]),
-        stop_token_ids=rng.choice([(), tuple(rng.choices(range(3, vocab), k=vocab // 20))]),
+        stop_token_ids=rng.choice([(), tuple(rng.choices(range(3, vocab), k=min(64, vocab // 20)))]),
         ignore_eos=rng.random() < 0.5,
         min_tokens=0,
     )
@@ -132,6 +132,7 @@ def test_a_thousand_requests_end_as_each_would_alone(make_engine: MakeEngine, se
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.timeout(1800)
 def test_a_thousand_requests_of_the_demo_model_end_as_each_would_alone(demo_gguf: Path) -> None:
     settings = {"model": str(demo_gguf), "quantization": "int8", "kv_cache_dtype": "int8"}
     engine = Engine(EngineConfig(**settings | TIGHT, num_kv_blocks=40, num_swap_blocks=40, scheduling_policy="fair"))

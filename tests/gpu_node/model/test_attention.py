@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.protocol import StepPlan
+from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.reference.attention import paged_attention, store_kv
 
 
@@ -60,11 +61,13 @@ def test_equals_the_reference(
     k, v = torch.randn(2, sum(counts), kv_heads, head_dim).to(dtype).unbind(0)
     slots = attention.slots(plan)
     cache.store(k, v, slots)
-    store_kv(k, v, k_cache, v_cache, slots[: sum(counts)])
+    store_kv(k, v, PagedCache(k_cache, v_cache), slots[: sum(counts)])
     assert torch.equal(cache.k, k_cache) and torch.equal(cache.v, v_cache)
     got = attention.attend(q, cache, attention.groups(plan))
     tables = [torch.from_numpy(array) for array in (plan.query_starts, plan.context_lens, plan.block_tables)]
-    torch.testing.assert_close(got, paged_attention(q, k_cache, v_cache, *tables), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        got, paged_attention(q, PagedCache(k_cache, v_cache), *tables), atol=tolerance, rtol=tolerance
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,10 +21,11 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model import source
 from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.positions import rope_angles
 from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
 from penstock.gpu_node.model.revision import revision_of
-from penstock.gpu_node.model.rope import rope_angles
 from penstock.gpu_node.model.source import ModelSource, dequantised_folder, resolve_model
+from penstock.gpu_node.model.spec import Llama3Scaling, Rope
 
 OPTIONS = RunnerOptions(
     runner="torch",
@@ -57,9 +58,9 @@ def _edit_config(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*FalconForCausalLM.*LlamaForCausalLM"),
+        ({"attention_bias": True}, r"q_proj\.bias"),
+        ({"hidden_act": "relu"}, "relu"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"intermediate_size": 100}, "gate_proj"),
         ({"num_hidden_layers": 3}, r"model\.layers\.2"),
@@ -183,7 +184,7 @@ def test_rotary_angles_are_transformers(rope: dict[str, Any]) -> None:
     raw = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     spec = family_of(raw).spec_of(raw)
     want = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(512)[None])
-    for ours, theirs in zip(rope_angles(spec, 512), want, strict=True):
+    for ours, theirs in zip(rope_angles(spec.rope, 512), want, strict=True):
         # A frequency's last bit counts once a position.
         np.testing.assert_allclose(np.concatenate((ours, ours), axis=1), theirs[0].numpy(), rtol=0, atol=512 * 2**-23)
 
@@ -206,8 +207,8 @@ def test_configs_of_older_transformers_are_read() -> None:
         },
     }
     spec = family_of(raw).spec_of(raw)
-    assert (spec.rope_theta, spec.num_kv_heads, spec.head_dim) == (500_000.0, 2, 4)
-    assert spec.rope_scaling is not None and spec.rope_scaling.factor == 8.0
+    assert (spec.num_kv_heads, spec.head_dim) == (2, 4)
+    assert spec.rope == Rope(500_000.0, 4, Llama3Scaling(8.0, 1.0, 4.0, 8192))
 
 
 def test_names_of_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

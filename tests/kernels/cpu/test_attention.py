@@ -34,6 +34,16 @@ class Filled:
     values: Floats
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Where each row's window begins, and what is added to its scores, [rows, context to whole chunks]."""
+
+    firsts: Sequence[int] | None = None
+    biases: Floats | None = None
+
+
+PLAIN = Shape()
+Wide = NDArray[np.float64]
 NewCache = Callable[..., SingleCache]
 
 
@@ -77,23 +87,27 @@ def _fill(
     return Filled(cache, blocks, kept, keys, values)
 
 
-def _expected(filled: Filled, queries: Floats, limits: Sequence[int], head: int) -> tuple[NDArray[np.float64], ...]:
+def _expected(filled: Filled, queries: Floats, limits: Sequence[int], head: int, shape: Shape) -> tuple[Wide, Wide]:
     """The result, and how far rounded weights may move it; both [rows, head_dim]."""
+    firsts, biases = shape.firsts or [0] * len(limits), shape.biases
     dim = queries.shape[1]
     if filled.kept is KvFormat.BF16:
         queries = to_bf16(queries)
     else:
         queries = quantise_activations(queries, dim).values()
     wants, bounds = [], []
-    for query, limit in zip(queries.astype(np.float64), limits, strict=True):
-        keys, values = (x[head, :limit].astype(np.float64) for x in (filled.keys, filled.values))
-        scores = keys @ query * dim**-0.5
+    for i, (query, first, limit) in enumerate(zip(queries.astype(np.float64), firsts, limits, strict=True)):
+        keys, values = (x[head, first:limit].astype(np.float64) for x in (filled.keys, filled.values))
+        scores = keys @ query * dim**-0.5 + (0 if biases is None else biases[i, first:limit])
         weights = np.exp(scores - scores.max())
         weights /= weights.sum()
         wants.append(weights @ values)
         # What single precision does to a score moves its weight by as much as the score is large.
         slack = 1e-5 + 1e-6 * np.abs(keys * query).sum(-1).max() * dim**-0.5
-        bounds.append(slack * (weights @ np.abs(values)) + _rounding(filled.kept, weights, values) + 1e-30)
+        # Chunks begin where they do in the whole context.
+        left_out = first % CHUNK, 0
+        moved = _rounding(filled.kept, np.pad(weights, left_out), np.pad(values, (left_out, (0, 0))))
+        bounds.append(slack * (weights @ np.abs(values)) + moved + 1e-30)
     return np.array(wants), np.array(bounds)
 
 
@@ -111,9 +125,12 @@ def _rounding(kept: KvFormat, weights: NDArray[np.float64], values: NDArray[np.f
     return moved
 
 
-def _assert_close(filled: Filled, queries: Floats, limits: Sequence[int], head: int) -> None:
-    got = filled.cache.attend(queries, limits, filled.blocks, head)
-    want, bound = _expected(filled, queries, limits, head)
+def _assert_close(
+    filled: Filled, queries: Floats, limits: Sequence[int], head: int, shape: Shape = PLAIN, *, by_span: bool = False
+) -> None:
+    options = {"firsts": shape.firsts, "biases": shape.biases, "by_span": by_span}
+    got = filled.cache.attend(queries, limits, filled.blocks, head, **options)
+    want, bound = _expected(filled, queries, limits, head, shape)
     assert (np.abs(got - want) <= 1.02 * bound).all(), (np.abs(got - want) / bound).max()
 
 
@@ -188,6 +205,42 @@ def test_each_row_sees_its_own_share_of_the_context(
     filled = _fill(new_cache, kept, head_dim, max(limits), seed=seed)
     _assert_close(filled, random_floats(len(limits), head_dim, seed=seed + 1) * np.float32(size), limits, 0)
     made[0].close()
+
+
+@pytest.mark.parametrize("by_span", [False, True])
+@pytest.mark.parametrize("kept", KvFormat)
+@pytest.mark.parametrize("limits", [[1, 40, 64, 65], [130, 100, 90, 200], [1030, 600, 513, 1029], [700, 699]])
+@pytest.mark.parametrize("window", [1, 32, 90, 520])
+def test_windows_and_biases_are_the_references(
+    new_cache: NewCache, kept: KvFormat, limits: list[int], window: int, by_span: bool
+) -> None:
+    filled = _fill(new_cache, kept, 48, max(limits))
+    queries, num_biases = random_floats(len(limits), 48, seed=3), -(-max(limits) // CHUNK) * CHUNK
+    firsts = [max(0, limit - window) for limit in limits]
+    slopes = np.float32(0.1) * np.arange(len(limits), dtype=np.float32)[:, None]
+    biases: Floats = slopes * np.arange(num_biases, dtype=np.float32)
+    for shape in (Shape(firsts), Shape(biases=biases), Shape(firsts, biases)):
+        _assert_close(filled, queries, limits, 1, shape, by_span=by_span)
+
+
+@pytest.mark.parametrize("kept", KvFormat)
+def test_a_windows_bits_do_not_depend_on_rows_beside_it_nor_on_what_it_does_not_see(
+    new_cache: NewCache, kept: KvFormat
+) -> None:
+    filled = _fill(new_cache, kept, 64, 1200)
+    queries, limits = random_floats(4, 64), [1200, 100, 570, 1100]
+    firsts = [max(0, limit - 90) for limit in limits]
+    together = filled.cache.attend(queries, limits, filled.blocks, 0, firsts=firsts)
+    alone = [
+        filled.cache.attend(queries[i : i + 1], limits[i : i + 1], filled.blocks, 0, firsts=firsts[i : i + 1])
+        for i in range(4)
+    ]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+    for position in range(900):
+        poison = np.full(64, np.nan, np.float32)
+        filled.cache.set(_slot(filled.blocks, position), 0, poison, poison)
+    unseen = filled.cache.attend(queries[:1], limits[:1], filled.blocks, 0, firsts=firsts[:1])
+    np.testing.assert_array_equal(unseen, together[:1])
 
 
 @pytest.mark.parametrize("context", [513, 1030, 1600])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from math import erf
+
 import numpy as np
 import pytest
+import torch
 
-from penstock.kernels.cpu.single import Single
+from penstock.kernels.cpu.single import Floats, Single
+from penstock.kernels.reference.layers import layer_norm, rms_norm
 from penstock.kernels.reference.turned import turning_matrix
 
 
@@ -36,6 +40,39 @@ def test_silu_of_extremes(kernels: Single, count: int) -> None:
     assert np.isnan(kernels.silu(np.full(count, np.nan, np.float32))).all()
     assert (kernels.silu(np.full(count, np.inf, np.float32)) == np.inf).all()
     assert (kernels.silu(np.zeros(count, np.float32)) == 0).all()
+
+
+@pytest.mark.parametrize("is_tanh", [False, True])
+def test_gelu_is_within_a_few_millionths(kernels: Single, is_tanh: bool) -> None:
+    x = np.concatenate((np.linspace(-12, 12, 60_001), np.geomspace(1e-30, 1e12, 1000))).astype(np.float32)
+    wide = x.astype(np.float64)
+    share = 0.5 * (1 + np.tanh((2 / np.pi) ** 0.5 * (wide + 0.044715 * wide**3)))
+    if not is_tanh:
+        share = 0.5 * (1 + np.array([erf(value) for value in wide * 0.5**0.5]))
+    assert (np.abs(kernels.gelu(x, is_tanh=is_tanh) - wide * share) <= 1e-6 * np.abs(wide)).all()
+    assert kernels.gelu(np.zeros(3, np.float32), is_tanh=is_tanh).tolist() == [0.0] * 3
+    assert np.isnan(kernels.gelu(np.array([np.nan], np.float32), is_tanh=is_tanh)).all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("count", [1, 15, 16, 33, 576])
+def test_a_norm_is_the_references(kernels: Single, count: int, has_bias: bool) -> None:
+    rng = np.random.default_rng(count)
+    row, weight, bias = (rng.standard_normal(count).astype(np.float32) for _ in range(3))
+    row = row * np.float32(3) + np.float32(5)
+    got, finite = kernels.norm(row, weight, bias if has_bias else None, 1e-5)
+    np.testing.assert_allclose(got[:count], _norm(row, weight, bias if has_bias else None, 1e-5), atol=1e-5, rtol=1e-5)
+    assert finite and not got[count:].any()
+    for odd in (np.nan, np.inf, -np.inf):
+        row[count // 2] = odd
+        assert not kernels.norm(row, weight, bias if has_bias else None, 1e-5)[1]
+
+
+def _norm(row: Floats, weight: Floats, bias: Floats | None, eps: float) -> Floats:
+    x, factors = torch.from_numpy(row), torch.from_numpy(weight)
+    if bias is None:
+        return np.asarray(rms_norm(x, factors, eps))
+    return np.asarray(layer_norm(x, factors, torch.from_numpy(bias), eps))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 24, 33, 40, 96, 576, 1536, 2048])

@@ -81,7 +81,7 @@ def test_an_answer_looks_the_same_in_a_file_and_over_http(reason: Any) -> None:
         (CHAT_URL, {"messages": MESSAGES, "frequency_penalty": 2.5}, "frequency_penalty"),
         (CHAT_URL, {"messages": MESSAGES, "presence_penalty": "0.5"}, "presence_penalty"),
         (COMPLETIONS_URL, {"prompt": "x", "min_p": -0.1}, "min_p"),
-        (CHAT_URL, {"messages": MESSAGES, "logit_bias": {"5": 1}}, "logit_bias"),
+        (CHAT_URL, {"messages": MESSAGES, "logit_bias": {"5": 101}}, "logit_bias.5"),
         (CHAT_URL, {"messages": MESSAGES, "temperature": float("nan")}, "temperature"),
         (CHAT_URL, {}, "messages"),
         (CHAT_URL, {"messages": MESSAGES, "model": 5}, "model"),

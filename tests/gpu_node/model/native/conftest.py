@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 from fakes.native import ISAS, built
+from fakes.random_families import make_family_model
 from fakes.random_llama import make_llama
 
 from penstock.gpu_node.model.load import load_model
@@ -48,6 +49,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def make(**shapes: Any) -> Path:
         return make_llama(tmp_path_factory.mktemp("llama"), **shapes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a random model of a family, in bfloat16."""
+
+    @cache
+    def make(name: str, **changes: Any) -> Path:
+        return make_family_model(tmp_path_factory.mktemp("family"), name, "bfloat16", **changes)
 
     return make
 

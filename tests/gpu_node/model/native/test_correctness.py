@@ -13,6 +13,7 @@ import torch
 from fakes.matrices import kept
 from fakes.plans import logits_alone
 from fakes.prompts import TEXT, mixed_prompts
+from fakes.random_families import FAMILIES
 from fakes.ties import num_departures
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
@@ -25,6 +26,7 @@ from penstock.kernels.cpu.library import Format
 from penstock.kernels.reference.turned import turning_matrix
 
 Llama = Callable[..., Path]
+Family = Callable[..., Path]
 LoadNative = Callable[..., NativeRunner]
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -46,6 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tied head": {"tie_word_embeddings": True, "vocab_size": 1000},
     "llama3 rope": {"llama3_rope": True},
 }
+MAX_TIE_GAP = 0.5
+"""What is a tie to bfloat16: logits, two apart from each other, err by a few hundredths."""
 QUANTISED = {"int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
 
 
@@ -136,6 +140,37 @@ def test_quantised_weights_mean_what_the_references_say(
     assert _error(logits_alone(runner, token_ids), _logits(model, token_ids)) < 0.035
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama dynamic"])
+def test_every_family_errs_no_more_than_transformers_bfloat16(
+    family: Family, load_native: LoadNative, name: str
+) -> None:
+    token_ids = _tokens(384, 300)
+    want, theirs = (_logits(_model(family(name), dtype), token_ids) for dtype in (torch.float32, torch.bfloat16))
+    got = logits_alone(load_native(family(name), num_threads=2), token_ids)
+    assert _error(got, want) <= _error(theirs, want)
+
+
+@pytest.mark.parametrize("quantization", QUANTISED)
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "falcon 7b", "falcon rw", "gpt-neox"])
+def test_quantised_weights_of_every_family_mean_what_the_references_say(
+    family: Family, load_native: LoadNative, name: str, quantization: str
+) -> None:
+    folder = family(name, initializer_range=0.1)
+    model, turns = _model(folder, torch.float32), name.startswith(("llama", "mistral", "qwen"))
+    with torch.inference_mode():
+        if quantization == "int8" and turns:
+            _round_turned(model)
+        else:
+            # Rows of what has layer norms are not turned, and have a scale for each group instead.
+            rounded = Format.INT8_GROUP if quantization == "int8" else QUANTISED[quantization]
+            for weight in model.parameters():
+                if weight.ndim == 2:
+                    weight.copy_(torch.from_numpy(kept(rounded, weight.numpy())))
+    token_ids = _tokens(384, 80)
+    got = logits_alone(load_native(folder, quantization=quantization, num_threads=2), token_ids)
+    assert _error(got, _logits(model, token_ids)) < 0.035
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("quantization", ["none", *QUANTISED])
 def test_choices_survive_preemption_and_prefix_hits_to_the_token(
@@ -159,6 +194,27 @@ def test_choices_survive_preemption_and_prefix_hits_to_the_token(
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama dynamic"])
+def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_ties_only(
+    family: Family, best_library: Path, name: str
+) -> None:
+    plain = {"model": str(family(name)), "runner": "native", "dtype": "bfloat16", "max_num_seqs": 50}
+    greedy, tokens = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), []
+    for limits in (
+        {"num_kv_blocks": 64, "num_swap_blocks": 64, "preemption": "swap", "max_num_batched_tokens": 96},
+        {"num_kv_blocks": 1000, "enable_prefix_caching": False},
+    ):
+        engine = Engine(EngineConfig(**plain | limits))
+        prompts = [prompt[:200] for prompt in mixed_prompts(engine, 50)]
+        said = [generation.choices[0].token_ids for generation in engine.generate(prompts, greedy)]
+        tokens.append(said)
+        stats, tight = engine.stats(), "preemption" in limits
+        assert (stats.num_swaps > 0, stats.prefix_hit_tokens > 0) == (tight, tight)
+    assert tokens[0] == tokens[1]
+    model = _model(family(name), torch.float32)
+    num_departures(model, zip(prompts, tokens[0], strict=True), max_gap=MAX_TIE_GAP)
+
+
 def _greedy(folder: Path, count: int, **settings: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Prompts and what an engine goes on with, 16 tokens each."""
     engine = Engine(EngineConfig(model=str(folder), dtype="bfloat16", kv_cache_tokens=2048, **settings))
@@ -170,10 +226,9 @@ def _greedy(folder: Path, count: int, **settings: Any) -> list[tuple[tuple[int, 
 def test_greedy_tokens_leave_transformers_path_at_ties_and_no_more_often_than_torch(
     tiny_model: Path, best_library: Path
 ) -> None:
-    """What is a tie to bfloat16: its logits, two apart from each other, err by a few hundredths."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model).to(torch.bfloat16).float()
     ours, theirs = (
-        num_departures(model, _greedy(tiny_model, 40, runner=runner, quantization="none"), max_gap=0.5)
+        num_departures(model, _greedy(tiny_model, 40, runner=runner, quantization="none"), max_gap=MAX_TIE_GAP)
         for runner in ("native", "torch")
     )
     assert ours <= theirs + 3

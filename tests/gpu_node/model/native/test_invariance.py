@@ -97,6 +97,20 @@ def test_long_contexts_give_the_same_bits_when_spans_are_shared_out(
             np.testing.assert_array_equal(got, want[position : position + 1])
 
 
+@pytest.mark.parametrize("kept", KV_CACHE_DTYPES)
+@pytest.mark.parametrize("name", ["mistral", "qwen3", "falcon 40b", "falcon rw", "gpt-neox"])
+def test_every_familys_logits_do_not_depend_on_company_chunks_blocks_or_threads(
+    family: Callable[..., Path], load_native: LoadNative, name: str, kept: str
+) -> None:
+    rng, folder = random.Random(0), family(name)
+    sequences = [_tokens(rng, count) for count in (600, 90, 5, 33, 40)]
+    want = logits_alone(load_native(folder, kv_cache_dtype=kept, num_threads=1), sequences[0])
+    for num_threads in (2, 3):
+        runner = load_native(folder, kv_cache_dtype=kept, num_threads=num_threads)
+        got = _logits_in_company(runner, rng, _tracks(rng, sequences), chunk=90)
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("kept", KV_CACHE_DTYPES)
 def test_a_prefix_that_is_there_already_gives_the_same_bits(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.native import built
+from fakes.native import SANITIZE, built
 from fakes.plans import Track, logits_alone, plan_of, tokens_of_step
 from fakes.sampling import rows_of
 
@@ -22,6 +22,7 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
+from penstock.kernels.cpu.library import Format, Slot
 from penstock.kernels.cpu.probe import Isa
 
 Llama = Callable[..., Path]
@@ -192,3 +193,11 @@ def test_a_model_ends_with_a_step_that_nobody_waits_for(llama: Llama, this_isa: 
         runner.close()
     del runner, plan, flight
     assert _cores().keys() <= before
+
+
+@pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer ends the process instead")
+def test_lack_of_memory_is_known_as_such(llama: Llama, this_isa: Isa) -> None:
+    runner = _load(llama()).runner
+    assert isinstance(runner, NativeRunner)
+    with pytest.raises(MemoryError):
+        runner._model.allocate(Slot.HEAD, 0, Format.BF16, 1 << 30, 1 << 20)

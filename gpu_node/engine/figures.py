@@ -1,0 +1,37 @@
+"""An engine's figures, from those who count."""
+
+from __future__ import annotations
+
+from penstock.gpu_node.engine.flight import Meter
+from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.engine.scheduler import Scheduler
+
+
+def figures_of(memory: KvMemory, scheduler: Scheduler, meter: Meter, block_size: int) -> EngineStats:
+    """A snapshot of memory, queues and counters."""
+    device, host, hits = memory.device, memory.host, scheduler.prefix_hits
+    return EngineStats(
+        kv_blocks_total=device.num_total,
+        kv_blocks_free=device.num_free,
+        kv_blocks_cached=device.num_cached,
+        kv_evictions=device.num_evictions,
+        block_size=block_size,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.queues.num_waiting,
+        num_preemptions=scheduler.num_preemptions,
+        prefix_lookup_tokens=hits.lookup_tokens,
+        prefix_hit_tokens=hits.hit_tokens,
+        swap_hit_tokens=hits.host_tokens,
+        kv_tokens_used=memory.num_held * block_size - scheduler.num_tokens_unused,
+        swap_blocks_total=host.num_total,
+        swap_blocks_free=host.num_free,
+        swap_blocks_cached=host.num_cached,
+        swap_evictions=host.num_evictions,
+        swapped_out_blocks=memory.num_out,
+        swapped_in_blocks=memory.num_in,
+        num_swapped=len(scheduler.queues.swapped),
+        num_swaps=scheduler.num_swaps,
+        max_step_tokens=scheduler.max_step_tokens,
+        **meter.figures(),
+    )

@@ -1,0 +1,139 @@
+"""What the memory went through lately: enough to say afterwards why it ran out, and because of whom."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+
+MAX_RECORDS = 256
+NUM_HOLDERS = 3
+_QUIET_S, _BUSY_S = 1.0, 0.1
+"""Between two records: while nothing happens, and while something does."""
+_LOG_EVERY_S = 60.0
+_NUM_LOGGED = 32
+"""A memory that ran out once may do so at each of the next steps."""
+_GROWTH = 1.1
+"""A system that runs out of memory kills without a word: only what was logged before can explain it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """Memory at one moment. Blocks are held, cached (a prefix that nobody holds) or blank."""
+
+    at_s: float
+    """Unix time."""
+    event: str
+    """What happened since the record before."""
+    kv_blocks: tuple[int, int, int]
+    """Of the device: held, cached, blank."""
+    swap_blocks: tuple[int, int, int]
+    """Of the host."""
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    max_step_tokens: int
+    """Fewer than the settings say after steps that found no memory."""
+    resident_bytes: int
+    """Of the process; 0 where the system does not say."""
+    holders: tuple[tuple[str, int], ...]
+    """Those requests that hold most, with their blocks; shared ones count for each choice that holds them."""
+
+    def __str__(self) -> str:
+        tiers = (("kv", self.kv_blocks), ("swap", self.swap_blocks))
+        blocks = "  ".join(f"{name} {held} held {cached} cached {blank} blank" for name, (held, cached, blank) in tiers)
+        holders = ", ".join(f"{name} {held}" for name, held in self.holders) or "nobody"
+        return (
+            f"{datetime.fromtimestamp(self.at_s):%H:%M:%S.%f}"[:-3] + f"  {blocks}  "
+            f"{self.num_running} run {self.num_waiting} wait {self.num_swapped} swapped  "
+            f"steps of {self.max_step_tokens}  {self.resident_bytes >> 20} MiB  most: {holders}  {self.event}"
+        ).rstrip()
+
+
+class MemoryTrail:
+    """The last records of a scheduler and its memory: one a second, more while sequences lose their blocks."""
+
+    def __init__(self, scheduler: Scheduler, memory: KvMemory, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._now_s = now_s
+        self._records: deque[MemoryRecord] = deque(maxlen=MAX_RECORDS)
+        self._counted: Counter[str] = Counter()
+        self._num_refused = 0
+        self._recorded_s = self._logged_s = -math.inf
+        self._told_bytes = 0
+
+    def lines(self) -> list[str]:
+        """The records as text, the oldest first."""
+        return [str(record) for record in list(self._records)]
+
+    def refused(self) -> None:
+        """A request was refused because it could never fit."""
+        self._num_refused += 1
+
+    def watch(self) -> None:
+        """Record how things stand, if that is due."""
+        now_s = self._now_s()
+        since_s = now_s - self._recorded_s
+        if since_s < _BUSY_S:
+            return
+        counts = self._counts()
+        if since_s >= _QUIET_S or counts != self._counted:
+            happened = ", ".join(f"{name} {number}" for name, number in (counts - self._counted).items())
+            self._counted = counts
+            self._recorded_s = now_s
+            self._record(happened)
+
+    def failed(self, error: Exception) -> None:
+        """Record that a step failed; where it found no memory, log what led to that."""
+        now_s = self._now_s()
+        self._record(f"step failed: {error!r}")
+        if isinstance(error, MemoryError) and now_s - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = now_s
+            _log.error("a step found no memory", extra={"reason": repr(error), "trail": self.lines()[-_NUM_LOGGED:]})
+
+    def _counts(self) -> Counter[str]:
+        scheduler = self._scheduler
+        counts = {"preempted": scheduler.num_preemptions, "swapped": scheduler.num_swaps, "refused": self._num_refused}
+        return Counter(counts)
+
+    def _record(self, event: str) -> None:
+        scheduler, queues = self._scheduler, self._scheduler.queues
+        held: Counter[str] = Counter()
+        for seq in (*scheduler.running, *queues.swapped):
+            held[seq.request_id] += len(seq.blocks)
+        device, host = self._memory.device, self._memory.host
+        record = MemoryRecord(
+            at_s=time.time(),
+            event=event,
+            kv_blocks=(device.num_total - device.num_free, device.num_cached, device.num_free - device.num_cached),
+            swap_blocks=(host.num_total - host.num_free, host.num_cached, host.num_free - host.num_cached),
+            num_running=scheduler.num_running,
+            num_waiting=queues.num_waiting,
+            num_swapped=len(queues.swapped),
+            max_step_tokens=scheduler.max_step_tokens,
+            resident_bytes=_resident_bytes(),
+            holders=tuple(held.most_common(NUM_HOLDERS)),
+        )
+        self._records.append(record)
+        if record.resident_bytes > _GROWTH * self._told_bytes:
+            self._told_bytes = record.resident_bytes
+            _log.info("memory grew", extra={"record": str(record)})
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

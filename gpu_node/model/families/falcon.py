@@ -1,0 +1,64 @@
+"""Falcon in its three shapes: 7B (one key head), 40B and 11B (groups of heads), and RW (ALiBi, sequential layers)."""
+
+from __future__ import annotations
+
+from penstock.gpu_node.model.hf_config import Config, activation_of, head_dim_of, max_position_of, rope_of
+from penstock.gpu_node.model.spec import Family, ModelSpec, NameMap
+
+_LAYER = "transformer.h.{layer}."
+_NUM_NORMS_OF_NEW = 2
+
+
+def _spec_of(config: Config) -> ModelSpec:
+    is_new, has_bias = bool(config.get("new_decoder_architecture")), bool(config.get("bias"))
+    is_parallel = is_new or bool(config.get("parallel_attn", True))
+    head_dim, num_heads = head_dim_of(config), config["num_attention_heads"]
+    rope = None if config.get("alibi") else rope_of(config, head_dim)
+    return ModelSpec(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config.get("ffn_hidden_size") or 4 * config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(config, is_new=is_new),
+        head_dim=head_dim,
+        max_position=max_position_of(config, rope),
+        norm="layer",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        rope=rope,
+        windows=(None,) * config["num_hidden_layers"],
+        activation=activation_of(config, "activation", "gelu"),
+        parallel_residual=is_parallel,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=has_bias,
+        tied_head=bool(config.get("tie_word_embeddings", True)),
+        names=_names_of(config, is_new=is_new, is_parallel=is_parallel),
+    )
+
+
+def _num_kv_heads(config: Config, *, is_new: bool) -> int:
+    if is_new:
+        return int(config.get("num_kv_heads") or config["num_attention_heads"])
+    return 1 if config.get("multi_query", True) else int(config["num_attention_heads"])
+
+
+def _names_of(config: Config, *, is_new: bool, is_parallel: bool) -> NameMap:
+    attention_norm, mlp_norm = "input_layernorm", None if is_parallel else "post_attention_layernorm"
+    num_norms = config.get("num_ln_in_parallel_attn") or _NUM_NORMS_OF_NEW
+    if is_new and num_norms == _NUM_NORMS_OF_NEW:
+        attention_norm, mlp_norm = "ln_attn", "ln_mlp"
+    return NameMap(
+        embedding="transformer.word_embeddings",
+        final_norm="transformer.ln_f",
+        head="lm_head",
+        attention_norm=_LAYER + attention_norm,
+        qkv=(_LAYER + "self_attention.query_key_value",),
+        out=_LAYER + "self_attention.dense",
+        mlp_norm=None if mlp_norm is None else _LAYER + mlp_norm,
+        mlp_in=(_LAYER + "mlp.dense_h_to_4h",),
+        mlp_out=_LAYER + "mlp.dense_4h_to_h",
+    )
+
+
+FAMILY = Family("FalconForCausalLM", _spec_of)

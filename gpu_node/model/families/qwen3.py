@@ -1,0 +1,21 @@
+"""Qwen3: Llama with a norm of each head's queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.gpu_node.model.hf_config import LLAMA_NAMES, Config, llama_shapes, sliding_windows
+from penstock.gpu_node.model.spec import Family, ModelSpec
+
+_DEFAULT_HEAD_DIM = 128
+_ATTENTION = "model.layers.{layer}.self_attn."
+
+
+def _spec_of(config: Config) -> ModelSpec:
+    attention_bias = bool(config.get("attention_bias"))
+    shapes = llama_shapes({"head_dim": _DEFAULT_HEAD_DIM, **config})
+    shapes["names"] = replace(LLAMA_NAMES, q_norm=_ATTENTION + "q_norm", k_norm=_ATTENTION + "k_norm")
+    return ModelSpec(**shapes, windows=sliding_windows(config), qkv_bias=attention_bias, out_bias=attention_bias)
+
+
+FAMILY = Family("Qwen3ForCausalLM", _spec_of)

@@ -1,0 +1,84 @@
+"""The forward pass of a decoder by Triton's kernels, driven by its spec; the caller owns the cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.gpu_node.model.gpu.inputs import StepInputs
+from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.norm import Norm
+from penstock.gpu_node.model.positions import alibi_biases, rope_angles
+from penstock.gpu_node.model.spec import ModelSpec
+from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.layers import activate, add_layer_norm, add_rms_norm, gate_mul, rotate_and_store
+from penstock.kernels.triton.prefill_attention import prefill_attention
+
+
+class GpuDecoder:
+    """A model's weights and the arithmetic over them."""
+
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
+        self.spec = spec
+        self._weights = weights
+        device = weights.embedding.device
+        tables = (
+            (torch.zeros(num_positions, 0).numpy(),) * 2 if spec.rope is None else rope_angles(spec.rope, num_positions)
+        )
+        self._cos, self._sin = (torch.from_numpy(table).to(device) for table in tables)
+        self._biases = None
+        if spec.rope is None:
+            self._biases = torch.from_numpy(alibi_biases(spec, num_positions)).to(device)
+
+    def logits(self, step: StepInputs, ids: Tensor, layers: list[PagedCache], splits: int) -> Tensor:
+        """Store the step's keys and values; the logits behind the tokens that it samples at, [num_samples, vocab].
+
+        ids: [num_tokens], all of them known; splits: of the contexts of sequences that decode.
+        """
+        spec, weights = self.spec, self._weights
+        # The residual stream stays in float32, as the torch runner's does.
+        residual, delta = functional.embedding(ids, weights.embedding).float(), None
+        for i, (layer, cache) in enumerate(zip(weights.layers, layers, strict=True)):
+            normed = _add_norm(residual, delta, layer.attention_norm)
+            attended = self._attend(step, layer.qkv(normed), cache, layer, spec.windows[i], splits)
+            if layer is weights.layers[-1]:
+                # Behind the last attention a token matters only where something is sampled from it.
+                residual, attended, normed = (x[step.sampling] for x in (residual, attended, normed))
+            delta = self._behind_attention(residual, normed, layer.out(attended.flatten(1)), layer)
+        return weights.head(_add_norm(residual, delta, weights.final_norm))
+
+    def _attend(
+        self, step: StepInputs, qkv: Tensor, cache: PagedCache, layer: LayerWeights, window: int | None, splits: int
+    ) -> Tensor:
+        norms = layer.head_norms
+        names = {} if norms is None else {"q_norm": norms[0].weight, "k_norm": norms[1].weight}
+        angles = step.positions, step.slots, self._cos, self._sin
+        q = rotate_and_store(qkv, cache, *angles, **names, eps=self.spec.norm_eps)
+        out = torch.empty_like(q)
+        given = out, q, cache, step.query_starts, step.context_lens, step.block_tables
+        scale, window = self.spec.head_dim**-0.5, window or 0
+        if len(step.decoding):
+            decode_attention(*given, step.decoding, splits, scale=scale, window=window, biases=self._biases)
+        if len(step.tiles):
+            prefill_attention(*given, step.tiles, scale=scale, window=window, biases=self._biases)
+        return out
+
+    def _behind_attention(self, residual: Tensor, normed: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+        """What the rest of a layer adds to the residual stream, of which all but the last term may be in it already."""
+        if not self.spec.parallel_residual:
+            return self._mlp(_add_norm(residual, attended, layer.mlp_norm), layer)
+        if layer.mlp_norm is not layer.attention_norm:
+            normed = _add_norm(residual, None, layer.mlp_norm)
+        return attended + self._mlp(normed, layer)
+
+    def _mlp(self, normed: Tensor, layer: LayerWeights) -> Tensor:
+        inner, activation = layer.mlp_in(normed), self.spec.activation
+        return layer.mlp_out(gate_mul(inner, activation) if self.spec.is_gated else activate(inner, activation))
+
+
+def _add_norm(residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+    if norm.bias is None:
+        return add_rms_norm(residual, delta, norm.weight, norm.eps)
+    return add_layer_norm(residual, delta, norm.weight, norm.bias, norm.eps)

@@ -1,0 +1,91 @@
+"""What a card has and the CPU does not: streams, events, pinned memory and graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self) -> None:
+        """Block the calling thread until it is reached."""
+
+    def hold(self) -> None:
+        """Let the current stream go no further before it is reached."""
+
+    def ms_since(self, earlier: Mark) -> float:
+        """Time between two marks that were reached."""
+
+
+class Device:
+    """A card, or the CPU in its place, where work is done by the time that it is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = device
+        self.is_card = device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if self.is_card else None  # type: ignore[no-untyped-call]
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether kernels may convert to and multiply float8."""
+        return not self.is_card or torch.cuda.get_device_capability(self.torch) >= (8, 9)
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host that the card copies from and to by itself."""
+        return torch.zeros(*shape, dtype=dtype, pin_memory=self.is_card)
+
+    def mark(self) -> Mark:
+        """The end of what the current stream was given so far."""
+        return _CardMark() if self.is_card else _CpuMark()
+
+    def on_side(self) -> AbstractContextManager[object]:
+        """Give work to a second stream; what it needs of the other's must be marked and held."""
+        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+    def capture(self, work: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
+        """What does `work` again on the same memory, and the memory pool to hand to the next capture."""
+        if not self.is_card:
+            return work, None
+        # Kernels are compiled, and libraries allocate what they need, before the capture.
+        work()
+        torch.cuda.synchronize(self.torch)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            work()
+        return graph.replay, graph.pool()
+
+
+class _CardMark:
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def hold(self) -> None:
+        self._event.wait()
+
+    def ms_since(self, earlier: Mark) -> float:
+        return float(earlier._event.elapsed_time(self._event)) if isinstance(earlier, _CardMark) else 0.0
+
+
+class _CpuMark:
+    def __init__(self) -> None:
+        self._reached_s = time.perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    def hold(self) -> None:
+        pass
+
+    def ms_since(self, earlier: Mark) -> float:
+        return (self._reached_s - earlier._reached_s) * 1e3 if isinstance(earlier, _CpuMark) else 0.0

@@ -1,0 +1,110 @@
+"""A described model to a card's runner, with a KV cache of what the card has left."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint import Checkpoint
+from penstock.gpu_node.model.description import Description, cache_sizes, num_host_blocks
+from penstock.gpu_node.model.gpu.decoder import GpuDecoder
+from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
+from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, linear_of
+from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes
+from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
+from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
+from penstock.gpu_node.model.source import ModelSource, Progress, dequantised_folder
+from penstock.gpu_node.model.spec import ModelSpec
+from penstock.gpu_node.model.tensors import DecoderTensors
+from penstock.gpu_node.model.weights import load_weights
+
+_log = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_KV_DTYPES = _DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_UTILIZATION = 0.9
+
+
+def load_gpu(described: Description, options: RunnerOptions, progress: Progress) -> tuple[GpuRunner, str]:
+    """The runner, and a name for its arithmetic. Raises ConfigError naming what is missing or not supported."""
+    device = Device(_device())
+    quantization = "none" if options.quantization == "auto" else options.quantization
+    spec, name = described.spec, _dtype_name(options.dtype, described.stored_dtype)
+    _check(options, spec, quantization, device)
+    kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
+    checkpoint = Checkpoint.open(ModelSource(dequantised_folder(described.source, progress)))
+    tensors = DecoderTensors(checkpoint, spec)
+    keep, told = linear_of(quantization), lambda done: progress("load", done)
+    weights = load_weights(tensors, spec, _DTYPES[name], told, device.torch, keep)
+    decoder = GpuDecoder(spec, weights, described.max_model_len)
+    sizes = _sizes(described, options, decoder, layout, device)
+    pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
+    limits = Limits(options.max_num_seqs, described.max_model_len, options.block_size, options.deterministic)
+    if options.deterministic:
+        _forbid_split_sums()
+    runner = GpuRunner(decoder, pool, sizes, limits, device)
+    facts = device.torch, name, quantization, kept, sizes.num_device_blocks, sizes.num_host_blocks
+    _log.info("gpu runner device=%s dtype=%s quantization=%s kv=%s kv_blocks=%d swap_blocks=%d", *facts)
+    parts = "gpu", name, *((quantization,) if quantization != "none" else ()), "kv", kept
+    return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "runner gpu: torch sees no CUDA device (TRITON_INTERPRET=1 runs its kernels slowly on the CPU)"
+        )
+    return torch.device("cpu")
+
+
+def _check(options: RunnerOptions, spec: ModelSpec, quantization: str, device: Device) -> None:
+    if quantization not in ("none", "int4", *SCALED):
+        raise ConfigError(f"quantization {quantization} cannot be had on a card: want none, int8, int4 or fp8")
+    if quantization == "int4" and not can_pack_int4(
+        spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
+    ):
+        raise ConfigError("quantization int4 wants matrices whose columns are a multiple of 32")
+    if "fp8" in (quantization, options.kv_cache_dtype) and not device.has_float8:
+        raise ConfigError("fp8 needs a card of compute capability 8.9 or later")
+    if options.cpu_offload_gib:
+        raise ConfigError("cpu_offload_gib cannot be had: the gpu runner keeps all weights on the card")
+
+
+def _dtype_name(wanted: str, stored: str) -> str:
+    if wanted != "auto":
+        return wanted
+    return stored if stored in ("bfloat16", "float16") else "float32"
+
+
+def _forbid_split_sums() -> None:
+    """Let cuBLAS not cut sums over columns into parts, which end up added in one order or another."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    matmul.allow_fp16_reduced_precision_reduction = (False, False)
+
+
+def _sizes(
+    described: Description, options: RunnerOptions, decoder: GpuDecoder, layout: KvLayout, device: Device
+) -> CacheSizes:
+    """By number where one is given; else what the card has left once the largest step has run, or kv_cache_gib."""
+    token_bytes = layout.block_bytes // options.block_size
+    if not device.is_card:
+        return cache_sizes(described, options, token_bytes)
+    num_blocks = options.num_blocks
+    if num_blocks is None:
+        peak = peak_bytes(decoder, KvPool(layout, 1, 0, device), options.max_num_batched_tokens, options.max_num_seqs)
+        free, total = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        share = options.gpu_memory_utilization or _UTILIZATION
+        marks = 8 * options.max_num_seqs * described.spec.vocab_size
+        left = bytes_left(total=total, free=free, reserved=reserved, peak=peak + marks, utilization=share)
+        num_blocks = left // layout.block_bytes - 1
+        if num_blocks < 1:
+            raise ConfigError(f"gpu_memory_utilization {share} leaves no block of {options.block_size} tokens")
+    return CacheSizes(num_blocks, num_host_blocks(options, layout.block_bytes), layout.block_bytes)

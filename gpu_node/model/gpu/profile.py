@@ -1,0 +1,58 @@
+"""How much of a card's memory a step takes, and how many blocks fit what is left."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.gpu_node.model.gpu.decoder import GpuDecoder
+from penstock.gpu_node.model.gpu.inputs import StepInputs, aligned
+from penstock.gpu_node.model.gpu.kv_pool import KvPool
+from penstock.kernels.triton.prefill_attention import prefill_tiles
+from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
+
+
+@torch.inference_mode()
+def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: int) -> None:
+    """Compute a prompt of `num_tokens` tokens and sample `num_samples` rows behind its first one; stores nothing."""
+    device = pool.layers[0].k.device
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+    starts = np.array([0, num_tokens], np.int32)
+    # The null block stands for all of its context.
+    table = ints(1, aligned(num_tokens // pool.layers[0].block_size + 1))
+    step = StepInputs(
+        token_ids=ints(num_tokens),
+        positions=ints(num_tokens),
+        slots=ints(num_tokens) - 1,
+        query_starts=torch.from_numpy(starts).to(device),
+        context_lens=ints(1) + num_tokens,
+        block_tables=table,
+        decoding=ints(0),
+        tiles=torch.from_numpy(prefill_tiles(starts, np.zeros(1, np.int32))).to(device),
+        sampling=ints(num_samples),
+        rules=ints(num_samples, len(RULE_COLUMNS)),
+    )
+    step.rules[:, -1] = -1
+    logits = decoder.logits(step, step.token_ids, pool.layers, 1)
+    sample(logits, step.rules, Marks.empty(1, logits.shape[1], device))
+
+
+def peak_bytes(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: int) -> int:
+    """What the largest step takes on the card beyond what is there before it."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run_largest_step(decoder, pool, num_tokens, num_samples)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def bytes_left(*, total: int, free: int, reserved: int, peak: int, utilization: float) -> int:
+    """What a share of a card's memory leaves for the cache.
+
+    total, free: of the card now, all processes counted; reserved: what torch holds and could use for the step's `peak`.
+    """
+    taken = total - free
+    return int(total * utilization) - taken - max(0, peak - reserved)

@@ -1,0 +1,211 @@
+"""Steps of a plan on a card."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.gpu_node.model.gpu.decoder import GpuDecoder
+from penstock.gpu_node.model.gpu.device import Device, Mark
+from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
+from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
+from penstock.gpu_node.model.gpu.kv_pool import KvPool
+from penstock.gpu_node.model.gpu.row_marks import RowMarks
+from penstock.gpu_node.model.protocol import CacheSizes, StepPlan, StepResult
+from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
+from penstock.kernels.triton.decode_attention import num_splits
+from penstock.kernels.triton.sampler import sample
+
+MAX_IN_FLIGHT = 2
+"""Steps that may be submitted before the first of them is waited for."""
+FIXED_SPLITS = 8
+"""Of contexts, where a row's sums must not depend on how many others there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a runner is made for."""
+
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    deterministic: bool = False
+
+
+class GpuRunner:
+    """Runs each step on the device's own time: `submit` only gives it the work.
+
+    Up to MAX_IN_FLIGHT steps may be on their way. A plan made before the tokens of the step ahead of it are known has
+    -1 - i in the place of what that step's row i samples; rows with penalties need known tokens.
+    """
+
+    def __init__(self, decoder: GpuDecoder, pool: KvPool, sizes: CacheSizes, limits: Limits, device: Device) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self._sizes = sizes
+        self._limits = limits
+        self._device = device
+        rows, vocab = limits.max_num_seqs, decoder.spec.vocab_size
+        self._row_marks = RowMarks(rows, vocab, device.torch)
+        max_blocks = -(-limits.max_model_len // limits.block_size)
+        with torch.inference_mode():
+            # One more row than sequences: padding of a graph's batch may sample too.
+            self._tokens = torch.zeros(2 * rows + 32, dtype=torch.int32, device=device.torch)
+            self._graphs = DecodeGraphs(device, self._compute, rows, max_blocks)
+        self._open = _Flight(device.mark(), device.mark())
+        self._trays = deque(_Tray(device) for _ in range(MAX_IN_FLIGHT))
+
+    @property
+    def cache_sizes(self) -> CacheSizes:
+        """What the KV cache holds."""
+        return self._sizes
+
+    def bind_thread(self) -> None:
+        """Nothing to do: the card computes."""
+
+    @naming_lack_of_memory()
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> _Flight:
+        """Start a step."""
+        self._open.close()
+        tray = self._trays[0]
+        self._trays.rotate(-1)
+        tray.wait()
+        started = self._device.mark()
+        self._pool.copy(plan.copies)
+        copied = self._device.mark()
+        if self._pool.has_host_block(plan.block_tables):
+            self._pool.settle()
+        places = self._row_marks.places(plan.sampling)
+        arrays = pack_step(plan, places, self._limits.block_size)
+        flight = _Flight(started, copied)
+
+        def land() -> None:
+            flight.land(tray.take(self._tokens[: len(plan.sample_seqs)]), tray.left)
+
+        if plan.sampling.masks is None:
+            self._row_marks.write(plan.sampling, places)
+            self._run(tray, arrays)
+            land()
+            return flight
+        # Masks are written while the step runs: what looks at them is left to who waits for it.
+        step = self._arrived(tray, arrays)
+        logits = self._logits(step)
+
+        @torch.inference_mode()
+        def sample_masked() -> None:
+            self._row_marks.write(plan.sampling, places)
+            self._sample(step, logits)
+            land()
+
+        flight.rest, self._open = sample_masked, flight
+        return flight
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> NDArray[np.float32]:
+        """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
+        self._open.close()
+        tray = self._trays[0]
+        tray.wait()
+        arrays = pack_step(plan, np.zeros(0, np.int32), self._limits.block_size)
+        arrays[8] = np.arange(len(plan.token_ids), dtype=np.int32)
+        logits: NDArray[np.float32] = self._logits(self._arrived(tray, arrays)).float().cpu().numpy()
+        return logits
+
+    @torch.inference_mode()
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        """Clear blocks in every layer."""
+        self._pool.zero(block_ids)
+
+    def _run(self, tray: _Tray, arrays: list[Ints]) -> None:
+        if self._graphs.can_run(arrays):
+            arrays = self._graphs.padded(arrays)
+            self._graphs.run(tray.packed(arrays), arrays)
+        else:
+            self._compute(self._arrived(tray, arrays))
+
+    def _compute(self, step: StepInputs) -> None:
+        self._sample(step, self._logits(step))
+
+    def _sample(self, step: StepInputs, logits: Tensor) -> None:
+        if len(step.rules):
+            self._tokens[: len(step.rules)] = sample(logits, step.rules, self._row_marks.marks)
+
+    def _logits(self, step: StepInputs) -> Tensor:
+        given = step.token_ids
+        earlier = self._tokens[(-1 - given).clamp(min=0)]
+        # A row that failed has -1 for a token; nobody wants what it would say next.
+        ids = torch.where(given < 0, earlier, given).clamp(min=0)
+        splits = FIXED_SPLITS
+        if not self._limits.deterministic and len(step.decoding):
+            splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
+        return self._decoder.logits(step, ids, self._pool.layers, splits)
+
+    def _arrived(self, tray: _Tray, arrays: list[Ints]) -> StepInputs:
+        arrival = torch.empty(size_of(arrays), dtype=torch.int32, device=self._device.torch)
+        return StepInputs(*to_device(tray.packed(arrays), arrival, arrays))
+
+
+class _Tray:
+    """Pinned memory that one step goes to the device through, and its tokens come back through."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._packed = device.pinned(1 << 12, dtype=torch.int32)
+        self._tokens = device.pinned(0, dtype=torch.int32)
+        self.left: Mark = device.mark()
+
+    def wait(self) -> None:
+        """Until what went through it last has gone."""
+        self.left.wait()
+
+    def packed(self, arrays: list[Ints]) -> Tensor:
+        """Room for a packed step."""
+        needed = size_of(arrays)
+        if len(self._packed) < needed:
+            self._packed = self._device.pinned(2 * needed, dtype=torch.int32)
+        return self._packed
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """Where tokens are, once `left` is reached."""
+        if len(self._tokens) < len(tokens):
+            self._tokens = self._device.pinned(2 * len(tokens), dtype=torch.int32)
+        here = self._tokens[: len(tokens)]
+        here.copy_(tokens, non_blocking=True)
+        self.left = self._device.mark()
+        return here
+
+
+class _Flight:
+    """A step on its way. Its tokens lie in a tray that the step after the next uses again."""
+
+    def __init__(self, started: Mark, copied: Mark) -> None:
+        self._started = started
+        self._copied = copied
+        self._done = copied
+        self._tokens = torch.empty(0, dtype=torch.int32)
+        self.rest: Callable[[], None] | None = None
+        """What is still to be given to the device."""
+
+    def land(self, tokens: Tensor, done: Mark) -> None:
+        """Say where its tokens are, once `done` is reached."""
+        self._tokens, self._done = tokens, done
+
+    def close(self) -> None:
+        """Give the device what is left of it."""
+        rest, self.rest = self.rest, None
+        if rest is not None:
+            rest()
+
+    def result(self) -> StepResult:
+        self.close()
+        self._done.wait()
+        # Sampling is part of the same graph as the forward pass.
+        forward_ms, copy_ms = self._done.ms_since(self._copied), self._copied.ms_since(self._started)
+        return StepResult(self._tokens.numpy().copy(), forward_ms, sample_ms=0.0, copy_ms=copy_ms)

@@ -1,0 +1,114 @@
+"""What the config.json of Hugging Face's decoders says, read into a spec's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.spec import Activation, DynamicScaling, LinearScaling, Llama3Scaling, NameMap, Rope
+
+Config = Mapping[str, Any]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
+}
+
+
+def activation_of(config: Config, field: str, default: str) -> Activation:
+    """The activation that a field names."""
+    name = config.get(field, default)
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"{field} {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def head_dim_of(config: Config) -> int:
+    """The size of a head where it is not said: an equal share of the hidden state."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def rope_of(config: Config, dim: int, *, theta: float = 10_000.0) -> Rope:
+    """Rotary positions of `dim` channels; `theta` is the family's own where the config has none."""
+    # transformers 5 writes rope_parameters, checkpoints from before it rope_theta and rope_scaling.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return Rope(float(rope.get("rope_theta") or config.get("rope_theta") or theta), dim, _scaling_of(config, rope))
+
+
+def _scaling_of(config: Config, rope: Config) -> LinearScaling | Llama3Scaling | DynamicScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(float(rope["factor"]))
+    if kind == "dynamic":
+        return DynamicScaling(float(rope["factor"]), int(config["max_position_embeddings"]))
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_position=int(rope["original_max_position_embeddings"]),
+        )
+    raise ConfigError(f"rope scaling {kind!r} is not supported; supported: default, linear, dynamic, llama3")
+
+
+def max_position_of(config: Config, rope: Rope | None, default: int = 2048) -> int:
+    """Tokens that a model can attend to. Where positions are stretched evenly, the config says what was before that."""
+    limit = int(config.get("max_position_embeddings", default))
+    scaling = None if rope is None else rope.scaling
+    return int(limit * scaling.factor) if isinstance(scaling, LinearScaling | DynamicScaling) else limit
+
+
+def sliding_windows(config: Config) -> tuple[int | None, ...]:
+    """Of models whose layers see all tokens or, where `use_sliding_window` says so, some of them a window."""
+    num_layers: int = config["num_hidden_layers"]
+    if not config.get("use_sliding_window"):
+        return (None,) * num_layers
+    window: int | None = config["sliding_window"]
+    first = config.get("max_window_layers", num_layers)
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
+    ]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+_LAYER = "model.layers.{layer}."
+_ATTENTION = _LAYER + "self_attn."
+
+LLAMA_NAMES = NameMap(
+    embedding="model.embed_tokens",
+    final_norm="model.norm",
+    head="lm_head",
+    attention_norm=_LAYER + "input_layernorm",
+    qkv=(_ATTENTION + "q_proj", _ATTENTION + "k_proj", _ATTENTION + "v_proj"),
+    out=_ATTENTION + "o_proj",
+    mlp_norm=_LAYER + "post_attention_layernorm",
+    mlp_in=(_LAYER + "mlp.gate_proj", _LAYER + "mlp.up_proj"),
+    mlp_out=_LAYER + "mlp.down_proj",
+)
+"""The names that Llama's descendants have kept."""
+
+
+def llama_shapes(config: Config) -> dict[str, Any]:
+    """The fields of a spec that configs of Llama's descendants say alike."""
+    num_heads, head_dim = config["num_attention_heads"], head_dim_of(config)
+    rope = rope_of(config, head_dim)
+    return {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": num_heads,
+        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
+        "head_dim": head_dim,
+        "max_position": max_position_of(config, rope),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope": rope,
+        "activation": activation_of(config, "hidden_act", "silu"),
+        "tied_head": bool(config.get("tie_word_embeddings", False)),
+        "names": LLAMA_NAMES,
+    }

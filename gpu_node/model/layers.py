@@ -1,0 +1,40 @@
+"""A decoder's weights as torch runners multiply with them, wherever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from penstock.gpu_node.model.norm import Norm
+
+Product: TypeAlias = Callable[[Tensor], Tensor]
+"""Multiplies rows, [num_tokens, in], with a matrix that it keeps as it likes: [num_tokens, out]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    attention_norm: Norm
+    qkv: Product
+    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
+    head_norms: tuple[Norm, Norm] | None
+    """Of queries and keys."""
+    out: Product
+    mlp_norm: Norm
+    mlp_in: Product
+    """[intermediate, hidden], twice that many rows where it is gated: gate, up."""
+    mlp_out: Product
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All tensors of a decoder; `head` multiplies with `embedding` where the checkpoint ties them."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Norm
+    head: Product

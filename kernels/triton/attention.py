@@ -1,0 +1,39 @@
+"""Attention over a paged KV cache: the whole of a mixed step, decode rows and prefill chunks each by their kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.triton.decode_attention import decode_attention, num_splits
+from penstock.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
+
+
+def paged_attention(
+    q: Tensor,
+    cache: PagedCache,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    biases: Tensor | None = None,
+) -> Tensor:
+    """As `kernels.reference.attention.paged_attention`, int32 throughout; waits for the device to read the starts."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    starts = query_starts.cpu().numpy()
+    counts = np.diff(starts)
+    decoding, chunks = (np.flatnonzero(which).astype(np.int32) for which in (counts == 1, counts > 1))
+    out = torch.empty_like(q)
+    given = out, q, cache, query_starts, context_lens, block_tables
+    if len(decoding):
+        seqs = torch.from_numpy(decoding).to(q.device)
+        splits = num_splits(len(seqs), cache.k.shape[0], q.device)
+        decode_attention(*given, seqs, splits, scale=scale, window=window or 0, biases=biases)
+    if len(chunks):
+        tiles = torch.from_numpy(prefill_tiles(starts, chunks)).to(q.device)
+        prefill_attention(*given, tiles, scale=scale, window=window or 0, biases=biases)
+    return out

@@ -1,0 +1,54 @@
+"""Copies of whole blocks, within the device's memory and to and from pinned memory of the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.triton.decode_attention import block_offset
+
+_WORDS = 4096
+
+
+@triton.jit
+def _copy(pool, copies, num_words, host_from, host_jump, WORDS: tl.constexpr):
+    """Grid [copies, runs of words]."""
+    i = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    source, target = tl.load(copies + 2 * tl.program_id(0)), tl.load(copies + 2 * tl.program_id(0) + 1)
+    inside = i < num_words
+    words = tl.load(pool + block_offset(source, num_words, host_from, host_jump) + i, mask=inside, other=0)
+    tl.store(pool + block_offset(target, num_words, host_from, host_jump) + i, words, mask=inside)
+
+
+def copy_blocks(pool: Tensor, copies: NDArray[np.int32], *, host_from: int = 2**31 - 1, host_jump: int = 0) -> None:
+    """Copy blocks in order, so that a later copy sees an earlier one.
+
+    pool: [num_blocks, bytes] in uint8, contiguous, bytes a multiple of 4; copies: [n, 2], from which block to which.
+    Blocks from `host_from` on lie `host_jump` bytes behind where they would lie in the pool.
+    """
+    words = pool.view(torch.int32)
+    num_words = words.shape[1]
+    for wave in independent_waves(copies):
+        on_device = torch.from_numpy(wave).to(pool.device)
+        grid = (len(wave), triton.cdiv(num_words, _WORDS))
+        _copy[grid](words, on_device, num_words, host_from, host_jump // 4, WORDS=_WORDS)
+
+
+def independent_waves(copies: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """Copies in groups that may run in any order: none writes what another one of its group reads or writes."""
+    waves: list[list[list[int]]] = []
+    # The first group that may read a block again, and the first that may write it.
+    readable: dict[int, int] = {}
+    writable: dict[int, int] = {}
+    for source, target in copies.tolist():
+        wave = max(readable.get(source, 0), writable.get(target, 0))
+        waves += [[]] if wave == len(waves) else []
+        waves[wave].append([source, target])
+        readable[target] = wave + 1
+        writable[target] = wave + 1
+        writable[source] = max(writable.get(source, 0), wave + 1)
+    return [np.array(wave, np.int32) for wave in waves]

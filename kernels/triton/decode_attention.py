@@ -1,0 +1,216 @@
+"""One query token a sequence against its paged context, cut into splits that programs share (Flash-Decoding)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.triton.launches import Launch, attention_launch, num_multiprocessors, padded
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+MAX_SPLITS = 32
+_MIN_SPAN = 256
+"""Tokens that are worth a split of their own."""
+
+
+@triton.jit
+def block_offset(block, stride, host_from, host_jump):
+    """Where a block begins, in elements; the host's lie elsewhere in the same address space."""
+    block = block.to(tl.int64)
+    return block * stride + tl.where(block >= host_from, host_jump, 0)
+
+
+@triton.jit
+def split_of(context, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, MIN_SPAN: tl.constexpr):
+    """The first token that is seen, where splits begin and how long each is; depends on nothing but the row."""
+    first = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
+    base = first // TILE * TILE
+    span = tl.maximum(tl.cdiv(tl.cdiv(context - base, SPLITS), TILE) * TILE, MIN_SPAN)
+    return first, base, span
+
+
+@triton.jit
+def _decode(
+    out,
+    partial,
+    weight,
+    q,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    tables,
+    contexts,
+    starts,
+    seqs,
+    biases,
+    scale,
+    bias_stride,
+    table_stride,
+    block_stride,
+    head_stride,
+    scale_block_stride,
+    scale_head_stride,
+    host_from,
+    host_jump,
+    host_scale_jump,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIN_SPAN: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Grid [sequences, key heads, splits]. Query heads that share a key head are the rows of one product."""
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq = tl.load(seqs + row)
+    context = tl.load(contexts + seq)
+    first, base, span = split_of(context, TILE, SPLITS, WINDOW, MIN_SPAN)
+    begin = base + split * span
+    if begin >= context:
+        return
+    end = tl.minimum(begin + span, context)
+    g, d, t = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD), tl.arange(0, TILE)
+    heads = head * GROUP + g
+    num_heads = tl.num_programs(1) * GROUP
+    rows = (tl.load(starts + seq).to(tl.int64) * num_heads + heads) * HEAD
+    is_value = (g < GROUP)[:, None] & (d < HEAD)[None, :]
+    queries = tl.load(q + rows[:, None] + d[None, :], mask=is_value, other=0.0)
+    best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    for at in range(begin, end, TILE):
+        tokens = at + t
+        seen = (tokens < end) & (tokens >= first)
+        blocks = tl.load(tables + seq.to(tl.int64) * table_stride + tokens // BLOCK, mask=seen, other=0)
+        places = block_offset(blocks, block_stride, host_from, host_jump) + head * head_stride + tokens % BLOCK * HEAD
+        keys = tl.load(k + places[None, :] + d[:, None], mask=seen[None, :] & (d < HEAD)[:, None], other=0.0)
+        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+        if QUANTISED:
+            scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
+            scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=seen, other=0.0)[None, :]
+        if BIASED:
+            bias_at = heads[:, None] * bias_stride + tokens[None, :]
+            scores += tl.load(biases + bias_at, mask=(g < GROUP)[:, None] & seen[None, :], other=0.0) * LOG2_E
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        better = tl.maximum(best, tl.max(scores, 1))
+        p, shrink = tl.exp2(scores - better[:, None]), tl.exp2(best - better)
+        total = total * shrink + tl.sum(p, 1)
+        values = tl.load(v + places[:, None] + d[None, :], mask=seen[:, None] & (d < HEAD)[None, :], other=0.0)
+        if QUANTISED:
+            p *= tl.load(v_scales + scale_at + tokens % BLOCK, mask=seen, other=0.0)[None, :]
+        p = p.to(queries.dtype)
+        acc = acc * shrink[:, None] + tl.dot(p, values.to(queries.dtype), input_precision="ieee")
+        best = better
+    acc = acc / total[:, None]
+    if SPLITS == 1:
+        tl.store(out + rows[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=is_value)
+    else:
+        at = (row.to(tl.int64) * num_heads + heads) * SPLITS + split
+        tl.store(partial + at[:, None] * HEAD + d[None, :], acc, mask=is_value)
+        tl.store(weight + at, best + tl.log2(total), mask=g < GROUP)
+
+
+@triton.jit
+def _merge(
+    out,
+    partial,
+    weight,
+    contexts,
+    starts,
+    seqs,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIN_SPAN: tl.constexpr,
+):
+    """Grid [sequences, heads]: the splits' results by their weights."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    seq = tl.load(seqs + row)
+    context = tl.load(contexts + seq)
+    _, base, span = split_of(context, TILE, SPLITS, WINDOW, MIN_SPAN)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, HEAD_PAD)
+    is_used = base + s * span < context
+    at = (row.to(tl.int64) * num_heads + head) * SPLITS + s
+    logs = tl.load(weight + at, mask=is_used, other=-float("inf"))
+    shares = tl.where(is_used, tl.exp2(logs - tl.maximum(tl.max(logs, 0), -1e30)), 0.0)
+    parts = tl.load(partial + at[:, None] * HEAD + d[None, :], mask=is_used[:, None] & (d < HEAD)[None, :], other=0.0)
+    total = tl.sum(shares, 0)
+    merged = tl.sum(parts * shares[:, None], 0) / tl.where(total > 0, total, 1.0)
+    to = (tl.load(starts + seq).to(tl.int64) * num_heads + head) * HEAD
+    tl.store(out + to + d, merged.to(out.dtype.element_ty), mask=(d < HEAD) & (context > 0))
+
+
+def num_splits(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
+    """Splits that give each multiprocessor about two programs: a power of two up to MAX_SPLITS."""
+    wanted = 2 * num_multiprocessors(device) // (num_rows * num_kv_heads)
+    return min(MAX_SPLITS, padded(wanted + 1) // 2) if wanted > 1 else 1
+
+
+def decode_attention(
+    out: Tensor,
+    q: Tensor,
+    cache: PagedCache,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    seqs: Tensor,
+    splits: int,
+    *,
+    scale: float,
+    window: int = 0,
+    biases: Tensor | None = None,
+    launch: Launch | None = None,
+) -> None:
+    """Attend for the only query of each of `seqs`, [num_rows] in int32, into its row of `out`.
+
+    The rest as in `kernels.reference.attention.paged_attention`. A row's result depends on that row, on `splits` and on
+    the tile; a context of 0 is a row of padding, whose output is left as it is.
+    """
+    num_rows, num_heads, head_dim = len(seqs), q.shape[1], q.shape[2]
+    num_kv_heads, group = cache.k.shape[0], num_heads // cache.k.shape[0]
+    launch = launch or attention_launch("decode_attention", head_dim, group, q.device)
+    shape = (num_rows, num_heads, splits) if splits > 1 else (0,)
+    partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
+    weight = torch.empty(shape, dtype=torch.float32, device=q.device)
+    cut = {"TILE": launch.tile, "SPLITS": splits, "WINDOW": window, "MIN_SPAN": max(_MIN_SPAN, launch.tile)}
+    head = {"HEAD": head_dim, "HEAD_PAD": padded(head_dim, 16)}
+    _decode[(num_rows, num_kv_heads, splits)](
+        *(out, partial, weight, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
+        *(block_tables, context_lens, query_starts, seqs),
+        *(biases, scale * LOG2_E.value, 0 if biases is None else biases.stride(0), block_tables.stride(0)),
+        *cache_strides(cache),
+        GROUP=group,
+        GROUP_PAD=padded(group, 16),
+        BLOCK=cache.block_size,
+        QUANTISED=cache.k_scales is not None,
+        BIASED=biases is not None,
+        **cut,
+        **head,
+        **launch.options,
+    )
+    if splits > 1:
+        _merge[(num_rows, num_heads)](
+            out, partial, weight, context_lens, query_starts, seqs, **cut, **head, num_warps=2
+        )
+
+
+def cache_strides(cache: PagedCache) -> tuple[int, ...]:
+    """Of a value's block and head, and a scale's; and where the host's blocks begin and lie."""
+    scales = cache.k_scales
+    by_scale = (0, 0) if scales is None else (scales.stride(1), scales.stride(0))
+    jumps = cache.host_from, cache.host_jump // cache.k.element_size(), cache.host_jump // 4
+    return cache.k.stride(1), cache.k.stride(0), *by_scale, *jumps

@@ -1,0 +1,68 @@
+"""With which tile, warps and stages a kernel is launched: as tuned on the card where it was, else by rule."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+import torch
+import triton
+
+
+class Launch(NamedTuple):
+    """How a kernel is cut and scheduled."""
+
+    tile: int
+    """Tokens, rows or columns that a program takes at once; which of them, the kernel says."""
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton wants to know."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def attention_launch(kernel: str, head_dim: int, group: int, device: torch.device) -> Launch:
+    """The launch that was measured to be fastest for heads of this kind on this card, or else a guess.
+
+    kernel: `decode_attention` or `prefill_attention`; group: query heads to a key head.
+    """
+    if device.type == "cuda":
+        measured = _table(torch.cuda.get_device_name(device)).get(kernel, {}).get(shape_name(head_dim, group))
+        if measured:
+            return Launch(*measured)
+    if kernel == "decode_attention":
+        return Launch(64, 4, 3)
+    return Launch(64, 4 if head_dim <= 64 else 8, 2)
+
+
+def shape_name(head_dim: int, group: int) -> str:
+    """What heads of a kind are called in a table."""
+    return f"{head_dim},{group}"
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of the card; 1 on the CPU, where programs run one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def padded(size: int, least: int = 1) -> int:
+    """The next power of two, as the sides of Triton's blocks must be."""
+    return max(least, int(triton.next_power_of_2(size)))
+
+
+def table_name(card: str) -> str:
+    """The file in `tuned/` that holds a card's launches: kernel → shape → tile, warps, stages."""
+    return "-".join(card.lower().split()) + ".json"
+
+
+@cache
+def _table(card: str) -> dict[str, dict[str, list[int]]]:
+    path = files(__package__).joinpath("tuned", table_name(card))
+    if not path.is_file():
+        return {}
+    table: dict[str, dict[str, list[int]]] = json.loads(path.read_text())
+    return table

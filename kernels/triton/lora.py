@@ -1,0 +1,97 @@
+"""Adapters of rank-few matrices, many of them in one batch; rows of one adapter that follow each other share a tile."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.triton.launches import padded
+
+_ROWS, _COLUMNS, _OUTPUTS = 16, 128, 64
+
+
+@triton.jit
+def _shrink(
+    inner,
+    x,
+    down,
+    tiles,
+    num_columns,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid [tiles]: each row times its adapter's first matrix."""
+    tile = tl.program_id(0)
+    adapter, first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    i, k, c = tl.arange(0, ROWS), tl.arange(0, RANK_PAD), tl.arange(0, COLUMNS)
+    row = (first + i).to(tl.int64)
+    sums = tl.zeros([ROWS, RANK_PAD], tl.float32)
+    for start in range(0, num_columns, COLUMNS):
+        inside = start + c < num_columns
+        given = x + row[:, None] * num_columns + start + c[None, :]
+        a = tl.load(given, mask=(i < count)[:, None] & inside[None, :], other=0.0)
+        weight = down + (adapter.to(tl.int64) * RANK + k)[None, :] * num_columns + start + c[:, None]
+        b = tl.load(weight, mask=(k < RANK)[None, :] & inside[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+    tl.store(inner + row[:, None] * RANK + k[None, :], sums, mask=(i < count)[:, None] & (k < RANK)[None, :])
+
+
+@triton.jit
+def _expand(
+    out,
+    inner,
+    up,
+    factors,
+    tiles,
+    num_outputs,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """Grid [tiles, runs of outputs]: add what the second matrix makes of it."""
+    tile = tl.program_id(0)
+    adapter, first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    i, k = tl.arange(0, ROWS), tl.arange(0, RANK_PAD)
+    o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = (first + i).to(tl.int64)
+    a = tl.load(inner + row[:, None] * RANK + k[None, :], mask=(i < count)[:, None] & (k < RANK)[None, :], other=0.0)
+    weight = up + (adapter.to(tl.int64) * num_outputs + o)[None, :] * RANK + k[:, None]
+    b = tl.load(weight, mask=(o < num_outputs)[None, :] & (k < RANK)[:, None], other=0.0)
+    at = out + row[:, None] * num_outputs + o[None, :]
+    is_value = (i < count)[:, None] & (o < num_outputs)[None, :]
+    before = tl.load(at, mask=is_value, other=0.0).to(tl.float32)
+    more = tl.dot(a, b.to(tl.float32), input_precision="ieee") * tl.load(factors + adapter)
+    tl.store(at, (before + more).to(out.dtype.element_ty), mask=is_value)
+
+
+def lora_tiles(adapters: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Runs of rows of one adapter, [num_tiles, 3]: adapter, first row, rows. adapters: [rows], -1 for none."""
+    starts = np.flatnonzero(np.diff(adapters, prepend=-2))
+    ends = np.append(starts[1:], len(adapters))
+    runs = [
+        (int(adapters[start]), first, min(_ROWS, int(end) - first))
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        if adapters[start] >= 0
+        for first in range(start, end, _ROWS)
+    ]
+    return np.array(runs, np.int32).reshape(-1, 3)
+
+
+def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, factors: Tensor, tiles: Tensor) -> None:
+    """As `kernels.reference.products.add_lora`, with adapters as `lora_tiles` has them, factors in float32."""
+    rank, num_columns = down.shape[1:]
+    num_outputs = up.shape[1]
+    if not len(tiles):
+        return
+    inner = torch.empty(len(x), rank, dtype=torch.float32, device=x.device)
+    ranks = {"RANK": rank, "RANK_PAD": padded(rank, 16), "ROWS": _ROWS}
+    _shrink[(len(tiles),)](inner, x, down, tiles, num_columns, COLUMNS=_COLUMNS, **ranks)
+    grid = (len(tiles), triton.cdiv(num_outputs, _OUTPUTS))
+    _expand[grid](out, inner, up, factors, tiles, num_outputs, OUTPUTS=_OUTPUTS, **ranks)

@@ -1,0 +1,228 @@
+"""Chunks of queries against their paged contexts, in tiles of one list for the whole step (FlashAttention-2)."""
+
+from __future__ import annotations
+
+import numpy as np
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.triton.decode_attention import LOG2_E, block_offset, cache_strides
+from penstock.kernels.triton.launches import Launch, attention_launch, padded
+
+QUERY_TILE = 64
+
+
+@triton.jit
+def _attend_tile(
+    state,
+    at,
+    queries,
+    positions,
+    context,
+    biases,
+    bias_at,
+    scale,
+    table,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    head,
+    block_stride,
+    head_stride,
+    scale_block_stride,
+    scale_head_stride,
+    host_from,
+    host_jump,
+    host_scale_jump,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BIASED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take the TILE keys from `at` on into the running maximum, total and sum; unmasked where all of them are seen."""
+    best, total, acc = state
+    d, tokens = tl.arange(0, HEAD_PAD), at + tl.arange(0, TILE)
+    held = tokens < context
+    blocks = tl.load(table + tokens // BLOCK, mask=held, other=0)
+    places = block_offset(blocks, block_stride, host_from, host_jump) + head * head_stride + tokens % BLOCK * HEAD
+    keys = tl.load(k + places[None, :] + d[:, None], mask=held[None, :] & (d < HEAD)[:, None], other=0.0)
+    scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+    if QUANTISED:
+        scale_at = block_offset(blocks, scale_block_stride, host_from, host_scale_jump) + head * scale_head_stride
+        scores *= tl.load(k_scales + scale_at + tokens % BLOCK, mask=held, other=0.0)[None, :]
+    if BIASED:
+        scores += tl.load(biases + bias_at + tokens, mask=held, other=0.0)[None, :] * LOG2_E
+    if MASKED:
+        seen = (tokens[None, :] <= positions[:, None]) & held[None, :]
+        if WINDOW > 0:
+            seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, -float("inf"))
+    better = tl.maximum(best, tl.max(scores, 1))
+    # A row that has seen nothing yet has no maximum to take off.
+    origin = tl.where(better == -float("inf"), 0.0, better) if MASKED else better
+    p, shrink = tl.exp2(scores - origin[:, None]), tl.exp2(best - origin)
+    total = total * shrink + tl.sum(p, 1)
+    values = tl.load(v + places[:, None] + d[None, :], mask=held[:, None] & (d < HEAD)[None, :], other=0.0)
+    if QUANTISED:
+        p *= tl.load(v_scales + scale_at + tokens % BLOCK, mask=held, other=0.0)[None, :]
+    p = p.to(queries.dtype)
+    acc = acc * shrink[:, None] + tl.dot(p, values.to(queries.dtype), input_precision="ieee")
+    return better, total, acc
+
+
+@triton.jit
+def _prefill(
+    out,
+    q,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    tables,
+    contexts,
+    starts,
+    tiles,
+    biases,
+    scale,
+    bias_stride,
+    table_stride,
+    block_stride,
+    head_stride,
+    scale_block_stride,
+    scale_head_stride,
+    host_from,
+    host_jump,
+    host_scale_jump,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Grid [tiles of queries, heads]; `tiles` holds each one's sequence and first query."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    seq, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    start, context = tl.load(starts + seq), tl.load(contexts + seq)
+    count = tl.load(starts + seq + 1) - start
+    r, d = offset + tl.arange(0, ROWS), tl.arange(0, HEAD_PAD)
+    prefix = context - count
+    positions = prefix + r
+    at = ((start + r).to(tl.int64) * num_heads + head) * HEAD
+    is_value = (r < count)[:, None] & (d < HEAD)[None, :]
+    queries = tl.load(q + at[:, None] + d[None, :], mask=is_value, other=0.0)
+    table = tables + seq.to(tl.int64) * table_stride
+    state = (
+        tl.full([ROWS], -float("inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        tl.zeros([ROWS, HEAD_PAD], tl.float32),
+    )
+    begin = tl.maximum(prefix + offset - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
+    # Tiles below the diagonal are seen whole by every row; a window's lower edge is another diagonal.
+    whole_end = begin if WINDOW > 0 else (prefix + offset + 1) // TILE * TILE
+    for j in range(begin, whole_end, TILE):
+        state = _attend_tile(
+            *(
+                state,
+                j,
+                queries,
+                positions,
+                context,
+                biases,
+                head * bias_stride,
+                scale,
+                table,
+                k,
+                v,
+                k_scales,
+                v_scales,
+                head // GROUP,
+            ),
+            *(block_stride, head_stride, scale_block_stride, scale_head_stride, host_from, host_jump, host_scale_jump),
+            *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, BIASED, False),
+        )
+    for j in range(whole_end, tl.minimum(prefix + offset + ROWS, context), TILE):
+        state = _attend_tile(
+            *(
+                state,
+                j,
+                queries,
+                positions,
+                context,
+                biases,
+                head * bias_stride,
+                scale,
+                table,
+                k,
+                v,
+                k_scales,
+                v_scales,
+                head // GROUP,
+            ),
+            *(block_stride, head_stride, scale_block_stride, scale_head_stride, host_from, host_jump, host_scale_jump),
+            *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, BIASED, True),
+        )
+    _, total, acc = state
+    # Rows behind the last query may have seen nothing.
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + at[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=is_value)
+
+
+def prefill_tiles(query_starts: NDArray[np.int32], seqs: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The tiles of some sequences' queries, [num_tiles, 2]: sequence and first query, those with most keys first."""
+    counts = query_starts[seqs + 1] - query_starts[seqs]
+    tiles = -(-counts // QUERY_TILE)
+    first = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    found = np.stack((np.repeat(seqs, tiles), first * QUERY_TILE), axis=1).astype(np.int32)
+    return found[np.argsort(-first, kind="stable")]
+
+
+def prefill_attention(
+    out: Tensor,
+    q: Tensor,
+    cache: PagedCache,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    tiles: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    biases: Tensor | None = None,
+    launch: Launch | None = None,
+) -> None:
+    """Attend for the queries of `tiles`, which `prefill_tiles` made, into their rows of `out`.
+
+    The rest as in `kernels.reference.attention.paged_attention`.
+    """
+    num_heads, head_dim = q.shape[1:]
+    group = num_heads // cache.k.shape[0]
+    launch = launch or attention_launch("prefill_attention", head_dim, group, q.device)
+    _prefill[(len(tiles), num_heads)](
+        *(out, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
+        *(block_tables, context_lens, query_starts, tiles),
+        *(biases, scale * LOG2_E.value, 0 if biases is None else biases.stride(0), block_tables.stride(0)),
+        *cache_strides(cache),
+        GROUP=group,
+        HEAD=head_dim,
+        HEAD_PAD=padded(head_dim, 16),
+        BLOCK=cache.block_size,
+        ROWS=QUERY_TILE,
+        TILE=launch.tile,
+        WINDOW=window,
+        QUANTISED=cache.k_scales is not None,
+        BIASED=biases is not None,
+        **launch.options,
+    )

@@ -1,0 +1,137 @@
+"""Runs the stages one after the other, each as far as its share of the time goes."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bench_gpu.models import Model
+
+LIMIT_S = 570.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench_gpu")
+    parser.add_argument("--dry", action="store_true", help="on the CPU by Triton's interpreter; figures mean nothing")
+    parser.add_argument("--out", type=Path, default=Path("build/bench-gpu"), help="where results go")
+    arguments = parser.parse_args()
+    if arguments.dry:
+        # Triton reads it when it is imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    Run(arguments.out, dry=arguments.dry).all()
+
+
+class Run:
+    """One run, and what it has found so far."""
+
+    def __init__(self, out: Path, *, dry: bool) -> None:
+        import torch
+
+        from bench_gpu.measure import Clock
+
+        if not dry and not torch.cuda.is_available():
+            raise SystemExit("torch sees no CUDA device; --dry runs all of it on the CPU, tiny")
+        self._out, self._dry = out, dry
+        self._device = torch.device("cpu" if dry else "cuda")
+        self._clock = Clock(self._device, LIMIT_S)
+        self._found: dict[str, Any] = {"dry": dry}
+
+    def all(self) -> None:
+        from bench_gpu import kernels, measure
+
+        sizes = kernels.DRY if self._dry else kernels.FULL
+        limits = self._stage("limits", lambda: measure.limits(self._clock, dry=self._dry))
+        self._stage("errors", lambda: kernels.check(sizes, self._device))
+        rows = self._stage("kernels", lambda: kernels.measure(sizes, self._clock, limits))
+        self._plot("kernels", [(row["kernel"], row["fraction"]) for row in rows])
+        self._model("tiny" if self._dry else "llama-3.1-8b", limits, max_num_seqs=4 if self._dry else 128)
+        if not self._dry:
+            self._model("qwen3-0.6b", limits, max_num_seqs=256)
+        name = "tiny" if self._dry else "llama-3.1-8b"
+        self._decode(self._make(name, 4 if self._dry else 64, "fp8"), f"{name} fp8", limits)
+        tuned = self._stage("tuned", lambda: kernels.tune(sizes, self._clock, dry=self._dry))
+        from penstock.kernels.triton.launches import table_name
+
+        # To be kept, it goes to kernels/triton/tuned/.
+        (self._out / table_name(limits["card"])).write_text(json.dumps(tuned, indent=1) + "\n")
+
+    def _make(self, name: str, max_num_seqs: int, quantization: str = "none") -> Model:
+        import torch
+
+        from bench_gpu import models
+        from penstock.gpu_node.model.gpu.device import Device
+
+        # What the model before it held is the card's again.
+        gc.collect()
+        torch.cuda.empty_cache()
+        dtype, length = (torch.float32, 96) if self._dry else (torch.bfloat16, 16_384)
+        limits = {"max_num_seqs": max_num_seqs, "max_model_len": length}
+        return models.make_model(name, Device(self._device), dtype=dtype, quantization=quantization, **limits)
+
+    def _model(self, name: str, limits: dict[str, Any], max_num_seqs: int) -> None:
+        from bench_gpu import steps
+
+        model = self._make(name, max_num_seqs)
+        self._decode(model, name, limits)
+        prompts = [(1, 20), (2, 9)] if self._dry else [(1, 512), (1, 2048), (1, 8192), (8, 1024)]
+        rows = self._stage(
+            f"{name} prefill", lambda: steps.prefill(model, self._clock, limits["product_tflop_s"], prompts)
+        )
+        self._plot(f"{name} prefill", [(f"{row['count']} x {row['tokens']}", row["fraction"]) for row in rows])
+        self._stage(f"{name} load", lambda: self._loads(model))
+        batch, context = (2, 20) if self._dry else (32, 1024)
+        table = self._stage(
+            f"{name} trace", lambda: steps.trace(model, self._out / f"{name}-trace.json", batch, context)
+        )
+        (self._out / f"{name}-trace.txt").write_text(table)
+
+    def _decode(self, model: Model, name: str, limits: dict[str, Any]) -> None:
+        from bench_gpu import steps
+
+        batches, contexts = ([1, 3], [17, 40]) if self._dry else ([1, 8, 32, 64, 128, 256], [128, 1024, 2048, 8192])
+        grid = [(batch, context) for context in contexts for batch in batches]
+        rows = self._stage(f"{name} decode", lambda: steps.decode(model, self._clock, limits["copy_gb_s"], grid))
+        self._plot(f"{name} decode", [(f"{row['batch']} x {row['context']}", row["fraction"]) for row in rows])
+
+    def _loads(self, model: Model) -> list[dict[str, float]]:
+        """The same requests with steps planned ahead and without."""
+        from bench_gpu.load import Driver, make_requests
+
+        count, shortest, longest, budget = (5, 3, 9, 16) if self._dry else (256, 100, 1024, 8192)
+        rows = []
+        for overlap in (True, False):
+            driver = Driver(model, make_requests(count, shortest, longest), budget)
+            done: dict[str, float] = {}
+
+            def work(driver: Driver = driver, overlap: bool = overlap, done: dict[str, float] = done) -> None:
+                done["tokens"], done["steps"] = driver.run(overlap=overlap)
+
+            ms = self._clock.wall_ms(work)
+            rows.append({"overlap": overlap, "ms": ms, "tokens_s": done["tokens"] / ms * 1e3, **done})
+        return rows
+
+    def _stage(self, name: str, work: Callable[[], Any]) -> Any:
+        """Do it, and write down what it found together with all before it."""
+        print(f"{name} ({self._clock.left_s:.0f} s left)", flush=True)
+        self._found[name] = work()
+        whole = json.dumps(self._found, indent=1)
+        part = self._out / ".results.json"
+        part.write_text(whole + "\n")
+        part.rename(self._out / "results.json")
+        return self._found[name]
+
+    def _plot(self, name: str, bars: list[tuple[str, float]]) -> None:
+        from bench_gpu.plots import plot_fractions
+
+        plot_fractions(self._out / f"{name.replace(' ', '-')}.svg", f"{name}: fraction of the limit", bars)
+
+
+if __name__ == "__main__":
+    main()

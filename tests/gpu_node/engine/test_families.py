@@ -1,0 +1,108 @@
+"""Every family against transformers: the same logits and the same tokens, however the work is cut up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes.plans import Track, logits_of_step
+from fakes.prompts import mixed_prompts
+from fakes.random_families import FAMILIES, make_family_model
+from fakes.ties import num_departures
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.protocol import RunnerOptions
+
+MAX_LOGIT_ERROR = 1e-4
+LENGTH = 300
+MAX_PROMPT = 200
+"""Most of the prompts are longer than any window here, and than what scaled positions were made for."""
+OPTIONS = RunnerOptions(
+    runner="torch",
+    dtype="float32",
+    quantization="auto",
+    kv_cache_dtype="auto",
+    block_size=16,
+    num_blocks=60,
+    kv_cache_gib=1.0,
+    max_model_len=None,
+    max_num_seqs=4,
+    num_threads=None,
+)
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    @cache
+    def make(name: str) -> Path:
+        return make_family_model(tmp_path_factory.mktemp("family"), name)
+
+    return make
+
+
+def _model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@torch.inference_mode()
+def _logits(model: Any, token_ids: list[int], *, one_by_one: bool) -> NDArray[np.float32]:
+    if not one_by_one:
+        return np.asarray(model(torch.tensor([token_ids])).logits[0])
+    past, rows = None, []
+    for token_id in token_ids:
+        out = model(torch.tensor([[token_id]]), past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        rows.append(out.logits[0, -1])
+    return torch.stack(rows).numpy()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_transformers_in_one_step_and_in_any(folder: Folder, name: str) -> None:
+    runner: Any = load_model(str(folder(name)), OPTIONS, lambda stage, fraction: None).runner
+    whole, cut, other = (random.Random(seed).choices(range(384), k=LENGTH) for seed in (0, 0, 1))
+    # Rotations that depend on how long a text has become are known for texts that grow token by token.
+    want = _logits(_model(folder(name)), whole, one_by_one=name == "llama dynamic")
+    blocks = [*range(1, 60)]
+    random.Random(2).shuffle(blocks)
+    tracks = Track(whole, blocks[:19]), Track(cut, blocks[19:38]), Track(other, blocks[38:57])
+    (got,) = logits_of_step(runner, [(tracks[0], LENGTH)])
+    np.testing.assert_allclose(got, want, rtol=0, atol=MAX_LOGIT_ERROR)
+    in_parts = [
+        logits_of_step(runner, [(tracks[1], count), (tracks[2], 7 if count == 1 else 1)])[0]
+        for count in (1, 130, 3, 150, *(1,) * 16)
+    ]
+    np.testing.assert_allclose(np.concatenate(in_parts), want, rtol=0, atol=MAX_LOGIT_ERROR)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama dynamic"])
+def test_greedy_tokens_are_transformers_beside_each_other(folder: Folder, name: str) -> None:
+    engine = Engine(
+        EngineConfig(
+            model=str(folder(name)),
+            dtype="float32",
+            num_kv_blocks=64,
+            num_swap_blocks=64,
+            preemption="swap",
+            max_num_batched_tokens=96,
+            max_num_seqs=50,
+        )
+    )
+    prompts = [prompt[:MAX_PROMPT] for prompt in mixed_prompts(engine, 50)]
+    generations = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    stats = engine.stats()
+    assert min(stats.num_swaps, stats.prefix_hit_tokens) > 0
+    pairs = [(generation.prompt_token_ids, generation.choices[0].token_ids) for generation in generations]
+    assert len({token for _, said in pairs for token in said}) >= 20
+    assert num_departures(_model(folder(name)), pairs) <= 1

@@ -1,0 +1,75 @@
+"""What a card's runner refuses, and how its cache is sized."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint import Checkpoint
+from penstock.gpu_node.model.families import family_of
+from penstock.gpu_node.model.gpu.decoder import GpuDecoder
+from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
+from penstock.gpu_node.model.gpu.profile import bytes_left, run_largest_step
+from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.protocol import RunnerOptions
+from penstock.gpu_node.model.source import ModelSource
+from penstock.gpu_node.model.tensors import DecoderTensors
+from penstock.gpu_node.model.weights import load_weights
+
+GIB = 1 << 30
+
+
+def _load(folder: Path, **options: Any) -> None:
+    plain: dict[str, Any] = {
+        "runner": "gpu",
+        "dtype": "float32",
+        "quantization": "auto",
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "num_blocks": 4,
+        "kv_cache_gib": 1.0,
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "num_threads": None,
+    }
+    load_model(str(folder), RunnerOptions(**plain | options), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"quantization": "int8_group"}, "quantization int8_group"), ({"cpu_offload_gib": 1.0}, "cpu_offload_gib")],
+)
+def test_what_cannot_be_had_is_refused_by_name(options: dict[str, Any], name: str, tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=name):
+        _load(tiny_model, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card is there")
+def test_without_a_card_it_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        _load(tiny_model)
+
+
+def test_the_cache_gets_what_the_largest_step_leaves_of_a_share_of_the_card() -> None:
+    plain = {"total": 100 * GIB, "free": 80 * GIB, "peak": 6 * GIB, "utilization": 0.9}
+    assert bytes_left(reserved=0, **plain) == (90 - 20 - 6) * GIB
+    assert bytes_left(reserved=4 * GIB, **plain) == (90 - 20 - 2) * GIB
+    assert bytes_left(reserved=9 * GIB, **plain) == (90 - 20) * GIB
+
+
+def test_the_largest_step_leaves_no_trace(tiny_model: Path) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    spec = family_of(config).spec_of(config)
+    device = Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    tensors = DecoderTensors(Checkpoint.open(ModelSource(tiny_model)), spec)
+    weights = load_weights(tensors, spec, torch.float32, lambda _: None, device.torch)
+    pool = KvPool(KvLayout(spec, 16, torch.float32), 1, 0, device)
+    run_largest_step(GpuDecoder(spec, weights, 64), pool, num_tokens=37, num_samples=2)
+    assert not any(cache.k.any() or cache.v.any() for cache in pool.layers)

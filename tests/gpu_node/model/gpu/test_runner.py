@@ -1,0 +1,166 @@
+"""The card's runner says what the torch runner says, for every family and in any mixture of steps."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes.plans import Track, logits_of_step, plan_of
+from fakes.prompts import mixed_prompts
+from fakes.random_families import WINDOW, make_family_model
+from fakes.sampling import rows_of
+from numpy.typing import NDArray
+
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.protocol import RunnerOptions, TokenMasks
+
+LENGTH = WINDOW + 4
+FEATURES = (
+    *("llama", "mistral", "qwen2 with windows", "qwen3", "falcon 7b", "falcon 40b", "falcon rw"),
+    *("gpt-neox", "gpt-neox sequential"),
+)
+"""Of all the models those that differ in what the kernels are asked for; angles are tables."""
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "quantization": "auto",
+    "kv_cache_dtype": "auto",
+    "block_size": 8,
+    "num_blocks": 20,
+    "kv_cache_gib": 1.0,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "num_threads": None,
+}
+
+
+def _runner(folder: Path, runner: str, **options: Any) -> Any:
+    return load_model(str(folder), RunnerOptions(runner=runner, **OPTIONS | options), lambda *_: None).runner
+
+
+def _logits(runner: Any, token_ids: list[int]) -> NDArray[np.float32]:
+    """Of a sequence that is computed in chunks, beside another one, and at last token by token."""
+    one, other = Track(token_ids, [3, 17, 5, 11, 8, 1]), Track(token_ids[::-1], [2, 4, 6, 7, 9, 10])
+    parts = [logits_of_step(runner, [(one, 24)])[0], logits_of_step(runner, [(other, 2), (one, 10)])[1]]
+    parts += [logits_of_step(runner, [(one, 1), (other, count)])[0] for count in (1, 3)]
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_logits_are_the_torch_runners(name: str, tmp_path: Path) -> None:
+    folder = make_family_model(tmp_path, name)
+    token_ids = random.Random(0).choices(range(384), k=LENGTH)
+    want, got = (_logits(_runner(folder, runner), token_ids) for runner in ("torch", "gpu"))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"kv_cache_dtype": "int8"}, 0.03), ({"kv_cache_dtype": "fp8"}, 0.2), ({"quantization": "int8"}, 0.2)],
+)
+def test_few_bits_err_a_little(options: dict[str, str], most: float, tiny_model: Path) -> None:
+    token_ids = random.Random(0).choices(range(300), k=LENGTH)
+    want = _logits(_runner(tiny_model, "torch"), token_ids)
+    error = _logits(_runner(tiny_model, "gpu", **options), token_ids) - want
+    assert 0 < np.sqrt(np.square(error).mean() / want.var()) < most
+
+
+RULES: dict[str, list[dict[str, Any]]] = {
+    "plain": [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"top_k": 3, "top_p": 0.9},
+        {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 4},
+    ],
+    "adjusted": [
+        {"temperature": 0.0, "logit_bias": {5: 100.0, 6: 99.0}, "presence_penalty": 2.0},
+        {"temperature": 0.8},
+        {"temperature": 0.8, "structured_outputs": {"regex": "[a-c]{3}x*"}, "ignore_eos": False},
+        {"temperature": 0.0, "structured_outputs": {"regex": "[a-c]{3}x*"}, "ignore_eos": False},
+    ],
+}
+
+
+def _generations(
+    folder: Path, runner: str, rules: list[dict[str, Any]]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Greedy, drawn and penalised ones together, in memory that is too little for all of them."""
+    engine = Engine(
+        EngineConfig(
+            model=str(folder),
+            runner=runner,
+            dtype="float32",
+            block_size=8,
+            num_kv_blocks=8,
+            num_swap_blocks=30,
+            preemption="swap",
+            max_num_seqs=4,
+            max_num_batched_tokens=24,
+            max_model_len=256,
+        )
+    )
+    prompts = [prompt[:14] for prompt in mixed_prompts(engine, 4)]
+    params = [
+        SamplingParams(**{"max_tokens": 10, "ignore_eos": True, "seed": i, **rules[i]}) for i in range(len(prompts))
+    ]
+    generations = engine.generate(prompts, params)
+    stats = engine.stats()
+    engine.check_integrity()
+    assert min(stats.num_swaps, stats.copied_blocks) > 0
+    return [(generation.prompt_token_ids, generation.choices[0].token_ids) for generation in generations]
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_an_engine_says_the_same_on_it(tiny_model: Path, rules: str) -> None:
+    want, got = (_generations(tiny_model, runner, RULES[rules]) for runner in ("torch", "gpu"))
+    assert got == want
+
+
+def _two_steps(runner: Any, *, ahead: bool) -> list[list[int]]:
+    prompts, blocks = ([5, 6, 7, 8], [9, 9, 7]), ([1, 2], [3, 4])
+    tracks = [Track(prompt, place) for prompt, place in zip(prompts, blocks, strict=True)]
+    first = runner.submit(plan_of([(track, track.left) for track in tracks], rows_of(2, seed=[1, 2], position=0)))
+    said = [-1, -2] if ahead else first.result().tokens.tolist()
+    longer = [Track([*prompts[i], said[i]], blocks[i], len(prompts[i])) for i in (1, 0)]
+    second = runner.submit(plan_of([(track, 1) for track in longer], rows_of(2, seed=[2, 1], position=1)))
+    return [handle.result().tokens.tolist() for handle in (first, second)]
+
+
+def test_a_step_may_be_submitted_before_the_tokens_ahead_of_it_are_known(tiny_model: Path) -> None:
+    runner = _runner(tiny_model, "gpu")
+    assert _two_steps(runner, ahead=True) == _two_steps(runner, ahead=False)
+
+
+def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner = _runner(tiny_model, "gpu")
+    plan = plan_of([(Track([5, 6, 7, 8], [1, 2]), 4)], rows_of(1, position=0))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(runner._decoder, "logits", out_of_memory)
+        runner.submit(plan)
+    want = _runner(tiny_model, "gpu").submit(plan).result().tokens
+    assert runner.submit(plan).result().tokens.tolist() == want.tolist()
+
+
+def test_masks_may_be_written_while_the_step_runs(tiny_model: Path) -> None:
+    runner = _runner(tiny_model, "gpu")
+    allowed = np.zeros(384, bool)
+    allowed[[7, 300]] = True
+    rows = rows_of(2, seed=[1, 2], mask=[None, allowed])
+    assert rows.masks is not None
+    late = TokenMasks(np.array([False, True]), 384)
+    tracks = [Track([5, 6, 7], [1]), Track([9, 9], [2])]
+    flight = runner.submit(plan_of([(track, track.left) for track in tracks], replace(rows, masks=late)))
+    late.words[:] = rows.masks.words
+    late.finish()
+    assert flight.result().tokens[1] in (7, 300)

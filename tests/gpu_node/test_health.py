@@ -1,0 +1,75 @@
+"""What is seen of a node names the part that is not well, once, and for long enough to be noticed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fakes.reference_engine import ReferenceEngine
+
+from penstock.gpu_node.health import REMEMBERED_S, Health, Signs
+
+WELL = Signs(
+    now_s=1000.0,
+    wall_s=5000.0,
+    late_s=0.01,
+    stats=replace(ReferenceEngine().stats(), steps=100, max_step_tokens=512),
+    engine_stalled_s=0.1,
+    redis_silent_s=2.0,
+    hears_doorbell=True,
+    unsent_bytes=0,
+    max_unsent_bytes=1 << 20,
+    num_tokenizer_failures=0,
+)
+
+
+def later(signs: Signs, by_s: float = 2.0, **changes: Any) -> Signs:
+    """What is seen after a while; engine's figures by their names."""
+    figures = {name: changes.pop(name) for name in list(changes) if name not in Signs.__slots__}
+    moved = {"now_s": signs.now_s + by_s, "wall_s": signs.wall_s + by_s, "stats": replace(signs.stats, **figures)}
+    return replace(signs, **moved | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "why"),
+    [
+        ({"engine_stalled_s": 12.0}, "engine", "has made no step for 12 s"),
+        ({"num_failed_steps": 3}, "runner", "3 steps failed"),
+        ({"num_failed_steps": 3, "num_memory_failures": 3}, "memory", "3 steps found none"),
+        ({"max_step_tokens": 64}, "memory", "steps are held to 64 of 512 tokens"),
+        ({"steps": 200, "num_preemptions": 50}, "memory", "sequences gave up their blocks 50 times in 100 steps"),
+        ({"redis_silent_s": 30.0}, "redis", "has not answered for 30 s"),
+        ({"hears_doorbell": False}, "doorbell", "the subscription is cut: new jobs are found by looking"),
+        ({"unsent_bytes": 600 << 10}, "outbox", "600 of 1024 KiB wait for Redis"),
+        ({"num_tokenizer_failures": 2}, "tokenizer", "failed at 2 prompts"),
+        ({"late_s": 3.0}, "loop", "was held up for 3.0 s"),
+        ({"wall_s": 4990.0}, "clock", "jumped by -12.0 s"),
+    ],
+)
+def test_the_part_that_is_not_well_is_named(changes: dict[str, Any], part: str, why: str) -> None:
+    health = Health()
+    assert health.look(WELL) == {}
+    assert health.look(later(WELL, **changes)) == {part: why}
+
+
+def test_what_is_usual_is_no_trouble() -> None:
+    health = Health()
+    health.look(WELL)
+    assert health.look(later(WELL, steps=200, num_preemptions=5, unsent_bytes=1000, engine_stalled_s=2.0)) == {}
+
+
+def test_a_passing_trouble_is_told_for_a_while_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    health = Health()
+    health.look(WELL)
+    with caplog.at_level(logging.INFO):
+        seen = later(WELL, num_failed_steps=1)
+        assert health.look(seen) == {"runner": "1 steps failed"}
+        seen = later(seen, num_failed_steps=3)
+        assert health.look(seen) == {"runner": "2 steps failed"}
+        seen = later(seen, REMEMBERED_S)
+        assert health.look(seen) == {"runner": "2 steps failed"}
+        assert health.look(later(seen)) == {}
+    said = [(record.message, record.part) for record in caplog.records]  # type: ignore[attr-defined]
+    assert said == [("a part is not well", "runner"), ("a part is well again", "runner")]

@@ -1,0 +1,141 @@
+"""Compiles every kernel for two generations of cards, without a card: calls the doors, and launches nothing.
+
+A process of its own: the interpreter and the compiler exclude each other. Prints one line a kernel and target.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.triton import layers, products
+from penstock.kernels.triton.blocks import copy_blocks
+from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.lora import add_lora
+from penstock.kernels.triton.prefill_attention import prefill_attention
+from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
+
+CAPABILITIES = (80, 90)
+
+
+class NoCard(DriverBase):
+    """Says which card to compile for."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return False
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _ints(*shape: int) -> torch.Tensor:
+    return _empty(*shape, dtype=torch.int32)
+
+
+def _cache(dtype: torch.dtype = torch.bfloat16) -> PagedCache:
+    values = [_empty(4, 8, 16, 128, dtype=dtype).transpose(0, 1) for _ in "kv"]
+    scales = [_empty(4, 8, 16, dtype=torch.float32).transpose(0, 1) for _ in "kv"]
+    return PagedCache(*values, *(scales if dtype.itemsize == 1 else ()), host_jump=1 << 40)
+
+
+def _attend(attention: Callable[..., None], cache: PagedCache, *last: Any, **rules: Any) -> None:
+    q = _empty(4, 32, 128)
+    attention(q, q, cache, _ints(5), _ints(4), _ints(4, 64), *last, scale=0.1, **rules)
+
+
+def compile_doors(capability: int) -> None:
+    """Every door as a model of Llama's size calls it."""
+    # float8 from Ada on.
+    formats = [torch.bfloat16, torch.int8, *([torch.float8_e4m3fn] if capability >= 89 else ())]
+    for kept in formats:
+        _attend(decode_attention, _cache(kept), _ints(4), 8)
+        _attend(prefill_attention, _cache(kept), _ints(4, 2))
+    ruled: dict[str, Any] = {"window": 512, "biases": _empty(32, 512, dtype=torch.float32)}
+    _attend(decode_attention, _cache(), _ints(4), 1, **ruled)
+    _attend(prefill_attention, _cache(), _ints(4, 2), **ruled)
+    _compile_layers(formats)
+    _compile_products(formats[1:])
+    marks = Marks(_ints(4, 128_256), _empty(4, 128_256, dtype=torch.float32))
+    marks.add(_ints(9, 3))
+    marks.allow_only(_ints(2), _ints(2, 4008))
+    sample(_empty(4, 128_256), _ints(4, len(RULE_COLUMNS)), marks)
+    copy_blocks(_empty(4, 65_536, dtype=torch.uint8), np.array([[1, 2]], np.int32), host_from=2, host_jump=1 << 40)
+
+
+def _compile_layers(formats: list[torch.dtype]) -> None:
+    x, residual, weight = _empty(4, 4096), _empty(4, 4096, dtype=torch.float32), _empty(4096)
+    layers.add_rms_norm(residual, x, weight, 1e-5)
+    layers.add_layer_norm(residual, None, weight, weight, 1e-5)
+    for activation in layers.ACTIVATIONS:
+        layers.activate(x, activation)
+        layers.gate_mul(x, activation)
+    angles, norm = _empty(512, 64, dtype=torch.float32), _empty(128)
+    for kept in formats:
+        given = _empty(4, 48 * 128), _cache(kept), _ints(4), _ints(4), angles, angles
+        layers.rotate_and_store(*given, q_norm=norm, k_norm=norm)
+
+
+def _compile_products(formats: list[torch.dtype]) -> None:
+    real = {"dtype": torch.float32}
+    for rows in (4, 512):
+        x = _empty(rows, 4096)
+        for kept in formats:
+            q, scales = products.quantise_vectors(x, kept)
+            products.multiply_scaled(q, scales, _empty(6144, 4096, dtype=kept), _empty(6144, **real), torch.bfloat16)
+        groups = _empty(6144, 128, dtype=torch.float16)
+        products.multiply_int4(x, _empty(6144, 2048, dtype=torch.uint8), groups, groups)
+    add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, 16, 4096), _empty(3, 6144, 16), _empty(3, **real), _ints(2, 3))
+
+
+def main() -> None:
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        capability = triton.runtime.driver.active.get_current_device()
+        facts = {"module": Path(self.fn.__code__.co_filename).stem, "kernel": self.fn.__name__, "sm": capability}
+        target = f".target sm_{capability}" in kernel.asm["ptx"]
+        print(json.dumps(facts | {"is_ptx": target, "shared": kernel.metadata.shared}), flush=True)
+        return kernel
+
+    JITFunction.run = compile_only
+    for capability in CAPABILITIES:
+        triton.runtime.driver.set_active(NoCard(capability))
+        compile_doors(capability)
+
+
+if __name__ == "__main__":
+    main()

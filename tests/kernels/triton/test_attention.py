@@ -1,0 +1,94 @@
+"""Triton's paged attention against the reference: decode rows and chunks together, whatever their lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fakes.paged import make_scene
+
+from penstock.kernels.paged_cache import PagedCache
+from penstock.kernels.reference import attention as reference
+from penstock.kernels.triton import attention
+from penstock.kernels.triton.decode_attention import decode_attention
+
+from .conftest import TOLERANCES
+
+COUNTS, CONTEXTS = [1, 5, 1, 70, 1, 1], [1, 5, 300, 95, 64, 129]
+SHAPES: dict[str, dict[str, Any]] = {
+    "groups of 3": {"heads": 6, "kv_heads": 2, "head_dim": 16},
+    "window and biases, odd head": {"heads": 2, "kv_heads": 2, "head_dim": 24, "window": 37, "biased": True},
+    "one key head for 20": {"heads": 20, "kv_heads": 1, "head_dim": 32, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    shape = {"block_size": 16, "window": None, "biased": False} | SHAPES[name]
+    scene = make_scene(
+        *(COUNTS, CONTEXTS),
+        block_size=shape["block_size"],
+        num_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        dtype=dtype,
+        device=device,
+    )
+    q = torch.randn(sum(COUNTS), shape["heads"], shape["head_dim"], device=device).to(dtype)
+    biases = torch.randn(shape["heads"], 301, device=device) if shape["biased"] else None
+    rules: dict[str, Any] = {"scale": 0.3, "window": shape["window"], "biases": biases}
+    got, want = (module.paged_attention(q, scene.cache, *scene.tables, **rules) for module in (attention, reference))
+    torch.testing.assert_close(got, want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantised_caches_mean_what_the_reference_reads(kept: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    scene = make_scene(COUNTS, CONTEXTS, block_size=32, num_heads=1, head_dim=16, dtype=kept, device=device)
+    q = torch.randn(sum(COUNTS), 4, 16, device=device)
+    got, want = (module.paged_attention(q, scene.cache, *scene.tables) for module in (attention, reference))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 16])
+def test_a_row_is_the_same_alone_and_in_a_batch(splits: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    contexts = [1, 700, 0, 257]
+    scene = make_scene([1] * 4, contexts, block_size=16, num_heads=2, head_dim=16, dtype=torch.float32, device=device)
+    q = torch.randn(4, 4, 16, device=device)
+
+    def decode(*rows: int) -> torch.Tensor:
+        out = torch.full_like(q, torch.nan)
+        seqs = torch.tensor(rows, dtype=torch.int32, device=device)
+        decode_attention(out, q, scene.cache, *scene.tables, seqs, splits, scale=0.25, window=600)
+        return out
+
+    together = decode(0, 1, 2, 3)
+    for row in (0, 1, 3):
+        want = reference.paged_attention(
+            q[row : row + 1],
+            scene.cache,
+            torch.tensor([0, 1]),
+            *(x[row : row + 1] for x in scene.tables[1:]),
+            scale=0.25,
+            window=600,
+        )
+        assert torch.equal(decode(row)[row], together[row])
+        torch.testing.assert_close(together[row : row + 1], want, atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_of_the_host_are_read_where_they_lie(device: torch.device) -> None:
+    """One sequence whose last blocks lie in other memory, as a runner's swap space does."""
+    torch.manual_seed(0)
+    scene = make_scene([3], [90], block_size=16, num_heads=2, head_dim=16, dtype=torch.float32, device=device)
+    q, first = torch.randn(3, 4, 16, device=device), 4
+    want = reference.paged_attention(q, scene.cache, *scene.tables)
+    pool = torch.stack((scene.cache.k.transpose(0, 1), scene.cache.v.transpose(0, 1)), dim=1)
+    near, far = pool[:first].clone(), pool[first:].cpu()
+    if device.type == "cuda":
+        far = far.pin_memory()
+    k, v = near.transpose(0, 1).unbind(0)
+    jump = far.data_ptr() - near.data_ptr() - near.nbytes
+    cache = PagedCache(k.transpose(0, 1), v.transpose(0, 1), host_from=first, host_jump=jump)
+    torch.testing.assert_close(attention.paged_attention(q, cache, *scene.tables), want, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,36 @@
+"""Every kernel compiles for Ampere and Hopper, also where there is no card."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import ROOT
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, object]]:
+    """What `compile_all.py` says of each kernel, in the cache that a card would use too."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("compile_all.py"))]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.timeout(600)
+def test_every_kernel_becomes_ptx_for_both_generations(compiled: list[dict[str, object]]) -> None:
+    from penstock.kernels import triton as package
+
+    sources = [path for path in Path(package.__path__[0]).glob("*.py") if "[(" in path.read_text()]
+    assert sources
+    for capability in (80, 90):
+        made = [facts for facts in compiled if facts["sm"] == capability]
+        assert {facts["module"] for facts in made} >= {path.stem for path in sources}
+        assert all(facts["is_ptx"] for facts in made)
+        assert max(int(str(facts["shared"])) for facts in made) <= 160 * 1024  # what an A100 has, and more than Ada

@@ -1,0 +1,63 @@
+"""Triton's products with matrices of few bits, and adapters, against the references on sizes that fill no tile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.kernels.reference import attention as reference_attention
+from penstock.kernels.reference import products as reference
+from penstock.kernels.reference.quantised import quantise_int4_groups
+from penstock.kernels.triton import products
+from penstock.kernels.triton.lora import add_lora, lora_tiles
+
+from .conftest import TOLERANCES
+
+
+@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(1, 70, 40), (18, 5, 200), (70, 130, 33)], ids=str)
+def test_products_of_quantised_rows(shape: tuple[int, int, int], kept: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    rows, outputs, columns = shape
+    x, weight = torch.randn(rows, columns, device=device), torch.randn(outputs, columns, device=device)
+    x[0] = 0
+    q, scales = products.quantise_vectors(x, kept)
+    want_q, want_scales = reference_attention.quantise_vectors(x, kept)
+    torch.testing.assert_close(scales, want_scales)
+    assert torch.equal(q.float(), want_q.float())
+    quantised = q, scales, *reference_attention.quantise_vectors(weight, kept)
+    got, want = (module.multiply_scaled(*quantised, torch.float32) for module in (products, reference))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 70, 64), (20, 5, 224)], ids=str)
+def test_products_with_int4(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    rows, outputs, columns = shape
+    x = torch.randn(rows, columns, device=device).to(dtype)
+    weight = torch.randn(outputs, columns, device=device)
+    weight[0, :32] = 0.25
+    packed = products.pack_int4(weight)
+    got, want = (module.multiply_int4(x, *packed) for module in (products, reference))
+    tolerance = TOLERANCES[dtype] * columns**0.5
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    # And the packing means what the reference for the CPU's kernels says.
+    values = torch.from_numpy(quantise_int4_groups(weight.cpu().numpy()).values())
+    ones = torch.eye(columns, device=device)
+    torch.testing.assert_close(reference.multiply_int4(ones, *packed).T.cpu(), values)
+
+
+@pytest.mark.parametrize("rank", [4, 20])
+def test_rows_of_many_adapters_beside_rows_of_none(rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    adapters = np.array([2, -1, *[0] * 18, 2, 1, -1], np.int32)
+    x, out = (torch.randn(len(adapters), size, device=device).to(dtype) for size in (150, 70))
+    down, up = (
+        torch.randn(3, rank, 150, device=device).to(dtype) / 12,
+        torch.randn(3, 70, rank, device=device).to(dtype) / rank,
+    )
+    factors, got = torch.tensor([0.5, 2.0, 1.0], device=device), out.clone()
+    add_lora(got, x, down, up, factors, torch.from_numpy(lora_tiles(adapters)).to(device))
+    reference.add_lora(out, x, down, up, factors, torch.from_numpy(adapters))
+    torch.testing.assert_close(got, out, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])

@@ -1,0 +1,79 @@
+"""Triton's sampler chooses what the reference chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes.sampling import SamplingCase, rows_of, sampling_cases
+from hypothesis import given, settings
+from numpy.typing import NDArray
+
+from penstock.gpu_node.model.gpu.row_marks import RowMarks
+from penstock.kernels.reference.sampler import NO_TOKENS
+from penstock.kernels.triton.sampler import pack_rules, sample
+
+
+def _tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
+    row_marks = RowMarks(*case.logits.shape, device)
+    row_marks.marks.marks.fill_(99)
+    row_marks.marks.biases.fill_(torch.nan)
+    places = row_marks.places(case.rows)
+    row_marks.write(case.rows, places)
+    rules = torch.from_numpy(pack_rules(case.rows, places)).to(device)
+    return sample(torch.from_numpy(case.logits).to(device), rules, row_marks.marks).cpu().numpy()
+
+
+@settings(max_examples=5, deadline=None)
+@given(case=sampling_cases(max_kinds=1))
+def test_tokens_are_the_references(case: SamplingCase, device: torch.device) -> None:
+    assert case.disagreements(_tokens(case, device)) == []
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.5},
+    "all": {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+}
+
+
+def test_biases_and_masks_come_before_the_draw(device: torch.device) -> None:
+    rng, count, vocab = np.random.default_rng(0), 12, 70
+    rows = rows_of(
+        count,
+        seed=np.arange(count),
+        mask=[rng.random(vocab) < 0.3 if i % 3 else None for i in range(count)],
+        biased=[np.array([i, 69], np.int32) for i in range(count)],
+        biases=[np.array([3.0, 4.5], np.float32)] * count,
+    )
+    case = SamplingCase(rng.standard_normal((count, vocab)).astype(np.float32), rows)
+    assert case.disagreements(_tokens(case, device)) == []
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rules", "count"),
+    [
+        *((33, rules, 16) for rules in RULES),
+        (9000, "plain", 16),
+        (9000, "all", 3),
+        (9000, "penalties", 3),
+        (1, "all", 1),
+    ],
+)
+def test_each_rule_draws_what_it_keeps(vocab: int, rules: str, count: int, device: torch.device) -> None:
+    rng = np.random.default_rng(vocab)
+    seen = (
+        [rng.integers(0, vocab, 300).astype(np.int32) for _ in range(count)]
+        if rules == "penalties"
+        else [NO_TOKENS] * count
+    )
+    logits = rng.standard_normal((count, vocab)).astype(np.float32)
+    rows = rows_of(count, seed=np.arange(count), num_seen_prompt=10, seen=seen, **RULES[rules])
+    case = SamplingCase(logits, rows)
+    assert case.disagreements(_tokens(case, device)) == []

@@ -1,0 +1,48 @@
+"""The card's bench runs to its end on the CPU, with nothing but torch, triton and numpy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import ROOT
+
+RUN = """
+import runpy, sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+sys.argv[1:2] = []
+runpy.run_module("bench_gpu", run_name="__main__")
+"""
+ABSENT = ("pydantic", "redis", "msgpack", "gguf", "safetensors", "transformers", "tokenizers", "matplotlib", "psutil")
+
+
+@pytest.mark.timeout(300)
+def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'ops'}"}
+    command = [sys.executable, "-c", RUN, ",".join(ABSENT), "--dry", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    stages = ("decode", "prefill", "load", "trace")
+    names = {"dry", "limits", "errors", "kernels", "tuned", "tiny fp8 decode", *(f"tiny {stage}" for stage in stages)}
+    assert set(found) == names
+    assert max(found["errors"].values()) < 1e-5
+    assert all(row["ms"] > 0 for row in found["kernels"])
+    assert len(found["tiny decode"]) == 4
+    ahead, after = found["tiny load"]
+    assert (ahead["tokens"], ahead["steps"]) == (after["tokens"], after["steps"])
+    assert json.loads((tmp_path / "tiny-trace.json").read_text())["traceEvents"]
+    assert (tmp_path / "tiny-decode.svg").read_text().startswith("<svg")
+    assert set(json.loads((tmp_path / "cpu.json").read_text())) == {"decode_attention", "prefill_attention"}
