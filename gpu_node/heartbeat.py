@@ -78,7 +78,8 @@ class Heartbeat:
         self._drain, self._prefill, self._decode, self._steps = (Gauge(time.monotonic()) for _ in range(4))
         self._preemptions = Gauge(time.monotonic(), keeps=False)
         self._num_beats = 0
-        self._last_stats: EngineStats | None = None
+        self.engine_stats: EngineStats | None = None
+        """The last figures that the engine gave."""
         self._watchdog = Watchdog(
             stall_after_s=stall_after_s, max_look_s=_INTERVALS_A_LOOK * self._interval_s, now_s=time.monotonic()
         )
@@ -100,6 +101,7 @@ class Heartbeat:
 
     async def beat(self) -> None:
         """One beat."""
+        self._end_expired()
         pressure = await self._pressure()
         check = self._num_beats % BEATS_PER_CHECK == 0
         # In this order: a take that is answered in between belongs to a later call than the one named here.
@@ -116,6 +118,13 @@ class Heartbeat:
             self._outbox.end_as(job_id, "CANCEL")
         for job_id in answer.expired:
             self._outbox.end_as(job_id, "EXPIRED")
+
+    def _end_expired(self) -> None:
+        """Jobs past their deadline, also those that the engine has no tokens of to send."""
+        now_s = time.monotonic()
+        for job in self._ledger:
+            if job.outcome is None and now_s >= job.expires_s:
+                self._outbox.end_as(job.job_id, "EXPIRED")
 
     async def _pressure(self) -> NodePressure:
         stats = await self._stats()
@@ -135,6 +144,7 @@ class Heartbeat:
             num_steps=stats.steps,
             mean_batch=decode_per_s / steps_per_s if steps_per_s else 0.0,
             draining=self.draining,
+            predicted_outputs=self._ledger.predicted_outputs,
             troubles=self._health.look(self._signs(stats, now_s)),
         )
 
@@ -160,8 +170,8 @@ class Heartbeat:
         answer: EngineStats | None = None
         with suppress(TimeoutError):
             async with asyncio.timeout(self._interval_s):
-                self._last_stats = answer = await asyncio.wrap_future(self._worker.stats())
+                self.engine_stats = answer = await asyncio.wrap_future(self._worker.stats())
         self._watchdog.look(answer, may_step=not self._worker.is_paused, now_s=time.monotonic())
-        if self._last_stats is None:
+        if self.engine_stats is None:
             raise UnavailableError("the engine has not answered yet")
-        return self._last_stats
+        return self.engine_stats

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import secrets
+import time
 from functools import partial
 
 from penstock.contract import crash, wire
@@ -120,11 +121,16 @@ class Inbox:
             self._hold(await self._broker.take(self._call, self._nonce, nothing))
 
     def _hold(self, answer: TakeAnswer) -> list[HeldJob]:
-        jobs = [HeldJob(taken) for taken in answer.jobs]
+        jobs, now_s = [HeldJob(taken) for taken in answer.jobs], time.monotonic()
         for job in jobs:
+            if job.taken.deadline_in_ms:
+                job.expires_s = now_s + job.taken.deadline_in_ms / 1000
             if (older := self._ledger.get(job.job_id)) is not None:
                 self._outbox.drop(older)
             self._ledger.add(job)
+        counts = self._ledger.counts
+        counts.taken += len(jobs)
+        counts.taken_over += sum(bool(job.taken.num_chunks or job.taken.losses) for job in jobs)
         self.answered_call = self._call
         return jobs
 
@@ -161,7 +167,9 @@ class Inbox:
         return request
 
     async def _encode(self, request: Request) -> list[int]:
-        """A request's tokens; long ones of a batch are made side by side, on threads."""
+        """A request's tokens, once all else is prepared; what takes long is done side by side, on threads."""
+        if request.params.structured_outputs is not None:
+            await asyncio.to_thread(self._worker.prepare, request.params)
         if _num_chars(request) <= MAX_CHARS_ON_LOOP:
             return _encode(self._tokenizer, request)
         return await asyncio.to_thread(_encode, self._tokenizer, request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
 from penstock.contract.packing import Pack
 from penstock.contract.policy import HOLD_MS, learned_hold_ms
+from penstock.gpu_node.counts import NodeCounts
 from penstock.gpu_node.engine.predict import LengthPredictor
 
 RESERVED_QUANTILE = 0.9
@@ -49,6 +51,8 @@ class HeldJob:
         """Output that each choice will probably not exceed."""
         self.most_tokens = MAX_TOKENS_LIMIT
         """Output that no choice can exceed."""
+        self.expires_s = math.inf
+        """When its deadline passes, on this process's monotonic clock."""
         self.kv_ms = 0.0
         """KV-token-milliseconds of the choices that have ended."""
         self.num_acknowledged = 0
@@ -203,6 +207,7 @@ class Ledger:
 
     def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
         self._max_model_len = max_model_len
+        self.counts = NodeCounts()
         self._jobs: dict[str, HeldJob] = {}
         self._by_lease: dict[str, HeldJob] = {}
         self._predictor = LengthPredictor(RESERVED_QUANTILE)
@@ -251,6 +256,11 @@ class Ledger:
         if job.taken.preemptions >= MAX_PREEMPTIONS:
             # It was moved often enough: this time there shall be room for it to its end.
             job.predicted_tokens = job.most_tokens
+
+    @property
+    def predicted_outputs(self) -> tuple[tuple[int, int, int], ...]:
+        """How long outputs are, for those who estimate what a new job will need; see `NodePressure`."""
+        return self._predictor.of_all_tenants()
 
     def learn(self, job: HeldJob) -> None:
         """Learns from a job whose choices have all ended how long outputs are and how long the cache is held."""

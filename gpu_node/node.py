@@ -19,7 +19,7 @@ from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import UnavailableError
 from penstock.contract.wire import NodePressure, PoolRecord
 from penstock.gpu_node.bell import Bell, listen
-from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.heartbeat import Heartbeat
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import HeldJob, Ledger
@@ -74,6 +74,11 @@ class Node:
             lease_ms=settings.lease_ms,
             stall_after_s=settings.stall_after_s,
         )
+
+    @property
+    def engine_stats(self) -> EngineStats | None:
+        """The engine's figures as of the last beat."""
+        return self._heartbeat.engine_stats
 
     def stop(self) -> None:
         """Takes nothing more; what runs may end within the grace time, the rest is given back. Again: at once."""

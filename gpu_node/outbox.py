@@ -117,6 +117,7 @@ class Outbox:
     def drop(self, job: HeldJob) -> None:
         """Lets go of a job that turned out not to be ours any more."""
         self.forget(job)
+        self._ledger.counts.dropped += 1
         log.warning("job is no longer ours", extra={"job_id": job.job_id, "lease": job.taken.lease})
 
     async def until_empty(self) -> None:
@@ -138,6 +139,7 @@ class Outbox:
                 await self.flush()
                 patience = pauses()
             except UnavailableError as error:
+                self._ledger.counts.outages += 1
                 self._owed.set()
                 self._pause_engine_if_full()
                 log.warning("redis is away", extra={"reason": error.message})
@@ -162,19 +164,18 @@ class Outbox:
 
     async def _emit(self, jobs: list[HeldJob]) -> None:
         for part in _parts([(job, job.emission(self._pack)) for job in jobs]):
+            began_s = time.monotonic()
             answers = await self._broker.emit([emission for _, emission in part])
+            self._ledger.counts.emits.note(time.monotonic() - began_s)
             for (job, emission), answer in zip(part, answers, strict=True):
                 self._heed(job, emission, answer)
 
     def _heed(self, job: HeldJob, emission: Emission, answer: str) -> None:
-        if self._ledger.of_lease(job.taken.lease) is None:
-            return  # given back meanwhile
         kind, _, rest = answer.partition(" ")
         if kind in ("FENCED", "GONE"):
             self.drop(job)
         elif kind == "NEED":
-            job.send_again_from(int(rest))
-            self._dirty[job.taken.lease] = job
+            self._send_again(job, int(rest))
         elif kind == "ERR":
             log.error("emit failed", extra={"job_id": job.job_id, "reason": rest})
             job.acknowledge(emission)
@@ -196,18 +197,24 @@ class Outbox:
             answer = "GONE"
         kind, _, rest = answer.partition(" ")
         if kind == "NEED":
-            job.send_again_from(int(rest))
-            self._dirty[job.taken.lease] = job
+            self._send_again(job, int(rest))
         elif kind == "OK":
             self.num_finished_cost += job.taken.cost
+            self._ledger.counts.finished += 1
             self._remove(job)
         else:
             self.drop(job)
+
+    def _send_again(self, job: HeldJob, index: int) -> None:
+        self._ledger.counts.rewinds += 1
+        job.send_again_from(index)
+        self._dirty[job.taken.lease] = job
 
     def _remove(self, job: HeldJob) -> None:
         self._ledger.remove(job)
         if not len(self._ledger):
             self._emptied.set()
+            self._bell.room_grew()  # a suspect may wait for a node that holds nothing
 
     def _pause_engine_if_full(self) -> None:
         self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)
@@ -216,7 +223,8 @@ class Outbox:
 def outcome_of(job: HeldJob) -> Outcome:
     """How a job ends whose choices have all ended."""
     if job.has_failed_choice:
-        return Outcome("failed", "model_error", "the model's output was not finite")
+        said = "the model's output was not finite, or its steps failed where those of others did not"
+        return Outcome("failed", "model_error", said)
     return Outcome("done")
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 from penstock.contract.settle import settle
 from penstock.gpu_node.engine.config import EngineConfig
@@ -34,11 +35,21 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike) -> None:
     ready = asyncio.Event()
     announce = asyncio.create_task(_announce(ready, settings.pool_name))
     try:
-        await node.run(ready)
+        with _metrics_of(node, settings):
+            await node.run(ready)
     finally:
         announce.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def _metrics_of(node: Node, settings: NodeSettings) -> AbstractContextManager[object]:
+    if settings.metrics_port is None:
+        return nullcontext()
+    # Only here, because a node that serves no metrics needs no package for them.
+    from penstock.gpu_node.metrics import serving_metrics
+
+    return serving_metrics(node, settings.metrics_host, settings.metrics_port)
 
 
 async def _announce(ready: asyncio.Event, pool: str) -> None:

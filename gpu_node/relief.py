@@ -71,14 +71,18 @@ class Relief:
         given = [job for job, answer in zip(wanted, answers, strict=True) if answer != "NO_ROOM"]
         for job in given:
             self._outbox.forget(job)
+        if only_if_room:
+            self._ledger.counts.given_back_pressure += len(given)
+        else:
+            self._ledger.counts.given_back_drain += len(given)
         if given and only_if_room:
             log.info("gave jobs back for want of room", extra={"num_jobs": len(given)})
 
     def _surplus(self) -> list[HeldJob]:
-        """Who would have to give way for the rest to fit, in order; never all."""
+        """Who would have to give way for the rest to fit, in order."""
         (*_, tokens), (*_, sequences) = self._ledger.claims()
         surplus = []
-        for job in in_order_of_retreat([job for job in self._ledger if job.is_in_engine and job.outcome is None])[:-1]:
+        for job in in_order_of_retreat([job for job in self._ledger if job.is_in_engine and job.outcome is None]):
             if tokens <= self._kv_tokens and sequences <= self._max_num_seqs:
                 break
             surplus.append(job)

@@ -91,11 +91,16 @@ class NodeSettings(Settings):
     drain_s: float = Field(20.0, ge=0.0)
     """After SIGTERM: how long running jobs may go on before the rest is given back."""
     stall_after_s: float = Field(120.0, gt=0.0)
-    """An engine that has not answered for this long hangs; the node ends and others take its jobs."""
+    """An engine that has not answered, or has work and made no step, this long hangs; its node ends, others go on."""
     stream_interval_ms: float = Field(40.0, ge=0.0, le=1000.0)
     """How often the tokens of 16 and more jobs leave at most; those of fewer leave at every step."""
     max_unsent_bytes: int = Field(64 << 20, ge=1 << 10)
     """Chunks kept while Redis is away; past it the engine pauses."""
+
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """Where this node's figures are served for Prometheus; 0: on a free port, which the log tells; else nowhere."""
+    metrics_host: str = "127.0.0.1"
+    """The address that they are served at."""
 
     scheduling_policy: PolicyName = "fair"
     """In which order jobs are taken and run: fcfs, priority, sjf (by predicted cost) or fair (tenants take turns)."""

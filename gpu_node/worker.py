@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
 """Without one that was computed between them: more, and it is not a request but the runner that is broken."""
+MAX_PAUSE_S = 0.1
+"""After a failed step, longer with each in a row: memory that another process took may be back in a moment."""
 
 
 class EngineLike(Protocol):
@@ -51,6 +54,9 @@ class EngineLike(Protocol):
         tenant: str = "default",
     ) -> None:
         """Queues a request; raises RequestError for one that can never run."""
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Does ahead of `add` what takes long, on any thread; raises RequestError for what could never run."""
 
     def abort(self, request_id: str) -> None:
         """Forgets a request."""
@@ -147,6 +153,10 @@ class EngineWorker:
             )
         )
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Does ahead of `add` what would keep the engine's thread from its steps; on the caller's own."""
+        self._engine.prepare(params)
+
     def abort(self, request_id: str) -> None:
         """Forgets a request before the next step."""
         self.call(lambda: self._engine.abort(request_id))
@@ -187,6 +197,7 @@ class EngineWorker:
             if self._num_failed_steps > MAX_FAILED_STEPS:
                 raise
             log.warning("a step failed", extra={"reason": repr(error), "in_a_row": self._num_failed_steps})
+            time.sleep(min(MAX_PAUSE_S, 2**self._num_failed_steps / 1000))
             return []
 
     def _run_commands(self) -> None:

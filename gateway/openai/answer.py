@@ -32,7 +32,7 @@ JOB_HEADER = "X-Penstock-Job"
 
 
 class Answer(Response):
-    """What both ways share: the jobs live as long as the response, and end with a caller that hangs up.
+    """What both ways share: the jobs live as long as the response, and end with a caller that hangs up for good.
 
     Called as an ASGI app, it raises a PenstockError only while nothing has been sent.
     """
@@ -87,7 +87,7 @@ class StreamAnswer(Answer):
 
     async def _answer(self, writer: EventWriter) -> None:
         try:
-            async with open_jobs(self._client, self._order) as jobs:
+            async with open_jobs(self._client, self._order, has_begun=lambda: writer.started) as jobs:
                 writer.headers[JOB_HEADER] = _names(jobs)
                 await self._relay(jobs, writer)
         except PenstockError as error:

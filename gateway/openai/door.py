@@ -8,11 +8,12 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from penstock.contract.errors import RequestError
+from penstock.contract.job import is_job_id
 from penstock.gateway.body import read_json_body
 from penstock.gateway.entry import caller_of
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.settings import GatewaySettings
-from penstock.gateway.stream.order import Order
+from penstock.gateway.stream.order import Order, Place
 from penstock.producer.openai.problems import request_error
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -20,6 +21,10 @@ _Body = TypeVar("_Body", bound=BaseModel)
 KEY_HEADER = "idempotency-key"
 MAX_KEY_CHARS = 200
 """Shorter than a job's key may be: the prompt's number is added where there are several."""
+AFTER = "after"
+PLACE_HEADER = "last-event-id"
+"""What browsers call it. Either comes with the body as it was sent before; the stream goes on behind that event."""
+MAX_INDEX_DIGITS = 9
 
 
 async def read_body(request: Request, model: type[_Body]) -> _Body:
@@ -40,6 +45,19 @@ def idempotency_key_of(request: Request) -> str | None:
     return key
 
 
+def place_of(request: Request, body: ChatRequest | CompletionRequest) -> Place | None:
+    """Where the caller's stream was cut: the id of the last event that arrived, None for a new request."""
+    said = request.query_params.get(AFTER) or request.headers.get(PLACE_HEADER)
+    if not said:
+        return None
+    job_id, _, index = said.rpartition(":")
+    if not is_job_id(job_id) or not index.isdecimal() or len(index) > MAX_INDEX_DIGITS:
+        raise RequestError("not the id of an event of ours, which is <job>:<number>", param=AFTER)
+    if not body.stream or len(body.prompts()) != 1:
+        raise RequestError("only a stream of one prompt goes on where it was cut", param=AFTER)
+    return Place(job_id, int(index))
+
+
 def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
     """What the caller asks of the queue."""
     caller, idempotency_key = caller_of(request), idempotency_key_of(request)
@@ -55,5 +73,6 @@ def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
         tenant=caller.tenant,
         terms=caller.terms,
         idempotency_key=idempotency_key,
+        cut_at=place_of(request, body),
         prompt_field=body.prompt_field,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.contract.errors import PenstockError
@@ -19,6 +19,14 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """A chunk of a job: the last one that a caller got of a stream."""
+
+    job_id: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """One job for each prompt, all with the same options."""
 
@@ -29,6 +37,8 @@ class Order:
     tenant: str = "default"
     terms: Terms = UNLIMITED
     idempotency_key: str | None = None
+    cut_at: Place | None = None
+    """Where a stream of before goes on; its job is then nobody's to submit."""
     prompt_field: str = "prompt"
     """What the caller calls the prompt, for errors that are about it."""
 
@@ -40,21 +50,30 @@ class Order:
 
 
 @contextlib.asynccontextmanager
-async def open_jobs(client: AsyncClient, order: Order) -> AsyncIterator[list[AsyncJob]]:
+async def open_jobs(
+    client: AsyncClient, order: Order, *, has_begun: Callable[[], bool] = lambda: False
+) -> AsyncIterator[list[AsyncJob]]:
     """Submits all jobs or none; whatever ends the block early ends the jobs.
 
-    With an idempotency key a job may be another caller's too, or asked for again, so nothing cancels it here: the queue
-    ends it when nobody has read it for its grace time.
+    With an idempotency key a job may be another caller's too, or asked for again, and a caller whose stream `has_begun`
+    may come back with an event's id. So nothing cancels such a job here: the queue ends it when nobody has read it for
+    its grace time.
     """
     jobs: list[AsyncJob] = []
     try:
-        for index, prompt in enumerate(order.prompts):
-            jobs.append(await _submit(client, order, index, prompt))
+        if order.cut_at is not None:
+            cut_at = order.cut_at
+            jobs.append(await client.attach(cut_at.job_id, after=cut_at.index, tenant=order.tenant))
+        else:
+            for number, prompt in enumerate(order.prompts):
+                jobs.append(await _submit(client, order, number, prompt))
         yield jobs
     except BaseException as error:
         if isinstance(error, PenstockError) and error.param == "prompt":
             error.param = order.prompt_field
-        await _leave(jobs, may_return=order.idempotency_key is not None)
+        is_shared = order.idempotency_key is not None or order.cut_at is not None
+        hung_up = isinstance(error, asyncio.CancelledError)
+        await _leave(jobs, may_return=is_shared or (hung_up and has_begun()))
         raise
 
 

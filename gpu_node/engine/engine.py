@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError, RequestError
-from penstock.contract.job import Priority, SamplingParams, Usage, seed_of
+from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
 from penstock.gpu_node.engine.flight import Flight, Meter
+from penstock.gpu_node.engine.guide import Guides
 from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.loading import load
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.offline import Prompt, gather, spread
+from penstock.gpu_node.engine.offline import Prompt, gather, run, spread
 from penstock.gpu_node.engine.preemption import PreemptionCosts
 from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume, request_limits
-from penstock.gpu_node.engine.rows import Landed
+from penstock.gpu_node.engine.rows import Landed, Step
 from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.engine.trail import MemoryTrail
-from penstock.gpu_node.model.protocol import FAILED_TOKEN
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 
 
 class Engine:
@@ -44,6 +45,7 @@ class Engine:
         self._salts_by_tenant = config.prefix_cache_salt == "tenant"
         self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
         self._costs = PreemptionCosts(config.preemption, sizes.block_bytes)
+        self._guides = Guides(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
         limits = Limits.of(config, self._limits.max_model_len)
         self._discipline = discipline_of(config)
         self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline)
@@ -86,8 +88,13 @@ class Engine:
         check_resume(resume, params, self._limits)
         root_hash = salted_root(cache_salt, tenant if self._salts_by_tenant else None)
         request = LiveRequest(request_id, prompt_token_ids, params, seed, root_hash, tenant, priority)
-        request.open(resume, self._limits, self._tokenizer)
+        request.open(resume, self._limits, self._tokenizer, self._guides)
         self._enqueue(request)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what `add` would take long for, on any thread. Raises RequestError for what could never run."""
+        if params.structured_outputs is not None:
+            self._guides.prepare(params.structured_outputs)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and give its blocks back; nothing happens when it is not here."""
@@ -151,17 +158,7 @@ class Engine:
         if self._requests:
             raise RequestError("generate needs an engine without other requests")
         batch = spread(prompts, params, self._tokenizer)
-        outputs: list[StepOutput] = []
-        try:
-            for i, (prompt, wanted) in enumerate(batch):
-                self.add(str(i), prompt, wanted, seed=seed_of(str(i), wanted))
-            while self.has_work():
-                outputs += self.step()
-        except BaseException:
-            for i in range(len(batch)):
-                self.abort(str(i))
-            raise
-        return gather(batch, outputs)
+        return gather(batch, run(self, batch))
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless scheduler and memory are consistent; O(blocks), for tests and idle times."""
@@ -240,7 +237,12 @@ class Engine:
             step = self._scheduler.schedule()
         if step is not None:
             with self._meter.prepare:
-                self._flight = Flight(self._runner, step, self._scheduler.plan, self._broken_blocks)
+                self._flight = Flight(self._runner, step, self._plan, self._broken_blocks)
+
+    def _plan(self, step: Step) -> StepPlan:
+        plan = self._scheduler.plan(step)
+        self._guides.write(plan.sampling.masks)
+        return plan
 
     def _hand_out(self, landed: Landed | None) -> list[StepOutput]:
         """What each choice gained; nothing for those that are gone since their step was launched."""

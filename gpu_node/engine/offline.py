@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import Choice, SamplingParams, Usage
+from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
 from penstock.gpu_node.engine.records import Generation, StepOutput
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 
@@ -20,6 +20,37 @@ def spread(prompts: Sequence[Prompt], params: SamplingParams | Sequence[Sampling
     if len(wanted) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts but {len(wanted)} sampling params", param="params")
     return [(_tokens_of(prompt, tokenizer), one) for prompt, one in zip(prompts, wanted, strict=True)]
+
+
+class Steps(Protocol):
+    """What a batch needs of an engine."""
+
+    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, seed: int) -> None:
+        """Queue a request."""
+
+    def abort(self, request_id: str) -> None:
+        """Drop one."""
+
+    def has_work(self) -> bool:
+        """Whether a step has anything to do."""
+
+    def step(self) -> list[StepOutput]:
+        """What one step gave."""
+
+
+def run(engine: Steps, batch: Batch) -> list[StepOutput]:
+    """All that an engine says to a batch, whose requests are named by their index; what fails leaves none of them."""
+    outputs: list[StepOutput] = []
+    try:
+        for i, (prompt, wanted) in enumerate(batch):
+            engine.add(str(i), prompt, wanted, seed=seed_of(str(i), wanted))
+        while engine.has_work():
+            outputs += engine.step()
+    except BaseException:
+        for i in range(len(batch)):
+            engine.abort(str(i))
+        raise
+    return outputs
 
 
 def gather(batch: Batch, outputs: Sequence[StepOutput]) -> list[Generation]:

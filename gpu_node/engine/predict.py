@@ -17,6 +17,8 @@ WINDOW = 128
 """Outputs remembered per group."""
 MAX_GROUPS = 1024
 """The groups used last are remembered."""
+MAX_TOLD = 32
+"""Kinds of job whose predictions a node tells others."""
 STEP = 0.03
 """How far the level moves for a prediction that was wrong: 1,000 of them end within 3.2 points of nominal."""
 
@@ -36,6 +38,12 @@ class LengthPredictor:
             if length is not None:
                 return min(length, max_tokens)
         return None
+
+    def of_all_tenants(self) -> tuple[tuple[int, int, int], ...]:
+        """(bits of the prompt's tokens, bits of `max_tokens`, prediction) of the MAX_TOLD kinds that ended last."""
+        wide = [(prompt, limit, window.predict()) for (of, prompt, limit), window in self._windows.items() if not of]
+        known = [(prompt, limit, length) for prompt, limit, length in wide if length is not None]
+        return tuple(known[-MAX_TOLD:])
 
     def ended(
         self, tenant: str, num_prompt_tokens: int, max_tokens: int, num_output_tokens: int, predicted: int

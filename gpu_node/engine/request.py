@@ -12,6 +12,7 @@ from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gpu_node.engine.blocks import ROOT_HASH
 from penstock.gpu_node.engine.choice import ChoiceOutput
 from penstock.gpu_node.engine.ends import EndRule
+from penstock.gpu_node.engine.guide import Guide, Guides
 from penstock.gpu_node.engine.records import ResumedChoice
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.tokenizer import Tokenizer
@@ -60,13 +61,17 @@ class LiveRequest:
         if self.priority not in set(Priority):
             raise RequestError(f"priority {self.priority} is not one of 0, 1 and 2", param="priority")
 
-    def open(self, resume: Items[ResumedChoice], limits: RequestLimits, tokenizer: Tokenizer) -> None:
-        """Open the choices that are not closed yet. Raises RequestError for a log that does not fit."""
+    def open(self, resume: Items[ResumedChoice], limits: RequestLimits, tokenizer: Tokenizer, guides: Guides) -> None:
+        """Open the choices that are not closed yet.
+
+        Raises RequestError for a log that does not fit, or a form that cannot be kept to.
+        """
         for choice in range(self.params.n):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
             if resumed.finish_reason is None:
-                self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
+                opened = self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
+                opened.seq.guide = _guide_of(self.params, resumed, guides)
         self.first = next((choice.seq for choice in self.live.values()), None)
 
     def usage(self) -> Usage:
@@ -129,6 +134,16 @@ def check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: R
     for choice in resume:
         if any(not 0 <= token_id < limits.vocab_size for token_id in choice.token_ids):
             raise RequestError("a logged token id is outside the vocabulary", param="resume")
+
+
+def _guide_of(params: SamplingParams, resumed: ResumedChoice, guides: Guides) -> Guide | None:
+    """What keeps a choice to its form, as far as an earlier node got with it."""
+    if params.structured_outputs is None:
+        return None
+    guide = guides.new_guide(params.structured_outputs)
+    if not guide.take(guide.news_of(np.array(resumed.token_ids, dtype=np.int32))):
+        raise RequestError("the logged tokens are not of the form that is asked for", param="resume")
+    return guide
 
 
 def open_choice(

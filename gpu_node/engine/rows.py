@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
+from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.model.protocol import NULL_BLOCK, SamplingRows, StepPlan
 
@@ -117,6 +118,7 @@ class _Settings:
     biases: tuple[NDArray[np.float32], ...]
     are_penalised: bool
     have_bans: bool
+    are_guided: bool
 
 
 class RowTable:
@@ -242,8 +244,15 @@ class RowTable:
             banned=banned,
             biased=settings.biased,
             biases=settings.biases,
-            masks=None,
+            masks=self._masks_of(seqs) if settings.are_guided else None,
         )
+
+    def _masks_of(self, seqs: list[Sequence]) -> GuidedMasks:
+        guided: list[tuple[Guide, list[int]] | None] = [None] * len(seqs)
+        for i, seq in enumerate(seqs):
+            if seq.guide is not None:
+                guided[i] = seq.guide, seq.guide.news_of(self.tokens_of(seq)[seq.num_prompt_tokens :])
+        return GuidedMasks(guided)
 
     def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
         return _Settings(
@@ -255,6 +264,7 @@ class RowTable:
             biased=tuple(seq.biased for seq in seqs),
             biases=tuple(seq.biases for seq in seqs),
             have_bans=any(seq.has_bans for seq in seqs),
+            are_guided=any(seq.guide is not None for seq in seqs),
         )
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from penstock.contract.job import Priority, SamplingParams
 from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
+from penstock.gpu_node.engine.guide import Guide
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
@@ -28,6 +29,8 @@ class Sequence:
     end_rule: EndRule
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Tokens that must not follow each other."""
+    guide: Guide | None = None
+    """Keeps its text to a form."""
     root_hash: bytes = ROOT_HASH
     """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)

@@ -69,6 +69,11 @@ class Tokenizer:
         detokenizer = self.new_detokenizer()
         return detokenizer.push(token_ids) + detokenizer.flush()
 
+    def to_json(self) -> str:
+        """All of it, as tokenizer.json has it."""
+        text: str = self._backend.to_str()
+        return text
+
     def new_detokenizer(self) -> Detokenizer:
         """A detokenizer at the start of a text."""
         return Detokenizer(self.token_bytes, strip_first_space=self._strips_first_space)

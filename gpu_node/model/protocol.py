@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.masks import TokenMasks
-
 NULL_BLOCK = 0
 """Padding of block tables; never written by a sequence, always finite."""
 
@@ -19,6 +18,32 @@ NO_COPIES = np.empty((0, 2), dtype=np.int32)
 
 FAILED_TOKEN = -1
 """Stands for a row whose logits were not finite: that row failed, the others did not."""
+
+
+_MASK_BITS = 32
+
+
+class TokenMasks:
+    """Which tokens some rows of a step may choose, written while the step already runs; runners wait for that."""
+
+    def __init__(self, is_masked: NDArray[np.bool_], vocab_size: int) -> None:
+        """is_masked: [num_samples], which rows have a mask; until it is written it allows nothing."""
+        self.rows = np.where(is_masked, np.cumsum(is_masked) - 1, -1).astype(np.int32)
+        """[num_samples]: the row of `words` that a sampling row goes by, -1 where it may choose any token."""
+        self.words = np.zeros((int(is_masked.sum()), -(-vocab_size // _MASK_BITS)), dtype=np.uint32)
+        """[num_masked, vocab / 32]: a bit for each token, the lowest first."""
+        self.written = np.zeros(1, dtype=np.int32)
+        """Not 0 once all words are written, for those who look at memory."""
+        self._all_written = threading.Event()
+
+    def finish(self) -> None:
+        """Say that all words are written."""
+        self.written[0] = 1
+        self._all_written.set()
+
+    def wait(self) -> None:
+        """Block until they are."""
+        self._all_written.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +69,10 @@ class SamplingRows:
     """How many of a row's `seen` are prompt: the repetition penalty counts those too, the other two do not."""
     banned: tuple[NDArray[np.int32], ...]
     """Per row the tokens that must not be chosen."""
-    biased: tuple[NDArray[np.int32], ...]
-    """Per row the tokens, each once, whose logits are moved before all else."""
-    biases: tuple[NDArray[np.float32], ...]
-    """By how much: as long as `biased`."""
+    biased: tuple[NDArray[np.int32], ...] = ()
+    """Per row the tokens, each once, whose logits are moved before all else; () where no row has any."""
+    biases: tuple[NDArray[np.float32], ...] = ()
+    """By how much, in the shape of `biased`."""
     masks: TokenMasks | None = None
     """What rows may choose at all, written while the step runs; None where no row has a mask."""
 

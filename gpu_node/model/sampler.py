@@ -15,6 +15,28 @@ _NUM_CANDIDATES = 512
 everything only while there are 64 times as many."""
 
 
+def has_adjustments(rows: SamplingRows) -> bool:
+    """Whether `adjust` would change anything."""
+    return rows.masks is not None or any(map(len, rows.biased))
+
+
+def adjust(logits: Tensor, rows: SamplingRows) -> None:
+    """Add the rows' biases, then wait for their masks and make impossible what those do not allow.
+
+    logits: [num_samples, vocab] on any device, changed in place.
+    """
+    for i, (biased, biases) in enumerate(zip(rows.biased, rows.biases, strict=True)):
+        if len(biased):
+            logits[i, torch.from_numpy(biased).long().to(logits.device)] += torch.from_numpy(biases).to(logits.device)
+    if rows.masks is not None:
+        rows.masks.wait()
+        allowed = np.unpackbits(rows.masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        masked = np.flatnonzero(rows.masks.rows >= 0)
+        forbidden = torch.from_numpy(allowed[rows.masks.rows[masked]] == 0).to(logits.device)
+        places = torch.from_numpy(masked).to(logits.device)
+        logits[places] = logits[places].masked_fill(forbidden, -torch.inf)
+
+
 def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     """One token a row; FAILED_TOKEN where logits are not finite, or were not after the row's penalties and bans.
 
@@ -22,8 +44,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     """
     best, at = logits.max(dim=-1)
     failed = ~torch.isfinite(best).numpy()
-    if rows.masks is not None or any(map(len, (*rows.seen, *rows.banned, *rows.biased))):
-        _bias(logits, rows)
+    if has_adjustments(rows) or any(map(len, (*rows.seen, *rows.banned))):
+        adjust(logits, rows)
         _penalise(logits, rows)
         _ban(logits, rows)
         best, at = logits.max(dim=-1)
@@ -58,23 +80,10 @@ def _penalise_output(logits: Tensor, output: NDArray[np.int32], frequency: float
     logits[tokens] = logits[tokens] - frequency * counts - presence
 
 
-def _bias(logits: Tensor, rows: SamplingRows) -> None:
-    for i, (biased, biases) in enumerate(zip(rows.biased, rows.biases, strict=True)):
-        if len(biased):
-            logits[i, torch.from_numpy(biased).long()] += torch.from_numpy(biases)
-
-
 def _ban(logits: Tensor, rows: SamplingRows) -> None:
     for i, banned in enumerate(rows.banned):
         if len(banned):
             logits[i, torch.from_numpy(banned).long()] = -torch.inf
-    if rows.masks is not None:
-        rows.masks.wait()
-        allowed = np.unpackbits(rows.masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        masked = rows.masks.rows >= 0
-        logits[torch.from_numpy(masked)] = logits[torch.from_numpy(masked)].masked_fill(
-            torch.from_numpy(allowed[rows.masks.rows[masked]] == 0), -torch.inf
-        )
 
 
 def _draw(logits: Tensor, rows: SamplingRows, drawn: NDArray[np.intp]) -> NDArray[np.int32]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +16,7 @@ from penstock.gpu_node.model.decoder import Decoder
 from penstock.gpu_node.model.protocol import CacheSizes, StepPlan, StepResult
 from penstock.gpu_node.model.sampler import sample
 from penstock.gpu_node.model.spec import ModelSpec
+from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 
 
 class TorchRunner:
@@ -51,7 +52,7 @@ class TorchRunner:
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Start a step."""
-        return self._thread.submit(_naming_lack_of_memory, self._step, plan)
+        return self._thread.submit(self._step, plan)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
@@ -65,6 +66,7 @@ class TorchRunner:
     def _logits(self, plan: StepPlan, tokens: Tensor) -> Tensor:
         return self._decoder.logits(plan, self._caches, self._attention, tokens)
 
+    @naming_lack_of_memory()
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:
         copied_s = time.perf_counter()
@@ -92,13 +94,3 @@ class TorchRunner:
     def _zero(self, block_ids: list[int]) -> None:
         for cache in self._caches:
             cache.zero(block_ids)
-
-
-def _naming_lack_of_memory(step: Callable[[StepPlan], StepResult], plan: StepPlan) -> StepResult:
-    """Torch has an error of its own for cards, and for the host one that only its text tells from others."""
-    try:
-        return step(plan)
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise MemoryError(str(error)) from error
-        raise

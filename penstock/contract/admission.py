@@ -6,13 +6,14 @@ Pure functions, used by client and gateway alike; caps that must hold across pro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
-from penstock.contract.job import Job
-from penstock.contract.wire import PoolPressure, PoolRecord
+from penstock.contract.job import MAX_TOKENS_LIMIT, Job
+from penstock.contract.wire import NodePressure, PoolPressure, PoolRecord
 
 PREDICTED_OUTPUT_TOKENS = 256
-"""Output assumed of a job that names no max_tokens, until its node knows better."""
+"""Output assumed of each choice, or max_tokens if that is less, until nodes know better."""
 JOB_BYTES = 2_048
 """What a job takes in Redis beside its request, its log and its result."""
 LOG_BYTES_PER_TOKEN = 45
@@ -29,9 +30,17 @@ def prompt_bytes(job: Job) -> int:
     return sum(len(m.content.encode()) + len(m.role) for m in job.messages or ())
 
 
-def estimate_cost(job: Job, record: PoolRecord) -> int:
+def predict_output(nodes: Sequence[NodePressure], num_prompt_tokens: int, max_tokens: int) -> int:
+    """Tokens that a choice will probably not exceed, from what ended lately on these nodes."""
+    kind = (num_prompt_tokens.bit_length(), max_tokens.bit_length())
+    known = [tokens for node in nodes for *of_kind, tokens in node.predicted_outputs if tuple(of_kind) == kind]
+    return min(max_tokens, max(known, default=PREDICTED_OUTPUT_TOKENS))
+
+
+def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = ()) -> int:
     """KV tokens that a job will probably hold at its end; the node corrects it after tokenizing.
 
+    `nodes` tell how long outputs of its kind were lately.
     Raises PromptTooLongError when the prompt cannot fit the model whatever its tokens are.
     """
     if job.prompt_token_ids is not None:
@@ -47,8 +56,7 @@ def estimate_cost(job: Job, record: PoolRecord) -> int:
             param="prompt",
         )
     params = job.params
-    output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
-    cost = prompt + params.n * min(output, PREDICTED_OUTPUT_TOKENS)
+    cost = prompt + params.n * predict_output(nodes, prompt, params.max_tokens or MAX_TOKENS_LIMIT)
     return max(1, min(cost, record.max_model_len * params.n) if record.max_model_len else cost)
 
 

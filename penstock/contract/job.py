@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
+from penstock.contract.structured import StructuredOutputs
+
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -87,6 +89,8 @@ class SamplingParams(_Door):
     include_stop_str_in_output: bool = False
     logit_bias: dict[TokenId, Bias] = Field({}, max_length=MAX_LOGIT_BIASES)
     bad_words: tuple[StopString, ...] = Field((), max_length=MAX_BAD_WORDS)
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the text must have."""
 
     @field_validator("logit_bias")
     @classmethod
@@ -104,6 +108,8 @@ class SamplingParams(_Door):
     def _min_below_max(self) -> Self:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
+            raise ValueError("structured_outputs says what ends a text: neither min_tokens nor ignore_eos goes with it")
         return self
 
 

@@ -62,6 +62,8 @@ class NodePressure:
     kv_blocks_total: int = 0
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0
+    kv_tokens_used: int = 0
+    """Tokens stored in blocks that somebody holds; the rest of these is what blocks waste."""
     num_running: int = 0
     num_waiting: int = 0
     num_jobs: int = 0
@@ -103,6 +105,8 @@ class NodePressure:
     max_model_len: int = 0
     revision: str = ""
     draining: bool = False
+    predicted_outputs: tuple[tuple[int, int, int], ...] = ()
+    """(bits of the prompt's tokens, bits of max_tokens, tokens that a choice of this kind will probably not exceed)."""
     troubles: dict[str, str] = field(default_factory=dict)
     """Parts of the node that are not well, or were not lately, and why."""
 

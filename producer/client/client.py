@@ -122,7 +122,7 @@ class AsyncClient:
         self._courier.require_open()
         record = choose_pool((await self.pools()).values(), options.get("model"), options.get("job_id"))
         job = build_job(prompt, options, record.pool, self._tenant)
-        cost = estimate_cost(job, record)
+        cost = estimate_cost(job, record, (await self.pressure(job.pool)).nodes)
         await self._courier.ask(lambda _: self._inbox.greet(job.pool))
         await self._door(job.pool).admit(cost, job.priority)
         self._warmer.want()

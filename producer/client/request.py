@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
+from penstock.contract.structured import StructuredOutputs
 from penstock.contract.terms import Terms
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message]
@@ -59,6 +60,7 @@ class SubmitOptions(TypedDict, total=False):
     include_stop_str_in_output: bool
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None
 
 
 _QUEUEING = frozenset({"priority", "background", "idempotency_key"})

@@ -8,7 +8,7 @@ checked in one place, `SamplingParams`.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -73,8 +73,9 @@ class Wire(BaseModel):
     def _first_unknown_name(cls, data: Any) -> Any:
         # pydantic would collect one error for each of a million unknown names before the request is refused.
         if isinstance(data, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
             for name in data:
-                if name not in cls.model_fields:
+                if name not in known:
                     raise PydanticCustomError("unknown_field", "unknown field", {"unknown_field": name})
         return data
 
@@ -83,6 +84,34 @@ def _list_of(value: object) -> object:
     if value is None:
         return []
     return [value] if isinstance(value, str) else value
+
+
+class _NamedSchema(Wire):
+    """The fields beside the schema describe it to models that read them; it is kept to whatever `strict` says."""
+
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    """OpenAI's way of saying what form an answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("unsupported_value", "json_schema goes with type json_schema, and no other")
+        return self
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """The same as our own field says it."""
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
 
 
 class _Generation(Wire):
@@ -109,14 +138,25 @@ class _Generation(Wire):
     include_stop_str_in_output: bool | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     bad_words: Annotated[list[str], FailFast(), Field(max_length=MAX_BAD_WORDS)] = []
+    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
     skip_special_tokens: Annotated[Any, only(None, True)] = None
 
+    @field_validator("response_format")
+    @classmethod
+    def _one_form(cls, value: ResponseFormat | None, info: ValidationInfo) -> ResponseFormat | None:
+        if value is not None and info.data.get("structured_outputs") is not None:
+            raise PydanticCustomError("unsupported_value", "says what structured_outputs says too; send one of them")
+        return value
+
     def _given(self) -> dict[str, Any]:
-        values = ((name, getattr(self, name)) for name in SamplingParams.model_fields)
-        return {name: value for name, value in values if value is not None}
+        values = {name: getattr(self, name) for name in SamplingParams.model_fields}
+        if self.response_format is not None:
+            values["structured_outputs"] = self.response_format.structured_outputs()
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def _text_of(content: object) -> object:
@@ -158,7 +198,6 @@ class ChatBody(_Generation):
     prompt_cache_key: str | None = None
     logprobs: Annotated[Any, only(None, False)] = None
     top_logprobs: Annotated[Any, only(None, 0)] = None
-    response_format: Annotated[Any, only(None, {"type": "text"})] = None
     tools: Annotated[Any, only(None, [])] = None
     tool_choice: Annotated[Any, only(None, "none", "auto")] = None
     parallel_tool_calls: Annotated[Any, only(None, True, False)] = None

@@ -19,7 +19,7 @@ from penstock.contract.admission import (
     prompt_bytes,
 )
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
-from penstock.contract.job import Message, Priority, SamplingParams
+from penstock.contract.job import MAX_TOKENS_LIMIT, Message, Priority, SamplingParams
 from penstock.contract.wire import NodePressure, PoolPressure, PoolRecord
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
@@ -85,6 +85,19 @@ def test_cost_is_prompt_and_probable_output_within_the_models_length(
     prompt: dict[str, Any], params: dict[str, Any], cost: int
 ) -> None:
     assert estimate_cost(new_job(**prompt, params=SamplingParams(**params)), RECORD) == cost
+
+
+def test_outputs_are_as_long_as_those_of_their_kind_were_lately() -> None:
+    """The longest of what nodes say: each of them may be the one that takes the job."""
+    nodes = [
+        NodePressure("n1", predicted_outputs=((7, 7, 30), (7, 10, 400))),
+        NodePressure("n2", predicted_outputs=((7, 10, 500), (6, 10, 20))),
+    ]
+    for max_tokens, output in ((127, 30), (20, 20), (1023, 500), (512, 500), (2000, PREDICTED_OUTPUT_TOKENS)):
+        job = new_job(prompt_token_ids=(1,) * 100, params=SamplingParams(max_tokens=max_tokens, n=2))
+        assert estimate_cost(job, UNLIMITED, nodes) == 100 + 2 * output
+    unlimited = NodePressure("n3", predicted_outputs=((7, MAX_TOKENS_LIMIT.bit_length(), 60),))
+    assert estimate_cost(new_job(prompt_token_ids=(1,) * 100), UNLIMITED, [unlimited]) == 160
 
 
 def test_model_of_unknown_length_limits_nothing() -> None:

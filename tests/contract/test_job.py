@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -91,6 +92,38 @@ def test_wrong_item_is_named_by_its_place(field: str, value: object, where: str)
 @pytest.mark.parametrize("field", ["top_a", "best_of", "length_penalty", "Temperature"])
 def test_parameter_that_is_not_honoured_is_refused_by_name(field: str) -> None:
     assert problem_of(SamplingParams, {field: 1})[0] == field
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({}, "exactly one of"),
+        ({"regex": "a", "json_object": True}, "exactly one of"),
+        ({"json_object": False}, "exactly one of"),
+        ({"json": "[1]"}, "JSON object"),
+        ({"json": "{"}, "JSON object"),
+        ({"json": {"a": "x" * (1 << 16)}}, str(1 << 16)),
+        ({"choice": []}, "1"),
+        ({"choice": ["a", ""]}, "1"),
+        ({"regex": "a" * 8193}, "8192"),
+        ({"xml": "a"}, "Extra"),
+    ],
+)
+def test_forms_that_say_nothing_or_too_much_are_refused(form: dict[str, object], said: str) -> None:
+    where, message = problem_of(SamplingParams, {"structured_outputs": form})
+    assert where.startswith("structured_outputs") and said in message
+
+
+@pytest.mark.parametrize("option", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_what_contradicts_a_form_is_refused(option: dict[str, object]) -> None:
+    message = problem_of(SamplingParams, {"structured_outputs": {"regex": "a"}, **option})[1]
+    assert "structured_outputs" in message and next(iter(option)) in message
+
+
+def test_a_schema_is_kept_as_text_however_it_was_given() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    forms = [{name: given} for name in ("json", "json_schema") for given in (schema, json.dumps(schema))]
+    assert len({SamplingParams(structured_outputs=form).structured_outputs for form in forms}) == 1
 
 
 def test_biases_are_kept_in_the_order_of_tokens_whatever_the_keys_are() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.contract import wire
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, SamplingParams, Usage
+from penstock.contract.structured import StructuredOutputs
 from penstock.contract.wire import NodePressure, PoolRecord, Request
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
@@ -125,6 +126,13 @@ sampling = st.builds(
     logit_bias=st.dictionaries(small_ints, st.floats(-100, 100), max_size=3),
     bad_words=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
 )
+forms = st.one_of(
+    st.builds(StructuredOutputs, json=st.dictionaries(texts, st.dictionaries(texts, texts, max_size=2), max_size=2)),
+    st.builds(StructuredOutputs, choice=st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3)),
+    st.builds(StructuredOutputs, regex=st.text(min_size=1, max_size=9)),
+    st.just(StructuredOutputs(json_object=True)),
+)
+formed = st.builds(SamplingParams, structured_outputs=forms)
 messages = st.lists(
     st.builds(Message, role=st.sampled_from(["system", "user", "assistant"]), content=texts), min_size=1
 )
@@ -140,7 +148,7 @@ def test_chunks_round_trip_back_to_back(sent: list[Chunk]) -> None:
     assert wire.decode_chunks(b"".join(map(wire.encode_chunk, sent))) == sent
 
 
-@given(prompts, sampling)
+@given(prompts, sampling | formed)
 def test_request_round_trips_and_its_bytes_are_a_function_of_it(prompt: dict[str, Any], params: SamplingParams) -> None:
     data = wire.encode_request(new_job(**prompt, params=params))
     assert wire.decode_request(data) == Request(params, **prompt)

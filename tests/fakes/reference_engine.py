@@ -147,6 +147,9 @@ class ReferenceEngine:
                 live.said, live.released = text_of(live.tokens), len(logged.text)
                 self._live.append(live)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Nothing takes long."""
+
     def abort(self, request_id: str) -> None:
         """Forgets a request."""
         self._live = [live for live in self._live if live.request_id != request_id]

@@ -14,11 +14,15 @@ from penstock.gpu_node.worker import EngineLike
 PATIENCE_S = 60.0
 
 
+def node_settings(url: str, *, pool: str, **settings: Any) -> NodeSettings:
+    """Of a node with the shortest lease."""
+    return NodeSettings(**{"model": "reference", "pool": pool, "redis_url": url, "lease_ms": 3000, **settings})
+
+
 @asynccontextmanager
 async def running_node(url: str, engine: EngineLike, *, pool: str, **settings: Any) -> AsyncIterator[Node]:
     """A node that serves; it is stopped, and has drained, when the block is left."""
-    settings = {"model": "reference", "pool": pool, "redis_url": url, "lease_ms": 3000, **settings}
-    node, ready = Node(NodeSettings(**settings), engine), asyncio.Event()
+    node, ready = Node(node_settings(url, pool=pool, **settings), engine), asyncio.Event()
     task = asyncio.create_task(node.run(ready))
     waiting = asyncio.create_task(ready.wait())
     await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)

@@ -11,8 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.masks import TokenMasks
-from penstock.gpu_node.model.protocol import SamplingRows
+from penstock.gpu_node.model.protocol import SamplingRows, TokenMasks
 from penstock.kernels.reference.sampler import NO_BIASES, NO_TOKENS, SamplingRow, choose, uniform_of
 
 MAX_SHIFT = 1e-6

@@ -28,20 +28,24 @@ class HttpReading:
         self.finishes: dict[int, str] = {}
         self.num_events = 0
         self.is_whole = False
+        self._last_id = ""
 
     async def read(
         self, http: httpx.AsyncClient, url: str, work: Work, *, key: str, max_events: int | None = None
     ) -> None:
-        """Asks a gateway for the work under an idempotency key; hangs up behind `max_events`."""
+        """Asks a gateway for the work under an idempotency key; hangs up behind `max_events`. Again: goes on there."""
         asked = {name: work.options[name] for name in _ASKED if name in work.options}
         body: dict[str, Any] = {"model": pool_of(work.id), "prompt": PROMPT, "stream": True, **asked}
         try:
-            path, headers = f"{url}/v1/completions", {"Idempotency-Key": key}
+            path, headers = f"{url}/v1/completions", {"Idempotency-Key": key, "Last-Event-ID": self._last_id}
             async with http.stream("POST", path, json=body, headers=headers) as response:
                 response.raise_for_status()
-                self.job_id = response.headers["x-penstock-job"]
+                self.job_id, next_id = response.headers["x-penstock-job"], ""
                 async for line in response.aiter_lines():
+                    if line.startswith("id: "):
+                        next_id = line.removeprefix("id: ")
                     if line.startswith("data: "):
+                        self._last_id = next_id
                         self._take_in(line.removeprefix("data: "))
                     if max_events is not None and self.num_events >= max_events:
                         return

@@ -15,7 +15,7 @@ from faults.redis_process import RedisProcess
 
 LEASE_S = 3.0
 STEP_S = 0.02
-TTL_MS = 60_000
+TTL_MS = 180_000
 """Of logs, results and keys: short, so that Redis's memory comes to rest."""
 
 

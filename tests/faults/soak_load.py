@@ -68,7 +68,8 @@ class Load:
         key = secrets.token_hex(8)
         reading, job_id = HttpReading(), ""
         while not reading.is_whole:
-            reading = HttpReading()
+            if self._rng.random() < 0.5:
+                reading = HttpReading()  # else the stream goes on where it was cut
             await reading.read(self._http, self._rng.choice(self._gateways).url, work, key=key)
             assert reading.job_id in ("", job_id) or not job_id, "the key names one job"
             job_id = reading.job_id or job_id

@@ -1,4 +1,4 @@
-"""HTTP streams: open through an absence of Redis, one job for many who ask with one key."""
+"""HTTP streams: open through an absence of Redis, cut with their gateway, one job for many who ask with one key."""
 
 from __future__ import annotations
 
@@ -65,3 +65,25 @@ async def test_a_hundred_who_ask_with_one_key_get_one_generation(redis: Redis, r
     assert len({one.job_id for one in readings}) == 1
     for one in readings:
         one.check(work)
+
+
+async def test_streams_of_a_killed_gateway_go_on_through_another_one(redis: Redis, redis_url: str) -> None:
+    works = [new_work(POOL, 100, **kind) for kind in KINDS]
+    readings = [HttpReading() for _ in works]
+
+    async def read_all(url: str) -> None:
+        both = zip(readings, works, strict=True)
+        await asyncio.gather(*(reading.read(http, url, work, key=work.id) for reading, work in both))
+
+    async with running_node(redis_url, ReferenceEngine(step_s=0.01), pool=POOL), http_client() as http:
+        with GatewayProcess(redis_url) as first, GatewayProcess(redis_url) as second:
+            reading = asyncio.create_task(read_all(first.url))
+            while min(one.num_events for one in readings) < 20:
+                await asyncio.sleep(0.01)
+            first.kill()
+            await reading
+            assert not any(one.is_whole for one in readings)
+            await read_all(second.url)
+        for one, work in zip(readings, works, strict=True):
+            one.check(work)
+        await check_settled(redis, POOL)

@@ -83,6 +83,9 @@ class EchoEngine:
         self.last_params = params
         self._live += [_Live(request_id, choice, prompt_token_ids, params) for choice in range(params.n)]
 
+    def prepare(self, params: SamplingParams) -> None:
+        pass
+
     def abort(self, request_id: str) -> None:
         self._live = [live for live in self._live if live.request_id != request_id]
 
@@ -216,7 +219,7 @@ def stack(redis_url: str) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def shared_engine(stack: Stack) -> EchoEngine:
     engine = EchoEngine()
-    stack.start_node(engine, model=MODEL, pool="echo", aliases=("echo-alias",))
+    stack.start_node(engine, model=MODEL, pool="echo", aliases=("echo-alias",), reattach_grace_ms=500)
     return engine
 
 

@@ -136,6 +136,21 @@ def test_every_sampling_option_reaches_the_engine(api, engine, stream):
     assert engine.last_params == SamplingParams(max_tokens=9, **options, **extensions)
 
 
+def test_a_response_format_reaches_the_engine(api, engine):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"name": "thing", "schema": schema, "strict": True}
+    for form, wanted in (
+        ({"type": "json_schema", "json_schema": named}, {"json": schema}),
+        ({"type": "json_object"}, {"json_object": True}),
+        ({"type": "text"}, None),
+    ):
+        api.chat.completions.create(model=MODEL, messages=user("a"), response_format=form)
+        assert engine.last_params == SamplingParams(structured_outputs=wanted)
+    for wanted in ({"choice": ["a", "b"]}, {"json": schema}):
+        api.completions.create(model=MODEL, prompt="a", max_tokens=9, extra_body={"structured_outputs": wanted})
+        assert engine.last_params == SamplingParams(max_tokens=9, structured_outputs=wanted)
+
+
 def test_an_answer_can_be_sent_back_as_it_came(api):
     first = api.chat.completions.create(model=MODEL, messages=user("hello"))
     turns = [*user("hello"), first.choices[0].message.model_dump(), *user("again")]

@@ -271,3 +271,68 @@ async def test_many_streams_at_once_stay_apart(url, engine):
 
         prompts = [f"prompt {i} " * 5 for i in range(100)]
         assert await asyncio.gather(*map(said, prompts)) == prompts
+
+
+# Coming back. ----------------------------------------------------------------------------------------
+
+
+def text_of(events) -> str:
+    return "".join(json.loads(data)["choices"][0]["text"] for _, data in events if data != "[DONE]")
+
+
+def cut_stream(http, body: dict[str, object], num_events: int) -> tuple[str, str]:
+    """The text of the first events, and the last one's id."""
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        lines, raw = response.iter_lines(), ""
+        while raw.count("data: ") < num_events:
+            raw += next(lines) + "\n"
+    seen = events_of((raw + "\n").encode())
+    return text_of(seen), seen[-1][0]
+
+
+@pytest.mark.parametrize("how", ["header", "query"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_cut_stream_goes_on_through_another_gateway(stack, http, engine, how, ended):
+    engine.step_s = 0.02
+    body = text_body("gates open by pressure", stream=True)
+    text, place = cut_stream(http, body, 5)
+    job_id = place.partition(":")[0]
+    if ended:
+        with http.stream("POST", "/v1/completions", json=body, headers={"Last-Event-ID": place}) as response:
+            response.read()
+        with redis.Redis.from_url(stack.redis_url) as client:
+            client.delete(f"penstock:{{echo}}:log:{job_id}")
+    asked = {"headers": {"Last-Event-ID": place}} if how == "header" else {"params": {"after": place}}
+    rest = httpx.post(f"{stack.start_gateway()}/v1/completions", json=body, **asked)
+    assert rest.headers[JOB] == job_id
+    events = events_of(rest.content)
+    assert events[0][0] == f"{job_id}:5"
+    assert events[-1][1] == "[DONE]"
+    assert text + text_of(events) == "gates open by pressure"
+
+
+def test_a_stream_that_nobody_comes_back_to_is_cancelled_after_a_while(stack, http, engine):
+    engine.step_s = 0.05
+    _, place = cut_stream(http, text_body("a" * 250, stream=True), 2)
+    job_id = place.partition(":")[0]
+    wait_until(lambda: state_of(stack, job_id) == "cancelled")
+    body = text_body("a" * 250, stream=True)
+    again = http.post("/v1/completions", json=body, headers={"Last-Event-ID": place})
+    assert again.json()["error"]["message"] == "nobody reads this job any more"
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "status"),
+    [
+        ("nonsense", {"stream": True}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:x", {"stream": True}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:" + "9" * 10, {"stream": True}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3", {"stream": False}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3", {"stream": True, "prompt": ["a", "b"]}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3", {"stream": True}, 404),
+    ],
+)
+def test_a_place_that_is_none_is_refused(http, place, options, status):
+    answer = http.post("/v1/completions", json=text_body("hello") | options, headers={"Last-Event-ID": place})
+    assert answer.status_code == status
+    assert answer.json()["error"]["param" if status == 400 else "code"] == {400: "after", 404: "job_not_found"}[status]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from fakes.reference_engine import ReferenceEngine, reference_tokens
-from fakes.running_node import PATIENCE_S, running_node
+from fakes.running_node import PATIENCE_S, node_settings, running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -20,6 +20,7 @@ from penstock.contract import keys
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Job, Result, SamplingParams
+from penstock.gpu_node import heartbeat, inbox
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.inbox import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.node import Node
@@ -118,6 +119,22 @@ async def test_a_job_whose_deadline_passes_while_it_runs_expires(redis_url: str,
         assert (await ended(broker, job)).outcome.state == "expired"
 
 
+async def test_a_deadline_ends_a_job_that_the_engine_has_not_begun(
+    redis_url: str, broker: ProducerBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is sent of it, so no answer of Redis tells; nor does the check of what the node holds."""
+    monkeypatch.setattr(heartbeat, "BEATS_PER_CHECK", 1 << 30)
+    async with running(redis_url, ReferenceEngine(step_s=0.01, max_num_seqs=1), drain_s=0):
+        first, behind = new_job(max_tokens=4000), new_job().model_copy(update={"deadline_ms": 500})
+        await broker.submit(first, cost=50)
+        await until(broker, first, lambda status: status.num_chunks > 0)
+        await broker.submit(behind, cost=50)
+        result = await ended(broker, behind)
+        assert (result.outcome.state, result.outcome.code) == ("expired", "deadline_exceeded")
+        assert result.taken_ms > 0
+        assert (await broker.status(first.id, "default")).state == "running"
+
+
 async def test_a_prompt_too_long_fails_by_name_and_the_node_goes_on(redis_url: str, broker: ProducerBroker) -> None:
     async with running(redis_url, ReferenceEngine()):
         bad, good = new_job("x" * 5000), new_job()
@@ -174,14 +191,68 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(redis_url: st
 
     job = new_job(max_tokens=100)
     with pytest.raises(ExceptionGroup) as caught:
-        async with running(redis_url, DyingEngine(step_s=0.005), lease_ms=3000):
+        async with running(redis_url, DyingEngine(step_s=0.005), lease_ms=3000) as node:
             await broker.submit(job, cost=50)
-            await asyncio.sleep(1)
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.wait((asyncio.wrap_future(node._worker.stopped),))
     assert caught.group_contains(RuntimeError, match="the device is gone")
     async with running(redis_url, ReferenceEngine(), lease_ms=3000):
         result = await ended(broker, job)
     assert list(result.choices[0].token_ids) == expected(job)
     assert (await broker.status(job.id, "default")).losses == 1
+
+
+async def test_a_job_that_kills_its_nodes_is_found_out_and_those_beside_it_come_back_token_exact(
+    redis_url: str, redis: Redis, broker: ProducerBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node is started anew until all has ended; whoever lost two with it runs alone. No clock helps."""
+    monkeypatch.setattr(inbox, "IDLE_TAKE_S", 3600.0)
+
+    class DeadError(BaseException):
+        pass
+
+    class FragileEngine(ReferenceEngine):
+        def add(self, request_id: str, prompt_token_ids: Sequence[int], *args: Any, **options: Any) -> None:
+            super().add(request_id, prompt_token_ids, *args, **options)
+            self.is_poisoned = bytes(prompt_token_ids) == b"poison" or getattr(self, "is_poisoned", False)
+
+        def step(self) -> list[StepOutput]:
+            if getattr(self, "is_poisoned", False) and len(self.batches) >= 3:
+                raise DeadError
+            return super().step()
+
+    poison, *others = [new_job(prompt, max_tokens=30) for prompt in ("poison", *"abcdef")]
+
+    async def all_ended() -> None:
+        for job in (*others, poison):
+            await until(broker, job, lambda status: status.outcome is not None)
+
+    num_dead = 0
+    while True:
+        node, ready = Node(node_settings(redis_url, pool=POOL), FragileEngine(step_s=0.002)), asyncio.Event()
+        serving = asyncio.create_task(node.run(ready))
+        await asyncio.wait_for(ready.wait(), PATIENCE_S)
+        if not num_dead:
+            await asyncio.gather(*(broker.submit(job, cost=50) for job in (poison, *others)))
+        waiting = asyncio.create_task(all_ended())
+        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            break
+        waiting.cancel()
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await serving
+        assert caught.group_contains(DeadError)
+        num_dead += 1
+        await redis.zadd(keys.nodes(POOL), {node.node_id: 1}, xx=True)  # its lease has passed
+    node.stop()
+    await asyncio.gather(serving, waiting)
+    assert num_dead == 3
+    result = await ended(broker, poison)
+    assert (result.outcome.state, result.outcome.code) == ("failed", "node_lost")
+    for job in others:
+        result = await ended(broker, job)
+        assert (result.outcome.state, list(result.choices[0].token_ids)) == ("done", expected(job))
+    assert {(await broker.status(job.id, "default")).losses for job in others} <= {0, 1, 2}
 
 
 async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fakes.faulty_runner import FaultyRunner
 
-from penstock.contract.errors import PromptTooLongError
+from penstock.contract.errors import JobFailedError, PromptTooLongError
 from penstock.contract.job import Priority, Result, SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.node import Node
@@ -117,6 +117,26 @@ async def test_lack_of_memory_ends_no_job(redis_url: str, make: MakeEngine) -> N
     want = roomy.generate(SMALL, params(20))
     assert [result.choices[0].token_ids for result in results] == [one.choices[0].token_ids for one in want]
     assert engine.stats().num_memory_failures > 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+async def test_a_job_that_makes_steps_fail_ends_alone(redis_url: str, make: MakeEngine, error: type[Exception]) -> None:
+    engine = make()
+    want = [one.choices[0].token_ids for one in make().generate(SMALL, params(20))]
+    poison = next(token for token in range(300, 380) if not any(token in tokens for tokens in want))
+    engine._runner = FaultyRunner(
+        engine._runner, lambda at, plan: error() if at == "start" and poison in plan.token_ids else None
+    )
+    async with (
+        running(redis_url, engine, lease_ms=6000),
+        AsyncClient(redis_url) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        healthy = [group.create_task(run(client, prompt, 20)) for prompt in SMALL]
+        with pytest.raises(JobFailedError) as failure:
+            await run(client, [*SMALL[0], poison, 5], 20)
+    assert failure.value.code == "model_error"
+    assert [task.result().choices[0].token_ids for task in healthy] == want
 
 
 async def test_an_operator_sees_what_the_memory_does(redis_url: str, make: MakeEngine) -> None:

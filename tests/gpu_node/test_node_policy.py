@@ -118,6 +118,17 @@ async def test_a_full_engine_serves_an_interactive_job_at_once_and_nobodys_token
         assert by_choice(log) == by_choice_alone(alone, job)
 
 
+async def test_a_job_larger_than_its_nodes_whole_cache_runs_there_by_turns(
+    redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
+) -> None:
+    """So no job that a pool accepts is too large for all of its nodes."""
+    job = new_job(Priority.STANDARD, max_tokens=120, n=8, temperature=0.9)
+    async with running(redis_url, make_engine(num_kv_blocks=20, max_model_len=256), lease_ms=15_000):
+        await broker.submit(job, cost=8 * 130)
+        await until(broker, job, "done")
+    assert by_choice(await broker.log(job.id, 0, 2000)) == by_choice_alone(make_engine(), job)
+
+
 async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobodys_tokens_change(
     redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
 ) -> None:
@@ -203,6 +214,19 @@ async def test_a_tenant_pays_for_what_the_engine_measured(redis_url: str, redis:
         await until(broker, next_job, "done")
     charge = float(await cast(Any, redis.hget(keys.job(next_job.id), "charge")))
     assert charge > 2 * 40 * HOLD_MS, "the first one taught the node how long it holds a token of cost"
+
+
+async def test_a_node_tells_how_long_outputs_are(redis_url: str, broker: ProducerBroker) -> None:
+    """So that a job counts in the queue as what its node will hold free for it."""
+    async with running(redis_url, ReferenceEngine()) as node:
+        for _ in range(30):
+            job = new_job(Priority.STANDARD, max_tokens=20)
+            await broker.submit(job, cost=40)
+            await until(broker, job, "done")
+        wanted = (len(job.prompt or "").bit_length(), (20).bit_length(), 20)
+        while wanted not in (await broker.pressure(POOL)).nodes[0].predicted_outputs:
+            await asyncio.sleep(0.01)
+        assert node.ledger.predicted_outputs == (wanted,)
 
 
 def held(tenant: str = "t", urgency: int = 1, cost: int = 100, max_tokens: int = 200, n: int = 1) -> HeldJob:

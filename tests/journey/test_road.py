@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import statistics
 from collections.abc import Sequence
@@ -168,3 +169,29 @@ async def test_a_killed_node_s_streams_go_on_with_the_tokens_of_an_undisturbed_r
     outputs = [tokens_of(chunks) for chunks in streams]
     assert all(len(output) == 60 for output in outputs)
     assert departures(demo_folder, texts, outputs) <= 1
+
+
+async def test_a_killed_node_s_texts_keep_to_their_form_with_the_tokens_of_an_undisturbed_run(
+    redis_url: str, demo_folder: Path
+) -> None:
+    texts = prompts(12)
+    words = {"type": "array", "items": {"enum": list(WORDS)}, "minItems": 40, "maxItems": 40}
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 400, "structured_outputs": {"json": words}}
+    common: dict[str, Any] = {"model": demo_folder, "pool": POOL, "lease_ms": 3000, "max_num_seqs": 12}
+    first = NodeProcess(redis_url, **common)
+    with first, NodeProcess(redis_url, **common):
+        async with AsyncClient(redis_url) as client:
+            jobs = [await client.submit(text, seed=i, **options) for i, text in enumerate(texts)]
+            readers = [asyncio.create_task(read(job)) for job in jobs]
+            async with asyncio.timeout(60):
+                while client.stats.chunks < 12 * 10:
+                    await asyncio.sleep(0.01)
+            first.kill()
+            streams = await asyncio.gather(*readers)
+            losses = [(await job.status()).losses for job in jobs]
+    assert sum(losses) > 0, "the killed node held jobs"
+    answers = ["".join(chunk.text for chunk in chunks) for chunks in streams]
+    assert all(set(said := json.loads(answer)) <= set(WORDS) and len(said) == 40 for answer in answers)
+    engine = Engine(EngineConfig(model=str(demo_folder)))
+    alone = engine.generate(texts, [SamplingParams(seed=i, **options) for i in range(len(texts))])
+    assert [tokens_of(chunks) for chunks in streams] == [list(one.choices[0].token_ids) for one in alone]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from fakes.fake_node import FakeNode
 from fakes.node_process import NodeProcess
 from fakes.tiny_model import make_tiny_model
 
+from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.records import Batch
@@ -23,6 +25,7 @@ from penstock.producer.client import AsyncClient
 
 PLAIN = {"min_p": 0.25, "presence_penalty": -1.5, "frequency_penalty": 0.5, "max_tokens": 1}
 OPTIONS = PLAIN | {"logit_bias": {"20": -100, "3": 1.5}, "bad_words": ["no"], "include_stop_str_in_output": True}
+OPTIONS |= {"structured_outputs": {"json": {"type": "object"}}}
 
 
 async def _by_client(url: str, _folder: Path) -> None:
@@ -73,3 +76,17 @@ async def test_a_job_with_a_frequency_penalty_repeats_less_and_with_a_negative_o
                 )
                 numbers.append(len(set((await job.result()).choices[0].token_ids)))
     assert numbers[0] < numbers[1] < numbers[2]
+
+
+async def test_a_job_keeps_to_its_form_and_a_form_that_cannot_be_kept_to_is_refused_by_field(
+    redis_url: str, tmp_path: Path
+) -> None:
+    options = {"max_tokens": 40, "n": 2, "structured_outputs": {"regex": "[ab]{3,6}!"}}
+    with NodeProcess(redis_url, model=make_tiny_model(tmp_path / "tiny"), pool="tiny", dtype="float32"):
+        async with AsyncClient(redis_url) as client:
+            result = await (await client.submit("the gate opens", **options)).result()
+            assert all(re.fullmatch("[ab]{3,6}!", choice.text) for choice in result.choices)
+            impossible = await client.submit("the gate opens", structured_outputs={"json": {"not": {}}})
+            with pytest.raises(RequestError, match="cannot be kept to") as caught:
+                await impossible.result()
+    assert caught.value.param == "structured_outputs.json_schema"

@@ -19,6 +19,7 @@ from penstock.contract import keys
 from penstock.contract.audit import audit
 from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.connection import connect
+from penstock.contract.broker.figures import FiguresBroker
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.embedded import find_redis_server
@@ -110,6 +111,9 @@ async def test_a_job_runs_from_gateway_to_node_and_back(clients: dict[str, Redis
     await producer.read_beat(POOL, "me")
     await producer.pressure(POOL)
     assert list(await producer.pools()) == [POOL]
+    (figures,) = await FiguresBroker(clients["gateway"]).all()
+    assert figures.counts["ended_done"] == 1
+    assert (await FiguresBroker(clients["gateway"]).memory())[0] > 0
     assert await node.broker.requests([job_id]) == [None]
     await node.broker.sweep()
     await node.broker.leave()

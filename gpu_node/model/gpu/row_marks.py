@@ -19,9 +19,9 @@ class RowMarks:
 
     def places(self, rows: SamplingRows) -> Ints:
         """Each row's row of marks, [num_samples]; -1 for those that look at their logits alone."""
-        looks = np.array(
-            [any(map(len, lists)) for lists in zip(rows.seen, rows.banned, rows.biased, strict=True)], bool
-        )
+        looks = np.array([bool(len(seen) or len(banned)) for seen, banned in zip(rows.seen, rows.banned, strict=True)])
+        if rows.biased:
+            looks |= np.array(list(map(len, rows.biased))) > 0
         if rows.masks is not None:
             looks |= rows.masks.rows >= 0
         return np.where(looks, np.cumsum(looks) - 1, -1).astype(np.int32)
@@ -37,8 +37,8 @@ class RowMarks:
             for place, i in enumerate(looking)
         ]
         self.marks.add(self._sent(np.concatenate(entries)))
-        owners = np.repeat(places[looking], [len(rows.biased[i]) for i in looking])
-        if len(owners):
+        if rows.biased:
+            owners = np.repeat(places[looking], [len(rows.biased[i]) for i in looking])
             biased, biases = (np.concatenate([lists[i] for i in looking]) for lists in (rows.biased, rows.biases))
             self.marks.biases[self._sent(owners), self._sent(biased)] = self._sent(biases)
         if rows.masks is not None:

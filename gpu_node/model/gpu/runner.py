@@ -18,6 +18,7 @@ from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks
 from penstock.gpu_node.model.protocol import CacheSizes, StepPlan, StepResult
+from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import sample
 
@@ -68,6 +69,7 @@ class GpuRunner:
     def bind_thread(self) -> None:
         """Nothing to do: the card computes."""
 
+    @naming_lack_of_memory()
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> _Flight:
         """Start a step."""

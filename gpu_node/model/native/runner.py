@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.masks import TokenMasks
-from penstock.gpu_node.model.protocol import CacheSizes, SamplingRows, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import CacheSizes, SamplingRows, StepPlan, StepResult, TokenMasks
 from penstock.kernels.cpu.library import NativeModel, NativePlan
 
 

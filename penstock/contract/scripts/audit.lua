@@ -4,7 +4,7 @@
 --   sums = [[key, field, by]…] or nil}; `place` is a key without P: where the id was seen, `entry` its stream entry.
 -- A call with `sums` is a repairer's last one.
 -- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
-local MAX_ROWS, REPAIR_MS = 128, 10000
+local MAX_ROWS, REPAIR_MS = 32, 10000
 local repairer, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local schema, now = read_schema(), clock()
 if not schema then return {'UNKNOWN_POOL'} end

@@ -180,7 +180,7 @@ end
 -- The queue --------------------------------------------------------------------------------------
 
 local function leave_queue(job)
-  redis.call('ZREM', P .. ':due', job.id)
+  if job.deadline ~= '' then redis.call('ZREM', P .. ':due', job.id) end
   if job.entry == LATER then
     redis.call('ZREM', P .. ':later', job.id)
     return

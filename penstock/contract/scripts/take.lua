@@ -343,12 +343,8 @@ end
 
 -- Writes -------------------------------------------------------------------------------------------
 
-redis.call('DEL', took_key)
-if makes_room_for then
-  redis.call('HSET', P .. ':hold', node, makes_room_for .. ' ' .. now + schema.lease_ms)
-else
-  redis.call('HDEL', P .. ':hold', node)
-end
+redis.call('HDEL', P .. ':hold', node)
+if makes_room_for then redis.call('HSET', P .. ':hold', node, makes_room_for .. ' ' .. now + schema.lease_ms) end
 for _, job in ipairs(over) do end_if_over(job, schema, now) end
 for _, job in ipairs(gone) do
   end_job(job, schema, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')
@@ -359,9 +355,9 @@ for i, job in ipairs(taken) do
   leave_queue(job)
   if job.is_head then redis.call('HSET', P .. ':head', job.p, now) end
   job.lease = call .. ':' .. nonce .. ':' .. i
+  local first_take = job.revision == '' and {'taken', now} or {}
   redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
-    'revision', revision, 'urgency', job.urgency, 'charge', job.charge)
-  redis.call('HSETNX', job_key(job.id), 'taken', now)
+    'revision', revision, 'urgency', job.urgency, 'charge', job.charge, unpack(first_take))
   redis.call('SADD', P .. ':run:' .. node, job.id)
   ids[i], leases[i], rows[i] = job.id, job.lease, row(job)
   if rows[i][3] > 0 or rows[i][4] > 0 then tally('takeovers') end

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.gpu_node.engine.predict import MAX_GROUPS, WINDOW, LengthPredictor
+from penstock.gpu_node.engine.predict import MAX_GROUPS, MAX_TOLD, WINDOW, LengthPredictor
 
 NUM_JOBS = 1000
 LIMIT = 1 << 14
@@ -88,6 +88,17 @@ def test_what_is_not_known_is_taken_from_all_tenants() -> None:
 
 def test_many_that_were_longer_than_predicted_make_it_say_that_it_does_not_know() -> None:
     assert learned(LengthPredictor(0.9), "t", 10, list(range(1, 100))).predict("t", 10, 4000) is None
+
+
+def test_what_is_told_to_others_is_what_would_be_predicted_of_a_new_tenant() -> None:
+    predictor = LengthPredictor(0.9)
+    for number in range(600):
+        prompt, limit = 1 << number % 20, 100 << number % 3
+        predictor.ended("ab"[number % 2], prompt, limit, 10 + number % 7, 50)
+    told = predictor.of_all_tenants()
+    assert len(told) == MAX_TOLD
+    for prompt_bits, limit_bits, tokens in told:
+        assert tokens == predictor.predict("new", (1 << prompt_bits) - 1, (1 << limit_bits) - 1) is not None
 
 
 def test_a_limit_is_never_exceeded() -> None:

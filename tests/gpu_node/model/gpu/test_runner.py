@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fakes.plans import Track, logits_of_step, plan_of
 from fakes.prompts import mixed_prompts
 from fakes.random_families import WINDOW, make_family_model
@@ -18,8 +19,7 @@ from numpy.typing import NDArray
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.masks import TokenMasks
-from penstock.gpu_node.model.protocol import RunnerOptions
+from penstock.gpu_node.model.protocol import RunnerOptions, TokenMasks
 
 WINDOWED = ("mistral", "qwen2 with windows")
 FEATURES = (*("llama", *WINDOWED, "qwen3", "falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential"),)
@@ -65,7 +65,25 @@ def test_few_bits_err_a_little(options: dict[str, str], most: float, tiny_model:
     assert 0 < np.sqrt(np.square(error).mean() / want.var()) < most
 
 
-def _generations(folder: Path, runner: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+RULES: dict[str, list[dict[str, Any]]] = {
+    "plain": [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"top_k": 3, "top_p": 0.9},
+        {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 4},
+    ],
+    "adjusted": [
+        {"temperature": 0.0, "logit_bias": {5: 100.0, 6: 99.0}, "presence_penalty": 2.0},
+        {"temperature": 0.8},
+        {"temperature": 0.8, "structured_outputs": {"regex": "[a-c]{3}x*"}, "ignore_eos": False},
+        {"temperature": 0.0, "structured_outputs": {"regex": "[a-c]{3}x*"}, "ignore_eos": False},
+    ],
+}
+
+
+def _generations(
+    folder: Path, runner: str, rules: list[dict[str, Any]]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Greedy, drawn and penalised ones together, in memory that is too little for all of them."""
     engine = Engine(
         EngineConfig(
@@ -82,14 +100,8 @@ def _generations(folder: Path, runner: str) -> list[tuple[tuple[int, ...], tuple
         )
     )
     prompts = [prompt[:14] for prompt in mixed_prompts(engine, 4)]
-    rules: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8},
-        {"top_k": 3, "top_p": 0.9},
-        {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 4},
-    ]
     params = [
-        SamplingParams(max_tokens=10, ignore_eos=True, seed=i, **rules[i % len(rules)]) for i in range(len(prompts))
+        SamplingParams(**{"max_tokens": 10, "ignore_eos": True, "seed": i, **rules[i]}) for i in range(len(prompts))
     ]
     generations = engine.generate(prompts, params)
     stats = engine.stats()
@@ -98,8 +110,9 @@ def _generations(folder: Path, runner: str) -> list[tuple[tuple[int, ...], tuple
     return [(generation.prompt_token_ids, generation.choices[0].token_ids) for generation in generations]
 
 
-def test_an_engine_says_the_same_on_it(tiny_model: Path) -> None:
-    want, got = (_generations(tiny_model, runner) for runner in ("torch", "gpu"))
+@pytest.mark.parametrize("rules", RULES)
+def test_an_engine_says_the_same_on_it(tiny_model: Path, rules: str) -> None:
+    want, got = (_generations(tiny_model, runner, RULES[rules]) for runner in ("torch", "gpu"))
     assert got == want
 
 
@@ -116,6 +129,21 @@ def _two_steps(runner: Any, *, ahead: bool) -> list[list[int]]:
 def test_a_step_may_be_submitted_before_the_tokens_ahead_of_it_are_known(tiny_model: Path) -> None:
     runner = _runner(tiny_model, "gpu")
     assert _two_steps(runner, ahead=True) == _two_steps(runner, ahead=False)
+
+
+def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner = _runner(tiny_model, "gpu")
+    plan = plan_of([(Track([5, 6, 7, 8], [1, 2]), 4)], rows_of(1, position=0))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(runner._decoder, "logits", out_of_memory)
+        runner.submit(plan)
+    want = _runner(tiny_model, "gpu").submit(plan).result().tokens
+    assert runner.submit(plan).result().tokens.tolist() == want.tolist()
 
 
 def test_masks_may_be_written_while_the_step_runs(tiny_model: Path) -> None:

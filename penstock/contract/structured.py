@@ -1,0 +1,53 @@
+"""The form that an answer must have, as it travels with a request. Nodes turn it into what tokens may come next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+MAX_GRAMMAR_CHARS = 1 << 16
+MAX_REGEX_CHARS = 1 << 13
+MAX_ALTERNATIVES = 1024
+MAX_ALTERNATIVE_CHARS = 1024
+
+Alternative = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ALTERNATIVE_CHARS)]
+
+
+class StructuredOutputs(BaseModel):
+    """Exactly one of five forms: a JSON schema (`json` for short, kept as text), any JSON object, what a regular
+    expression matches as a whole, one of several texts, or what a grammar in Lark's notation derives.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    json_schema: Annotated[str, StringConstraints(max_length=MAX_GRAMMAR_CHARS)] | None = Field(
+        None, validation_alias=AliasChoices("json_schema", "json")
+    )
+    json_object: bool = False
+    regex: Annotated[str, StringConstraints(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
+    choice: tuple[Alternative, ...] | None = Field(None, min_length=1, max_length=MAX_ALTERNATIVES)
+    grammar: Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return json.dumps(value)
+        try:
+            is_schema = value is None or isinstance(json.loads(value), dict)
+        except (TypeError, ValueError):
+            is_schema = False
+        if not is_schema:
+            raise ValueError("a JSON schema must be a JSON object, or the text of one")
+        return value
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        given = [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            forms = ", ".join(type(self).model_fields)
+            raise ValueError(f"exactly one of {forms} must be given, not {given or 'none'}")
+        return self

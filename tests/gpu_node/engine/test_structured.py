@@ -1,0 +1,182 @@
+"""Answers of a given form: every one keeps to it, beside rows that are free, wherever a node takes over."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from fakes.engine_runs import check_idle, drain, tokens_of
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from penstock.contract.errors import RequestError
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
+from penstock.gpu_node.engine.guide import GuidedMasks
+from penstock.gpu_node.model.protocol import StepHandle, StepPlan
+
+MAX_TOKENS = 120
+"""The longest text of each form below has fewer."""
+
+
+class River(BaseModel):
+    """A schema whose every text is short."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[str, StringConstraints(max_length=6)]
+    length_km: Annotated[int, Field(ge=1, le=9999)]
+    kind: Literal["brook", "stream", "river"]
+    flows_into: Annotated[list[Literal["sea", "lake"]], Field(max_length=3)]
+    is_deep: bool
+
+
+def _is_river(text: str) -> bool:
+    return River.model_validate_json(text) is not None
+
+
+def _is_nested(text: str) -> bool:
+    return re.fullmatch(r"(a*)c(b*)", text) is not None and text.count("a") == text.count("b") <= 3
+
+
+REGEX = r"[a-c]{2,5}-[0-9]{1,9}x"
+FORMS: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
+    "json": ({"json": River.model_json_schema()}, _is_river),
+    "regex": ({"regex": REGEX}, lambda text: re.fullmatch(REGEX, text) is not None),
+    "choice": ({"choice": ["yes", "no", 'ż"ół\\w\n']}, lambda text: text in ("yes", "no", 'ż"ół\\w\n')),
+    "grammar": ({"grammar": 'start: one | "a" one "b" | "aa" one "bb" | "aaa" one "bbb"\none: "c"'}, _is_nested),
+}
+
+
+def _params(form: str | None, **options: Any) -> SamplingParams:
+    wanted = None if form is None else FORMS[form][0]
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": MAX_TOKENS, "structured_outputs": wanted} | options)
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def make(request: pytest.FixtureRequest, tiny_model: Path) -> Callable[..., Engine]:
+    """Makes an engine on each runner."""
+    dtype = {"torch": "float32", "native": "bfloat16"}[request.param]
+    plain = {"model": str(tiny_model), "runner": request.param, "dtype": dtype, "num_kv_blocks": 400}
+    return lambda **settings: Engine(EngineConfig(**plain | settings))
+
+
+@pytest.fixture(scope="module")
+def engine(make: Callable[..., Engine]) -> Engine:
+    return make()
+
+
+def _batch(forms: list[str | None], **options: Any) -> list[SamplingParams]:
+    return [_params(form, seed=i, **options) for i, form in enumerate(forms)]
+
+
+def test_every_answer_keeps_to_its_form_and_free_rows_are_not_touched(engine: Engine) -> None:
+    forms = [*FORMS, None] * 12
+    answers = engine.generate(["the gate"] * len(forms), _batch(forms))
+    for form, answer in zip(forms, answers, strict=True):
+        if form is not None:
+            choice = answer.choices[0]
+            assert FORMS[form][1](choice.text) and choice.finish_reason == "stop"
+    free = [answer.choices for form, answer in zip(forms, answers, strict=True) if form is None]
+    alone = [params for form, params in zip(forms, _batch(forms), strict=True) if form is None]
+    assert free == [answer.choices for answer in engine.generate(["the gate"] * len(alone), alone)]
+    texts = {answer.choices[0].text for form, answer in zip(forms, answers, strict=True) if form == "json"}
+    assert len(texts) == 12
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_choices_of_a_request_keep_to_it_and_options_are_heeded(engine: Engine, form: str) -> None:
+    (answer,) = engine.generate(["the gate"], _params(form, n=5, seed=3, frequency_penalty=0.5, top_k=40))
+    assert all(FORMS[form][1](choice.text) for choice in answer.choices)
+    greedy = engine.generate(["the gate"] * 2, _params(form, temperature=0.0))
+    assert greedy[0].choices == greedy[1].choices and FORMS[form][1](greedy[0].choices[0].text)
+
+
+def test_preemption_chunks_and_company_change_nothing(make: Callable[..., Engine], engine: Engine) -> None:
+    forms = ["json", "regex", None, "json", "grammar"] * 4
+    tight = make(num_kv_blocks=30, max_num_batched_tokens=32, max_num_seqs=16)
+    prompts = [f"the gate {i} opens by pressure and stays" for i in range(len(forms))]
+    answers = tight.generate(prompts, _batch(forms))
+    assert tight.stats().num_preemptions > 0
+    assert [answer.choices for answer in answers] == [
+        answer.choices for answer in engine.generate(prompts, _batch(forms))
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_node_that_takes_over_goes_on_to_the_token(engine: Engine, form: str) -> None:
+    prompt, params = engine.tokenizer.encode("the gate"), _params(form)
+    engine.add("whole", prompt, params, seed=7)
+    whole = tokens_of(drain(engine), "whole")
+    for cut in range(1, len(whole), max(1, len(whole) // 6)):
+        logged = ResumedChoice(tuple(whole[:cut]), "", None)
+        engine.add("rest", prompt, params, seed=7, resume=[logged])
+        assert tokens_of(drain(engine), "rest") == whole[cut:]
+
+
+def test_a_log_of_another_form_is_refused(engine: Engine) -> None:
+    prompt = engine.tokenizer.encode("the gate")
+    logged = ResumedChoice(tuple(engine.tokenizer.encode("yes")), "yes", None)
+    with pytest.raises(RequestError, match="not of the form"):
+        engine.add("x", prompt, _params("regex"), seed=7, resume=[logged])
+    check_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param"),
+    [
+        ({"json": {"type": "text"}}, "json_schema"),
+        ({"json": {"not": {"type": "string"}}}, "json_schema"),
+        ({"regex": "(a"}, "regex"),
+        ({"grammar": "start: nothing"}, "grammar"),
+    ],
+)
+def test_forms_that_cannot_be_kept_to_are_refused_by_field(engine: Engine, wanted: dict[str, Any], param: str) -> None:
+    params = SamplingParams(structured_outputs=wanted)
+    for refusing in (lambda: engine.prepare(params), lambda: engine.generate(["x"], params)):
+        with pytest.raises(RequestError, match="cannot be kept to") as caught:
+            refusing()
+        assert caught.value.param == f"structured_outputs.{param}"
+    check_idle(engine)
+
+
+def test_a_mask_that_cannot_be_written_fails_its_row_and_no_other(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr("penstock.gpu_node.engine.guide.Guide.take", lambda self, ids: not ids or fail())
+    answers = engine.generate(["the gate"] * 2, [_params("regex"), _params(None)])
+    assert [answer.choices[0].finish_reason == "error" for answer in answers] == [True, False]
+    check_idle(engine)
+
+
+def test_masks_are_written_while_the_step_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is written only once its step was submitted, whose tokens are of that mask."""
+    submitted, submit, write = threading.Semaphore(0), engine._runner.submit, GuidedMasks.write
+
+    def submit_first(plan: StepPlan) -> StepHandle:
+        handle = submit(plan)
+        submitted.release()
+        return handle
+
+    monkeypatch.setattr(engine._runner, "submit", submit_first, raising=False)
+    monkeypatch.setattr(GuidedMasks, "write", lambda masks: submitted.acquire(timeout=60) and write(masks))
+    (answer,) = engine.generate(["the gate"], _params("json", seed=1))
+    assert _is_river(answer.choices[0].text)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_five_hundred_answers_of_the_real_model_are_valid(demo_gguf: Path) -> None:
+    engine = Engine(EngineConfig(model=str(demo_gguf), kv_cache_tokens=16384))
+    chats = [[{"role": "user", "content": f"Describe river number {i} in JSON."}] for i in range(500)]
+    answers = engine.generate(chats, _batch(["json"] * 500))
+    assert [answer.choices[0].finish_reason for answer in answers] == ["stop"] * 500
+    assert all(_is_river(answer.choices[0].text) for answer in answers)
