@@ -22,7 +22,7 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import RunnerOptions, TokenMasks
 
 WINDOWED = ("mistral", "qwen2 with windows")
-FEATURES = (*("llama", *WINDOWED, "qwen3", "falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential"),)
+FEATURES = ("llama", *WINDOWED, "qwen3", "falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential")
 """Of all the models those that differ in what the kernels are asked for; angles are tables."""
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
