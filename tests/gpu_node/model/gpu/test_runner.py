@@ -129,6 +129,7 @@ def _two_steps(runner: Any, *, ahead: bool) -> list[list[int]]:
 def test_a_step_may_be_submitted_before_the_tokens_ahead_of_it_are_known(tiny_model: Path) -> None:
     runner = _runner(tiny_model, "gpu")
     assert _two_steps(runner, ahead=True) == _two_steps(runner, ahead=False)
+    assert _two_steps(_runner(tiny_model, "gpu", deterministic=True), ahead=False) == _two_steps(runner, ahead=False)
 
 
 def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
