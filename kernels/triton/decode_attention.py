@@ -34,7 +34,7 @@ def split_of(context, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.const
     return first, base, span
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     out,
     partial,

@@ -78,7 +78,7 @@ def _attend_tile(
     return better, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
     out,
     q,

@@ -45,7 +45,7 @@ def _quantise(q, scales, x, size, SIZE_PAD: tl.constexpr, MOST: tl.constexpr):
     tl.store(scales + row, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _multiply_scaled(
     out,
     q,
@@ -79,7 +79,7 @@ def _multiply_scaled(
     tl.store(at, result.to(out.dtype.element_ty), mask=(r < num_rows)[:, None] & (o < num_outputs)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _multiply_int4(
     out,
     x,

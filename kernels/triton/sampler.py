@@ -176,7 +176,7 @@ def _sample(tokens, logits, rules, marks, biases, vocab, stride, COLUMNS: tl.con
     tl.store(tokens + place, tl.where(is_sound, token, _FAILED))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _mark(marks, entries, count, vocab, COUNT: tl.constexpr):
     """Grid [runs of entries]; an entry is a row of marks, a token and what is added (1) or set (a flag) there."""
     i = tl.program_id(0) * COUNT + tl.arange(0, COUNT)

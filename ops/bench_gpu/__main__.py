@@ -80,7 +80,7 @@ class Run:
 
         model = self._make(name, max_num_seqs)
         self._decode(model, name, limits)
-        prompts = [(1, 20), (2, 9)] if self._dry else [(1, 512), (1, 2048), (1, 8192), (8, 1024)]
+        prompts = [(2, 9)] if self._dry else [(1, 512), (1, 2048), (1, 8192), (8, 1024)]
         rows = self._stage(
             f"{name} prefill", lambda: steps.prefill(model, self._clock, limits["product_tflop_s"], prompts)
         )
@@ -104,7 +104,7 @@ class Run:
         """The same requests with steps planned ahead and without."""
         from bench_gpu.load import Driver, make_requests
 
-        count, shortest, longest, budget = (5, 3, 9, 16) if self._dry else (256, 100, 1024, 8192)
+        count, shortest, longest, budget = (3, 3, 7, 16) if self._dry else (256, 100, 1024, 8192)
         rows = []
         for overlap in (True, False):
             driver = Driver(model, make_requests(count, shortest, longest), budget)

@@ -40,7 +40,7 @@ class Sizes:
 
 
 FULL = Sizes(32, 8, 128, 4096, 14_336, 128_256, 64, 2048, 8192, torch.bfloat16)
-DRY = Sizes(2, 1, 16, 32, 32, 64, 2, 32, 32, torch.float32)
+DRY = Sizes(2, 1, 16, 32, 32, 64, 2, 16, 16, torch.float32)
 
 
 def check(sizes: Sizes, device: torch.device) -> dict[str, float]:

@@ -17,11 +17,15 @@ class Clock:
         self._end_s = time.monotonic() + seconds
 
     @property
+    def is_card(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def left_s(self) -> float:
         return self._end_s - time.monotonic()
 
     def wait(self) -> None:
-        if self.device.type == "cuda":
+        if self.is_card:
             torch.cuda.synchronize()
 
     def wall_ms(self, work: Callable[[], object]) -> float:
@@ -35,7 +39,7 @@ class Clock:
     def device_ms(self, work: Callable[[], object], repeats: int = 20) -> float:
         """Median by the device's own clock, after a first time that compiles."""
         work()
-        if self.device.type != "cuda":
+        if not self.is_card:
             return self.wall_ms(work)
         work()
         times_ms = []
@@ -58,7 +62,7 @@ def limits(clock: Clock, *, dry: bool) -> dict[str, float | str]:
     dtype = torch.float32 if dry else torch.bfloat16
     a, b = (torch.randn(side, side, device=clock.device).to(dtype) for _ in range(2))
     product_ms = clock.device_ms(lambda: a @ b)
-    name = torch.cuda.get_device_name() if clock.device.type == "cuda" else "cpu"
+    name = torch.cuda.get_device_name() if clock.is_card else "cpu"
     return {
         "card": name,
         "torch": torch.__version__,

@@ -73,7 +73,7 @@ def decode(model: Model, clock: Clock, copy_gb_s: float, grid: list[tuple[int, i
             continue
         starts = np.full(batch, context - 1)
         plan = plan_of([np.ones(1, np.int32)] * batch, starts, tables, np.arange(batch))
-        steps = [model.runner.submit(plan).result().forward_ms for _ in range(12)]
+        steps = [model.runner.submit(plan).result().forward_ms for _ in range(12 if clock.is_card else 3)]
         ms = float(np.median(steps[2:]))
         needed = model.weight_bytes + batch * context * model.kv_token_bytes
         limit_ms = needed / copy_gb_s / 1e6
@@ -90,7 +90,9 @@ def prefill(model: Model, clock: Clock, product_tflop_s: float, grid: list[tuple
         if tables is None or tokens > model.max_model_len or clock.left_s < 0:
             continue
         plan = plan_of([np.ones(tokens, np.int32)] * count, np.zeros(count, np.int64), tables, np.arange(count))
-        ms = float(np.median([model.runner.submit(plan).result().forward_ms for _ in range(4)][1:]))
+        ms = float(
+            np.median([model.runner.submit(plan).result().forward_ms for _ in range(4 if clock.is_card else 2)][1:])
+        )
         spec = model.spec
         products = 2 * (model.num_weights - spec.vocab_size * spec.hidden_size) * count * tokens
         scores = 2 * spec.num_layers * spec.num_heads * spec.head_dim * count * tokens**2

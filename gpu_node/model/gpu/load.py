@@ -14,7 +14,7 @@ from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, linear_of
-from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes
+from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes, run_largest_step
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 from penstock.gpu_node.model.source import ModelSource, Progress, dequantised_folder
@@ -47,6 +47,9 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     if options.deterministic:
         _forbid_split_sums()
     runner = GpuRunner(decoder, pool, sizes, limits, device)
+    if device.is_card:
+        # What steps need beside the graphs is compiled before the first one comes.
+        run_largest_step(decoder, pool, options.max_num_batched_tokens, options.max_num_seqs)
     facts = device.torch, name, quantization, kept, sizes.num_device_blocks, sizes.num_host_blocks
     _log.info("gpu runner device=%s dtype=%s quantization=%s kv=%s kv_blocks=%d swap_blocks=%d", *facts)
     parts = "gpu", name, *((quantization,) if quantization != "none" else ()), "kv", kept

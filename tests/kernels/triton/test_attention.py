@@ -15,6 +15,7 @@ from penstock.kernels.triton.decode_attention import decode_attention
 
 from .conftest import TOLERANCES
 
+SHORT_FLOATS = (torch.float16, torch.bfloat16)
 COUNTS, CONTEXTS = [1, 5, 1, 70, 1, 1], [1, 5, 300, 95, 64, 129]
 SHAPES: dict[str, dict[str, Any]] = {
     "groups of 3": {"heads": 6, "kv_heads": 2, "head_dim": 16},
@@ -23,7 +24,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in SHAPES), *(("groups of 3", dtype) for dtype in SHORT_FLOATS)],
+)
 def test_equals_the_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
     shape = {"block_size": 16, "window": None, "biased": False} | SHAPES[name]

@@ -34,3 +34,13 @@ def test_every_kernel_becomes_ptx_for_both_generations(compiled: list[dict[str, 
         assert {facts["module"] for facts in made} >= {path.stem for path in sources}
         assert all(facts["is_ptx"] for facts in made)
         assert max(int(str(facts["shared"])) for facts in made) <= 160 * 1024  # what an A100 has, and more than Ada
+
+
+@pytest.mark.timeout(600)
+def test_steps_of_other_sizes_compile_nothing_anew(compiled: list[dict[str, object]]) -> None:
+    hashes: dict[object, set[object]] = {}
+    for facts in compiled:
+        if facts["stage"] == "steps":
+            hashes.setdefault(facts["kernel"], set()).add(facts["hash"])
+    assert {"_decode", "_prefill", "_sample"} <= set(hashes)
+    assert {kernel: len(found) for kernel, found in hashes.items() if len(found) > 1} == {}

@@ -59,8 +59,8 @@ def test_biases_and_masks_come_before_the_draw(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("vocab", "rules", "count"),
     [
-        *((33, rules, 16) for rules in RULES),
-        (9000, "plain", 16),
+        *((33, rules, 12) for rules in RULES),
+        (9000, "plain", 12),
         (9000, "all", 3),
         (9000, "penalties", 3),
         (1, "all", 1),
