@@ -23,7 +23,9 @@ from penstock.gpu_node.model.source import ModelSource
 _SAFETENSORS_KINDS = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _INTERLEAVED_HEADS = {
-    "llama": {".q_proj.weight": "llama.attention.head_count", ".k_proj.weight": "llama.attention.head_count_kv"}
+    "llama": {".q_proj.weight": "llama.attention.head_count", ".k_proj.weight": "llama.attention.head_count_kv"},
+    "qwen2": {},
+    "qwen3": {},
 }
 """GGUF's architectures that are read here; which of their tensors keep the two halves of each head interleaved, and
 where the file says how many heads that are."""

@@ -43,8 +43,8 @@ HEAD = f"""# Families, {{date}}
 `PYTHONPATH=ops:tests python -m bench.families`: {NUM_PROMPTS} texts of 8 to {MAX_LENGTH} tokens in mixed batches, small
 random models in bfloat16, against transformers in float32: the largest error of a logit, the errors' root mean square
 by the logits' spread, and how often the same token is the best. Random weights are the worst case of four bits, trained
-ones lose far less ([perplexity](perplexity.md), where GGUF is too, which is read for Llama alone). `int8` has a scale
-for each group of 32 in families with layer norms.
+ones lose far less ([perplexity](perplexity.md), which has GGUF too). `int8` has a scale for each group of 32 in
+families with layer norms.
 """
 
 

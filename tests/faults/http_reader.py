@@ -19,6 +19,10 @@ def http_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
 
 
+_COME_BACK = (429, 503)
+"""No room, or all nodes were killed at once: to be asked again, as after a cut line."""
+
+
 class HttpReading:
     """One request: what it said, until its end or until the line was cut."""
 
@@ -39,6 +43,8 @@ class HttpReading:
         try:
             path, headers = f"{url}/v1/completions", {"Idempotency-Key": key, "Last-Event-ID": self._last_id}
             async with http.stream("POST", path, json=body, headers=headers) as response:
+                if response.status_code in _COME_BACK:
+                    return
                 response.raise_for_status()
                 self.job_id, next_id = response.headers["x-penstock-job"], ""
                 async for line in response.aiter_lines():

@@ -41,7 +41,13 @@ MUTANTS = (
     Mutant("index compare", "emit", "if index > length then", "if false then", "emit.py"),
     Mutant("call replay", "take", "if call == took.call then", "if false then", "take.py"),
     Mutant("sweep guard", "sweep", "now - last > schema.lease_ms / 2", "false", "sweep.py"),
-    Mutant("held ids", "beat", "missing[#missing + 1] = job", "missing = missing", "sweep.py"),
+    Mutant(
+        "held ids",
+        "beat",
+        "elseif tonumber(string.match(job.lease, '^(%d+):')) <= answered then",
+        "elseif false then",
+        "sweep.py",
+    ),
     Mutant("loss counting", "sweep", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
     Mutant("hold expiry", "take", " and tonumber(till) > now then", " then", "room.py"),
     Mutant("fair-turn entry", "prelude", "math.max(owed, now), job.tenant", "owed, job.tenant", "policy.py"),
@@ -102,7 +108,7 @@ def main() -> int:
             killed = copy.kills(mutant)
             alive += [] if killed else [mutant]
             print(f"{'killed' if killed else 'ALIVE'}  {mutant.guard}  ({_CONTRACT}{mutant.tests})", flush=True)
-    if not names:
+    if not names and not alive:
         record(
             "Mutants: guards taken away, one at a time",
             "all",

@@ -97,8 +97,8 @@ def report(counts: Counter[str], killed: Counter[str], memory: Memory, args: arg
     figures = {name: counts[name] for name in ("accepted", "done", "failed node_lost", "taken over", "tokens")}
     readers, served = slopes.pop(READERS), max(slopes.values())
     figures |= {"faults": sum(killed.values()), "steepest KiB/min": served, "readers KiB/min": readers}
-    record("Soak", row, figures)
     assert served < args.max_slope, "memory is flat"
+    record("Soak", row, figures)
 
 
 def main() -> None:

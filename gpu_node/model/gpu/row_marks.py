@@ -19,7 +19,8 @@ class RowMarks:
 
     def places(self, rows: SamplingRows) -> Ints:
         """Each row's row of marks, [num_samples]; -1 for those that look at their logits alone."""
-        looks = np.array([bool(len(seen) or len(banned)) for seen, banned in zip(rows.seen, rows.banned, strict=True)])
+        lists = zip(rows.seen, rows.banned, strict=True)
+        looks = np.array([bool(len(seen) or len(banned)) for seen, banned in lists], dtype=bool)
         if rows.biased:
             looks |= np.array(list(map(len, rows.biased))) > 0
         if rows.masks is not None:

@@ -22,7 +22,7 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import RunnerOptions, TokenMasks
 
 WINDOWED = ("mistral", "qwen2 with windows")
-FEATURES = (*("llama", *WINDOWED, "qwen3", "falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential"),)
+FEATURES = ("llama", *WINDOWED, "qwen3", "falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential")
 """Of all the models those that differ in what the kernels are asked for; angles are tables."""
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -41,7 +41,7 @@ def _runner(folder: Path, runner: str, **options: Any) -> Any:
     return load_model(str(folder), RunnerOptions(runner=runner, **OPTIONS | options), lambda *_: None).runner
 
 
-def _logits(runner: Any, length: int = 11) -> NDArray[np.float32]:
+def _logits(runner: Any, length: int = 7) -> NDArray[np.float32]:
     """Of a sequence that is computed in chunks, beside another one, and at last token by token."""
     token_ids = random.Random(0).choices(range(300), k=length + 2)
     one, other = Track(token_ids, [3, 17, 5, 11, 8, 1]), Track(token_ids[::-1], [2, 4, 6, 7, 9, 10])
@@ -53,15 +53,12 @@ def _logits(runner: Any, length: int = 11) -> NDArray[np.float32]:
 @pytest.mark.parametrize("name", FEATURES)
 def test_logits_are_the_torch_runners(name: str, tmp_path: Path) -> None:
     folder = make_family_model(tmp_path, name)
-    length = WINDOW + 3 if name in WINDOWED else 11
+    length = WINDOW + 3 if name in WINDOWED else 7
     want, got = (_logits(_runner(folder, runner), length) for runner in ("torch", "gpu"))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "most"),
-    [({"kv_cache_dtype": "int8"}, 0.03), ({"kv_cache_dtype": "fp8"}, 0.2), ({"quantization": "int8"}, 0.2)],
-)
+@pytest.mark.parametrize(("options", "most"), [({"kv_cache_dtype": "fp8"}, 0.2), ({"quantization": "int8"}, 0.2)])
 def test_few_bits_err_a_little(options: dict[str, str], most: float, tiny_model: Path) -> None:
     want = _logits(_runner(tiny_model, "torch"))
     error = _logits(_runner(tiny_model, "gpu", **options)) - want
@@ -132,6 +129,7 @@ def _two_steps(runner: Any, *, ahead: bool) -> list[list[int]]:
 def test_a_step_may_be_submitted_before_the_tokens_ahead_of_it_are_known(tiny_model: Path) -> None:
     runner = _runner(tiny_model, "gpu")
     assert _two_steps(runner, ahead=True) == _two_steps(runner, ahead=False)
+    assert _two_steps(_runner(tiny_model, "gpu", deterministic=True), ahead=False) == _two_steps(runner, ahead=False)
 
 
 def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(

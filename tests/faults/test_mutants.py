@@ -1,0 +1,12 @@
+"""The guards that `make mutants` takes away are where it looks for them."""
+
+from __future__ import annotations
+
+import pytest
+from faults.mutants import MUTANTS, ROOT, SCRIPTS, Mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.guard)
+def test_a_guard_stands_once_in_its_script(mutant: Mutant) -> None:
+    text = (ROOT / SCRIPTS / f"{mutant.file}.lua").read_text()
+    assert text.count(mutant.text) == 1
