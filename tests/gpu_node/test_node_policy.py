@@ -167,7 +167,7 @@ class CrowdedEngine(ReferenceEngine):
 
 
 async def test_without_a_node_that_has_room_nobody_is_sent_away(redis_url: str, broker: ProducerBroker) -> None:
-    async with running(redis_url, CrowdedEngine(step_s=0.002, kv_tokens=160), drain_s=0) as node:
+    async with running(redis_url, CrowdedEngine(step_s=0.02, kv_tokens=160), drain_s=0) as node:
         batch = [new_job(Priority.BATCH, max_tokens=100) for _ in range(4)]
         for job in batch:
             await broker.submit(job, cost=40)
