@@ -155,6 +155,9 @@ class Node:
         died = asyncio.wrap_future(self._worker.stopped)
         await _first_of(self._stop.wait(), _finished(died))
         if died.done():
+            # The trail of the engine's memory names jobs by their leases.
+            held = {job.taken.lease: job.job_id for job in self.ledger}
+            log.error("the engine died with jobs", extra={"jobs": held})
             died.result()
 
     async def _drain(self) -> None:

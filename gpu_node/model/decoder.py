@@ -47,7 +47,7 @@ class Decoder:
             q, k, v = self._qkv(x, layer, angles)
             cache.store(k, v, slots)
             attended = attention.attend(q, cache, groups, self._spec.windows[i])
-            if layer is self._weights.layers[-1]:
+            if i == self._spec.num_layers - 1:
                 # Behind the last attention a token matters only where its logits are wanted.
                 x, attended = x[tokens], attended[tokens]
             x = self._behind_attention(x, layer.out(attended.flatten(1)), layer)

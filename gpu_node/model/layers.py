@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -35,6 +35,7 @@ class DecoderWeights:
     """All tensors of a decoder; `head` multiplies with `embedding` where the checkpoint ties them."""
 
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: Iterable[LayerWeights]
+    """Gone over once a step, in order."""
     final_norm: Norm
     head: Product

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -28,21 +28,24 @@ def load_weights(
     progress: Callable[[float], None],
     device: torch.device | None = None,
     linear: MakeLinear = Linear,
+    gather: Callable[[Iterator[LayerWeights]], Iterable[LayerWeights]] = tuple,
 ) -> DecoderWeights:
     """Read, fuse and convert a checkpoint, onto the CPU where no device is named.
 
-    `linear` keeps the layers' matrices; embedding and head stay as they are.
+    `linear` keeps the layers' matrices; embedding and head stay as they are. `gather` gets each layer as it is read.
     Raises ConfigError naming a tensor that is missing or of another shape.
     """
     convert = _Converter(dtype, spec.norm_eps, device, linear)
     embedding = convert.tensor(tensors.embedding())
-    layers = []
-    for layer in range(spec.num_layers):
-        layers.append(_load_layer(tensors, convert, layer))
-        progress((layer + 1) / spec.num_layers)
+
+    def layers() -> Iterator[LayerWeights]:
+        for layer in range(spec.num_layers):
+            yield _load_layer(tensors, convert, layer)
+            progress((layer + 1) / spec.num_layers)
+
     return DecoderWeights(
         embedding=embedding,
-        layers=tuple(layers),
+        layers=gather(layers()),
         final_norm=convert.norm(tensors.final_norm()),
         head=Linear(embedding if spec.tied_head else convert.tensor(tensors.head())),
     )

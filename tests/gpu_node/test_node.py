@@ -182,7 +182,9 @@ async def test_a_second_stop_ends_the_grace_time(redis_url: str, broker: Produce
     assert (await broker.status(job.id, "default")).state == "queued"
 
 
-async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(redis_url: str, broker: ProducerBroker) -> None:
+async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(
+    redis_url: str, broker: ProducerBroker, caplog: pytest.LogCaptureFixture
+) -> None:
     class DyingEngine(ReferenceEngine):
         def step(self) -> list[StepOutput]:
             if len(self.batches) >= 10:
@@ -196,6 +198,10 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(redis_url: st
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.wait((asyncio.wrap_future(node._worker.stopped),))
     assert caught.group_contains(RuntimeError, match="the device is gone")
+    (held,) = (vars(record)["jobs"] for record in caplog.records if record.message == "the engine died with jobs")
+    ((lease, job_id),) = held.items()
+    of_lease = node.ledger.of_lease(lease)
+    assert of_lease is not None and of_lease.job_id == job_id == job.id
     async with running(redis_url, ReferenceEngine(), lease_ms=3000):
         result = await ended(broker, job)
     assert list(result.choices[0].token_ids) == expected(job)

@@ -43,7 +43,7 @@ class GpuDecoder:
         for i, (layer, cache) in enumerate(zip(weights.layers, layers, strict=True)):
             normed = _add_norm(residual, delta, layer.attention_norm)
             attended = self._attend(step, layer.qkv(normed), cache, layer, spec.windows[i], splits)
-            if layer is weights.layers[-1]:
+            if i == spec.num_layers - 1:
                 # Behind the last attention a token matters only where something is sampled from it.
                 residual, attended, normed = (x[step.sampling] for x in (residual, attended, normed))
             delta = self._behind_attention(residual, normed, layer.out(attended.flatten(1)), layer)

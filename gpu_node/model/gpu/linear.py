@@ -1,56 +1,86 @@
-"""Matrices of few bits on a card, quantised as they are loaded."""
+"""The layers' matrices on a card, as they are or quantised to few bits as they are loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from penstock.gpu_node.model.layers import Product
-from penstock.gpu_node.model.linear import Linear
 from penstock.kernels.triton.products import GROUP, multiply_int4, multiply_scaled, pack_int4, quantise_vectors
 
 SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Formats with a scale for each row of weights, whose activations are quantised row by row too."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """x @ weight.T + bias."""
+
+    weight: Tensor
+    """[out, in]"""
+    bias: Tensor | None
+    """[out]"""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in]; returns [num_tokens, out]."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
 class ScaledLinear:
     """x @ weight.T + bias in int8 or float8."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kept: torch.dtype) -> None:
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, kept: torch.dtype) -> Self:
         """weight: [out, in]; bias: [out]."""
-        self._weight, self._scales = quantise_vectors(weight.contiguous(), kept)
-        self._bias = bias
+        return cls(*quantise_vectors(weight.contiguous(), kept), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in]; returns [num_tokens, out]."""
-        q, scales = quantise_vectors(x.contiguous(), self._weight.dtype)
-        product = multiply_scaled(q, scales, self._weight, self._scales, x.dtype)
-        return product if self._bias is None else product + self._bias
+        q, scales = quantise_vectors(x.contiguous(), self.weight.dtype)
+        product = multiply_scaled(q, scales, self.weight, self.scales, x.dtype)
+        return product if self.bias is None else product + self.bias
 
 
+@dataclass(frozen=True, slots=True)
 class Int4Linear:
     """x @ weight.T + bias, the weight in int4 with a scale and a minimum for each 32 columns, x as it is."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    packed: Tensor
+    scales: Tensor
+    minima: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> Self:
         """weight: [out, in]; bias: [out]."""
-        self._packed = pack_int4(weight)
-        self._bias = bias
+        return cls(*pack_int4(weight), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in]; returns [num_tokens, out]."""
-        product = multiply_int4(x.contiguous(), *self._packed)
-        return product if self._bias is None else product + self._bias
+        product = multiply_int4(x.contiguous(), self.packed, self.scales, self.minima)
+        return product if self.bias is None else product + self.bias
 
 
-def linear_of(quantization: str) -> Callable[[Tensor, Tensor | None], Product]:
+KeptLinear: TypeAlias = PlainLinear | ScaledLinear | Int4Linear
+"""All tensors of a layer's matrix are its fields."""
+
+
+def linear_of(quantization: str) -> Callable[[Tensor, Tensor | None], KeptLinear]:
     """What keeps a layer's matrix: quantization is `none`, `int4`, or of SCALED."""
     if quantization == "none":
-        return Linear
+        return PlainLinear
     if quantization == "int4":
-        return Int4Linear
-    return lambda weight, bias: ScaledLinear(weight, bias, SCALED[quantization])
+        return Int4Linear.of
+    return lambda weight, bias: ScaledLinear.of(weight, bias, SCALED[quantization])
 
 
 def can_pack_int4(*widths: int) -> bool:

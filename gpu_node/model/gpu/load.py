@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,6 +16,7 @@ from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, linear_of
+from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes, run_largest_step
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
@@ -39,7 +42,10 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     checkpoint = Checkpoint.open(ModelSource(dequantised_folder(described.source, progress)))
     tensors = DecoderTensors(checkpoint, spec)
     keep, told = linear_of(quantization), lambda done: progress("load", done)
-    weights = load_weights(tensors, spec, _DTYPES[name], told, device.torch, keep)
+    # A device object of its own has a side stream of its own: blocks that leave by the pool's go the other way.
+    stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
+    gather = stream if options.cpu_offload_gib else tuple
+    weights = load_weights(tensors, spec, _DTYPES[name], told, device.torch, keep, gather)
     decoder = GpuDecoder(spec, weights, described.max_model_len)
     sizes = _sizes(described, options, decoder, layout, device)
     pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
@@ -75,8 +81,6 @@ def _check(options: RunnerOptions, spec: ModelSpec, quantization: str, device: D
         raise ConfigError("quantization int4 wants matrices whose columns are a multiple of 32")
     if "fp8" in (quantization, options.kv_cache_dtype) and not device.has_float8:
         raise ConfigError("fp8 needs a card of compute capability 8.9 or later")
-    if options.cpu_offload_gib:
-        raise ConfigError("cpu_offload_gib cannot be had: the gpu runner keeps all weights on the card")
 
 
 def _dtype_name(wanted: str, stored: str) -> str:
@@ -98,9 +102,11 @@ def _sizes(
     """By number where one is given; else what the card has left once the largest step has run, or kv_cache_gib."""
     token_bytes = layout.block_bytes // options.block_size
     if not device.is_card:
-        return cache_sizes(described, options, token_bytes)
+        return cache_sizes(described, replace(options, cpu_offload_gib=0.0), token_bytes)
     num_blocks = options.num_blocks
     if num_blocks is None:
+        # What only loading needed is nobody's.
+        torch.cuda.empty_cache()
         peak = peak_bytes(decoder, KvPool(layout, 1, 0, device), options.max_num_batched_tokens, options.max_num_seqs)
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
