@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from fakes.reference_engine import ReferenceEngine
+from fakes.running_node import running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -24,7 +25,6 @@ from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.node import Node
-from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.worker import EngineLike
 
 POOL = "ref"
@@ -36,18 +36,8 @@ def broker(redis: Redis) -> ProducerBroker:
     return ProducerBroker(redis)
 
 
-@asynccontextmanager
-async def running(url: str, engine: EngineLike, **changes: Any) -> AsyncIterator[Node]:
-    settings = NodeSettings(model="reference", pool=POOL, redis_url=url, **{"lease_ms": 3000, **changes})
-    node, ready = Node(settings, engine), asyncio.Event()
-    task = asyncio.create_task(node.run(ready))
-    async with asyncio.timeout(PATIENCE_S):
-        await ready.wait()
-        try:
-            yield node
-        finally:
-            node.stop()
-            await task
+def running(url: str, engine: EngineLike, **changes: Any) -> AbstractAsyncContextManager[Node]:
+    return running_node(url, engine, pool=POOL, **changes)
 
 
 async def until(broker: ProducerBroker, job: Job, state: str, num_chunks: int = 0) -> None:
