@@ -20,6 +20,7 @@ from penstock.contract.broker.node import Taken
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Chunk, Job, Priority, SamplingParams, seed_of
 from penstock.contract.policy import HOLD_MS
+from penstock.contract.terms import Terms
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
@@ -53,13 +54,13 @@ def new_job(priority: Priority, tenant: str = "default", **params: Any) -> Job:
     return Job(id=f"{POOL}.{uuid7()}", prompt="0123456789", params=wanted, priority=priority, tenant=tenant)
 
 
-async def test_class_and_tenant_reach_the_engine(redis_url: str, broker: ProducerBroker) -> None:
+async def test_class_tenant_and_weight_reach_the_engine(redis_url: str, broker: ProducerBroker) -> None:
     engine = ReferenceEngine()
     async with running(redis_url, engine):
-        for job in (new_job(Priority.BATCH, "a"), new_job(Priority.INTERACTIVE, "b")):
-            await broker.submit(job, cost=40)
+        for job, weight in ((new_job(Priority.BATCH, "a"), 1.0), (new_job(Priority.INTERACTIVE, "b"), 0.3)):
+            await broker.submit(job, cost=40, terms=Terms(weight=weight))
             await until(broker, job, "done")
-    assert list(engine.callers) == [(2, "a"), (0, "b")]
+    assert list(engine.callers) == [(2, "a", 1.0), (0, "b", 0.3)]
 
 
 @pytest.mark.parametrize(("policy", "finds_room"), [("fair", True), ("fcfs", False)])
