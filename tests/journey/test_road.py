@@ -28,6 +28,7 @@ from penstock.producer.client import AsyncJob
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 NUM_JOBS = 64
+NUM_TOKENS = 14
 POOL = "demo"
 WORDS = ("gate", "opens", "by", "pressure", "turbine", "never", "starves", "nor", "floods", "water", "stands", "high")
 
@@ -83,7 +84,7 @@ async def test_64_jobs_at_once_are_batched_and_each_stream_is_its_log(
     broker, texts = ProducerBroker(redis), prompts(NUM_JOBS)
     with NodeProcess(redis_url, model=demo_folder, pool=POOL, dtype="float32"):
         async with AsyncClient(redis_url) as client:
-            jobs = [await client.submit(t, temperature=0, max_tokens=24, ignore_eos=True) for t in texts]
+            jobs = [await client.submit(t, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True) for t in texts]
             batches = asyncio.create_task(_watch_batches(redis, [job.id for job in jobs]))
             streams = await asyncio.gather(*(read_asking(job) for job in jobs))
             running = await batches
@@ -101,7 +102,7 @@ async def test_64_jobs_at_once_are_batched_and_each_stream_is_its_log(
     assert sum(map(len, outputs)) / steps >= 16
     assert departures(demo_folder, texts, outputs) <= NUM_JOBS * 0.02
     engine = Engine(EngineConfig(model=str(demo_folder), dtype="float32"))
-    alone = engine.generate(texts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    alone = engine.generate(texts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True))
     differing = sum(list(g.choices[0].token_ids) != output for g, output in zip(alone, outputs, strict=True))
     assert differing <= NUM_JOBS * 0.02, "the bare engine says the same"
 

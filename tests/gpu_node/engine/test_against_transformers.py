@@ -72,7 +72,7 @@ def test_the_demo_model_says_what_transformers_says(demo_model: Path) -> None:
             model=str(demo_model), dtype="float32", kv_cache_tokens=640, max_num_batched_tokens=96, max_num_seqs=32
         )
     )
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     generations = engine.generate(mixed_prompts(engine, 50), params)
     assert _all_was_on(engine.stats())
     model: Any = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
