@@ -27,7 +27,11 @@ def prompt_bytes(job: Job) -> int:
     """UTF-8 bytes of a job's prompt in text form; 0 for one of token ids."""
     if job.prompt is not None:
         return len(job.prompt.encode())
-    return sum(len(m.content.encode()) + len(m.role) for m in job.messages or ())
+    calls = sum(
+        len(call.name.encode()) + len(call.arguments.encode()) for m in job.messages or () for call in m.tool_calls
+    )
+    turns = sum(len(m.content.encode()) + len(m.role) for m in job.messages or ())
+    return turns + calls
 
 
 def predict_output(nodes: Sequence[NodePressure], num_prompt_tokens: int, max_tokens: int) -> int:
