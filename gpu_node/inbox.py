@@ -188,6 +188,7 @@ class Inbox:
             *(taken.lease, token_ids, params, seed_of(job.job_id, params), resume),
             priority=taken.urgency,
             tenant=taken.tenant,
+            weight=taken.weight,
         )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.
         asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job))

@@ -52,6 +52,7 @@ class EngineLike(Protocol):
         resume: Sequence[ResumedChoice] = (),
         priority: int = Priority.STANDARD,
         tenant: str = "default",
+        weight: float = 1.0,
     ) -> None:
         """Queues a request; raises RequestError for one that can never run."""
 
@@ -145,11 +146,17 @@ class EngineWorker:
         *,
         priority: int = Priority.STANDARD,
         tenant: str = "default",
+        weight: float = 1.0,
     ) -> Future[None]:
         """Queues a request; the future carries the engine's refusal."""
         return self.call(
             lambda: self._engine.add(
-                request_id, token_ids, params, seed=seed, resume=resume, priority=priority, tenant=tenant
+                *(request_id, token_ids, params),
+                seed=seed,
+                resume=resume,
+                priority=priority,
+                tenant=tenant,
+                weight=weight,
             )
         )
 

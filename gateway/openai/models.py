@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 
+from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError
 from penstock.producer.client import AsyncClient
 
@@ -15,21 +17,26 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """Every model that a live node serves, under each of its names."""
-    return {"object": "list", "data": list((await _models(request.app.state.client)).values())}
+    client: AsyncClient = request.app.state.client
+    return {"object": "list", "data": list(_models(await client.pools()).values())}
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
     """One model; its name may hold slashes."""
-    models = await _models(request.app.state.client)
+    client: AsyncClient = request.app.state.client
+    models = _models(await client.pools())
+    if model not in models:
+        # Its first node may have joined since.
+        models = _models(await client.pools(renewed=True))
     if model not in models:
         raise NotFoundError(f"no model {model[:256]!r} is served", code="model_not_found", param="model")
     return models[model]
 
 
-async def _models(client: AsyncClient) -> dict[str, dict[str, Any]]:
+def _models(pools: Mapping[str, ServedPool]) -> dict[str, dict[str, Any]]:
     models = {}
-    for record in (await client.pools()).values():
+    for record in pools.values():
         if not record.is_alive:
             continue
         for name in (record.model, *record.aliases):

@@ -59,7 +59,7 @@ class Engine:
         self._held: tuple[list[Choice], float] = [], 0.0
         self._meter = Meter()
 
-    def add(
+    def add(  # noqa: PLR0913  all that a request is
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
@@ -70,8 +70,9 @@ class Engine:
         cache_salt: str | None = None,
         priority: int = Priority.STANDARD,
         tenant: str = "default",
+        weight: float = 1.0,
     ) -> None:
-        """Queue a request; its `n` choices share the prompt's blocks. Class and tenant matter to scheduling policies.
+        """Queue a request; its `n` choices share the prompt's blocks. Policies look at class, tenant and weight.
 
         Cached prefixes are shared among requests of one `cache_salt` only. `resume` says how far an earlier node got
         with each choice: generation goes on behind it, text that was not logged yet comes with the next output, and a
@@ -87,7 +88,7 @@ class Engine:
             raise
         check_resume(resume, params, self._limits)
         root_hash = salted_root(cache_salt, tenant if self._salts_by_tenant else None)
-        request = LiveRequest(request_id, prompt_token_ids, params, seed, root_hash, tenant, priority)
+        request = LiveRequest(request_id, prompt_token_ids, params, seed, root_hash, tenant, weight, priority)
         request.open(resume, self._limits, self._tokenizer, self._guides)
         self._enqueue(request)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -51,6 +52,7 @@ class LiveRequest:
     root_hash: bytes = ROOT_HASH
     """What the hashes of its blocks begin with."""
     tenant: str = "default"
+    weight: float = 1.0
     priority: int = int(Priority.STANDARD)
     completion_tokens: int = 0
     live: dict[int, LiveChoice] = field(default_factory=dict)
@@ -60,6 +62,8 @@ class LiveRequest:
     def __post_init__(self) -> None:
         if self.priority not in set(Priority):
             raise RequestError(f"priority {self.priority} is not one of 0, 1 and 2", param="priority")
+        if not 0 < self.weight < math.inf:
+            raise RequestError(f"weight {self.weight} is not above 0 and finite", param="weight")
 
     def open(self, resume: Items[ResumedChoice], limits: RequestLimits, tokenizer: Tokenizer, guides: Guides) -> None:
         """Open the choices that are not closed yet.
@@ -178,6 +182,7 @@ def open_choice(
         bad_words=tuple(sequence for word in params.bad_words for sequence in tokenizer.encode_word(word)),
         root_hash=request.root_hash,
         tenant=request.tenant,
+        weight=request.weight,
         priority=request.priority,
         urgency=request.priority,
     )

@@ -48,6 +48,8 @@ class Sequence:
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted."""
     tenant: str = "default"
+    weight: float = 1.0
+    """Its tenant's share of the cache beside other tenants'."""
     priority: int = int(Priority.STANDARD)
     """Its class; 0 is the most urgent one."""
     urgency: int = int(Priority.STANDARD)
@@ -56,7 +58,7 @@ class Sequence:
     predicted_tokens: int = 0
     """Output that it will probably have."""
     charge: float = 0.0
-    """KV-token-milliseconds that its tenant would be charged if it were started now."""
+    """KV-token-milliseconds ÷ weight that its tenant would be charged if it were started now."""
     kv_ms: float = 0.0
     """KV tokens that its blocks have room for × the milliseconds that it held them."""
 

@@ -37,7 +37,8 @@ class _Start:
 class ByPolicy:
     """A policy as a scheduler's discipline. Who was preempted stands in line by its age and class like everybody else.
 
-    A tenant is charged a start by predicted KV-token-milliseconds; when the sequence stops, by what it really used.
+    A tenant is charged a start by predicted KV-token-milliseconds ÷ its weight; when the sequence stops, by what it
+    really used.
     """
 
     def __init__(self, policy: Policy, now_ms: Callable[[], float]) -> None:
@@ -69,7 +70,7 @@ class ByPolicy:
                 return False
             for one in (seq, *seq.forks):
                 one.urgency = urgency
-                self._started[one] = _Start(one.kv_ms, one.cost * self._hold_ms)
+                self._started[one] = _Start(one.kv_ms, self._charge(one))
             return True
 
         choose(queued, self._policy, self._standing, self._now_ms(), fits)
@@ -104,15 +105,18 @@ class ByPolicy:
             for tenant in [tenant for tenant in turns.times if (priority, tenant) not in present]:
                 turns.leave(tenant)
         for seq in queued:
-            seq.charge = self._hold_ms * sum(one.cost for one in (seq, *seq.forks))
+            seq.charge = sum(self._charge(one) for one in (seq, *seq.forks))
         return queued
+
+    def _charge(self, seq: Sequence) -> float:
+        return seq.cost * self._hold_ms / seq.weight
 
     def _settle(self, queued: set[Sequence]) -> None:
         """Correct what was charged for those that stopped, and how long a token of cost is held by what it was."""
         for seq in [seq for seq in self._started if seq.row < 0]:
             start = self._started.pop(seq)
             used = seq.kv_ms - start.kv_ms
-            self._standing.turns[seq.priority].correct(seq.tenant, used - start.charge)
+            self._standing.turns[seq.priority].correct(seq.tenant, used / seq.weight - start.charge)
             if seq not in queued:
                 self._hold_ms = learned_hold_ms(self._hold_ms, used, seq.cost)
 

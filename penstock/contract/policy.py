@@ -61,7 +61,7 @@ class Candidate(Protocol):
 
     @property
     def charge(self) -> float:
-        """Predicted KV-token-milliseconds: what its tenant pays for it."""
+        """Predicted KV-token-milliseconds ÷ its tenant's weight: what its tenant pays for it."""
 
 
 class Running(Protocol):

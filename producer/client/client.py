@@ -17,7 +17,7 @@ from penstock.contract.broker.figures import FiguresBroker
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
 from penstock.contract.broker.tasks import cancel_until_done
-from penstock.contract.errors import ConfigError, NotFoundError, RequestError
+from penstock.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.settings import RedisSettings
@@ -96,9 +96,12 @@ class AsyncClient:
         """Whether this client is connected and hears its jobs; one that stopped hearing does not start again."""
         return self._courier.is_open and self._inbox.is_running
 
-    async def pools(self) -> dict[str, ServedPool]:
-        """Every announced model by pool, as of at most a second ago; those with a live node come first."""
-        return await self._pools.get()
+    async def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
+        """Every announced model by pool, as of at most a second ago; those with a live node come first.
+
+        `renewed`: as of now, for whom the copy lacks something; it waits up to a tenth of a second.
+        """
+        return await (self._pools.renewed() if renewed else self._pools.get())
 
     async def api_keys(self) -> dict[str, ApiKey]:
         """Every API key by id, as of at most two seconds ago, for those who let others in."""
@@ -120,7 +123,7 @@ class AsyncClient:
         ConflictError (id or idempotency key of another request), UnavailableError (no node, or Redis stays away).
         """
         self._courier.require_open()
-        record = choose_pool((await self.pools()).values(), options.get("model"), options.get("job_id"))
+        record = await self._choose(options.get("model"), options.get("job_id"))
         job = build_job(prompt, options, record.pool, self._tenant)
         cost = estimate_cost(job, record, (await self.pressure(job.pool)).nodes)
         await self._courier.ask(lambda _: self._inbox.greet(job.pool))
@@ -163,6 +166,14 @@ class AsyncClient:
     async def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
         """Cancels a job; answers its state; see `AsyncJob.cancel`."""
         return await self._source(job_id, tenant).cancel()
+
+    async def _choose(self, model: str | None, job_id: str | None) -> ServedPool:
+        pools = await self.pools()
+        try:
+            return choose_pool(pools.values(), model, job_id)
+        except (NotFoundError, UnavailableError):
+            # Its first node may have joined since.
+            return choose_pool((await self.pools(renewed=True)).values(), model, job_id)
 
     def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):

@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Generic, TypeVar
 
 from penstock.contract import admission
@@ -22,6 +23,8 @@ KEYS_TTL_S = 2.0
 WARM_S = 30.0
 """For so long after a job's submission the copies it needed are kept fresh, so that the next one waits for none."""
 _JITTER = 0.2
+RENEWED_S = 0.1
+"""Fetches on behalf of those whom a copy that is still good did not help begin at least this far apart."""
 _EARLY_S = 0.05
 """Copies are fetched anew this long before they run out."""
 
@@ -34,6 +37,15 @@ class _Flight:
     error: PenstockError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Fetched(Generic[T]):
+    """What a fetch brought, and the loop times at which it began and landed."""
+
+    value: T
+    begun_s: float
+    landed_s: float
+
+
 class Copy(Generic[T]):
     """A value that is fetched at most once per `ttl_s`, by the first who asks; the others share what comes of it."""
 
@@ -41,33 +53,49 @@ class Copy(Generic[T]):
         self._fetch = fetch
         self._ttl_s = ttl_s
         self._flight: _Flight | None = None
-        self._held: tuple[T, float] | None = None
-        """The value and the loop time until which it is good."""
+        self._held: _Fetched[T] | None = None
+        self._last_begun_s = -inf
 
     async def get(self) -> T:
         """The value, at most `ttl_s` old; raises what the fetch raised."""
         clock = asyncio.get_running_loop().time
-        while self._held is None or clock() >= self._held[1]:
-            if self._flight is None:
-                await self._fly()
-                continue
-            flight = self._flight
-            await flight.landed.wait()
-            # Neither error nor value: whoever fetched was cancelled, and the next one tries.
-            if flight.error is not None:
-                raise flight.error
-        return self._held[0]
+        return await self._first(lambda held: clock() < held.landed_s + self._ttl_s)
+
+    async def renewed(self) -> T:
+        """The value as of now or later, for whom the copy did not help; raises as `get` does.
+
+        Waits up to RENEWED_S, so that fetches stay so far apart however many ask.
+        """
+        asked_s = asyncio.get_running_loop().time()
+        return await self._first(lambda held: held.begun_s >= asked_s, apart_s=RENEWED_S)
 
     async def refresh(self) -> None:
         """Fetch anew although the value may still be good, so that nobody has to wait for it; raises as `get` does."""
         if self._flight is None:
             await self._fly()
 
+    async def _first(self, is_good: Callable[[_Fetched[T]], bool], apart_s: float = 0.0) -> T:
+        """The value once it is good; what is fetched for that begins `apart_s` behind the last fetch."""
+        clock = asyncio.get_running_loop().time
+        while (held := self._held) is None or not is_good(held):
+            if (flight := self._flight) is not None:
+                await flight.landed.wait()
+                # Neither error nor value: whoever fetched was cancelled, and the next one tries.
+                if flight.error is not None:
+                    raise flight.error
+            elif (wait_s := self._last_begun_s + apart_s - clock()) > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                await self._fly()
+        return held.value
+
     async def _fly(self) -> None:
+        clock = asyncio.get_running_loop().time
         flight = self._flight = _Flight()
+        begun_s = self._last_begun_s = clock()
         try:
             value = await self._fetch()
-            self._held = (value, asyncio.get_running_loop().time() + self._ttl_s)
+            self._held = _Fetched(value, begun_s, clock())
         except PenstockError as error:
             flight.error = error
             raise

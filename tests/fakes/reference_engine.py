@@ -120,7 +120,7 @@ class ReferenceEngine:
         self.num_kv_tokens = kv_tokens
         self.revision = revision
         self.batches: deque[int] = deque(maxlen=MAX_REMEMBERED)
-        self.callers: deque[tuple[int, str]] = deque(maxlen=MAX_REMEMBERED)
+        self.callers: deque[tuple[int, str, float]] = deque(maxlen=MAX_REMEMBERED)
         self._num_steps = 0
         self._step_s = step_s
         self._max_num_seqs = max_num_seqs
@@ -137,9 +137,10 @@ class ReferenceEngine:
         resume: Sequence[ResumedChoice] = (),
         priority: int = 1,
         tenant: str = "default",
+        weight: float = 1.0,
     ) -> None:
         """Queues a request."""
-        self.callers.append((priority, tenant))
+        self.callers.append((priority, tenant, weight))
         if len(prompt_token_ids) >= self.max_model_len:
             raise PromptTooLongError(f"prompt has {len(prompt_token_ids)} tokens; limit 4095", param="prompt")
         for choice in range(params.n):

@@ -82,6 +82,7 @@ class EchoEngine:
         resume: Sequence[ResumedChoice] = (),
         priority: int = Priority.STANDARD,
         tenant: str = "default",
+        weight: float = 1.0,
     ) -> None:
         if len(prompt_token_ids) >= self.max_model_len:
             raise PromptTooLongError(f"prompt has {len(prompt_token_ids)} tokens, too many", param="prompt")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
 import pytest
 from fakes.faulty_runner import FaultyRunner
+from fakes.running_node import running_node
 
 from penstock.contract.errors import JobFailedError, PromptTooLongError
 from penstock.contract.job import Priority, Result, SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.node import Node
-from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
 
 POOL = "tiny"
@@ -34,18 +34,8 @@ def make(make_engine: MakeEngine) -> MakeEngine:
     return partial(make_engine, runner="native", dtype="bfloat16")
 
 
-@asynccontextmanager
-async def running(url: str, engine: Engine, **changes: Any) -> AsyncIterator[Node]:
-    settings = NodeSettings(model="tiny", pool=POOL, redis_url=url, **changes)
-    node, ready = Node(settings, engine), asyncio.Event()
-    task = asyncio.create_task(node.run(ready))
-    async with asyncio.timeout(PATIENCE_S):
-        await ready.wait()
-        try:
-            yield node
-        finally:
-            node.stop()
-            await task
+def running(url: str, engine: Engine, **changes: Any) -> AbstractAsyncContextManager[Node]:
+    return running_node(url, engine, pool=POOL, **{"model": "tiny", **changes})
 
 
 def params(num_tokens: int) -> SamplingParams:

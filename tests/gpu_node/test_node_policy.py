@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from fakes.reference_engine import ReferenceEngine
+from fakes.running_node import running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -19,11 +20,11 @@ from penstock.contract.broker.node import Taken
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Chunk, Job, Priority, SamplingParams, seed_of
 from penstock.contract.policy import HOLD_MS
+from penstock.contract.terms import Terms
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.node import Node
-from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.worker import EngineLike
 
 POOL = "ref"
@@ -35,18 +36,8 @@ def broker(redis: Redis) -> ProducerBroker:
     return ProducerBroker(redis)
 
 
-@asynccontextmanager
-async def running(url: str, engine: EngineLike, **changes: Any) -> AsyncIterator[Node]:
-    settings = NodeSettings(model="reference", pool=POOL, redis_url=url, **{"lease_ms": 3000, **changes})
-    node, ready = Node(settings, engine), asyncio.Event()
-    task = asyncio.create_task(node.run(ready))
-    async with asyncio.timeout(PATIENCE_S):
-        await ready.wait()
-        try:
-            yield node
-        finally:
-            node.stop()
-            await task
+def running(url: str, engine: EngineLike, **changes: Any) -> AbstractAsyncContextManager[Node]:
+    return running_node(url, engine, pool=POOL, **changes)
 
 
 async def until(broker: ProducerBroker, job: Job, state: str, num_chunks: int = 0) -> None:
@@ -63,13 +54,13 @@ def new_job(priority: Priority, tenant: str = "default", **params: Any) -> Job:
     return Job(id=f"{POOL}.{uuid7()}", prompt="0123456789", params=wanted, priority=priority, tenant=tenant)
 
 
-async def test_class_and_tenant_reach_the_engine(redis_url: str, broker: ProducerBroker) -> None:
+async def test_class_tenant_and_weight_reach_the_engine(redis_url: str, broker: ProducerBroker) -> None:
     engine = ReferenceEngine()
     async with running(redis_url, engine):
-        for job in (new_job(Priority.BATCH, "a"), new_job(Priority.INTERACTIVE, "b")):
-            await broker.submit(job, cost=40)
+        for job, weight in ((new_job(Priority.BATCH, "a"), 1.0), (new_job(Priority.INTERACTIVE, "b"), 0.3)):
+            await broker.submit(job, cost=40, terms=Terms(weight=weight))
             await until(broker, job, "done")
-    assert list(engine.callers) == [(2, "a"), (0, "b")]
+    assert list(engine.callers) == [(2, "a", 1.0), (0, "b", 0.3)]
 
 
 @pytest.mark.parametrize(("policy", "finds_room"), [("fair", True), ("fcfs", False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from penstock.gpu_node.model.gpu.page_locked import page_locked
 
 
 class Mark(Protocol):
@@ -40,6 +43,13 @@ class Device:
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that the card copies from and to by itself."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=self.is_card)
+
+    def pinned_run(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """The same for what is large: `pinned` takes the next power of two."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if not self.is_card or not num_bytes:
+            return torch.zeros(*shape, dtype=dtype)
+        return page_locked(num_bytes, self.torch).view(dtype).view(shape)
 
     def mark(self) -> Mark:
         """The end of what the current stream was given so far."""

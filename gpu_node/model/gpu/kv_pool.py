@@ -46,7 +46,7 @@ class KvPool:
         self._host_from = num_device_blocks + 1
         block_bytes = layout.block_bytes
         self._near = torch.zeros(self._host_from, block_bytes, dtype=torch.uint8, device=device.torch)
-        self._far = device.pinned(num_host_blocks, block_bytes, dtype=torch.uint8)
+        self._far = device.pinned_run(num_host_blocks, block_bytes, dtype=torch.uint8)
         self._jump = self._far.data_ptr() - self._near.data_ptr() - self._near.nbytes if num_host_blocks else 0
         num_staged = min(num_host_blocks, max(1, _STAGED_BYTES // block_bytes))
         self._staged = torch.empty(num_staged, block_bytes, dtype=torch.uint8, device=device.torch)

@@ -66,6 +66,7 @@ class ClockEngine:
         resume: Sequence[ResumedChoice] = (),
         priority: int = Priority.STANDARD,
         tenant: str = "default",
+        weight: float = 1.0,
     ) -> None:
         added_ns = time.monotonic_ns()
         self._live[request_id] = _Live(request_id, prompt_token_ids, params.max_tokens or 16, added_ns)

@@ -41,6 +41,7 @@ class Taken:
 
     `request` is empty where it is too long to come along; see `NodeBroker.requests`. `urgency` is the class that the
     job counts as: its own, or a more urgent one when it had to wait long. `preemptions`: how often it was given back.
+    `weight` is its tenant's share beside others.
     """
 
     job_id: str
@@ -53,6 +54,7 @@ class Taken:
     tenant: str = ""
     urgency: int = int(Priority.STANDARD)
     preemptions: int = 0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,8 @@ class NodeBroker:
 
 
 def _taken(row: list[Any]) -> Taken:
-    job_id, lease, losses, num_chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions = row
+    job_id, lease, losses, num_chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight = row
     numbers = (losses, num_chunks, cost, deadline_in_ms)
-    return Taken(job_id.decode(), lease.decode(), *numbers, request, tenant.decode(), urgency, preemptions)
+    return Taken(
+        job_id.decode(), lease.decode(), *numbers, request, tenant.decode(), urgency, preemptions, float(weight)
+    )

@@ -3,8 +3,8 @@
 -- ARGV: node call nonce room0 room1 room2 slots0 slots1 slots2 kv_total slots_total revision hold_ms
 -- hold_ms: how long a token of cost is probably held; a tenant is charged cost × hold_ms ÷ weight.
 -- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms} | {UNKNOWN_NODE} | {STALE}
--- row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions}; urgency is the class that
--- the job counts as. A request above MAX_REQUEST_BYTES is answered as '' and read apart.
+-- row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight}; urgency is the
+-- class that the job counts as. A request above MAX_REQUEST_BYTES is answered as '' and read apart.
 local MAX_TAKEN, MAX_LOOKED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 128, 32, 16384
 local MAX_SORTED, MAX_PASSED, LEAST_URGENT = 64, 16, CLASSES - 1
 
@@ -30,7 +30,7 @@ local function row(job)
   local request_key = P .. ':in:' .. job.id
   local request = redis.call('STRLEN', request_key) <= MAX_REQUEST_BYTES and redis.call('GET', request_key)
   return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in,
-    request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions)}
+    request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions), tostring(weight_of(job))}
 end
 
 -- The same call again: the same answer, less what has moved on since.

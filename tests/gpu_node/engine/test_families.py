@@ -14,6 +14,7 @@ import torch
 from fakes.plans import Track, logits_of_step
 from fakes.prompts import mixed_prompts
 from fakes.random_families import FAMILIES, make_family_model
+from fakes.runner_options import runner_options
 from fakes.ties import num_departures
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
@@ -21,24 +22,12 @@ from transformers import AutoModelForCausalLM
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.protocol import RunnerOptions
 
 MAX_LOGIT_ERROR = 1e-4
 LENGTH = 300
 MAX_PROMPT = 200
 """Most of the prompts are longer than any window here, and than what scaled positions were made for."""
-OPTIONS = RunnerOptions(
-    runner="torch",
-    dtype="float32",
-    quantization="auto",
-    kv_cache_dtype="auto",
-    block_size=16,
-    num_blocks=60,
-    kv_cache_gib=1.0,
-    max_model_len=None,
-    max_num_seqs=4,
-    num_threads=None,
-)
+OPTIONS = runner_options(num_blocks=60)
 
 Folder = Callable[[str], Path]
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.runner_options import runner_options
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -22,23 +23,12 @@ from penstock.gpu_node.model import source
 from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.positions import rope_angles
-from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
+from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.gpu_node.model.revision import revision_of
 from penstock.gpu_node.model.source import ModelSource, dequantised_folder, resolve_model
 from penstock.gpu_node.model.spec import Llama3Scaling, Rope
 
-OPTIONS = RunnerOptions(
-    runner="torch",
-    dtype="float32",
-    quantization="auto",
-    kv_cache_dtype="auto",
-    block_size=16,
-    num_blocks=8,
-    kv_cache_gib=1.0,
-    max_model_len=None,
-    max_num_seqs=4,
-    num_threads=None,
-)
+OPTIONS = runner_options()
 
 
 def _load(folder: Path, **options: Any) -> LoadedModel:

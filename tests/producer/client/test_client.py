@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from fakes.fake_node import MODEL, POOL, PROMPT_TOKENS, FakeNode, Say, fake_text, fake_tokens
 from redis.asyncio import Redis
+from uuid_utils import uuid7
 
 from penstock.contract import keys
 from penstock.contract.errors import (
@@ -279,6 +280,17 @@ async def test_models_by_any_name(client: AsyncClient, node: FakeNode) -> None:
     with pytest.raises(NotFoundError, match="acme/fake") as caught:
         await client.submit("hello", model="gpt-17")
     assert caught.value.param == "model"
+
+
+async def test_a_model_is_known_as_soon_as_its_first_node_has_joined(client: AsyncClient, redis_url: str) -> None:
+    with pytest.raises(UnavailableError):
+        await client.submit("hello")
+    async with FakeNode(redis_url):
+        assert (await client.submit("hello", max_tokens=2)).pool == POOL
+        async with FakeNode(redis_url, pool="second", model="acme/second"):
+            assert (await client.submit("hello", model="acme/second", max_tokens=2)).pool == "second"
+        async with FakeNode(redis_url, pool="third", model="acme/third"):
+            assert (await client.submit("hello", job_id=f"third.{uuid7()}", max_tokens=2)).pool == "third"
 
 
 async def test_model_must_be_named_where_there_are_two(client: AsyncClient, node: FakeNode, redis_url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -10,7 +11,7 @@ from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.contract.wire import NodePressure, PoolPressure
-from penstock.producer.client.copies import Copy, Door, Warmer
+from penstock.producer.client.copies import RENEWED_S, Copy, Door, Warmer
 
 
 class Fetch:
@@ -46,6 +47,37 @@ async def test_a_copy_is_fetched_again_when_it_is_old() -> None:
     assert await copy.get() == 1
     await asyncio.sleep(0.02)
     assert await copy.get() == 2
+
+
+async def test_a_renewed_copy_was_fetched_since_it_was_asked_for() -> None:
+    fetch = Fetch()
+    copy = Copy(fetch, ttl_s=60)
+    early = asyncio.create_task(copy.get())
+    await asyncio.sleep(0)
+    late = [asyncio.create_task(copy.renewed()) for _ in range(10)]
+    await asyncio.sleep(0)
+    fetch.gate.set()
+    assert await early == 1
+    assert await asyncio.gather(*late) == [2] * 10, "one more fetch, for all who asked while the first was under way"
+    assert await copy.get() == 2
+
+
+async def test_renewals_begin_apart_however_many_ask() -> None:
+    clock = asyncio.get_running_loop().time
+    begun: list[float] = []
+
+    async def fetch() -> None:
+        begun.append(clock())
+
+    copy = Copy(fetch, ttl_s=60)
+
+    async def ask() -> None:
+        for _ in range(3):
+            await copy.renewed()
+
+    await asyncio.gather(*(ask() for _ in range(20)))
+    assert len(begun) >= 3
+    assert min(after - before for before, after in pairwise(begun)) >= RENEWED_S - 1e-3
 
 
 async def test_a_failed_fetch_fails_for_all_who_waited_and_only_them() -> None:

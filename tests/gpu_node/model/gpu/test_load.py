@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.runner_options import runner_options
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import Checkpoint
@@ -17,7 +18,6 @@ from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.profile import bytes_left, run_largest_step
 from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.protocol import RunnerOptions
 from penstock.gpu_node.model.source import ModelSource
 from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.weights import load_weights
@@ -26,19 +26,8 @@ GIB = 1 << 30
 
 
 def _load(folder: Path, **options: Any) -> None:
-    plain: dict[str, Any] = {
-        "runner": "gpu",
-        "dtype": "float32",
-        "quantization": "auto",
-        "kv_cache_dtype": "auto",
-        "block_size": 16,
-        "num_blocks": 4,
-        "kv_cache_gib": 1.0,
-        "max_model_len": 64,
-        "max_num_seqs": 2,
-        "num_threads": None,
-    }
-    load_model(str(folder), RunnerOptions(**plain | options), lambda *_: None)
+    plain: dict[str, Any] = {"runner": "gpu", "num_blocks": 4, "max_model_len": 64, "max_num_seqs": 2}
+    load_model(str(folder), runner_options(**plain | options), lambda *_: None)
 
 
 @pytest.mark.parametrize(

@@ -13,32 +13,23 @@ import torch
 from fakes.plans import Track, logits_of_step, plan_of
 from fakes.prompts import mixed_prompts
 from fakes.random_families import WINDOW, make_family_model
+from fakes.runner_options import runner_options
 from fakes.sampling import rows_of
 from numpy.typing import NDArray
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.protocol import RunnerOptions, TokenMasks
+from penstock.gpu_node.model.protocol import TokenMasks
 
 WINDOWED = ("mistral", "qwen2 with windows")
 FEATURES = ("llama", *WINDOWED, "qwen3", "falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential")
 """Of all the models those that differ in what the kernels are asked for; angles are tables."""
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "quantization": "auto",
-    "kv_cache_dtype": "auto",
-    "block_size": 8,
-    "num_blocks": 20,
-    "kv_cache_gib": 1.0,
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "num_threads": None,
-}
+OPTIONS: dict[str, Any] = {"block_size": 8, "num_blocks": 20, "max_model_len": 128}
 
 
 def _runner(folder: Path, runner: str, **options: Any) -> Any:
-    return load_model(str(folder), RunnerOptions(runner=runner, **OPTIONS | options), lambda *_: None).runner
+    return load_model(str(folder), runner_options(runner=runner, **OPTIONS | options), lambda *_: None).runner
 
 
 def _logits(runner: Any, length: int = 7) -> NDArray[np.float32]:

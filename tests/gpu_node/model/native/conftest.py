@@ -12,11 +12,12 @@ import pytest
 from fakes.native import ISAS, built
 from fakes.random_families import make_family_model
 from fakes.random_llama import make_llama
+from fakes.runner_options import runner_options
 
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
+from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags
 
 LoadNative = Callable[..., NativeRunner]
@@ -24,11 +25,7 @@ OPTIONS: dict[str, Any] = {
     "runner": "native",
     "dtype": "bfloat16",
     "quantization": "none",
-    "kv_cache_dtype": "auto",
-    "block_size": 16,
     "num_blocks": 160,
-    "kv_cache_gib": 1.0,
-    "max_model_len": None,
     "max_num_seqs": 16,
     "num_threads": 1,
 }
@@ -76,7 +73,7 @@ def load_native(isa: Isa) -> Iterator[LoadNative]:
             mock.patch.object(native_load, "library_path", lambda isa, *_: built(isa)),
         ):
             model: LoadedModel = load_model(
-                str(folder), RunnerOptions(**OPTIONS | options), lambda stage, fraction: None
+                str(folder), runner_options(**OPTIONS | options), lambda stage, fraction: None
             )
         assert isinstance(model.runner, NativeRunner)
         loaded.append(model.runner)

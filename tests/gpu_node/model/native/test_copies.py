@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes.plans import Track, plan_of
+from fakes.runner_options import runner_options
 from fakes.sampling import rows_of
 
 from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.protocol import ModelRunner, RunnerOptions
+from penstock.gpu_node.model.protocol import ModelRunner
 
 NUM_BLOCKS = 24
 
@@ -19,17 +20,12 @@ NUM_BLOCKS = 24
 @pytest.fixture(scope="module", params=[("torch", 1), ("native", 1), ("native", 3)])
 def runner(request: pytest.FixtureRequest, tiny_model: Path, best_library: Path) -> ModelRunner:
     kind, num_threads = request.param
-    options = RunnerOptions(
+    options = runner_options(
         runner=kind,
         dtype="bfloat16",
         quantization="none" if kind == "native" else "auto",
-        kv_cache_dtype="auto",
-        block_size=16,
         num_blocks=NUM_BLOCKS // 2,
         num_host_blocks=NUM_BLOCKS // 2,
-        kv_cache_gib=1.0,
-        max_model_len=None,
-        max_num_seqs=4,
         num_threads=num_threads,
     )
     return load_model(str(tiny_model), options, lambda stage, fraction: None).runner

@@ -13,26 +13,15 @@ import pytest
 import torch
 from fakes.gguf_file import write_gguf
 from fakes.plans import logits_alone
+from fakes.runner_options import runner_options
 from transformers import AutoModelForCausalLM
 
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.gpu_node.model.protocol import RunnerOptions
 
 # A GGUF file says the size of Qwen3's heads, transformers reads 128 all the same.
 ARCHITECTURES: dict[str, dict[str, Any]] = {"qwen2": {}, "qwen3": {"head_dim": 128}}
-TORCH = RunnerOptions(
-    runner="torch",
-    dtype="float32",
-    quantization="auto",
-    kv_cache_dtype="auto",
-    block_size=16,
-    num_blocks=8,
-    kv_cache_gib=1.0,
-    max_model_len=256,
-    max_num_seqs=1,
-    num_threads=None,
-)
+TORCH = runner_options(max_model_len=256, max_num_seqs=1)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -15,29 +15,19 @@ import numpy as np
 import pytest
 from fakes.native import SANITIZE, built
 from fakes.plans import Track, logits_alone, plan_of, tokens_of_step
+from fakes.runner_options import runner_options
 from fakes.sampling import rows_of
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
+from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.kernels.cpu.library import Format, Slot
 from penstock.kernels.cpu.probe import Isa
 
 Llama = Callable[..., Path]
-OPTIONS = RunnerOptions(
-    runner="auto",
-    dtype="bfloat16",
-    quantization="auto",
-    kv_cache_dtype="auto",
-    block_size=16,
-    num_blocks=8,
-    kv_cache_gib=1.0,
-    max_model_len=None,
-    max_num_seqs=4,
-    num_threads=1,
-)
+OPTIONS = runner_options(runner="auto", dtype="bfloat16", num_threads=1)
 
 
 def _load(folder: Path, **options: Any) -> LoadedModel:

@@ -1,0 +1,25 @@
+"""Options of a small runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.gpu_node.model.protocol import RunnerOptions
+
+_SMALL: dict[str, Any] = {
+    "runner": "torch",
+    "dtype": "float32",
+    "quantization": "auto",
+    "kv_cache_dtype": "auto",
+    "block_size": 16,
+    "num_blocks": 8,
+    "kv_cache_gib": 1.0,
+    "max_model_len": None,
+    "max_num_seqs": 4,
+    "num_threads": None,
+}
+
+
+def runner_options(**wanted: Any) -> RunnerOptions:
+    """Of the torch runner in float32 with eight blocks, but for what is wanted otherwise."""
+    return RunnerOptions(**_SMALL | wanted)

@@ -1,0 +1,76 @@
+"""Memory that a card knows: no more than is asked for, known until its last view is gone, and only then unmapped."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.page_locked import page_locked
+
+PAGE = 4096
+
+
+class Card:
+    """The part of CUDA's runtime that registers memory; `unregistered` are bytes that were there when it happened."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.known: dict[int, int] = {}
+        self.events: list[str] = []
+
+    def register(self, address: int, num_bytes: int, flags: int) -> int:
+        if not self.code:
+            self.known[address] = num_bytes
+        return self.code
+
+    def unregister(self, address: int) -> int:
+        num_bytes = self.known.pop(address)
+        with open("/proc/self/maps") as maps:
+            spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+        is_mapped = any(first <= address and address + num_bytes <= last for first, last in spans)
+        self.events.append("unregistered while mapped" if is_mapped else "unregistered too late")
+        return 0
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
+    runtime = SimpleNamespace(cudaHostRegister=card.register, cudaHostUnregister=card.unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: card.events.append("waited"))
+    return card
+
+
+def test_what_is_known_to_the_card_is_what_was_asked_for_until_its_last_view_is_gone(card: Card) -> None:
+    num_bytes = 5 * PAGE + 16
+    tensor = page_locked(num_bytes, torch.device("cpu"))
+    assert card.known == {tensor.data_ptr(): num_bytes}
+    assert tensor.data_ptr() % PAGE == 0
+    assert not tensor.any()
+    view = tensor.view(torch.int32)[4:]
+    view[0] = 7
+    assert tensor[16] == 7
+    del tensor
+    assert card.known
+    assert view[0] == 7
+    del view
+    assert not card.known
+    assert card.events == ["waited", "unregistered while mapped"]
+
+
+def test_memory_that_cannot_be_had_is_an_error_and_nothing_is_given_back(card: Card) -> None:
+    card.code = 2
+    with pytest.raises(MemoryError, match="failed with 2"):
+        page_locked(PAGE, torch.device("cpu"))
+    assert not card.events
+
+
+@pytest.mark.parametrize("shape", [(0, 48), (3, 48)])
+def test_a_device_gives_zeros_of_the_shape(shape: tuple[int, int]) -> None:
+    device = Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    tensor = device.pinned_run(*shape, dtype=torch.int16)
+    assert (tensor.shape, tensor.dtype, bool(tensor.any())) == (shape, torch.int16, False)
+    assert tensor.is_pinned() == (device.is_card and bool(len(tensor)))
