@@ -41,11 +41,14 @@ def reasoning_parser_of(template: ChatTemplate) -> ReasoningParserName:
 
 
 def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates read them: OpenAI's form, with the arguments of calls as objects."""
-    return [_turn(message) for message in messages]
+    """Messages as templates read them: OpenAI's form, with the arguments of calls as objects, and beside what a call
+    gave the name of its function, which some of them want.
+    """
+    names = {call["id"]: call["name"] for message in messages for call in message.get("tool_calls", ())}
+    return [_turn(message, names.get(message.get("tool_call_id"))) for message in messages]
 
 
-def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+def _turn(message: Mapping[str, Any], name: str | None) -> dict[str, Any]:
     turn = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
     if "tool_calls" in turn:
         turn["tool_calls"] = [
@@ -56,4 +59,4 @@ def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
             }
             for call in turn["tool_calls"]
         ]
-    return turn
+    return turn if name is None else turn | {"name": name}

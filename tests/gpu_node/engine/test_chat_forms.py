@@ -35,12 +35,12 @@ FUNCTION = {"name": "f", "arguments": {"b": "ü", "a": [1]}}
 THEIR_CHAT = [
     CHAT[0],
     CHAT[1] | {"tool_calls": [{"id": "abcdef123", "type": "function", "function": FUNCTION}]},
-    CHAT[2],
+    CHAT[2] | {"name": "f"},
 ]
 TEMPLATES = {
     "hermes": (
         "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
-        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls %}"
+        "{% for m in messages %}{{ m.role }} {{ m.name }}:{{ m.content }}{% for call in m.tool_calls %}"
         '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
         "</tool_call>{% endfor %}{% endfor %}"
     ),
@@ -67,6 +67,7 @@ def test_tools_calls_and_what_they_gave_render_as_in_transformers(form: str, mod
     (model_copy / "chat_template.jinja").write_text(TEMPLATES[form])
     theirs: Any = AutoTokenizer.from_pretrained(model_copy)
     ours = Tokenizer(model_copy)
+    assert (ours.tool_parser, ours.reasoning_parser) == (form, "none")
     for tools in (None, TOOLS):
         want = theirs.apply_chat_template(THEIR_CHAT, tools=tools, add_generation_prompt=True, return_dict=False)
         assert ours.encode_chat(CHAT, tools and json.dumps(tools)) == want
