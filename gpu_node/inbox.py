@@ -215,12 +215,13 @@ def _left_of(whole: int, claims: tuple[int, int, int]) -> tuple[int, int, int]:
 
 def _num_chars(request: Request) -> int:
     """Of text that is to be tokenized."""
-    return len(request.prompt or "") + sum(len(message.content) for message in request.messages or ())
+    turns = sum(len(message.content) for message in request.messages or ())
+    return len(request.prompt or "") + turns + len(request.tools or "")
 
 
 def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.messages is not None:
-        return tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in request.messages])
+        return tokenizer.encode_chat([m.model_dump(exclude_defaults=True) for m in request.messages], request.tools)
     return tokenizer.encode(request.prompt or "")

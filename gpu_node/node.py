@@ -116,6 +116,8 @@ class Node:
             aliases=settings.aliases,
             max_model_len=engine.max_model_len,
             max_token_bytes=engine.tokenizer.max_token_bytes,
+            tool_parser=settings.tool_parser or engine.tokenizer.tool_parser,
+            reasoning_parser=settings.reasoning_parser or engine.tokenizer.reasoning_parser,
             created_s=int(time.time()),
             revision=engine.revision,
         )

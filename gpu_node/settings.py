@@ -13,6 +13,7 @@ from pydantic_settings import SettingsConfigDict
 from penstock.contract.job import NAME_PATTERN
 from penstock.contract.policy import PolicyName
 from penstock.contract.settings import Settings
+from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import THEIR_NAMES
 from penstock.gpu_node.engine.eviction import EvictionName
 from penstock.gpu_node.engine.preemption import PreemptionName
@@ -44,6 +45,10 @@ class NodeSettings(Settings):
     """Pool to work for; else made from the model's name."""
     aliases: tuple[str, ...] = ()
     """Further names under which clients may ask for the model."""
+    tool_parser: ToolParserName | None = None
+    """The form in which the model writes tool calls; else what its chat template shows."""
+    reasoning_parser: ReasoningParserName | None = None
+    """The form in which it writes reasoning; think_open: the chat template opens it; else what that shows."""
 
     runner: Literal["auto", "gpu", "native", "torch"] = "auto"
     """gpu: a CUDA device; native: the C++ kernels; auto: a device where there is one, else those, else torch."""

@@ -10,23 +10,26 @@ import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import PenstockError, error_of
-from penstock.contract.job import Usage
+from penstock.contract.errors import PenstockError, RequestError, error_of
+from penstock.contract.job import Usage, pool_of
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
-from penstock.gateway.openai.pieces import PieceWriter
+from penstock.gateway.openai.pieces import PieceWriter, ReadPieceWriter
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import batches_of, results_of
 from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import DONE, EventWriter, event
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.openai.render import Renderer
+from penstock.producer.openai.reading import PLAIN, AnswerForm
+from penstock.producer.openai.render import ChatRenderer, Renderer
+from penstock.producer.openai.tool_calls import CALL_FORMS
 
 JOB_HEADER = "X-Penstock-Job"
 
@@ -46,13 +49,26 @@ class Answer(Response):
         self._dialect = dialect
         self._include_usage = include_usage
 
-    def _renderer(self, jobs: Sequence[AsyncJob]) -> Renderer:
+    async def _form_of(self, pool: str) -> AnswerForm:
+        """How this answer's text is to be read; raises RequestError for tools that the model cannot call."""
+        order = self._order
+        if self._dialect is not ChatRenderer or order.params.structured_outputs is not None:
+            return PLAIN
+        record = (await self._client.pools()).get(pool)
+        if order.tools is not None and (record is None or record.tool_parser not in CALL_FORMS):
+            raise RequestError("tools: no form is known in which this model calls tools", param="tools")
+        if record is None:
+            return PLAIN
+        return AnswerForm(record.tool_parser if order.tools else "none", record.reasoning_parser)
+
+    async def _renderer(self, jobs: Sequence[AsyncJob]) -> Renderer:
         return self._dialect(
             job_id=jobs[0].id,
             model=self._order.model,
             created_s=int(time.time()),
             choices_per_job=self._order.params.n,
             include_usage=self._include_usage,
+            form=await self._form_of(jobs[0].pool),
         )
 
 
@@ -66,8 +82,9 @@ class WholeAnswer(Answer):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with open_jobs(self._client, self._order) as jobs:
+            renderer = await self._renderer(jobs)
             results = await results_of(jobs)
-        whole = self._renderer(jobs).whole(results)
+        whole = renderer.whole(results)
         await JSONResponse(whole, headers={JOB_HEADER: _names(jobs)})(scope, receive, send)
 
 
@@ -87,7 +104,11 @@ class StreamAnswer(Answer):
 
     async def _answer(self, writer: EventWriter) -> None:
         try:
-            async with open_jobs(self._client, self._order, has_begun=lambda: writer.started) as jobs:
+            order = self._order
+            if order.cut_at is not None:
+                form = await self._form_of(pool_of(order.cut_at.job_id))
+                order = replace(order, reads_all=form != PLAIN)
+            async with open_jobs(self._client, order, has_begun=lambda: writer.started) as jobs:
                 writer.headers[JOB_HEADER] = _names(jobs)
                 await self._relay(jobs, writer)
         except PenstockError as error:
@@ -97,9 +118,14 @@ class StreamAnswer(Answer):
             await writer.write(event(error_body(error)))
         await writer.end()
 
+    def _piece_writer(self, renderer: Renderer, jobs: Sequence[AsyncJob]) -> PieceWriter | ReadPieceWriter:
+        if renderer.form == PLAIN:
+            return PieceWriter(renderer, {job.id: index for index, job in enumerate(jobs)})
+        return ReadPieceWriter(renderer, after=self._order.cut_at.index if self._order.cut_at else -1)
+
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
-        renderer = self._renderer(jobs)
-        pieces = PieceWriter(renderer, {job.id: index for index, job in enumerate(jobs)})
+        renderer = await self._renderer(jobs)
+        pieces = self._piece_writer(renderer, jobs)
         usages: list[Usage] = []
         async with aclosing(batches_of(jobs)) as batches:
             async for batch in batches:

@@ -9,6 +9,7 @@ from pydantic_core import to_json
 
 from penstock.contract.job import Chunk
 from penstock.gateway.stream.sse import event
+from penstock.producer.openai.reading import AnswerReader, Said
 from penstock.producer.openai.render import Renderer, finish_reason_of
 
 _MARK_ID = "\ue000"
@@ -52,7 +53,7 @@ class PieceWriter:
         return rendered
 
     def _piece(self, chunk: Chunk, text: str, finish_reason: str | None) -> Mapping[str, object]:
-        return self._renderer.piece(self._indices[chunk.job_id], chunk.choice, text, finish_reason)
+        return self._renderer.piece(self._indices[chunk.job_id], chunk.choice, Said(text), finish_reason)
 
     def _frame_of(self, chunk: Chunk) -> _Frame | None:
         """None where a mark occurs in what is rendered around it, such as the model's name."""
@@ -60,3 +61,31 @@ class PieceWriter:
         head, *rest = rendered.split(_MARK_ID.encode())
         parts = b"".join(rest).split(to_json(_MARK_TEXT, ensure_ascii=True))
         return _Frame(head, *parts) if len(rest) == 1 and len(parts) == 2 else None
+
+
+class ReadPieceWriter:
+    """The same for chats whose text is read: each chunk gives an event of what it made certain, or none."""
+
+    def __init__(self, renderer: Renderer, *, after: int) -> None:
+        """Events of chunks up to index `after` went out before; they are read again for what follows from them."""
+        self._renderer = renderer
+        self._after = after
+        self._readers: dict[int, AnswerReader] = {}
+        self._have_called: set[int] = set()
+
+    def events_of(self, batch: Sequence[Chunk]) -> bytes:
+        """The events of one job's next chunks."""
+        return b"".join([self._event_of(chunk) for chunk in batch if chunk.text or chunk.finish_reason])
+
+    def _event_of(self, chunk: Chunk) -> bytes:
+        reader = self._readers.setdefault(chunk.choice, AnswerReader(self._renderer.form))
+        said = reader.push(chunk.text)
+        if chunk.finish_reason is not None:
+            said += reader.end()
+        if said.calls:
+            self._have_called.add(chunk.choice)
+        finish_reason = finish_reason_of(chunk.finish_reason, has_calls=chunk.choice in self._have_called)
+        if not said and finish_reason is None:
+            return b""
+        piece = self._renderer.piece(0, chunk.choice, said, finish_reason)
+        return event(piece, f"{chunk.job_id}:{chunk.index}") if chunk.index > self._after else b""

@@ -8,7 +8,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.job import Priority
-from penstock.producer.openai.bodies import ChatBody, CompletionBody, Wire, only
+from penstock.producer.openai.bodies import ChatBody, CompletionBody
+from penstock.producer.openai.fields import Wire, only
 
 
 class StreamOptions(Wire):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
@@ -15,7 +16,7 @@ from penstock.producer.client import AsyncClient, AsyncJob
 LEAVE_TIMEOUT_S = 5.0
 """Redis may be away when the caller is gone too; the queue then ends unheard jobs by itself."""
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,15 @@ class Order:
     """Where a stream of before goes on; its job is then nobody's to submit."""
     prompt_field: str = "prompt"
     """What the caller calls the prompt, for errors that are about it."""
+    tools: str | None = None
+    """What a chat's assistant may call, as JSON text."""
+    reads_all: bool = False
+    """A stream of before is read from its start, for what its later chunks mean."""
+
+    @property
+    def read_after(self) -> int:
+        """The index of the chunk behind which a stream is read."""
+        return -1 if self.cut_at is None or self.reads_all else self.cut_at.index
 
     def key_of(self, index: int) -> str | None:
         """The idempotency key of one prompt's job."""
@@ -62,8 +72,7 @@ async def open_jobs(
     jobs: list[AsyncJob] = []
     try:
         if order.cut_at is not None:
-            cut_at = order.cut_at
-            jobs.append(await client.attach(cut_at.job_id, after=cut_at.index, tenant=order.tenant))
+            jobs.append(await client.attach(order.cut_at.job_id, after=order.read_after, tenant=order.tenant))
         else:
             for number, prompt in enumerate(order.prompts):
                 jobs.append(await _submit(client, order, number, prompt))
@@ -82,6 +91,7 @@ async def _submit(client: AsyncClient, order: Order, index: int, prompt: Prompt)
         prompt,
         model=order.model,
         params=order.params,
+        tools=order.tools,
         priority=order.priority,
         tenant=order.tenant,
         terms=order.terms,

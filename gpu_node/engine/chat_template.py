@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -29,13 +30,15 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
+            self.source = source
             self._template = environment.from_string(source, globals=dict(variables))
+            self.takes_tools = "tools" in find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The chat up to where the assistant speaks. Raises whatever the template raises."""
-        return self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True)
+        return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=True)
 
 
 class _Generation(Extension):

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError
+from penstock.contract.tools import ReasoningParserName, ToolParserName
+from penstock.gpu_node.engine.chat_forms import TELLING_MARKS, reasoning_parser_of, tool_parser_of, turns_of
 from penstock.gpu_node.engine.chat_template import ChatTemplate
 from penstock.gpu_node.engine.detokenizer import Detokenizer
 from penstock.gpu_node.engine.encoder import ChatEncoder
@@ -47,22 +49,30 @@ class Tokenizer:
         encoded = (self._backend.encode(text, add_special_tokens=False).ids for text in (f" {word.lstrip()}", word))
         return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokens of a chat up to where the assistant speaks. `developer` is read as `system`."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: str | None = None) -> list[int]:
+        """Tokens of a chat up to where the assistant speaks. `developer` is read as `system`; `tools` are JSON text."""
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
-        turns = [
-            {"role": "system" if turn["role"] == "developer" else turn["role"], "content": turn["content"]}
-            for turn in messages
-        ]
+        if tools is not None and not self._template.takes_tools:
+            raise RequestError("this model's chat template takes no tools", param="tools")
         try:
-            text = self._template.render(turns)
+            text = self._template.render(turns_of(messages), None if tools is None else json.loads(tools))
         except Exception as error:
             # Templates are the model's own code: they refuse what they cannot render by raising what they like.
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
         return self._chats.encode(text)
+
+    @property
+    def tool_parser(self) -> ToolParserName:
+        """The form in which the model writes tool calls, as its chat template shows it."""
+        return "none" if self._template is None else tool_parser_of(self._template)
+
+    @property
+    def reasoning_parser(self) -> ReasoningParserName:
+        """The form in which it writes reasoning."""
+        return "none" if self._template is None else reasoning_parser_of(self._template)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special tokens left out."""
@@ -102,7 +112,8 @@ class Tokenizer:
         for token, token_id in vocab.items():
             table[token_id] = to_bytes(token)
         for token_id, added in self._backend.get_added_tokens_decoder().items():
-            table[token_id] = b"" if added.special else added.content.encode()
+            is_silent = added.special and added.content not in TELLING_MARKS
+            table[token_id] = b"" if is_silent else added.content.encode()
         return table
 
     @property

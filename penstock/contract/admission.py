@@ -30,6 +30,12 @@ def prompt_bytes(job: Job) -> int:
     return sum(len(m.content.encode()) + len(m.role) for m in job.messages or ())
 
 
+def tool_bytes(job: Job) -> int:
+    """Bytes of a chat's tools and calls, which its template may write in another way, longer or shorter."""
+    calls = (call for message in job.messages or () for call in message.tool_calls)
+    return len(job.tools or "") + sum(len(call.name) + len(call.arguments) for call in calls)
+
+
 def predict_output(nodes: Sequence[NodePressure], num_prompt_tokens: int, max_tokens: int) -> int:
     """Tokens that a choice will probably not exceed, from what ended lately on these nodes."""
     kind = (num_prompt_tokens.bit_length(), max_tokens.bit_length())
@@ -47,7 +53,7 @@ def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = 
         prompt = fewest = len(job.prompt_token_ids)
     else:
         size = prompt_bytes(job)
-        prompt = math.ceil(size / record.bytes_per_token)
+        prompt = math.ceil((size + tool_bytes(job)) / record.bytes_per_token)
         fewest = math.ceil(size / record.max_token_bytes) if record.max_token_bytes else 0
     if record.max_model_len and fewest >= record.max_model_len:
         counted = f"{fewest}" if job.prompt_token_ids is not None else f"at least {fewest}"

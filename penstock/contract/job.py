@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.structured import StructuredOutputs
+from penstock.contract.tools import MAX_CALLS, CallId, ToolCall, Tools
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
@@ -114,10 +115,12 @@ class SamplingParams(_Door):
 
 
 class Message(_Door):
-    """One turn of a chat."""
+    """One turn of a chat. Of role `tool`: what the call `tool_call_id` gave."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text
+    tool_calls: tuple[ToolCall, ...] = Field((), max_length=MAX_CALLS)
+    tool_call_id: CallId | None = None
 
 
 class Job(_Door):
@@ -131,6 +134,8 @@ class Job(_Door):
     prompt: Text | None = None
     prompt_token_ids: tuple[TokenId, ...] | None = Field(None, min_length=1)
     messages: tuple[Message, ...] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    tools: Tools | None = None
+    """What a chat's assistant may call."""
     params: SamplingParams = SamplingParams()
     tenant: Name = "default"
     priority: Priority = Priority.STANDARD
@@ -144,6 +149,8 @@ class Job(_Door):
         given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(self, n) is not None]
         if len(given) != 1:
             raise ValueError(f"exactly one of prompt, prompt_token_ids, messages must be given, not {given or 'none'}")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools go with messages only")
         return self
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from penstock.contract.job import (
     Usage,
 )
 from penstock.contract.packing import Pack, WireError, checked_map, pack, unpack_all
+from penstock.contract.tools import Tools
 
 VERSION = 1
 
@@ -37,11 +38,15 @@ class Request:
     prompt: str | None = None
     prompt_token_ids: tuple[TokenId, ...] | None = None
     messages: tuple[Message, ...] | None = None
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRecord:
-    """A served model as clients see it: penstock:pools. `max_token_bytes`: most text of one token, 0 where unknown."""
+    """A served model as clients see it: penstock:pools. `max_token_bytes`: most text of one token, 0 where unknown.
+
+    The parsers say in what form the model writes tool calls and reasoning (`tools.py`).
+    """
 
     pool: str
     model: str
@@ -51,6 +56,8 @@ class PoolRecord:
     created_s: int = 0
     revision: str = ""
     max_token_bytes: int = 0
+    tool_parser: str = "none"
+    reasoning_parser: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +211,9 @@ def encode_request(job: Job) -> bytes:
     elif job.prompt_token_ids is not None:
         fields["tokens"] = job.prompt_token_ids
     elif job.messages is not None:
-        fields["messages"] = [{"role": m.role, "content": m.content} for m in job.messages]
+        fields["messages"] = [m.model_dump(exclude_defaults=True) for m in job.messages]
+    if job.tools is not None:
+        fields["tools"] = job.tools
     params = job.params.model_dump(exclude_defaults=True)
     if "logit_bias" in params:
         # Maps have no keys but texts.
@@ -221,7 +230,7 @@ def decode_request(data: bytes) -> Request:
     if sum(prompt is not None for prompt in prompts.values()) != 1:
         raise WireError("a request has exactly one prompt")
     try:
-        return _request_adapter.validate_python({"params": m.get("params"), **prompts})
+        return _request_adapter.validate_python({"params": m.get("params"), "tools": m.get("tools"), **prompts})
     except ValidationError as error:
         raise WireError(f"not a request: {_first_problem(error)}") from error
 

@@ -11,7 +11,8 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
-from penstock.producer.openai.bodies import ChatBody, CompletionBody, Wire, only
+from penstock.producer.openai.bodies import ChatBody, CompletionBody
+from penstock.producer.openai.fields import Wire, only
 from penstock.producer.openai.problems import MAX_NAME_CHARS, request_error
 
 CHAT_URL = "/v1/chat/completions"
@@ -19,7 +20,7 @@ COMPLETIONS_URL = "/v1/completions"
 
 _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 
-Prompt = str | list[int] | list[dict[str, str]]
+Prompt = str | list[int] | list[dict[str, Any]]
 
 
 class _Asked(Wire):
@@ -31,7 +32,7 @@ class _Asked(Wire):
 
 
 class _ChatRow(ChatBody, _Asked):
-    pass
+    tools: Annotated[Any, only(None, [])] = None
 
 
 class _CompletionRow(CompletionBody, _Asked):

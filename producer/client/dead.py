@@ -41,6 +41,7 @@ class DeadLetterBox:
         job = await self._submit(
             next(form for form in (request.prompt, request.prompt_token_ids, request.messages) if form is not None),
             model=pool_of(job_id),
+            tools=request.tools,
             params=request.params,
             priority=letter.priority,
             tenant=letter.tenant,

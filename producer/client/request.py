@@ -39,6 +39,8 @@ class SubmitOptions(TypedDict, total=False):
     idempotency_key: str | None
     """A later submission with the same key and request is the same job."""
     job_id: str | None
+    tools: Sequence[Mapping[str, Any]] | str | None
+    """What the assistant of a chat may call, in OpenAI's form; calls come as the model writes them."""
     tenant: str | None
     terms: Terms | None
     """The tenant's limits and weight; without limits, and of the client's weight, by default."""
@@ -63,7 +65,7 @@ class SubmitOptions(TypedDict, total=False):
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None
 
 
-_QUEUEING = frozenset({"priority", "background", "idempotency_key"})
+_OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools"})
 _ELSEWHERE = frozenset({"model", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"})
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
 """Fields of a job that callers know by another name."""
@@ -100,8 +102,8 @@ def _live_or_all(pools: list[ServedPool]) -> list[ServedPool]:
 
 def build_job(prompt: Prompt, options: SubmitOptions, pool: str, tenant: str) -> Job:
     """A checked job; raises RequestError naming the argument at fault."""
-    queueing = {name: value for name, value in options.items() if name in _QUEUEING}
-    sampling = {name: value for name, value in options.items() if name not in _QUEUEING | _ELSEWHERE}
+    of_job = {name: value for name, value in options.items() if name in _OF_JOB}
+    sampling = {name: value for name, value in options.items() if name not in _OF_JOB | _ELSEWHERE}
     try:
         return Job(
             id=options.get("job_id") or f"{pool}.{uuid_utils.uuid7()}",
@@ -110,7 +112,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, pool: str, tenant: str) ->
             deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
             not_before_ms=_not_before_ms(options),
             **_prompt_field(prompt),
-            **queueing,
+            **of_job,
         )
     except ValidationError as error:
         raise request_error(error) from error

@@ -11,8 +11,6 @@ import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     FailFast,
@@ -36,6 +34,9 @@ from penstock.contract.job import (
     SamplingParams,
     TokenId,
 )
+from penstock.contract.tools import MAX_TOOLS
+from penstock.producer.openai.fields import Wire, only
+from penstock.producer.openai.messages import ChatMessage, OfferedTool
 
 MAX_PROMPTS = 64
 """Prompts of one completions request: each is a job, and all their ids stand in one response header."""
@@ -45,39 +46,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 _TOKEN_IDS: TypeAdapter[list[int]] = TypeAdapter(
     Annotated[list[TokenId], Field(min_length=1), FailFast()], config=ConfigDict(strict=True)
 )
-
-
-def only(*accepted: object) -> AfterValidator:
-    """Accepts the values that ask for nothing and refuses the others."""
-
-    def check(value: object) -> object:
-        # In Python, False == 0: a flag where a number belongs is a wrong type, not a neutral value.
-        if any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in accepted):
-            return value
-        raise PydanticCustomError(
-            "unsupported_value",
-            "not supported; leave it out or send {neutral}",
-            {"neutral": " or ".join(json.dumps(a) for a in accepted if a is not None) or "null"},
-        )
-
-    return AfterValidator(check)
-
-
-class Wire(BaseModel):
-    """Base of what comes in as JSON: strict about names and types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _first_unknown_name(cls, data: Any) -> Any:
-        # pydantic would collect one error for each of a million unknown names before the request is refused.
-        if isinstance(data, dict):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            for name in data:
-                if name not in known:
-                    raise PydanticCustomError("unknown_field", "unknown field", {"unknown_field": name})
-        return data
 
 
 def _list_of(value: object) -> object:
@@ -130,14 +98,16 @@ class _Generation(Wire):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     # Lengths are checked here too: pydantic finds a million wrong items before it refuses the list.
-    stop: Annotated[list[str], FailFast(), Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of)] = []
+    stop: Annotated[
+        list[str], FailFast(), Field(default_factory=list, max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of)
+    ]
     stop_token_ids: Annotated[
-        list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS), BeforeValidator(_list_of)
-    ] = []
+        list[int], FailFast(), Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS), BeforeValidator(_list_of)
+    ]
 
     include_stop_str_in_output: bool | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
-    bad_words: Annotated[list[str], FailFast(), Field(max_length=MAX_BAD_WORDS)] = []
+    bad_words: Annotated[list[str], FailFast(), Field(default_factory=list, max_length=MAX_BAD_WORDS)]
     structured_outputs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
 
@@ -159,32 +129,6 @@ class _Generation(Wire):
         return {name: value for name, value in values.items() if value is not None}
 
 
-def _text_of(content: object) -> object:
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise PydanticCustomError("unsupported_value", "only parts of type text, with nothing else, are supported")
-        if not isinstance(part["text"], str):
-            raise PydanticCustomError("string_type", "text of a part must be a string")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-class ChatMessage(Wire):
-    """One turn. The fields below `content` are what a client sends back when it returns an answer as it came."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text_of)]
-    name: Annotated[Any, only(None)] = None
-    refusal: Annotated[Any, only(None)] = None
-    audio: Annotated[Any, only(None)] = None
-    annotations: Annotated[Any, only(None, [])] = None
-    function_call: Annotated[Any, only(None)] = None
-    tool_calls: Annotated[Any, only(None, [])] = None
-
-
 class ChatBody(_Generation):
     """What a body for `/v1/chat/completions` says about its answer."""
 
@@ -198,7 +142,7 @@ class ChatBody(_Generation):
     prompt_cache_key: str | None = None
     logprobs: Annotated[Any, only(None, False)] = None
     top_logprobs: Annotated[Any, only(None, 0)] = None
-    tools: Annotated[Any, only(None, [])] = None
+    tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
     tool_choice: Annotated[Any, only(None, "none", "auto")] = None
     parallel_tool_calls: Annotated[Any, only(None, True, False)] = None
     functions: Annotated[Any, only(None, [])] = None
@@ -213,9 +157,23 @@ class ChatBody(_Generation):
             raise PydanticCustomError("unsupported_value", "differs from max_tokens, its older name; send one of them")
         return value
 
-    def prompts(self) -> list[list[dict[str, str]]]:
+    @field_validator("tools")
+    @classmethod
+    def _free_form(cls, value: list[OfferedTool] | None, info: ValidationInfo) -> list[OfferedTool] | None:
+        form = info.data.get("response_format")
+        if value and (info.data.get("structured_outputs") or (form and form.structured_outputs())):
+            raise PydanticCustomError("unsupported_value", "do not go with a form that the answer must have")
+        return value
+
+    def prompts(self) -> list[list[dict[str, Any]]]:
         """The conversation, as the one prompt of the request."""
-        return [[{"role": m.role, "content": m.content} for m in self.messages]]
+        return [[message.turn() for message in self.messages]]
+
+    def offered_tools(self) -> str | None:
+        """What the assistant may call, as JSON text."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools])
 
     def params(self) -> SamplingParams:
         """The sampling options. Raises pydantic's ValidationError."""
@@ -274,6 +232,9 @@ class CompletionBody(_Generation):
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts; each becomes a job."""
         return self.prompt
+
+    def offered_tools(self) -> None:
+        """None: only a chat has any."""
 
     def params(self) -> SamplingParams:
         """The sampling options. Raises pydantic's ValidationError."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from penstock.contract.job import FinishReason, Result, Usage
+from penstock.contract.job import Choice, FinishReason, Result, Usage
+from penstock.producer.openai.reading import PLAIN, AnswerForm, Said
+from penstock.producer.openai.tool_calls import Call
 
 _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}
 """The other reasons end in an error, and OpenAI has no word for them."""
 
 
-def finish_reason_of(reason: FinishReason | None) -> str | None:
+def finish_reason_of(reason: FinishReason | None, *, has_calls: bool = False) -> str | None:
     """OpenAI's word."""
+    if reason == "stop" and has_calls:
+        return "tool_calls"
     return None if reason is None else _FINISH_REASONS.get(reason)
 
 
@@ -36,19 +41,31 @@ class Renderer:
     whole_object: ClassVar[str]
     piece_object: ClassVar[str]
 
-    def __init__(self, *, job_id: str, model: str, created_s: int, choices_per_job: int, include_usage: bool) -> None:
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        model: str,
+        created_s: int,
+        choices_per_job: int,
+        include_usage: bool,
+        form: AnswerForm = PLAIN,
+    ) -> None:
+        self.form = form
+        self._job_id = job_id
         self._head = {"id": self.id_prefix + job_id, "created": created_s, "model": model}
         self._tail = {"usage": None} if include_usage else {}
         self._choices_per_job = choices_per_job
         self._begun: set[int] = set()
 
-    def piece(self, job_index: int, choice: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def piece(self, job_index: int, choice: int, said: Said, finish_reason: str | None) -> dict[str, Any]:
         """The next piece of one choice of one job; choices count on over the jobs."""
         number = job_index * self._choices_per_job + choice
         is_first = number not in self._begun
         self._begun.add(number)
-        said = {**self._piece_of(text, is_first), "index": number, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "object": self.piece_object, "choices": [said], **self._tail}
+        piece = self._piece_of(number, said, is_first)
+        rendered = {**piece, "index": number, "logprobs": None, "finish_reason": finish_reason}
+        return {**self._head, "object": self.piece_object, "choices": [rendered], **self._tail}
 
     def last_piece(self, usages: Iterable[Usage]) -> dict[str, Any]:
         """What follows all choices when the usage was asked for."""
@@ -56,23 +73,23 @@ class Renderer:
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer at once."""
-        said = [
-            {
-                **self._whole_of(choice.text),
-                "index": job_index * self._choices_per_job + choice.index,
-                "logprobs": None,
-                "finish_reason": finish_reason_of(choice.finish_reason),
-            }
+        choices = [
+            self._whole_choice(job_index * self._choices_per_job + choice.index, choice)
             for job_index, result in enumerate(results)
             for choice in result.choices
         ]
         usage = usage_of(result.usage for result in results)
-        return {**self._head, "object": self.whole_object, "choices": said, "usage": usage}
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage}
 
-    def _piece_of(self, text: str, is_first: bool) -> dict[str, Any]:
+    def _whole_choice(self, number: int, choice: Choice) -> dict[str, Any]:
+        said = self.form.read(choice.text)
+        reason = finish_reason_of(choice.finish_reason, has_calls=bool(said.calls))
+        return {**self._whole_of(number, said), "index": number, "logprobs": None, "finish_reason": reason}
+
+    def _piece_of(self, number: int, said: Said, is_first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _whole_of(self, text: str) -> dict[str, Any]:
+    def _whole_of(self, number: int, said: Said) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -83,13 +100,29 @@ class ChatRenderer(Renderer):
     whole_object = "chat.completion"
     piece_object = "chat.completion.chunk"
 
-    def _piece_of(self, text: str, is_first: bool) -> dict[str, Any]:
-        if is_first:
-            return {"delta": {"role": "assistant", "content": text}}
-        return {"delta": {"content": text} if text else {}}
+    def _piece_of(self, number: int, said: Said, is_first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        if said.reasoning:
+            delta["reasoning_content"] = said.reasoning
+        if said.content or (is_first and not said):
+            delta["content"] = said.content
+        if said.calls:
+            delta["tool_calls"] = [{"index": call.index, **self._call(number, call)} for call in said.calls]
+        return {"delta": delta}
 
-    def _whole_of(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _whole_of(self, number: int, said: Said) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["content"] = said.content or None
+            message["tool_calls"] = [self._call(number, call) for call in said.calls]
+        return {"message": message}
+
+    def _call(self, number: int, call: Call) -> dict[str, Any]:
+        # The same whenever the answer is read. Mistral's chat templates want nine letters and digits.
+        call_id = hashlib.blake2b(f"{self._job_id}:{number}:{call.index}".encode()).hexdigest()[:9]
+        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class CompletionRenderer(Renderer):
@@ -99,8 +132,8 @@ class CompletionRenderer(Renderer):
     whole_object = "text_completion"
     piece_object = "text_completion"
 
-    def _piece_of(self, text: str, is_first: bool) -> dict[str, Any]:
-        return {"text": text}
+    def _piece_of(self, number: int, said: Said, is_first: bool) -> dict[str, Any]:
+        return {"text": said.content}
 
-    def _whole_of(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _whole_of(self, number: int, said: Said) -> dict[str, Any]:
+        return {"text": said.content}

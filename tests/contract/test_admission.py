@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.contract.admission import (
 )
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Message, Priority, SamplingParams
+from penstock.contract.tools import ToolCall
 from penstock.contract.wire import NodePressure, PoolPressure, PoolRecord
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
@@ -66,6 +68,17 @@ def test_prompt_is_measured_in_utf8_bytes() -> None:
         prompt_bytes(new_job(messages=(Message(role="user", content="hé"), Message(role="system", content="")))) == 13
     )
     assert prompt_bytes(new_job(prompt_token_ids=(1, 2))) == 0
+
+
+def test_tools_and_calls_cost_what_they_are_long_but_no_chat_is_refused_for_them() -> None:
+    call = ToolCall(id="c", name="f", arguments=json.dumps({"a": "x" * 386}))
+    chat = (Message(role="user", content="", tool_calls=(call,)),)
+    tools = json.dumps([{"type": "function", "function": {"name": "x" * 352}}])
+    params = SamplingParams(max_tokens=10)
+    assert estimate_cost(new_job(messages=chat, params=params), RECORD) == 110
+    assert estimate_cost(new_job(messages=chat, tools=tools, params=params), RECORD) == 210
+    short = replace(RECORD, max_token_bytes=1, max_model_len=100)
+    assert estimate_cost(new_job(messages=chat, tools=tools, params=params), short) == 100
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_empty_prompt_lists_are_refused_but_an_empty_text_is_a_prompt(field: str
 
 
 def test_message_needs_a_known_role() -> None:
-    assert problem_of(Job, {"id": new_id(), "messages": [{"role": "tool", "content": "x"}]})[0] == "messages.0.role"
+    assert problem_of(Job, {"id": new_id(), "messages": [{"role": "function", "content": "x"}]})[0] == "messages.0.role"
 
 
 def test_jobs_are_frozen() -> None:

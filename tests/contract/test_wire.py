@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgpack
@@ -14,10 +15,13 @@ from penstock.contract import wire
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, SamplingParams, Usage
 from penstock.contract.structured import StructuredOutputs
+from penstock.contract.tools import ToolCall
 from penstock.contract.wire import NodePressure, PoolRecord, Request
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 HEAD = b"\x87\xa1v\x01\xa1j\xd9&" + JOB_ID.encode()
+CALLED = Message(role="assistant", content="", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),))
+TOOLS = '[{"function":{"name":""}}]'
 CUTS = [(0, 1, 2), (1, 0, 300)]
 
 # Golden bytes
@@ -58,12 +62,19 @@ def test_terminal_chunk_is_never_encoded_here() -> None:
         ({"prompt": "hi"}, b"\xa6prompt\xa2hi"),
         ({"prompt_token_ids": (1, 2)}, b"\xa6tokens\x92\x01\x02"),
         ({"messages": (Message(role="user", content="hi"),)}, b"\xa8messages\x91\x82\xa4role\xa4user\xa7content\xa2hi"),
+        (
+            {"messages": (CALLED, Message(role="tool", content="", tool_call_id="c")), "tools": TOOLS},
+            b"\xa8messages\x92\x83\xa4role\xa9assistant\xa7content\xa0\xaatool_calls\x91\x83\xa2id\xa1c\xa4name\xa1f"
+            b"\xa9arguments\xa2{}\x83\xa4role\xa4tool\xa7content\xa0\xactool_call_id\xa1c\xa5tools\xba"
+            + TOOLS.encode(),
+        ),
     ],
 )
 def test_request_bytes(prompt: dict[str, Any], golden: bytes) -> None:
     job = new_job(**prompt, params=SamplingParams(n=2, stop=("x",)), tenant="acme", deadline_ms=5)
     params = b"\xa6params\x82\xa1n\x02\xa4stop\x91\xa1x"
-    assert wire.encode_request(job) == b"\x84\xa1v\x01\xa4kind\xa8generate" + golden + params
+    num_fields = bytes([0x83 + len(prompt)])
+    assert wire.encode_request(job) == num_fields + b"\xa1v\x01\xa4kind\xa8generate" + golden + params
 
 
 def test_options_stand_in_a_request_in_their_order_and_only_where_they_ask_for_something() -> None:
@@ -87,11 +98,11 @@ def test_result_bytes() -> None:
 
 
 def test_pool_record_bytes() -> None:
-    data = wire.encode_record(PoolRecord("m", "acme/model", ("alias",), 2048, 2.5, 7, "r1", 32))
+    data = wire.encode_record(PoolRecord("m", "acme/model", ("alias",), 2048, 2.5, 7, "r1", 32, "hermes", "think"))
     assert data == (
-        b"\x89\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
+        b"\x8b\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
         b"\xafbytes_per_token\xcb\x40\x04\x00\x00\x00\x00\x00\x00\xa9created_s\x07\xa8revision\xa2r1"
-        b"\xafmax_token_bytes\x20"
+        b"\xafmax_token_bytes\x20\xabtool_parser\xa6hermes\xb0reasoning_parser\xa5think"
     )
 
 
@@ -136,10 +147,22 @@ formed = st.builds(SamplingParams, structured_outputs=forms)
 messages = st.lists(
     st.builds(Message, role=st.sampled_from(["system", "user", "assistant"]), content=texts), min_size=1
 )
+calls = st.builds(
+    ToolCall,
+    id=st.text(min_size=1, max_size=9),
+    name=st.text(min_size=1, max_size=9),
+    arguments=st.dictionaries(texts, texts, max_size=2).map(json.dumps),
+)
+called = st.builds(Message, role=st.just("assistant"), content=texts, tool_calls=st.lists(calls, max_size=3).map(tuple))
+gave = st.builds(Message, role=st.just("tool"), content=texts, tool_call_id=st.text(min_size=1, max_size=9))
+tools = st.lists(
+    st.builds(lambda name: {"type": "function", "function": {"name": name}}, texts), min_size=1, max_size=3
+)
 prompts = st.one_of(
     st.fixed_dictionaries({"prompt": texts}),
     st.fixed_dictionaries({"prompt_token_ids": st.lists(small_ints, min_size=1).map(tuple)}),
     st.fixed_dictionaries({"messages": messages.map(tuple)}),
+    st.fixed_dictionaries({"messages": st.lists(called | gave, min_size=1).map(tuple), "tools": tools.map(json.dumps)}),
 )
 
 

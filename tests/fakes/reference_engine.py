@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
@@ -49,12 +50,13 @@ class ReferenceTokenizer:
     """One token per byte."""
 
     max_token_bytes = 1
+    tool_parser = reasoning_parser = "none"
 
     def encode(self, text: str) -> list[int]:
         """Bytes."""
         return list(text.encode()) or [0]
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: str | None = None) -> list[int]:
         """Bytes of all turns."""
         return self.encode("\n".join(m["content"] for m in messages))
 

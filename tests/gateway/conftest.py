@@ -35,11 +35,16 @@ class ByteTokenizer:
     """A token is a byte; a chat says its last turn."""
 
     max_token_bytes = 64
+    tool_parser = reasoning_parser = "none"
+
+    def __init__(self) -> None:
+        self.last_chat: tuple[Sequence[dict[str, Any]], str | None] | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: str | None = None) -> list[int]:
+        self.last_chat = (messages, tools)
         return self.encode(messages[-1]["content"])
 
 

@@ -22,6 +22,7 @@ from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import batches_of
 from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
+from penstock.producer.openai.reading import Said
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
@@ -121,7 +122,7 @@ def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, tex
     fields = {"job_id": "job:0", "model": model, "created_s": 1, "choices_per_job": 3, "include_usage": include_usage}
     pieces, renderer = PieceWriter(dialect(**fields), {"job:0": 0, "job:1": 1}), dialect(**fields)
     rendered = [
-        event(renderer.piece(i % 2, c.choice, c.text, c.finish_reason), f"{c.job_id}:{c.index}")
+        event(renderer.piece(i % 2, c.choice, Said(c.text), c.finish_reason), f"{c.job_id}:{c.index}")
         for i, c in enumerate(chunks)
         if c.text or c.finish_reason
     ]

@@ -14,6 +14,8 @@ import pytest
 MODEL = "acme/echo"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": MODEL, "prompt": "hi"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BROKEN_CALL = CALL | {"function": {"name": "f", "arguments": "[]"}}
 JSON = {"content-type": "application/json"}
 
 
@@ -56,7 +58,16 @@ def error_of(response) -> dict[str, object]:
         ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 0}, "logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "response_format": {"type": "json_object"}},
+            "tools",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
@@ -72,7 +83,14 @@ def error_of(response) -> dict[str, object]:
         ({"stream": True, "stream_options": {"bogus": 1}}, "stream_options.bogus"),
         ({"priority": "urgent"}, "priority"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0]"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [BROKEN_CALL]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"messages": [{"role": "user", "content": "x", "bogus": 1}]}, "messages[0].bogus"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"model": None}, "model"),

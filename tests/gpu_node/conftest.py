@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a two-layer random Llama."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def model_copy(tiny_model: Path, tmp_path: Path) -> Path:
+    """The same folder, for the test to change."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "copy"))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
@@ -22,11 +23,12 @@ class ClockTokenizer:
     """Enough of a tokenizer for prompts of token ids."""
 
     max_token_bytes = 8
+    tool_parser = reasoning_parser = "none"
 
     def encode(self, text: str) -> list[int]:
         return [SPOKEN] * max(1, len(text) // 4)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: str | None = None) -> list[int]:
         return self.encode(messages[-1]["content"])
 
 

@@ -57,11 +57,6 @@ def _edit(folder: Path, name: str, **changes: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in (config | changes).items() if value is not None}))
 
 
-@pytest.fixture
-def model_copy(tiny_model: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_model, tmp_path / "copy"))
-
-
 ADDED = {"content": "the gate", "lstrip": False, "normalized": False, "rstrip": True, "single_word": False}
 
 

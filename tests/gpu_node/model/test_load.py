@@ -35,11 +35,6 @@ def _load(folder: Path, **options: Any) -> LoadedModel:
     return load_model(str(folder), replace(OPTIONS, **options), lambda stage, fraction: None)
 
 
-@pytest.fixture
-def model_copy(tiny_model: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_model, tmp_path / "copy"))
-
-
 def _edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

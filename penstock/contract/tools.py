@@ -1,0 +1,75 @@
+"""Tools that a chat offers, calls that were made of them, and the names of the forms in which models write calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints
+
+MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 1 << 18
+MAX_CALLS = 128
+"""Calls in one turn."""
+MAX_CALL_ID_CHARS = 256
+MAX_FUNCTION_NAME_CHARS = 256
+MAX_ARGUMENTS_CHARS = 1 << 20
+
+ToolParserName = Literal["none", "hermes", "llama3_json", "mistral"]
+ReasoningParserName = Literal["none", "think", "think_open"]
+"""think_open: the chat template itself opens the reasoning, so that a text begins inside it."""
+
+CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CALL_ID_CHARS)]
+FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FUNCTION_NAME_CHARS)]
+
+
+def json_of(text: str) -> Any:
+    """A JSON value that JSON can write again; raises ValueError."""
+    try:
+        value = json.loads(text, parse_constant=_not_json)
+        json.dumps(value, allow_nan=False)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    return value
+
+
+def _not_json(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _object(text: str) -> str:
+    if not isinstance(json_of(text), dict):
+        raise ValueError("must be the text of a JSON object")
+    return text
+
+
+def _as_text(value: Any) -> Any:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _offers(text: str) -> str:
+    tools = json_of(text)
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise ValueError(f"must be a list of 1 to {MAX_TOOLS} tools")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError('each tool must be {"type": "function", "function": {"name": …}}')
+    return text
+
+
+Tools = Annotated[
+    str, BeforeValidator(_as_text), StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_offers)
+]
+"""OpenAI's list of tools, kept as JSON text."""
+Arguments = Annotated[str, StringConstraints(max_length=MAX_ARGUMENTS_CHARS), AfterValidator(_object)]
+
+
+class ToolCall(BaseModel):
+    """A call that an assistant made in an earlier turn; `arguments` is the text of a JSON object."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: CallId
+    name: FunctionName
+    arguments: Arguments

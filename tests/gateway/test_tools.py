@@ -1,0 +1,117 @@
+"""Tool calls and reasoning through the official client; the node says each chat's last turn as its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+CALLS = """Wait.
+<tool_call>
+{"name": "f", "arguments": {"a": 1}}
+</tool_call>
+<tool_call>{"name": "g", "arguments": {}}</tool_call>"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "does f",
+            "parameters": {"type": "object", "properties": {"b": {}, "a": {}}},
+        },
+    }
+]
+MODEL = "acme/caller"
+
+
+@pytest.fixture(scope="module")
+def calling_engine(stack, shared_engine):
+    engine = type(shared_engine)()
+    stack.start_node(engine, model=MODEL, pool="caller", tool_parser="hermes", reasoning_parser="think")
+    return engine
+
+
+@pytest.fixture(scope="module")
+def calling_url(stack, calling_engine) -> str:
+    return stack.start_gateway()
+
+
+@pytest.fixture
+def calling(calling_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{calling_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_calls_come_as_calls_and_the_text_before_them_as_content(calling, calling_engine):
+    answer = calling.chat.completions.create(model=MODEL, messages=user(CALLS), tools=TOOLS)
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Wait.\n")
+    said = [(call.type, call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert said == [("function", "f", {"a": 1}), ("function", "g", {})]
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert json.loads(calling_engine.tokenizer.last_chat[1]) == TOOLS
+
+
+def test_a_stream_gives_each_call_once_under_the_same_form(calling):
+    text = f"<think>{'hm ' * 5}</think>\n{CALLS}"
+    stream = calling.chat.completions.create(model=MODEL, messages=user(text), tools=TOOLS, stream=True, n=2)
+    pieces = [chunk.choices[0] for chunk in stream]
+    for number in (0, 1):
+        mine = [piece for piece in pieces if piece.index == number]
+        deltas = [piece.delta for piece in mine]
+        assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm " * 5
+        assert "".join(delta.content or "" for delta in deltas) == "Wait.\n"
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
+            (0, "f", '{"a": 1}'),
+            (1, "g", "{}"),
+        ]
+        assert [piece.finish_reason for piece in mine] == [None] * (len(mine) - 1) + ["tool_calls"]
+    assert len({call.id for piece in pieces for call in piece.delta.tool_calls or ()}) == 4
+
+
+def test_an_answer_may_be_sent_back_with_what_its_calls_gave(calling, calling_engine):
+    chat = user(CALLS)
+    message = calling.chat.completions.create(model=MODEL, messages=chat, tools=TOOLS).choices[0].message
+    gave = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in message.tool_calls]
+    answer = calling.chat.completions.create(model=MODEL, messages=[*chat, message, *gave], tools=TOOLS)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("done", "stop")
+    turns = calling_engine.tokenizer.last_chat[0]
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "tool", "tool"]
+    assert [call["name"] for call in turns[1]["tool_calls"]] == ["f", "g"]
+    assert [turn["tool_call_id"] for turn in turns[2:]] == [call.id for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_a_call_is_text_and_none_are_offered(calling, calling_engine, options):
+    answer = calling.chat.completions.create(model=MODEL, messages=user(CALLS), **options)
+    assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == (CALLS, None)
+    assert calling_engine.tokenizer.last_chat[1] is None
+
+
+def test_a_cut_stream_goes_on_in_the_middle_of_a_call(calling_url):
+    body = {"model": MODEL, "messages": user(f"<think>hm</think>{CALLS}"), "tools": TOOLS, "stream": True}
+    with httpx.Client(base_url=calling_url, timeout=30) as http:
+        whole = http.post("/v1/chat/completions", json=body).text.split("\n\n")[:-1]
+        for at in range(len(whole) - 1):
+            place = whole[at].split("\n")[0].removeprefix("id: ")
+            rest = http.post("/v1/chat/completions", json=body, params={"after": place}).text.split("\n\n")[:-1]
+            assert [_said(event) for event in rest] == [_said(event) for event in whole[at + 1 :]]
+
+
+def _said(event: str) -> object:
+    data = event.split("data: ")[1]
+    return data if data == "[DONE]" else json.loads(data)["choices"]
+
+
+def test_completions_are_never_read(calling):
+    text = f"<think>hm</think>{CALLS}"
+    assert calling.completions.create(model=MODEL, prompt=text, max_tokens=250).choices[0].text == text

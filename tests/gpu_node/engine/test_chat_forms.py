@@ -1,0 +1,114 @@
+"""Tools and calls through chat templates, against transformers; and what a template shows of its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from penstock.contract.errors import RequestError
+from penstock.gpu_node.engine.chat_forms import reasoning_parser_of, tool_parser_of
+from penstock.gpu_node.engine.chat_template import ChatTemplate
+from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.producer.openai.tool_calls import CALL_FORMS
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "é",
+            "parameters": {"type": "object", "properties": {"b": {}, "a": {}}},
+        },
+    }
+]
+CALLED = {"id": "abcdef123", "name": "f", "arguments": '{"b": "ü", "a": [1]}'}
+CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "content": "done", "tool_call_id": "abcdef123"},
+]
+FUNCTION = {"name": "f", "arguments": {"b": "ü", "a": [1]}}
+THEIR_CHAT = [
+    CHAT[0],
+    CHAT[1] | {"tool_calls": [{"id": "abcdef123", "type": "function", "function": FUNCTION}]},
+    CHAT[2] | {"name": "f"},
+]
+TEMPLATES = {
+    "hermes": (
+        "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+        "{% for m in messages %}{{ m.role }} {{ m.name }}:{{ m.content }}{% for call in m.tool_calls %}"
+        '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+        "</tool_call>{% endfor %}{% endfor %}"
+    ),
+    "mistral": (
+        "{% if tools is not none %}[AVAILABLE_TOOLS] {{ tools | tojson }}{% endif %}{% for m in messages %}"
+        "{% if m.tool_calls is defined %}[TOOL_CALLS] [{% for call in m.tool_calls %}"
+        '{% set out = call.function | tojson %}{{ out[:-1] }}, "id": "{{ call.id }}"}{% endfor %}]'
+        '{% elif m.role == "tool" %}{{ m.tool_call_id }} {{ m.content }}'
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "llama3_json": (
+        "{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}"
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+        "{% if tools is not none %}{% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}{% endif %}"
+        "{% for m in messages %}{% if 'tool_calls' in m %}{% set call = m.tool_calls[0].function %}"
+        '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}'
+        "{% elif m.role == 'tool' %}ipython{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_tools_calls_and_what_they_gave_render_as_in_transformers(form: str, model_copy: Path) -> None:
+    (model_copy / "chat_template.jinja").write_text(TEMPLATES[form])
+    theirs: Any = AutoTokenizer.from_pretrained(model_copy)
+    ours = Tokenizer(model_copy)
+    assert (ours.tool_parser, ours.reasoning_parser) == (form, "none")
+    for tools in (None, TOOLS):
+        want = theirs.apply_chat_template(THEIR_CHAT, tools=tools, add_generation_prompt=True, return_dict=False)
+        assert ours.encode_chat(CHAT, tools and json.dumps(tools)) == want
+
+
+@pytest.mark.parametrize("form", CALL_FORMS)
+def test_a_template_shows_the_form_of_calls(form: str) -> None:
+    assert tool_parser_of(ChatTemplate(TEMPLATES[form], {})) == form
+
+
+def test_no_form_is_claimed_that_no_parser_reads() -> None:
+    for source in ("<tool_call>{{ messages }}", "{{ tools }}", "{{ tools }}<tool_call><function=f>"):
+        assert tool_parser_of(ChatTemplate(source, {})) == "none"
+
+
+@pytest.mark.parametrize(
+    ("source", "parser"),
+    [
+        ("{{ messages[0].content }}", "none"),
+        ("{{ messages[0].content.split('</think>')[-1] }}{# <think> #}", "think"),
+        ("{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}", "think_open"),
+        ("{{ raise_exception('no') }}<think>", "think"),
+    ],
+)
+def test_a_template_shows_whether_the_model_reasons(source: str, parser: str) -> None:
+    assert reasoning_parser_of(ChatTemplate(source, {})) == parser
+
+
+def test_tools_are_refused_where_the_template_has_no_place_for_them(model_copy: Path) -> None:
+    (model_copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="takes no tools"):
+        Tokenizer(model_copy).encode_chat(CHAT, json.dumps(TOOLS))
+
+
+def test_marks_of_calls_stand_in_the_text_although_they_are_special_tokens(model_copy: Path) -> None:
+    path = model_copy / "tokenizer.json"
+    config = json.loads(path.read_text())
+    first = max(token["id"] for token in config["added_tokens"]) + max(config["model"]["vocab"].values()) + 1
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for number, mark in enumerate(("[TOOL_CALLS]", "[INST]")):
+        config["added_tokens"].append({"id": first + number, "content": mark, "special": True, **flags})
+    path.write_text(json.dumps(config))
+    tokenizer = Tokenizer(model_copy)
+    assert tokenizer.decode(tokenizer.encode("[TOOL_CALLS][INST]x")) == "[TOOL_CALLS]x"
