@@ -65,6 +65,7 @@ def test_repetition_penalty_is_transformers(
     assert list(generation.choices[0].token_ids) == want[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_model_says_what_transformers_says(demo_model: Path) -> None:
     engine = Engine(
