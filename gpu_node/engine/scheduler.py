@@ -200,7 +200,7 @@ class Scheduler:
         rows, most = self._residents.rows, self._step_size.max_tokens
         to_compute = self._rows.num_tokens[rows] - self._rows.num_computed[rows]
         num_decoding = int(np.count_nonzero(to_compute == 1))
-        if not num_decoding:
+        if not num_decoding or self._limits.max_prefill_beside_decode >= most:
             return most
         waiting = int(to_compute.sum()) - num_decoding + self.queues.num_tokens_waiting
         return min(most, num_decoding + self._limits.prefill_beside_decode(waiting))
