@@ -106,6 +106,11 @@ class Sequence:
         """Whether some tokens must not be chosen at times."""
         return self.end_rule.min_tokens > 0 or bool(self.bad_words)
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether the rules for its next token look at what it said last."""
+        return self.is_penalised or bool(self.bad_words) or self.guide is not None
+
     def banned_ids(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Ids that the token behind all these must not be."""
         num_output_tokens = len(token_ids) - self.num_prompt_tokens

@@ -22,8 +22,6 @@ from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import sample
 
-MAX_IN_FLIGHT = 2
-"""Steps that may be submitted before the first of them is waited for."""
 FIXED_SPLITS = 8
 """Of contexts, where a row's sums must not depend on how many others there are."""
 
@@ -41,9 +39,11 @@ class Limits:
 class GpuRunner:
     """Runs each step on the device's own time: `submit` only gives it the work.
 
-    Up to MAX_IN_FLIGHT steps may be on their way. A plan made before the tokens of the step ahead of it are known has
-    -1 - i in the place of what that step's row i samples; rows with penalties need known tokens.
+    A plan made before the tokens of the step ahead of it are known has -1 - i in the place of what that step's row i
+    samples; rows with penalties need known tokens.
     """
+
+    max_in_flight = 2
 
     def __init__(self, decoder: GpuDecoder, pool: KvPool, sizes: CacheSizes, limits: Limits, device: Device) -> None:
         self._decoder = decoder
@@ -59,7 +59,7 @@ class GpuRunner:
             self._tokens = torch.zeros(2 * rows + 32, dtype=torch.int32, device=device.torch)
             self._graphs = DecodeGraphs(device, self._compute, rows, max_blocks)
         self._open = _Flight(device.mark(), device.mark())
-        self._trays = deque(_Tray(device) for _ in range(MAX_IN_FLIGHT))
+        self._trays = deque(_Tray(device) for _ in range(self.max_in_flight))
 
     @property
     def cache_sizes(self) -> CacheSizes:
