@@ -10,7 +10,7 @@ from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
 from penstock.gpu_node.engine.flight import Flights, Meter
-from penstock.gpu_node.engine.guide import Guides
+from penstock.gpu_node.engine.guides import Guides
 from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.loading import load
 from penstock.gpu_node.engine.memory import KvMemory

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
+
+if TYPE_CHECKING:
+    from penstock.contract.job import SamplingParams
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
