@@ -63,18 +63,6 @@ class Step:
         return sum(count for seq, count in zip(self.seqs, counts, strict=True) if seq.row >= 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile."""
-
-    seqs: list[Sequence]
-    token_ids: list[int]
-    ended: set[Sequence]
-    """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
-    broken_blocks: list[int]
-    """Blocks of failed sequences, held by nobody and known to nobody."""
-
-
 def step_of(
     seqs: list[Sequence],
     rows: Rows,
@@ -119,6 +107,7 @@ class _Settings:
     are_penalised: bool
     have_bans: bool
     are_guided: bool
+    look_back: bool
 
 
 class RowTable:
@@ -204,6 +193,18 @@ class RowTable:
         self._tokens[rows, at] = tokens
         self.num_tokens[rows] = at + 1
 
+    def set_tokens(self, rows: Rows, at: Ints, tokens: Ints) -> None:
+        """Say what tokens at some places are that were still to come."""
+        self._tokens[rows, at] = tokens
+
+    def num_known(self, rows: Rows, ends: Ints) -> Ints:
+        """How many of the first `ends` tokens of some rows are known: all, or all but the last."""
+        return ends - (self._tokens[rows, ends - 1] < 0).astype(np.int32)
+
+    def can_plan_past(self, step: Step) -> bool:
+        """Whether nobody's rules for the next token look at what this step samples."""
+        return not self._settings_for(step.sampled_seqs, step.sampled_rows).look_back
+
     def plan(self, step: Step) -> StepPlan:
         """A step as the runner sees it; nothing in it changes while the step runs."""
         rows, starts, ends = step.rows, step.starts, step.ends
@@ -227,10 +228,7 @@ class RowTable:
         )
 
     def _sampling_rows(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> SamplingRows:
-        # Who runs changes seldom, and as long as it does not the scheduler hands in the same array.
-        if rows is not self._last.rows:
-            self._last = self._gather_settings(seqs, rows)
-        settings = self._last
+        settings = self._settings_for(seqs, rows)
         position = num_tokens - settings.num_prompt_tokens
         seen = banned = settings.none
         if settings.are_penalised:
@@ -254,6 +252,12 @@ class RowTable:
                 guided[i] = seq.guide, seq.guide.news_of(self.tokens_of(seq)[seq.num_prompt_tokens :])
         return GuidedMasks(guided)
 
+    def _settings_for(self, seqs: list[Sequence], rows: Rows) -> _Settings:
+        # Who runs changes seldom, and as long as it does not the scheduler hands in the same array.
+        if rows is not self._last.rows:
+            self._last = self._gather_settings(seqs, rows)
+        return self._last
+
     def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
         return _Settings(
             rows=rows,
@@ -265,6 +269,7 @@ class RowTable:
             biases=tuple(seq.biases for seq in seqs),
             have_bans=any(seq.has_bans for seq in seqs),
             are_guided=any(seq.guide is not None for seq in seqs),
+            look_back=any(seq.looks_back for seq in seqs),
         )
 
 
