@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.gguf_header import GgufHeader, GgufTensor, read_header
+from penstock.gpu_node.model.scaled import ScaledTensor
 from penstock.gpu_node.model.source import ModelSource
 
 _SAFETENSORS_KINDS = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
@@ -58,29 +59,48 @@ class StoredTensor:
         return (values if self.row_order is None else values[self.row_order]).reshape(self.shape)
 
 
+Stored: TypeAlias = StoredTensor | ScaledTensor
+FindStored: TypeAlias = Callable[[str], StoredTensor | None]
+ReadScaled: TypeAlias = Callable[[str, FindStored], ScaledTensor | None]
+"""The matrix of a name, without `.weight`, out of the tensors that it is kept in; None where it is not quantised."""
+
+
 class Checkpoint:
     """The tensors of a model by name."""
 
-    def __init__(self, find: Callable[[str], StoredTensor | None]) -> None:
+    def __init__(self, find: FindStored, read_scaled: ReadScaled | None = None) -> None:
         self._find = find
+        self._read_scaled = read_scaled
 
     @classmethod
-    def open(cls, source: ModelSource) -> Checkpoint:
-        """Maps a model's weight files. Raises ConfigError for files that are missing, cut short or of another kind."""
+    def open(cls, source: ModelSource, read_scaled: ReadScaled | None = None) -> Checkpoint:
+        """Maps a model's weight files. Raises ConfigError for files that are missing, cut short or of another kind.
+
+        `read_scaled` finds the quantised matrices of checkpoints that have some.
+        """
         files = weight_files(source)
         if source.gguf is None:
             tensors = {name: tensor for path in files for name, tensor in _read_safetensors(path).items()}
-            return cls(tensors.get)
+            return cls(tensors.get, read_scaled)
         return cls(_GgufFile(source.gguf).find)
 
-    def get(self, name: str, *shape: int) -> StoredTensor:
+    def get(self, name: str, *shape: int) -> Stored:
         """The tensor of a name. Raises ConfigError when it is missing or of another shape than the config says."""
-        tensor = self._find(name)
+        tensor = self._scaled(name) or self._find(name)
         if tensor is None:
             raise ConfigError(f"the checkpoint has no tensor {name}")
         if tensor.shape != shape:
             raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
         return tensor
+
+    def _scaled(self, name: str) -> ScaledTensor | None:
+        matrix = name.removesuffix(".weight")
+        if self._read_scaled is None or matrix == name:
+            return None
+        try:
+            return self._read_scaled(matrix, self._find)
+        except (ValueError, IndexError) as error:
+            raise ConfigError(f"the tensors of {matrix} do not fit together: {error}") from error
 
 
 def weight_files(source: ModelSource) -> list[Path]:

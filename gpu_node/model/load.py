@@ -11,6 +11,7 @@ from typing import Any
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.families import family_of
+from penstock.gpu_node.model.methods import reader_of
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, RunnerOptions
 from penstock.gpu_node.model.revision import revision_of
@@ -78,6 +79,7 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
         spec=spec,
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         max_model_len=options.max_model_len or spec.max_position,
+        read_scaled=reader_of(config),
     )
 
 

@@ -15,7 +15,7 @@ from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.linear import can_prepack
 from penstock.gpu_node.model.positions import alibi_biases
 from penstock.gpu_node.model.protocol import RunnerOptions
-from penstock.gpu_node.model.source import ModelSource, Progress, dequantised_folder
+from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.torch_runner import TorchRunner
 from penstock.gpu_node.model.weights import load_weights
@@ -35,7 +35,7 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
     if options.kv_cache_dtype not in ("auto", name):
         kept = f"torch keeps {name}, the native runner bfloat16 or int8"
         raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} cannot be had: {kept}")
-    checkpoint = Checkpoint.open(ModelSource(dequantised_folder(described.source, progress)))
+    checkpoint = Checkpoint.open(described.source, described.read_scaled)
     weights = load_weights(DecoderTensors(checkpoint, spec), spec, dtype, lambda done: progress("load", done))
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
     sizes = cache_sizes(described, options, token_bytes)

@@ -1,0 +1,61 @@
+"""Matrices that a card's kernels multiply with as their checkpoint keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.quantised_checkpoint import LAYOUTS
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.gpu_node.model.checkpoint import Checkpoint, Stored
+from penstock.gpu_node.model.families import family_of
+from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.stored import LinearKeeper
+from penstock.gpu_node.model.methods import reader_of
+from penstock.gpu_node.model.source import ModelSource
+from penstock.gpu_node.model.tensors import DecoderTensors
+from penstock.gpu_node.model.weights import plain_linear
+
+AS_STORED = {
+    "gptq int4 groups of 32": "int4",
+    "gptq int4 symmetric": "int4",
+    "gptq int4 v2 by row": "int4",
+    "awq": "int4",
+    "packed int4": "int4",
+    "packed int4 with zeros": "int4",
+    "packed int8": "int8",
+    "int8 by row": "int8",
+    "float8 by row": "fp8",
+    "float8 by matrix": "fp8",
+    "fp8 by matrix": "fp8",
+}
+"""The others are dequantised."""
+MOST = {"int4": 1e-3, "int8": 0.01, "fp8": 0.04, "none": 1e-6}
+"""What rounding activations, or minima to float16, makes of a product's spread."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_are_those_of_the_numbers_that_are_meant(
+    quantised: Callable[[str, str], tuple[Path, NDArray[Any]]], layout: str
+) -> None:
+    folder, _ = quantised("llama", layout)
+    config = json.loads((folder / "config.json").read_text())
+    checkpoint = Checkpoint.open(ModelSource(folder), reader_of(config))
+    matrix = DecoderTensors(checkpoint, family_of(config).spec_of(config)).qkv(0)
+    device = Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def convert(parts: tuple[Stored, ...]) -> Tensor:
+        return torch.cat([torch.from_numpy(part.to_float32()) for part in parts]).to(device.torch)
+
+    keeper, x = LinearKeeper("auto", device), torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    got = keeper(matrix, convert)(x.to(device.torch)).cpu()
+    want = plain_linear(matrix, convert)(x.to(device.torch)).cpu()
+    kept = AS_STORED.get(layout, "none")
+    assert keeper.formats == {kept}
+    assert (got - want).square().mean().sqrt() <= MOST[kept] * want.std()
