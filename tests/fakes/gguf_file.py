@@ -1,37 +1,97 @@
-"""A model of Hugging Face's format as a GGUF file, written as llama.cpp's converter does for families that it keeps."""
+"""A model of Hugging Face's format as a GGUF file, written as llama.cpp's converter does."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 
-def write_gguf(folder: Path, path: Path, architecture: str) -> Path:
-    """Write `folder`'s model in bfloat16, with its byte-level tokenizer; rows stay in their order."""
-    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+_INTERLEAVED = {"llama": {"q_proj.weight": "num_attention_heads", "k_proj.weight": "num_key_value_heads"}}
+_SCALES_AT = {"q4_k": 0, "q5_k": 0, "q6_k": 208}
+"""Where in a block of 256 its scale is; those at its head are followed by that of what is subtracted."""
+
+
+def write_gguf(folder: Path, path: Path, architecture: str, kind: str = "bf16") -> Path:
+    """Write `folder`'s model with its matrices in a format, with its byte-level tokenizer.
+
+    What the package gguf cannot write, q4_k, q5_k and q6_k, is random numbers instead of the model's.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.constants import MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
-    kind = next(known for known, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    names = get_tensor_name_map(kind, config["num_hidden_layers"])
+    known = next(known for known, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(known, config["num_hidden_layers"])
     writer = GGUFWriter(path, architecture)
     _add_config(writer, config)
     _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config["eos_token_id"])
     for name, tensor in load_file(folder / "model.safetensors").items():
-        stored = GGMLQuantizationType.BF16 if tensor.ndim > 1 else GGMLQuantizationType.F32
+        stored = GGMLQuantizationType[kind.upper()] if tensor.ndim > 1 else GGMLQuantizationType.F32
         values = np.ascontiguousarray(tensor.float().numpy())
+        for suffix, heads in _INTERLEAVED.get(architecture, {}).items():
+            values = _interleaved(values, config[heads]) if name.endswith(suffix) else values
         its_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(its_name, quantize(values, stored), raw_dtype=stored)
+        writer.add_tensor(its_name, _quantised(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def gguf_values(folder: Path, path: Path, architecture: str) -> dict[str, NDArray[np.float32]]:
+    """What such a file's tensors mean by the package gguf, under the names and in the order of `folder`'s model."""
+    from gguf import GGUFReader, dequantize
+    from gguf.constants import MODEL_ARCH_NAMES
+    from gguf.tensor_mapping import get_tensor_name_map
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    known = next(known for known, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(known, config["num_hidden_layers"])
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    kept = load_file(folder / "model.safetensors")
+    found = {name: tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] for name in kept}
+    values = {name: dequantize(tensor.data, tensor.tensor_type) for name, tensor in found.items()}
+    for suffix, heads in _INTERLEAVED.get(architecture, {}).items():
+        values |= {
+            name: _deinterleaved(value, config[heads]) for name, value in values.items() if name.endswith(suffix)
+        }
+    return values
+
+
+def _quantised(values: NDArray[np.float32], stored: GGMLQuantizationType) -> NDArray[Any]:
+    from gguf import quantize
+    from gguf.constants import GGML_QUANT_SIZES
+
+    at = _SCALES_AT.get(stored.name.lower())
+    if at is None:
+        quantised: NDArray[Any] = quantize(values, stored)
+        return quantised
+    rng, (columns, size) = np.random.default_rng(0), GGML_QUANT_SIZES[stored]
+    blocks = rng.integers(0, 256, (len(values), values.shape[1] // columns, size), dtype=np.uint8)
+    scales = rng.uniform(2e-4, 5e-4, blocks.shape[:2])
+    # Numbers of either sign, most of them within a few tenths.
+    for i, part in enumerate((scales / 4,) if at else (scales, scales * 7.5)):
+        blocks[..., at + 2 * i : at + 2 * i + 2] = part.astype("<f2")[..., None].view(np.uint8)
+    return blocks.reshape(len(values), -1)
+
+
+def _interleaved(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    return values.reshape(num_heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+
+
+def _deinterleaved(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    return values.reshape(num_heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _add_config(writer: Any, config: dict[str, Any]) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.gguf_file import write_gguf
 from fakes.quantised_checkpoint import LAYOUTS
+from fakes.random_families import make_family_model
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -40,13 +42,10 @@ MOST = {"int4": 1e-3, "int8": 0.01, "fp8": 0.04, "none": 1e-6}
 """What rounding activations, or minima to float16, makes of a product's spread."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_products_are_those_of_the_numbers_that_are_meant(
-    quantised: Callable[[str, str], tuple[Path, NDArray[Any]]], layout: str
-) -> None:
-    folder, _ = quantised("llama", layout)
-    config = json.loads((folder / "config.json").read_text())
-    checkpoint = Checkpoint.open(ModelSource(folder), reader_of(config))
+def _check(source: ModelSource, kept: str) -> None:
+    """The products of a matrix that is kept in a format are those of its values."""
+    config = json.loads((source.folder / "config.json").read_text())
+    checkpoint = Checkpoint.open(source, reader_of(config))
     matrix = DecoderTensors(checkpoint, family_of(config).spec_of(config)).qkv(0)
     device = Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -56,6 +55,18 @@ def test_products_are_those_of_the_numbers_that_are_meant(
     keeper, x = LinearKeeper("auto", device), torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     got = keeper(matrix, convert)(x.to(device.torch)).cpu()
     want = plain_linear(matrix, convert)(x.to(device.torch)).cpu()
-    kept = AS_STORED.get(layout, "none")
     assert keeper.formats == {kept}
     assert (got - want).square().mean().sqrt() <= MOST[kept] * want.std()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_are_those_of_the_numbers_that_are_meant(
+    quantised: Callable[[str, str], tuple[Path, NDArray[Any]]], layout: str
+) -> None:
+    _check(ModelSource(quantised("llama", layout)[0]), AS_STORED.get(layout, "none"))
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("q4_0", "int4"), ("q4_1", "int4"), ("q8_0", "none")])
+def test_a_gguf_files_four_bits_are_kept(kind: str, kept: str, tmp_path: Path) -> None:
+    folder = make_family_model(tmp_path / "model", "llama 3")
+    _check(ModelSource(folder, write_gguf(folder, tmp_path / "m.gguf", "llama", kind)), kept)
