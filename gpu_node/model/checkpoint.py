@@ -24,7 +24,7 @@ from penstock.gpu_node.model.source import ModelSource
 _SAFETENSORS_KINDS = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _INTERLEAVED_HEADS = {
-    "llama": {".q_proj.weight": "llama.attention.head_count", ".k_proj.weight": "llama.attention.head_count_kv"},
+    "llama": {".q_proj.": "llama.attention.head_count", ".k_proj.": "llama.attention.head_count_kv"},
     "qwen2": {},
     "qwen3": {},
 }
@@ -123,7 +123,8 @@ def weight_files(source: ModelSource) -> list[Path]:
     raise ConfigError(f"{folder} has no .safetensors weights")
 
 
-def _mapped(path: Path) -> NDArray[np.uint8]:
+def mapped(path: Path) -> NDArray[np.uint8]:
+    """A file's bytes, read-only. Raises ConfigError for an empty one."""
     with path.open("rb") as file:
         try:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
@@ -132,7 +133,7 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
 
 
 def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    content = _mapped(path)
+    content = mapped(path)
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     if 8 + header_bytes > len(content):
         raise ConfigError(f"{path} is cut short or no safetensors file")
@@ -164,7 +165,7 @@ class _GgufFile:
     """Finds the tensors of a GGUF file by Hugging Face's names."""
 
     def __init__(self, path: Path) -> None:
-        self._content = _mapped(path)
+        self._content = mapped(path)
         try:
             self._header = read_header(self._content.data)
             self._interleaved, self._names = _conventions(self._header)
@@ -172,19 +173,19 @@ class _GgufFile:
             raise ConfigError(f"cannot read {path}: {error.message}") from error
 
     def find(self, name: str) -> StoredTensor | None:
-        stored = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        tensor: GgufTensor | None = self._header.tensors.get(stored)
+        its_name = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensor: GgufTensor | None = self._header.tensors.get(its_name)
         if tensor is None:
             return None
         data = self._content[tensor.start : tensor.start + tensor.num_bytes]
-        heads = next((count for suffix, count in self._interleaved.items() if name.endswith(suffix)), None)
-        order = None if heads is None else _deinterleaved(tensor.shape[0], heads)
         kind = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type)
-        return StoredTensor(name, kind, tensor.shape, _rows(data, tensor.shape), order)
+        stored = StoredTensor(name, kind, tensor.shape, _rows(data, tensor.shape))
+        heads = next((count for part, count in self._interleaved.items() if part in name), None)
+        return stored if heads is None else stored.take_rows(_deinterleaved(tensor.shape[0], heads), *tensor.shape)
 
 
 def _conventions(header: GgufHeader) -> tuple[dict[str, int], Any]:
-    """Numbers of heads by the endings of the tensors that keep heads interleaved, and the map of names."""
+    """Numbers of heads by parts of the names of the tensors that keep heads interleaved, and the map of names."""
     name = str(header.metadata.get("general.architecture"))
     if name not in _INTERLEAVED_HEADS:
         raise ConfigError(f"architecture {name} is not supported in GGUF; supported: {', '.join(_INTERLEAVED_HEADS)}")

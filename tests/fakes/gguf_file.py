@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 
-_INTERLEAVED = {"llama": {"q_proj.weight": "num_attention_heads", "k_proj.weight": "num_key_value_heads"}}
+_INTERLEAVED = {"llama": {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}}
 _SCALES_AT = {"q4_k": 0, "q5_k": 0, "q6_k": 208}
 """Where in a block of 256 its scale is; those at its head are followed by that of what is subtracted."""
 
@@ -37,10 +37,12 @@ def write_gguf(folder: Path, path: Path, architecture: str, kind: str = "bf16") 
     for name, tensor in load_file(folder / "model.safetensors").items():
         stored = GGMLQuantizationType[kind.upper()] if tensor.ndim > 1 else GGMLQuantizationType.F32
         values = np.ascontiguousarray(tensor.float().numpy())
-        for suffix, heads in _INTERLEAVED.get(architecture, {}).items():
-            values = _interleaved(values, config[heads]) if name.endswith(suffix) else values
+        for part, heads in _INTERLEAVED.get(architecture, {}).items():
+            values = _interleaved(values, config[heads]) if part in name else values
         its_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(its_name, _quantised(values, stored), raw_dtype=stored)
+    if config["rope_parameters"]["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -62,10 +64,8 @@ def gguf_values(folder: Path, path: Path, architecture: str) -> dict[str, NDArra
     kept = load_file(folder / "model.safetensors")
     found = {name: tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] for name in kept}
     values = {name: dequantize(tensor.data, tensor.tensor_type) for name, tensor in found.items()}
-    for suffix, heads in _INTERLEAVED.get(architecture, {}).items():
-        values |= {
-            name: _deinterleaved(value, config[heads]) for name, value in values.items() if name.endswith(suffix)
-        }
+    for part, heads in _INTERLEAVED.get(architecture, {}).items():
+        values |= {name: _deinterleaved(value, config[heads]) for name, value in values.items() if part in name}
     return values
 
 
@@ -87,11 +87,11 @@ def _quantised(values: NDArray[np.float32], stored: GGMLQuantizationType) -> NDA
 
 
 def _interleaved(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    return values.reshape(num_heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+    return values.reshape(num_heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _deinterleaved(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    return values.reshape(num_heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+    return values.reshape(num_heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _add_config(writer: Any, config: dict[str, Any]) -> None:
@@ -104,9 +104,28 @@ def _add_config(writer: Any, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
+    scaling = config["rope_parameters"]
+    if scaling["rope_type"] in ("linear", "yarn"):
+        writer.add_string(f"{writer.arch}.rope.scaling.type", scaling["rope_type"])
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if scaling["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
+
+
+def _llama3_factors(config: dict[str, Any]) -> NDArray[np.float32]:
+    """What each frequency is divided by: nothing for short waves, `factor` for long ones."""
+    rope = config["rope_parameters"]
+    dim = config["head_dim"]
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    smooth = (rope["original_max_position_embeddings"] / waves - rope["low_freq_factor"]) / (
+        rope["high_freq_factor"] - rope["low_freq_factor"]
+    )
+    smooth = smooth.clip(0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
 
 def _add_tokenizer(writer: Any, tokenizer: dict[str, Any], eos_token_id: int) -> None:

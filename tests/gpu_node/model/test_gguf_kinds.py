@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,14 +33,19 @@ FORMATS = {
     **dict.fromkeys(("f16", "bf16"), "bf16"),
 }
 """What the native kernels keep each in."""
-SHAPES = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
+SHAPES: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "initializer_range": 0.1,
+}
 """Some formats have blocks of 256."""
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     """A Llama whose weights are in a GGUF file, and transformers' logits of what they mean."""
-    folder = make_family_model(tmp_path_factory.mktemp("plain"), "llama 3", "bfloat16", **SHAPES)
+    folder = make_family_model(tmp_path_factory.mktemp("plain"), "llama", "bfloat16", **SHAPES)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     @cache
@@ -50,6 +57,25 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
             return ModelSource(folder, gguf), model(torch.tensor([TOKEN_IDS])).logits[0].numpy()
 
     return make
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("llama 3", "llama"), ("llama linear", "llama"), ("qwen2 yarn", "qwen2")]
+)
+def test_positions_are_scaled_as_the_file_says(
+    name: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_family_model(tmp_path / "model", name, "bfloat16")
+    with torch.inference_mode():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        want = model(torch.tensor([2 * TOKEN_IDS])).logits[0].numpy()
+    gguf = write_gguf(folder, tmp_path / "m.gguf", architecture)
+    # As transformers reads the file.
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    runner = _load(ModelSource(folder, gguf), monkeypatch, num_blocks=13).runner
+    np.testing.assert_allclose(logits_alone(runner, 2 * TOKEN_IDS), want, rtol=0, atol=1e-4)
 
 
 def _load(source: ModelSource, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
