@@ -27,7 +27,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 def load_torch(described: Description, options: RunnerOptions, progress: Progress) -> tuple[TorchRunner, str]:
     """The runner, and a name for its arithmetic. Raises ConfigError naming what is missing or not supported."""
     if options.quantization not in ("auto", "none"):
-        raise ConfigError(f"quantization {options.quantization} needs the native runner")
+        others = "the native runner has int8, int8_group and int4, a card int8, int4 and fp8"
+        raise ConfigError(f"quantization {options.quantization} cannot be had: torch has auto and none, {others}")
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     spec, name = described.spec, _choose_dtype(options.dtype, described.stored_dtype)
