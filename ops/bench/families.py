@@ -50,9 +50,9 @@ STORED_HEAD = f"""
 ## As they are stored
 
 The {STORED_FAMILY} model in each layout of quantised checkpoints (packed, int8 and float8 are compressed-tensors') and
-each format of GGUF, against transformers in float32 with the numbers that the checkpoint means: what is left on the native
-runner is the rounding of activations, and of matrices that it keeps in int8 by groups of 32 since its kernels have not
-their format. Q4_K, Q5_K and Q6_K are random blocks, of no trained model's size.
+each format of GGUF, against transformers in float32 with the numbers that the checkpoint means: what is left on the
+native runner is the rounding of activations, and of matrices that it keeps in int8 by groups of 32 since its kernels
+have not their format. Q4_K, Q5_K and Q6_K are random blocks, of no trained model's size.
 """
 
 
