@@ -46,7 +46,8 @@ class ScaledTensor:
         return values
 
     def _by_column(self, by_group: Floats) -> Floats:
-        return np.repeat(by_group, self.group, axis=1)[:, : self.shape[1]]
+        # One for a whole row is spread by numpy itself, without another matrix.
+        return by_group if self.group >= self.shape[1] else np.repeat(by_group, self.group, axis=1)[:, : self.shape[1]]
 
 
 def _fp8_values() -> Floats:

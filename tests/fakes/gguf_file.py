@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from fakes.matrices import K_BLOCKS, random_blocks
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
+from gguf.constants import MODEL_ARCH_NAMES
+from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
-
-
 _INTERLEAVED = {"llama": {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}}
-_SCALES_AT = {"q4_k": 0, "q5_k": 0, "q6_k": 208}
-"""Where in a block of 256 its scale is; those at its head are followed by that of what is subtracted."""
 
 
 def write_gguf(folder: Path, path: Path, architecture: str, kind: str = "bf16") -> Path:
@@ -23,9 +21,6 @@ def write_gguf(folder: Path, path: Path, architecture: str, kind: str = "bf16") 
 
     What the package gguf cannot write, q4_k, q5_k and q6_k, is random numbers instead of the model's.
     """
-    from gguf import GGMLQuantizationType, GGUFWriter
-    from gguf.constants import MODEL_ARCH_NAMES
-    from gguf.tensor_mapping import get_tensor_name_map
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
@@ -52,9 +47,6 @@ def write_gguf(folder: Path, path: Path, architecture: str, kind: str = "bf16") 
 
 def gguf_values(folder: Path, path: Path, architecture: str) -> dict[str, NDArray[np.float32]]:
     """What such a file's tensors mean by the package gguf, under the names and in the order of `folder`'s model."""
-    from gguf import GGUFReader, dequantize
-    from gguf.constants import MODEL_ARCH_NAMES
-    from gguf.tensor_mapping import get_tensor_name_map
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
@@ -70,20 +62,10 @@ def gguf_values(folder: Path, path: Path, architecture: str) -> dict[str, NDArra
 
 
 def _quantised(values: NDArray[np.float32], stored: GGMLQuantizationType) -> NDArray[Any]:
-    from gguf import quantize
-    from gguf.constants import GGML_QUANT_SIZES
-
-    at = _SCALES_AT.get(stored.name.lower())
-    if at is None:
-        quantised: NDArray[Any] = quantize(values, stored)
-        return quantised
-    rng, (columns, size) = np.random.default_rng(0), GGML_QUANT_SIZES[stored]
-    blocks = rng.integers(0, 256, (len(values), values.shape[1] // columns, size), dtype=np.uint8)
-    scales = rng.uniform(2e-4, 5e-4, blocks.shape[:2])
-    # Numbers of either sign, most of them within a few tenths.
-    for i, part in enumerate((scales / 4,) if at else (scales, scales * 7.5)):
-        blocks[..., at + 2 * i : at + 2 * i + 2] = part.astype("<f2")[..., None].view(np.uint8)
-    return blocks.reshape(len(values), -1)
+    quantised: NDArray[Any] = (
+        random_blocks(*values.shape, stored) if stored in K_BLOCKS.values() else quantize(values, stored)
+    )
+    return quantised
 
 
 def _interleaved(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:

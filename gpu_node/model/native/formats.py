@@ -24,6 +24,10 @@ _SOURCES = {
     "q4_0": Source.Q4_0,
     "q4_1": Source.Q4_1,
     "q8_0": Source.Q8_0,
+    "q4_k": Source.Q4_K,
+    "q5_k": Source.Q5_K,
+    "q6_k": Source.Q6_K,
+    "float16": Source.FLOAT16,
 }
 
 
