@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes.gguf_file import write_gguf
-from fakes.quantised_checkpoint import LAYOUTS
+from fakes.plans import logits_alone
+from fakes.quantised_checkpoint import LAYOUTS, TOKEN_IDS
 from fakes.random_families import make_family_model
+from fakes.runner_options import runner_options
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from penstock.gpu_node.model.checkpoint import Checkpoint, Stored
 from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.stored import LinearKeeper
+from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.methods import reader_of
 from penstock.gpu_node.model.source import ModelSource
 from penstock.gpu_node.model.tensors import DecoderTensors
@@ -70,3 +74,13 @@ def test_products_are_those_of_the_numbers_that_are_meant(
 def test_a_gguf_files_four_bits_are_kept(kind: str, kept: str, tmp_path: Path) -> None:
     folder = make_family_model(tmp_path / "model", "llama 3")
     _check(ModelSource(folder, write_gguf(folder, tmp_path / "m.gguf", "llama", kind)), kept)
+
+
+def test_a_quantised_checkpoint_runs_as_it_is_stored(
+    quantised: Callable[[str, str], tuple[Path, NDArray[Any]]],
+) -> None:
+    folder, want = quantised("llama", "gptq int4 symmetric")
+    options = runner_options(runner="gpu", num_blocks=2, max_model_len=32, max_num_seqs=1)
+    loaded: Any = load_model(str(folder), options, lambda *_: None)
+    assert loaded.arithmetic == "gpu-float32-int4-kv-float32"
+    np.testing.assert_allclose(logits_alone(loaded.runner, TOKEN_IDS[:9]), want[:9], rtol=0, atol=1e-4)

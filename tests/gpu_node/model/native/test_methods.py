@@ -17,10 +17,15 @@ from penstock.gpu_node.model.native.runner import NativeRunner
 Quantised = Callable[[str, str], tuple[Path, NDArray[Any]]]
 
 
+MOST = {"llama": 0.09, "gpt-neox": 0.035}
+"""Errors by the logits' spread; those of the one are of wider scores."""
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", MOST)
 def test_logits_err_by_the_rounding_of_activations_only(
-    quantised: Quantised, load_native: Callable[..., NativeRunner], layout: str
+    quantised: Quantised, load_native: Callable[..., NativeRunner], family: str, layout: str
 ) -> None:
-    folder, want = quantised("gpt-neox", layout)
+    folder, want = quantised(family, layout)
     got = logits_alone(load_native(folder, quantization="auto", num_blocks=8), TOKEN_IDS)
-    assert np.sqrt(np.square(got - want).mean()) < 0.035 * want.std()
+    assert np.sqrt(np.square(got - want).mean()) < MOST[family] * want.std()
