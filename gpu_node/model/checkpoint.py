@@ -98,9 +98,13 @@ class Checkpoint:
         if self._read_scaled is None or matrix == name:
             return None
         try:
-            return self._read_scaled(matrix, self._find)
+            tensor = self._read_scaled(matrix, self._find)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"the tensors of {matrix} do not fit together: {error}") from error
+        if tensor is not None and not tensor.is_whole:
+            found = list(tensor.scales.shape)
+            raise ConfigError(f"tensor {name} {list(tensor.shape)} has scales {found} of {tensor.group} columns each")
+        return tensor
 
 
 def weight_files(source: ModelSource) -> list[Path]:

@@ -32,6 +32,12 @@ class ScaledTensor:
         """Rows and columns."""
         return self.numbers.shape
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each number has its scale, and its zero."""
+        scales = len(self.numbers), -(-self.shape[1] // self.group)
+        return self.scales.shape == scales and (self.zeros is None or self.zeros.shape == scales)
+
     def take_rows(self, rows: NDArray[np.int32], *_shape: int) -> ScaledTensor:
         """Some of its rows as a matrix of their own, of the shape that they have."""
         zeros = None if self.zeros is None else self.zeros[rows]

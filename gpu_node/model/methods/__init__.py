@@ -29,10 +29,12 @@ def reader_of(config: Mapping[str, Any]) -> ReadScaled | None:
     settings = config.get("quantization_config") or config.get("compression_config")
     if not settings:
         return None
-    name = settings.get("quant_method")
-    if name not in methods():
-        raise ConfigError(f"quant_method {name} of config.json is not read; read: {', '.join(methods())}")
     try:
+        name = settings.get("quant_method")
+        if name not in methods():
+            raise ConfigError(f"quant_method {name} of config.json is not read; read: {', '.join(methods())}")
         return methods()[name].reader_of(settings)
     except KeyError as error:
         raise ConfigError(f"quantization_config of config.json has no {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"quantization_config of config.json makes no sense: {error}") from error

@@ -30,7 +30,7 @@ def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
         raise ConfigError(f"awq of {bits} bits is not read; read: {_BITS}")
     if form.lower() != "gemm":
         raise ConfigError(f"awq in the format {form} is not read; read: gemm")
-    group_size = settings["group_size"] if "group_size" in settings else settings["q_group_size"]
+    group_size = int(settings["group_size"] if "group_size" in settings else settings["q_group_size"])
 
     def read(name: str, find: FindStored) -> ScaledTensor | None:
         parts = Parts(name, find)

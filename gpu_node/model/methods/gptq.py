@@ -27,7 +27,7 @@ def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
         raise ConfigError(f"gptq of {bits} bits is not read; read: 4, 8")
     if form not in _ZERO_OFFSETS:
         raise ConfigError(f"gptq in the format {form} is not read; read: {', '.join(_ZERO_OFFSETS)}")
-    group_size = settings["group_size"]
+    group_size = int(settings["group_size"])
     if settings.get("dynamic"):
         raise ConfigError("gptq with settings of single modules (dynamic) is not read")
 
