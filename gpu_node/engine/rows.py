@@ -221,7 +221,7 @@ class RowTable:
             query_starts=query_starts,
             context_lens=ends,
             block_tables=self._block_tables[:, :width][rows],
-            sample_seqs=step.sampled,
+            sample_tokens=query_starts[step.sampled + 1] - 1,
             sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
             copies=step.copies,
         )

@@ -95,8 +95,8 @@ class StepPlan:
     """[num_seqs]: tokens in the cache once this step's are stored."""
     block_tables: NDArray[np.int32]
     """[num_seqs, max_blocks], padded with NULL_BLOCK."""
-    sample_seqs: NDArray[np.int32]
-    """[num_samples]: which sequences sample after their last token, ascending."""
+    sample_tokens: NDArray[np.int32]
+    """[num_samples]: behind which of `token_ids` a token is sampled, ascending."""
     sampling: SamplingRows
     copies: NDArray[np.int32] = field(default_factory=lambda: NO_COPIES)
     """[num_copies, 2]: from which block to which one; done in order, before anything of the step is stored or read."""

@@ -73,7 +73,7 @@ class TorchRunner:
         if len(plan.copies):
             self._copy(plan.copies)
         started_s = time.perf_counter()
-        sampling = torch.from_numpy(plan.query_starts[plan.sample_seqs + 1] - 1)
+        sampling = torch.from_numpy(plan.sample_tokens)
         logits = self._logits(plan, sampling)
         computed_s = time.perf_counter()
         tokens = sample(logits, plan.sampling) if len(logits) else np.empty(0, dtype=np.int32)

@@ -99,7 +99,7 @@ class NativePlan(c.Structure):
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_tokens", "num_seqs", "num_samples", "block_table_stride")),
-        *((name, c.c_void_p) for name in ("token_ids", "positions", "query_starts", "block_tables", "sample_seqs")),
+        *((name, c.c_void_p) for name in ("token_ids", "positions", "query_starts", "block_tables", "sample_tokens")),
         *((name, c.c_void_p) for name in ("temperature", "top_p", "min_p")),
         *((name, c.c_void_p) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
         *((name, c.c_void_p) for name in ("top_k", "choice", "position", "seed")),

@@ -51,7 +51,7 @@ def pack_step(plan: StepPlan, marks: Ints, block_size: int) -> list[Ints]:
         plan.block_tables,
         np.flatnonzero(counts == 1).astype(np.int32),
         prefill_tiles(plan.query_starts, np.flatnonzero(counts > 1).astype(np.int32)),
-        plan.query_starts[plan.sample_seqs + 1] - 1,
+        plan.sample_tokens,
         pack_rules(plan.sampling, marks),
     ]
 

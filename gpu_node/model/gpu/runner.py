@@ -87,7 +87,7 @@ class GpuRunner:
         flight = _Flight(started, copied)
 
         def land() -> None:
-            flight.land(tray.take(self._tokens[: len(plan.sample_seqs)]), tray.left)
+            flight.land(tray.take(self._tokens[: len(plan.sample_tokens)]), tray.left)
 
         if plan.sampling.masks is None:
             self._row_marks.write(plan.sampling, places)

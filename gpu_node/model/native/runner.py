@@ -35,7 +35,7 @@ class NativeRunner:
 
     def submit(self, plan: StepPlan) -> _Flight:
         """Start a step."""
-        tokens, times_ms = np.empty(len(plan.sample_seqs), dtype=np.int32), np.zeros(3, dtype=np.float32)
+        tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
         ragged = _ragged(plan.sampling)
         self._model.start(
             NativePlan(
@@ -89,9 +89,9 @@ def _step(plan: StepPlan) -> tuple[int | None, ...]:
     """The fields of a NativePlan up to its ragged ones."""
     rows = plan.sampling
     return (
-        *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_seqs)),
+        *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_tokens)),
         plan.block_tables.strides[0] // plan.block_tables.itemsize,
-        *_addresses(plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_seqs),
+        *_addresses(plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_tokens),
         *_addresses(rows.temperature, rows.top_p, rows.min_p),
         *_addresses(rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty),
         *_addresses(rows.top_k, rows.choice, rows.position, rows.seed),

@@ -49,7 +49,7 @@ struct Layer {
 // One step as penstock.gpu_node.model.protocol.StepPlan says it; the arrays live until the step is done.
 struct Plan {
   int32_t num_tokens, num_seqs, num_samples, block_table_stride;
-  const int32_t *token_ids, *positions, *query_starts, *block_tables, *sample_seqs;
+  const int32_t *token_ids, *positions, *query_starts, *block_tables, *sample_tokens;
   const float *temperature, *top_p, *min_p, *repetition_penalty, *presence_penalty, *frequency_penalty;
   const int32_t *top_k, *choice, *position;
   const uint64_t* seed;

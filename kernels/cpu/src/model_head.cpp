@@ -29,7 +29,7 @@ void Model::plan_head() {
   if (plan_.logits) {
     for (int i = 0; i < plan_.num_tokens; ++i) head_tokens_.push_back(i);
   } else {
-    for (int i = 0; i < plan_.num_samples; ++i) head_tokens_.push_back(plan_.query_starts[plan_.sample_seqs[i] + 1] - 1);
+    head_tokens_.assign(plan_.sample_tokens, plan_.sample_tokens + plan_.num_samples);
   }
   int kept = 0;
   logits_row_.assign(head_tokens_.size(), -1);
