@@ -28,8 +28,8 @@ class Flight:
         try:
             if broken_blocks:
                 runner.zero_blocks(broken_blocks)
-            self._plan = plan(step)
-            self._handle = runner.submit(self._plan)
+            self.plan = plan(step)
+            self._handle = runner.submit(self.plan)
         except Exception as error:
             # Raised by `result`, like a failure on the way: what landed before this step is handed out first.
             self._outcome.set_exception(error)

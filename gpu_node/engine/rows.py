@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
-from penstock.gpu_node.model.protocol import NULL_BLOCK, SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.intp]
@@ -119,6 +119,7 @@ class _Settings:
     are_penalised: bool
     have_bans: bool
     are_guided: bool
+    num_logprobs: Ints | None
 
 
 class RowTable:
@@ -245,6 +246,7 @@ class RowTable:
             biased=settings.biased,
             biases=settings.biases,
             masks=self._masks_of(seqs) if settings.are_guided else None,
+            num_logprobs=settings.num_logprobs,
         )
 
     def _masks_of(self, seqs: list[Sequence]) -> GuidedMasks:
@@ -255,6 +257,7 @@ class RowTable:
         return GuidedMasks(guided)
 
     def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
+        wanted = [seq.num_logprobs for seq in seqs]
         return _Settings(
             rows=rows,
             values={name: column[rows] for name, column in self._settings.items()},
@@ -265,6 +268,7 @@ class RowTable:
             biases=tuple(seq.biases for seq in seqs),
             have_bans=any(seq.has_bans for seq in seqs),
             are_guided=any(seq.guide is not None for seq in seqs),
+            num_logprobs=np.array(wanted, dtype=np.int32) if max(wanted, default=NO_LOGPROBS) >= 0 else None,
         )
 
 

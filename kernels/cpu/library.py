@@ -107,6 +107,11 @@ class NativePlan(c.Structure):
         *((name, c.c_void_p) for name in ("biased", "biases", "num_biased", "masks", "masks_written")),
         ("num_copies", c.c_int32),
         *((name, c.c_void_p) for name in ("copies", "tokens", "logits", "times_ms")),
+        *((name, c.c_void_p) for name in ("num_logprobs", "logprob_ids", "logprobs")),
+        *((name, c.c_int32) for name in ("logprobs_width", "num_scored")),
+        *((name, c.c_void_p) for name in ("scored_tokens", "score_targets", "num_score_logprobs")),
+        *((name, c.c_void_p) for name in ("score_ids", "scores")),
+        ("scores_width", c.c_int32),
     ]
 
 

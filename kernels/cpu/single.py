@@ -136,6 +136,12 @@ class Single:
         token: int = self._library.penstock_single_sample(_at(logits), len(logits), c.byref(rule))
         return token
 
+    def logprobs(self, logits: Floats, token: int, count: int) -> tuple[NDArray[np.int32], Floats]:
+        """Ids and values, each [1 + count]: of a token, then of the likeliest ones. logits: [vocab]."""
+        ids, values = np.full(1 + count, -1, np.int32), _poisoned(1 + count)
+        self._library.penstock_single_logprobs(_at(logits), len(logits), token, count, _at(ids), _at(values))
+        return ids, values
+
 
 class SingleCache:
     """Keys and values of one layer. Close it, or its memory stays."""
@@ -224,6 +230,7 @@ def _open(path: Path) -> Any:
         "turn": (None, [pointer, number]),
         "place": (number, [number] * 3),
         "sample": (c.c_int32, [pointer, number, pointer]),
+        "logprobs": (None, [pointer, *[number] * 3, pointer, pointer]),
         "cache_new": (pointer, [number] * 5),
         "cache_free": (None, [pointer]),
         "cache_set": (None, [pointer, number, number, pointer, pointer]),

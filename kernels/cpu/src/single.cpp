@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "logprobs.h"
 #include "norm.h"
 #include "sampler.h"
 #include "turn.h"
@@ -94,6 +95,10 @@ int penstock_single_place(int place, int first, int i) { return place_row((Place
 
 int32_t penstock_single_sample(float* logits, int vocab, const SamplingRule* rule) {
   return sample(logits, vocab, *rule);
+}
+
+void penstock_single_logprobs(const float* logits, int vocab, int32_t token, int count, int32_t* ids, float* values) {
+  write_logprobs(logits, vocab, token, count, ids, values);
 }
 
 KvCache* penstock_single_cache_new(int format, int num_heads, int head_dim, int block_size, int num_blocks) {
