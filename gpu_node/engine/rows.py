@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
-from penstock.gpu_node.model.protocol import NULL_BLOCK, SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.intp]
@@ -108,6 +108,7 @@ class _Settings:
     have_bans: bool
     are_guided: bool
     look_back: bool
+    num_logprobs: Ints | None
 
 
 class RowTable:
@@ -222,7 +223,7 @@ class RowTable:
             query_starts=query_starts,
             context_lens=ends,
             block_tables=self._block_tables[:, :width][rows],
-            sample_seqs=step.sampled,
+            sample_tokens=query_starts[step.sampled + 1] - 1,
             sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
             copies=step.copies,
         )
@@ -243,6 +244,7 @@ class RowTable:
             biased=settings.biased,
             biases=settings.biases,
             masks=self._masks_of(seqs) if settings.are_guided else None,
+            num_logprobs=settings.num_logprobs,
         )
 
     def _masks_of(self, seqs: list[Sequence]) -> GuidedMasks:
@@ -259,6 +261,7 @@ class RowTable:
         return self._last
 
     def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
+        wanted = [seq.num_logprobs for seq in seqs]
         return _Settings(
             rows=rows,
             values={name: column[rows] for name, column in self._settings.items()},
@@ -270,6 +273,7 @@ class RowTable:
             have_bans=any(seq.has_bans for seq in seqs),
             are_guided=any(seq.guide is not None for seq in seqs),
             look_back=any(seq.looks_back for seq in seqs),
+            num_logprobs=np.array(wanted, dtype=np.int32) if max(wanted, default=NO_LOGPROBS) >= 0 else None,
         )
 
 

@@ -80,8 +80,9 @@ def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:
         assert plan.token_ids[tokens].tolist() == scheduler.tokens_of(seq)[computed.start : computed.stop].tolist()
         assert plan.context_lens[i] == computed.stop <= len(seq.blocks) * BLOCK_SIZE
         assert plan.block_tables[i].tolist() == (seq.blocks + [0] * width)[:width]
-        assert (i in plan.sample_seqs) == (computed.stop == len(scheduler.tokens_of(seq)))
-    sampled = [step.seqs[i] for i in plan.sample_seqs]
+        samples = tokens.stop - 1 in plan.sample_tokens
+        assert samples == (computed.stop == len(scheduler.tokens_of(seq)))
+    sampled = [step.seqs[i] for i in np.searchsorted(plan.query_starts, plan.sample_tokens, side="right") - 1]
     assert plan.sampling.position.tolist() == [len(scheduler.tokens_of(seq)) - seq.num_prompt_tokens for seq in sampled]
     assert all(seen.min(initial=0) >= 0 for seen in plan.sampling.seen)
     return plan
