@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from penstock.gpu_node.engine.lookup import PromptLookup
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.residents import Residents
-from penstock.gpu_node.engine.rows import Ints, Rows, Step
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculation import Drafter, Speculation
+from penstock.gpu_node.engine.steps import Ints, Rows, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 

@@ -13,7 +13,8 @@ from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gpu_node.engine.blocks import ROOT_HASH
 from penstock.gpu_node.engine.choice import ChoiceOutput
 from penstock.gpu_node.engine.ends import EndRule
-from penstock.gpu_node.engine.guide import Guide, Guides
+from penstock.gpu_node.engine.guide import Guide
+from penstock.gpu_node.engine.guides import Guides
 from penstock.gpu_node.engine.records import ResumedChoice
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.tokenizer import Tokenizer

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
 from penstock.gpu_node.engine.speculation import Drafter
+
+if TYPE_CHECKING:
+    from penstock.contract.job import SamplingParams
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
@@ -108,6 +112,11 @@ class Sequence:
     def has_bans(self) -> bool:
         """Whether some tokens must not be chosen at times."""
         return self.end_rule.min_tokens > 0 or bool(self.bad_words)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the rules for its next token look at what it said last."""
+        return self.is_penalised or bool(self.bad_words) or self.guide is not None
 
     def banned_ids(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Ids that the token behind all these must not be."""

@@ -14,10 +14,12 @@ from penstock.gpu_node.model.checkpoint import Checkpoint
 from penstock.gpu_node.model.description import Description, cache_sizes, num_host_blocks
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.graphs import bucket_sizes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, linear_of
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes, run_largest_step
+from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 from penstock.gpu_node.model.source import ModelSource, Progress, dequantised_folder
@@ -100,7 +102,7 @@ def _sizes(
     described: Description, options: RunnerOptions, decoder: GpuDecoder, layout: KvLayout, device: Device
 ) -> CacheSizes:
     """By number where one is given; else what the card has left once the largest step has run, or kv_cache_gib."""
-    token_bytes = layout.block_bytes // options.block_size
+    token_bytes, vocab = layout.block_bytes // options.block_size, described.spec.vocab_size
     if not device.is_card:
         return cache_sizes(described, replace(options, cpu_offload_gib=0.0), token_bytes)
     num_blocks = options.num_blocks
@@ -111,8 +113,9 @@ def _sizes(
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         share = options.gpu_memory_utilization or _UTILIZATION
-        marks = 8 * options.max_num_seqs * described.spec.vocab_size
-        left = bytes_left(total=total, free=free, reserved=reserved, peak=peak + marks, utilization=share)
+        # The rows of marks, and the logits of the largest graph.
+        sampling = (8 * FIRST_ROWS + decoder.dtype.itemsize * bucket_sizes(options.max_num_seqs)[-1]) * vocab
+        left = bytes_left(total=total, free=free, reserved=reserved, peak=peak + sampling, utilization=share)
         num_blocks = left // layout.block_bytes - 1
         if num_blocks < 1:
             raise ConfigError(f"gpu_memory_utilization {share} leaves no block of {options.block_size} tokens")
