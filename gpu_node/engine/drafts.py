@@ -7,6 +7,7 @@ arXiv:2211.17192, accept at random; that keeps the distribution, not the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ class Settled(NamedTuple):
 
     step: Step
     tokens: Ints
+    samples: Items[int]
+    """Which samples those are."""
     poisoned: list[Sequence]
     """Those whose draft made values that are not finite, which now lie behind what they have computed."""
 
@@ -74,7 +77,7 @@ class Drafts:
     def settle(self, step: Step, tokens: Ints) -> Settled:
         """Part what stands of a step's samples from what does not."""
         if not step.num_drafted:
-            return Settled(step, tokens, [])
+            return Settled(step, tokens, range(len(tokens)), [])
         stands = self._stand(step, tokens)
         num_samples, num_standing = np.bincount(step.sampled), np.bincount(step.sampled[stands])
         for i in (num_samples > 1).nonzero()[0].tolist():
@@ -90,7 +93,7 @@ class Drafts:
             sampled_rows=step.sampled_rows[kept],
             sampled_ends=step.sampled_ends[kept],
         )
-        return Settled(standing, tokens[kept], [seq for seq in poisoned if seq.row >= 0])
+        return Settled(standing, tokens[kept], kept.tolist(), [seq for seq in poisoned if seq.row >= 0])
 
     def _stand(self, step: Step, tokens: Ints) -> NDArray[np.bool_]:
         """[num_samples]: whether all that a token was sampled behind is what was sampled itself."""

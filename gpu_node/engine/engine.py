@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError, RequestError
 from penstock.contract.job import Priority, SamplingParams, Usage
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
@@ -13,6 +15,7 @@ from penstock.gpu_node.engine.flight import Flights, Meter
 from penstock.gpu_node.engine.guides import Guides
 from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.loading import load
+from penstock.gpu_node.engine.logprobs import logprobs_of, note_scores, scored_tokens
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.offline import Prompt, gather, run, spread
 from penstock.gpu_node.engine.preemption import PreemptionCosts
@@ -26,7 +29,7 @@ from penstock.gpu_node.engine.speculation import speculation_of
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.engine.trail import MemoryTrail
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan
 
 
 class Engine:
@@ -57,6 +60,7 @@ class Engine:
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
         self._flights = Flights()
+        self._logprobs: Logprobs | None = None
         self._held: tuple[list[Choice], float] = [], 0.0
         self._meter = Meter()
 
@@ -219,6 +223,8 @@ class Engine:
         self._held = flight.step.seqs, flight.age_ms
         landed = self._scheduler.commit(flight.step, result.tokens)
         self._flights.broken_blocks += landed.broken_blocks
+        self._logprobs = result.logprobs
+        note_scores(flight.step, flight.plan, result.scores)
         self._meter.land(flight, result, len(landed.token_ids))
         self._costs.note_step(len(flight.step.copies), flight.step.num_prefill_tokens, result)
         self._scheduler.drafts.speculation.note_step(flight.step.num_tokens, result)
@@ -243,7 +249,8 @@ class Engine:
     def _plan(self, step: Step) -> StepPlan:
         plan = self._scheduler.plan(step)
         self._guides.write(plan.sampling.masks)
-        return plan
+        scored = scored_tokens(step, plan)
+        return plan if scored is None else replace(plan, scored=scored)
 
     def _hand_out(self, landed: Landed | None) -> list[StepOutput]:
         """What each choice gained; nothing for those that are gone since their step was launched."""
@@ -253,13 +260,13 @@ class Engine:
             return outputs
         with self._meter.output:
             note_held(*self._held, self._block_size)
-            for seq, token in zip(landed.seqs, landed.token_ids, strict=True):
+            for row, seq, token in zip(landed.samples, landed.seqs, landed.token_ids, strict=True):
                 choice = self._live.get(seq)
                 if choice is not None:
-                    outputs.append(self._advance(choice, token, has_left=seq in landed.ended))
+                    outputs.append(self._advance(choice, token, row, has_left=seq in landed.ended))
         return outputs
 
-    def _advance(self, choice: LiveChoice, token: int, *, has_left: bool) -> StepOutput:
+    def _advance(self, choice: LiveChoice, token: int, row: int, *, has_left: bool) -> StepOutput:
         if token == FAILED_TOKEN:
             choice.output.fail()
             return self._output(choice, ())
@@ -267,23 +274,14 @@ class Engine:
         choice.request.completion_tokens += 1
         if choice.output.finish_reason is not None and not has_left:
             self._scheduler.remove(choice.seq)  # its text ends it, which only shows here, wherever it is by now
-        return self._output(choice, (token,))
+        return self._output(choice, (token,), logprobs_of(choice.seq, self._logprobs, row, self._tokenizer))
 
-    def _output(self, choice: LiveChoice, token_ids: tuple[int, ...]) -> StepOutput:
-        text = choice.output.take_text()
-        if choice.owed:
-            text, choice.owed = choice.owed + text, ""
-        finish_reason = choice.output.finish_reason
-        return StepOutput(
-            request_id=choice.request.request_id,
-            choice=choice.seq.choice,
-            position=choice.output.num_tokens - len(token_ids),
-            token_ids=token_ids,
-            text=text,
-            finish_reason=finish_reason,
-            usage=self._end_choice(choice) if finish_reason is not None else None,
-            kv_ms=choice.seq.kv_ms,
-        )
+    def _output(
+        self, choice: LiveChoice, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> StepOutput:
+        usage = self._end_choice(choice) if choice.output.finish_reason is not None else None
+        prompt_logprobs = choice.request.take_prompt_logprobs(self._tokenizer)
+        return choice.said(token_ids, logprobs, prompt_logprobs, usage)
 
     def _end_choice(self, choice: LiveChoice) -> Usage | None:
         """Close a choice; the request's usage when it was the last one."""

@@ -30,8 +30,8 @@ class Flight:
             if broken_blocks:
                 runner.zero_blocks(broken_blocks)
                 broken_blocks.clear()
-            self._plan = plan(step)
-            self._handle = runner.submit(self._plan)
+            self.plan = plan(step)
+            self._handle = runner.submit(self.plan)
         except Exception as error:
             # Raised by `result`, like a failure on the way: what landed before this step is handed out first.
             self._outcome.set_exception(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,8 @@ class Landed:
 
     seqs: list[Sequence]
     token_ids: list[int]
+    samples: Items[int]
+    """Which of the step's samples they are."""
     ended: set[Sequence]
     """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
     broken_blocks: list[int]

@@ -63,8 +63,7 @@ class Residents:
         if seq.blocks:
             return seq.blocks
         seq.hash_full_blocks(seq.token_ids, self._block_size)
-        # The last token is always computed: its logits are what the next one is sampled from.
-        return self._memory.match(seq.block_hashes[: (len(seq.token_ids) - 1) // self._block_size])
+        return self._memory.match(seq.block_hashes[: seq.num_reusable // self._block_size])
 
     def num_missing(self, seq: Sequence, held: list[int], *, in_place: bool = False) -> int:
         """Blocks beside `held` for all of a waiting sequence and its forks, not only for its first chunk.

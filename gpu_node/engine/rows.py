@@ -13,7 +13,7 @@ from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
-from penstock.gpu_node.model.protocol import NULL_BLOCK, SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
 
 _SETTINGS: dict[str, type[np.generic]] = {
     "temperature": np.float32,
@@ -43,6 +43,7 @@ class _Settings:
     have_bans: bool
     are_guided: bool
     look_back: bool
+    num_logprobs: Ints | None
 
 
 class RowTable:
@@ -192,6 +193,7 @@ class RowTable:
             biased=settings.biased,
             biases=settings.biases,
             masks=self._masks_of(seqs) if settings.are_guided else None,
+            num_logprobs=settings.num_logprobs,
         )
 
     def _masks_of(self, seqs: list[Sequence]) -> GuidedMasks:
@@ -208,6 +210,7 @@ class RowTable:
         return self._last
 
     def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
+        wanted = [seq.num_logprobs for seq in seqs]
         return _Settings(
             rows=rows,
             values={name: column[rows] for name, column in self._settings.items()},
@@ -219,6 +222,7 @@ class RowTable:
             have_bans=any(seq.has_bans for seq in seqs),
             are_guided=any(seq.guide is not None for seq in seqs),
             look_back=any(seq.looks_back for seq in seqs),
+            num_logprobs=np.array(wanted, dtype=np.int32) if max(wanted, default=NO_LOGPROBS) >= 0 else None,
         )
 
 

@@ -164,8 +164,8 @@ class Scheduler:
         """Note that a step was computed and what it sampled; whoever ends by that leaves."""
         self._suspects.landed(step)
         self._step_size.landed()
-        standing, tokens, poisoned = self.drafts.settle(step, tokens)
-        landed = Landed(standing.sampled_seqs, tokens.tolist(), set(), [])
+        standing, tokens, samples, poisoned = self.drafts.settle(step, tokens)
+        landed = Landed(standing.sampled_seqs, tokens.tolist(), samples, set(), [])
         for i in self._progress.land(standing, tokens):
             seq = standing.sampled_seqs[i]
             if landed.token_ids[i] == FAILED_TOKEN:

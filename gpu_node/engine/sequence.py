@@ -12,7 +12,9 @@ from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
+from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.speculation import Drafter
+from penstock.gpu_node.model.protocol import NO_LOGPROBS
 
 if TYPE_CHECKING:
     from penstock.contract.job import SamplingParams
@@ -38,6 +40,8 @@ class Sequence:
     """Keeps its text to a form."""
     drafter: Drafter | None = None
     """Guesses what it says next, once that may pay."""
+    prompt_scores: PromptScores | None = None
+    """What its request wants to know of the prompt."""
     root_hash: bytes = ROOT_HASH
     """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)
@@ -101,6 +105,23 @@ class Sequence:
     def num_to_share(self) -> int:
         """Tokens that it can take over from whoever computed its prompt; its last token it computes itself."""
         return min(self.num_prompt_tokens, len(self.token_ids) - 1)
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens that it need not compute where a cache has them.
+
+        Behind the last token the next one is sampled, and behind those of a prompt it may have to be known how likely
+        the next one was.
+        """
+        num_reusable = len(self.token_ids) - 1
+        if self.prompt_scores is not None and not self.prompt_scores.is_complete:
+            return min(num_reusable, self.prompt_scores.num_scored)
+        return num_reusable
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many of the likeliest tokens are wanted beside each of its own, or NO_LOGPROBS."""
+        return NO_LOGPROBS if self.params.logprobs is None else self.params.logprobs
 
     @property
     def is_penalised(self) -> bool:

@@ -45,9 +45,9 @@ class DecodeGraphs:
             self._replays[size], pool = device.capture(self._work(compute, step), pool)
 
     def can_run(self, arrays: list[Ints]) -> bool:
-        """Whether a packed step is one that every sequence decodes and samples in."""
+        """Whether a packed step is one that every sequence decodes and samples in, and no token is only scored."""
         num_seqs = len(arrays[4])
-        return len(arrays[0]) == num_seqs == len(arrays[8]) and num_seqs <= self._sizes[-1]
+        return len(arrays[0]) == num_seqs == len(arrays[8]) == len(arrays[9]) and num_seqs <= self._sizes[-1]
 
     def padded(self, arrays: list[Ints]) -> list[Ints]:
         """A packed step as `run` takes it."""

@@ -32,7 +32,7 @@ class StepInputs:
     tiles: Tensor
     """[num_tiles, 2]: of the queries of all others."""
     sampling: Tensor
-    """[num_samples]: tokens that a row is sampled behind."""
+    """Tokens whose logits are wanted: [num_samples] that a row is sampled behind, then those that are only scored."""
     rules: Tensor
     """[num_samples, columns of a rule]: none of them with a row of marks."""
 
@@ -51,7 +51,7 @@ def pack_step(plan: StepPlan, block_size: int) -> list[Ints]:
         plan.block_tables,
         np.flatnonzero(counts == 1).astype(np.int32),
         prefill_tiles(plan.query_starts, np.flatnonzero(counts > 1).astype(np.int32)),
-        plan.sample_tokens,
+        plan.sample_tokens if plan.scored is None else np.concatenate((plan.sample_tokens, plan.scored.tokens)),
         pack_rules(plan.sampling, np.full(len(plan.sample_tokens), -1, np.int32)),
     ]
 

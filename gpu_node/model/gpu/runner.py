@@ -17,11 +17,14 @@ from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, places_of
+from penstock.gpu_node.model.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.protocol import CacheSizes, StepPlan, StepResult
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
 
+_OnDevice = tuple[Tensor, Tensor] | None
+"""The arrays of `Logprobs`."""
 FIXED_SPLITS = 8
 """Of contexts, where a row's sums must not depend on how many others there are."""
 
@@ -99,6 +102,7 @@ class GpuRunner:
             by = self._row_marks.write(plan.sampling, places) if is_late else rules
             if by is not None:
                 self._tokens[: len(by)] = sample(logits[: len(by)], by, self._row_marks.marks)
+            flight.note_logprobs(*self._logprobs(plan, logits))
             flight.land(tray.take(self._tokens[: len(plan.sample_tokens)]), tray.left)
 
         if is_late:
@@ -134,8 +138,20 @@ class GpuRunner:
         """The logits; rows that look at nothing else have chosen their tokens."""
         logits = self._logits(step)
         if len(step.rules):
-            self._tokens[: len(step.rules)] = sample(logits, step.rules, self._no_marks)
+            rows = len(step.rules)
+            self._tokens[:rows] = sample(logits[:rows], step.rules, self._no_marks)
         return logits
+
+    def _logprobs(self, plan: StepPlan, logits: Tensor) -> tuple[_OnDevice, _OnDevice]:
+        """Those of the sampling rows and of the scored tokens, where anybody wants them."""
+        rows, wanted, scored = len(plan.sample_tokens), plan.sampling.num_logprobs, plan.scored
+        logprobs = scores = None
+        if wanted is not None:
+            logprobs = logprobs_of(logits[:rows], self._tokens[:rows], wanted)
+        if scored is not None:
+            targets = torch.from_numpy(scored.targets).to(self._device.torch)
+            scores = logprobs_of(logits[rows:], targets, scored.num_logprobs)
+        return logprobs, scores
 
     def _logits(self, step: StepInputs) -> Tensor:
         given = step.token_ids
@@ -192,10 +208,15 @@ class _Flight:
         self._tokens = torch.empty(0, dtype=torch.int32)
         self.rest: Callable[[], None] | None = None
         """What is still to be given to the device."""
+        self._logprobs: tuple[_OnDevice, _OnDevice] = None, None
 
     def land(self, tokens: Tensor, done: Mark) -> None:
         """Say where its tokens are, once `done` is reached."""
         self._tokens, self._done = tokens, done
+
+    def note_logprobs(self, logprobs: _OnDevice, scores: _OnDevice) -> None:
+        """Keep those of its sampling rows and of its scored tokens."""
+        self._logprobs = logprobs, scores
 
     def close(self) -> None:
         """Give the device what is left of it."""
@@ -208,4 +229,6 @@ class _Flight:
         self._done.wait()
         # Sampling is part of the same graph as the forward pass.
         forward_ms, copy_ms = self._done.ms_since(self._copied), self._copied.ms_since(self._started)
-        return StepResult(self._tokens.numpy().copy(), forward_ms, sample_ms=0.0, copy_ms=copy_ms)
+        logprobs, scores = (None if tensors is None else to_numpy(*tensors) for tensors in self._logprobs)
+        tokens = self._tokens.numpy().copy()
+        return StepResult(tokens, forward_ms, sample_ms=0.0, copy_ms=copy_ms, logprobs=logprobs, scores=scores)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.contract.job import SamplingParams
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.structured import StructuredOutputs
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.lookup import MATCHES, PromptLookup
@@ -21,7 +22,7 @@ from penstock.gpu_node.engine.speculation import Drafter, Speculation
 from penstock.gpu_node.engine.step_cost import StepCost
 
 MakeEngine = Callable[..., Engine]
-Said = dict[tuple[str, int], tuple[list[int], str, str | None]]
+Said = dict[tuple[str, int], tuple[list[int], str, str | None, list[TokenLogprobs]]]
 TIGHT: dict[str, Any] = {"max_num_seqs": 6, "num_kv_blocks": 14, "num_swap_blocks": 10, "max_num_batched_tokens": 48}
 
 options = st.fixed_dictionaries(
@@ -35,6 +36,7 @@ options = st.fixed_dictionaries(
         "stop": st.sampled_from([("e",), ("th", "ate")]),
         "stop_token_ids": st.just(tuple(range(3, 60))),
         "ignore_eos": st.booleans(),
+        "logprobs": st.just(2),
     },
 )
 guided = st.fixed_dictionaries(
@@ -75,12 +77,13 @@ def _add(engine: Engine, wanted: list[tuple[list[int], int, dict[str, Any]]]) ->
 def _said(outputs: list[StepOutput]) -> Said:
     said: Said = {}
     for output in outputs:
-        tokens, text, _ = said.setdefault((output.request_id, output.choice), ([], "", None))
+        tokens, text, _, logprobs = said.setdefault((output.request_id, output.choice), ([], "", None, []))
         assert output.position == len(tokens)
         said[output.request_id, output.choice] = (
             [*tokens, *output.token_ids],
             text + output.text,
             output.finish_reason,
+            [*logprobs, *output.logprobs],
         )
     return said
 
@@ -106,7 +109,7 @@ def test_every_answer_is_what_it_is_without_drafts(
     _add(plain, wanted)
     want = _run(plain)
     oracle.rng = random.Random(luck)
-    oracle.texts = [[*wanted[int(name)][0], *tokens] for (name, _), (tokens, _, _) in want.items()]
+    oracle.texts = [[*wanted[int(name)][0], *tokens] for (name, _), (tokens, *_) in want.items()]
     _add(drafting, wanted)
     assert _run(drafting) == want
 
@@ -116,7 +119,7 @@ def test_drafts_stand_and_save_steps(plain: Engine, drafting: Engine, oracle: Or
     wanted = [([5, 6, 7, i], 40, {"temperature": 1.0, "ignore_eos": True}) for i in range(3, 6)]
     _add(plain, wanted)
     want = _run(plain)
-    oracle.texts = [[*wanted[int(name)][0], *tokens] for (name, _), (tokens, _, _) in want.items()]
+    oracle.texts = [[*wanted[int(name)][0], *tokens] for (name, _), (tokens, *_) in want.items()]
     _add(drafting, wanted)
     assert _run(drafting) == want
     stats = drafting.stats()
@@ -131,7 +134,7 @@ def test_an_answer_that_another_node_began_goes_on_as_it_would_have(
 ) -> None:
     prompt, params = [5, 6, 7, 5, 6], SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, min_tokens=40)
     plain.add("x", prompt, params, seed=3)
-    want, _, _ = _run(plain)["x", 0]
+    want, *_ = _run(plain)["x", 0]
     oracle.texts = [[*prompt, *want]]
     drafting.add("x", prompt, params, seed=3, resume=[ResumedChoice(tuple(want[:num_logged]), "", None)])
     outputs = drain(drafting)
