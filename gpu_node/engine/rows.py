@@ -33,19 +33,22 @@ _SETTINGS: dict[str, type[np.generic]] = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Who computes what in a step: `seqs[i]` its tokens from starts[i] to ends[i]; those of `sampled` get one more."""
+    """Who computes what in a step: `seqs[i]` its tokens, and drafted ones, from starts[i] to ends[i]."""
 
     seqs: list[Sequence]
     rows: Rows
     starts: Ints
     ends: Ints
     sampled: Ints
-    """Which of `seqs` sample, ascending."""
+    """Which of `seqs` sample, ascending; one with drafted tokens behind each of those as well."""
     sampled_seqs: list[Sequence]
     sampled_rows: Rows
     sampled_ends: Ints
+    """How many tokens each sample is drawn behind."""
     num_prefill_tokens: int
     """Tokens computed for sequences that lacked more than their newest one."""
+    num_drafted: int
+    """Tokens computed that may not stand."""
     named_blocks: list[int]
     """Blocks that this step fills and that the prefix cache already knows."""
     copies: Ints
@@ -63,18 +66,6 @@ class Step:
         return sum(count for seq, count in zip(self.seqs, counts, strict=True) if seq.row >= 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile."""
-
-    seqs: list[Sequence]
-    token_ids: list[int]
-    ended: set[Sequence]
-    """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
-    broken_blocks: list[int]
-    """Blocks of failed sequences, held by nobody and known to nobody."""
-
-
 def step_of(
     seqs: list[Sequence],
     rows: Rows,
@@ -85,10 +76,19 @@ def step_of(
     named_blocks: list[int],
     copies: Ints,
 ) -> Step:
-    """The step in which sequences of so many tokens get from starts to ends; whoever gets to its end samples."""
-    sampled = (ends == num_tokens).nonzero()[0]
+    """The step in which sequences of so many tokens get from starts to ends; whoever gets to its end samples.
+
+    What lies behind that was drafted, and each token of it is sampled behind as well.
+    """
+    num_drafted = np.maximum(ends - num_tokens, 0)
+    sampled = (ends >= num_tokens).nonzero()[0]
     sampled_rows, sampled_ends, sampled_seqs = rows, ends, seqs
-    if len(sampled) < len(seqs):
+    if total_drafted := int(num_drafted.sum()):
+        sampled = np.repeat(sampled, num_drafted[sampled] + 1)
+        firsts = np.searchsorted(sampled, sampled)
+        sampled_ends = num_tokens[sampled] + (np.arange(len(sampled)) - firsts).astype(np.int32)
+        sampled_rows, sampled_seqs = rows[sampled], [seqs[i] for i in sampled.tolist()]
+    elif len(sampled) < len(seqs):
         sampled_rows, sampled_ends, sampled_seqs = rows[sampled], ends[sampled], [seqs[i] for i in sampled]
     is_prefill = num_tokens - starts > 1
     return Step(
@@ -101,6 +101,7 @@ def step_of(
         sampled_rows=sampled_rows,
         sampled_ends=sampled_ends,
         num_prefill_tokens=int((ends - starts)[is_prefill].sum()),
+        num_drafted=total_drafted,
         named_blocks=named_blocks,
         copies=copies,
     )
@@ -126,15 +127,17 @@ class RowTable:
     """Tokens, progress, block tables and sampling settings by row.
 
     0 <= num_computed < num_tokens <= limit and num_computed <= capacity, the tokens that the blocks held have room for.
-    The prefix cache was told of the blocks of the first num_named tokens.
+    The prefix cache was told of the blocks of the first num_named tokens. Behind a row's tokens stand num_drafted
+    drafted ones, which the next step may compute.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
         self._unused = list(range(max_rows - 1, -1, -1))
         self._block_size = block_size
-        self.num_tokens, self.num_computed, self.num_named, self.capacity, self.limit, self._num_prompt_tokens = (
+        self.num_tokens, self.num_drafted, self.num_computed, self.num_named, self.capacity, self.limit = (
             np.zeros(max_rows, dtype=np.int32) for _ in range(6)
         )
+        self._num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
         # Pages of these that no sequence is long enough to reach are never touched, so they cost nothing.
         self._tokens = np.zeros((max_rows, max_model_len), dtype=np.int32)
         self._block_tables = np.full((max_rows, -(-max_model_len // block_size)), NULL_BLOCK, dtype=np.int32)
@@ -153,10 +156,10 @@ class RowTable:
         num_tokens = len(seq.token_ids)
         self._tokens[row, :num_tokens] = seq.token_ids
         self.num_tokens[row] = num_tokens
-        self.num_computed[row] = self.num_named[row] = self.capacity[row] = 0
+        self.num_drafted[row] = self.num_computed[row] = self.num_named[row] = self.capacity[row] = 0
         self.limit[row] = seq.max_num_tokens
         self._num_prompt_tokens[row] = seq.num_prompt_tokens
-        for name, value in _settings_of(seq).items():
+        for name, value in seq.settings.items():
             self._settings[name][row] = value
 
     def give_back(self, seq: Sequence) -> None:
@@ -199,17 +202,28 @@ class RowTable:
         """Put another block in the place of one that a running sequence has."""
         self._block_tables[seq.row, at] = seq.blocks[at] = block
 
-    def append(self, rows: Rows, tokens: Ints) -> None:
-        """Add a token to each of some rows."""
-        at = self.num_tokens[rows]
+    def append(self, rows: Rows, at: Ints, tokens: Ints) -> None:
+        """Add a token to each of some rows at its end, or several to a row in their order."""
         self._tokens[rows, at] = tokens
         self.num_tokens[rows] = at + 1
+
+    def put_draft(self, seq: Sequence, draft: list[int]) -> int:
+        """Put drafted tokens behind a running sequence's own; their number."""
+        num_tokens, num_drafted = self.num_tokens[seq.row], len(draft)
+        self._tokens[seq.row, num_tokens : num_tokens + num_drafted] = draft
+        self.num_drafted[seq.row] = num_drafted
+        return num_drafted
+
+    def last_tokens(self, step: Step) -> Ints:
+        """[num_samples]: the token that each sample of a step is drawn behind."""
+        tokens: Ints = self._tokens[step.sampled_rows, step.sampled_ends - 1]
+        return tokens
 
     def plan(self, step: Step) -> StepPlan:
         """A step as the runner sees it; nothing in it changes while the step runs."""
         rows, starts, ends = step.rows, step.starts, step.ends
         query_starts, owners, positions = self._ordinals[: len(rows) + 1], rows, starts
-        if len(step.sampled) < len(rows) or step.num_prefill_tokens:
+        if len(step.sampled) != len(rows) or step.num_prefill_tokens:
             counts = ends - starts
             query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
             np.cumsum(counts, out=query_starts[1:])
@@ -222,7 +236,7 @@ class RowTable:
             query_starts=query_starts,
             context_lens=ends,
             block_tables=self._block_tables[:, :width][rows],
-            sample_tokens=query_starts[step.sampled + 1] - 1,
+            sample_tokens=query_starts[step.sampled] + step.sampled_ends - starts[step.sampled] - 1,
             sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
             copies=step.copies,
         )
@@ -234,10 +248,11 @@ class RowTable:
         settings = self._last
         position = num_tokens - settings.num_prompt_tokens
         seen = banned = settings.none
-        if settings.are_penalised:
-            seen = tuple(self.tokens_of(seq) if seq.is_penalised else NO_TOKENS for seq in seqs)
-        if settings.have_bans:
-            banned = tuple(seq.banned_ids(self.tokens_of(seq)) if seq.has_bans else NO_TOKENS for seq in seqs)
+        if settings.are_penalised or settings.have_bans:
+            tokens = [self._tokens[seq.row, :count] for seq, count in zip(seqs, num_tokens.tolist(), strict=True)]
+            both = list(zip(seqs, tokens, strict=True))
+            seen = tuple(so_far if seq.is_penalised else NO_TOKENS for seq, so_far in both)
+            banned = tuple(seq.banned_ids(so_far) if seq.has_bans else NO_TOKENS for seq, so_far in both)
         return SamplingRows(
             **settings.values,
             position=position,
@@ -268,21 +283,5 @@ class RowTable:
             biases=tuple(seq.biases for seq in seqs),
             have_bans=any(seq.has_bans for seq in seqs),
             are_guided=any(seq.guide is not None for seq in seqs),
-            num_logprobs=np.array(wanted, dtype=np.int32) if max(wanted, default=NO_LOGPROBS) >= 0 else None,
+            num_logprobs=np.array(wanted, np.int32) if max(wanted, default=NO_LOGPROBS) >= 0 else None,
         )
-
-
-def _settings_of(seq: Sequence) -> dict[str, float]:
-    params = seq.params
-    return {
-        "temperature": params.temperature,
-        "top_k": max(params.top_k, 0),
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "seed": seq.seed,
-        "choice": seq.choice,
-        "num_seen_prompt": seq.num_prompt_tokens if seq.is_penalised else 0,
-    }

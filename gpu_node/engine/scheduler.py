@@ -7,13 +7,17 @@ import numpy as np
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.admission import Admission, Grants, PrefixHits
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
+from penstock.gpu_node.engine.drafts import Drafts
 from penstock.gpu_node.engine.limits import Limits, StepSize, within
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts
+from penstock.gpu_node.engine.progress import Landed, Progress
 from penstock.gpu_node.engine.queues import Queues, leave_group
 from penstock.gpu_node.engine.residents import Residents
-from penstock.gpu_node.engine.rows import Ints, Landed, RowTable, Step, step_of
+from penstock.gpu_node.engine.retreat import Retreat
+from penstock.gpu_node.engine.rows import Ints, RowTable, Step, step_of
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.speculation import Speculation
 from penstock.gpu_node.engine.suspects import Suspects
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 
@@ -32,20 +36,28 @@ class Scheduler:
     """
 
     def __init__(
-        self, memory: KvMemory, limits: Limits, costs: PreemptionCosts, *, discipline: Discipline | None = None
+        self,
+        memory: KvMemory,
+        limits: Limits,
+        costs: PreemptionCosts,
+        *,
+        discipline: Discipline | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.queues = Queues()
-        self.num_preemptions = self.num_swaps = 0
+        discipline = discipline or FirstComeFirstServed()
         self._in_flight: Step | None = None
         self._memory = memory
         self._limits = limits
-        self._costs = costs
-        self._discipline = discipline = discipline or FirstComeFirstServed()
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._residents = Residents(memory, self._rows, limits.block_size)
         self._suspects = Suspects()
+        self.drafts = Drafts(self._residents, memory, speculation or Speculation(0), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
-        self._admission = Admission(memory, self._residents, self.queues, discipline, self._suspects)
+        self._progress = Progress(self._residents)
+        parties = self._residents, self.queues
+        self._admission = Admission(memory, *parties, discipline, self._suspects)
+        self._retreat = Retreat(memory, *parties, self._admission, costs, discipline, self._suspects)
 
     @property
     def running(self) -> list[Sequence]:
@@ -56,6 +68,16 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that have a row; some of them may wait for another one to compute their prompt."""
         return self._limits.max_num_seqs - self._rows.num_unused
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a running sequence lost its blocks."""
+        return self._retreat.num_preemptions
+
+    @property
+    def num_swaps(self) -> int:
+        """How many of these times they were copied to the host."""
+        return self._retreat.num_swaps
 
     @property
     def prefix_hits(self) -> PrefixHits:
@@ -104,7 +126,8 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Decide the next step, or None when there is nothing to do."""
         self._residents.own_last_blocks()
-        self._make_way()
+        self._retreat.make_way()
+        self.drafts.write(0 if self._suspects.are_known else self.max_step_tokens)
         named: list[int] = []
         preemptions_before = self.num_preemptions
         budget = self._budget()
@@ -129,20 +152,17 @@ class Scheduler:
         self._in_flight = None
         self._suspects.landed(step)
         self._step_size.landed()
-        # A removed sequence's row is written to as well: nobody has it before the next step is scheduled.
-        self._rows.num_computed[step.rows] = step.ends
-        self._rows.append(step.sampled_rows, tokens)
-        self._residents.start_forks()
-        landed = Landed(step.sampled_seqs, token_ids := tokens.tolist(), set(), [])
-        for i in self._may_end(step, token_ids):
+        step, tokens, poisoned, samples = self.drafts.settle(step, tokens)
+        landed = Landed(step.sampled_seqs, tokens.tolist(), set(), [], samples)
+        for i in self._progress.land(step, tokens):
             seq = step.sampled_seqs[i]
-            if token_ids[i] == FAILED_TOKEN:
+            if landed.token_ids[i] == FAILED_TOKEN:
                 landed.broken_blocks.extend(self._discard(seq))
-            elif seq.row >= 0 and self._ends(seq, token_ids[i]):
-                self.remove(seq)
             else:
-                continue
+                self.remove(seq)
             landed.ended.add(seq)
+        for seq in poisoned:
+            landed.broken_blocks.extend(self._compute_again(seq))
         return landed
 
     def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
@@ -159,7 +179,7 @@ class Scheduler:
             if for_memory and self._residents.is_intact(seq, named, copied):
                 self._residents.unname(seq)
             else:
-                self._requeue(seq)
+                self._retreat.requeue(seq)
         for seq in [seq for seq in self.queues.swapped if not copied.isdisjoint(seq.blocks)]:
             self._admission.recompute(seq)
         if guilty is not None:
@@ -167,33 +187,13 @@ class Scheduler:
             self.remove(guilty)
         elif for_memory:
             self._step_size.found_no_memory(step.num_tokens)
-            self._shrink_batch()
+            self._retreat.shrink(self.max_step_tokens)
         return guilty
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless lists, rows, blocks and reference counts agree; O(blocks), for tests."""
         self._residents.check_integrity(self.queues.swapped)
         self.queues.check_integrity()
-
-    def _make_way(self) -> None:
-        """Preempt for whoever does not wait for room, before anything of the step is decided."""
-        pressing = None if self._suspects.is_trying else self._discipline.pressing(self.queues, self.running)
-        if pressing is None:
-            return
-        newcomer, victims = pressing
-        if not self._admission.could_have_room(newcomer, victims):
-            return
-        for victim in victims:
-            if self._admission.has_room(newcomer):
-                return
-            self._preempt(victim)
-
-    def _shrink_batch(self) -> None:
-        """Preempt until the running ones fit into a step."""
-        for seq in [seq for seq in self.running if self._suspects.bars(seq)]:
-            self._preempt(seq)
-        while len(self.running) > self.max_step_tokens:
-            self._preempt(self._discipline.victim(self.running))
 
     def _budget(self) -> int:
         """Tokens of the next step."""
@@ -203,12 +203,13 @@ class Scheduler:
         if not num_decoding or self._limits.max_prefill_beside_decode >= most:
             return most
         waiting = int(to_compute.sum()) - num_decoding + self.queues.num_tokens_waiting
-        return min(most, num_decoding + self._limits.prefill_beside_decode(waiting))
+        num_drafted = int(self._rows.num_drafted[rows].sum())
+        return min(most, num_decoding + num_drafted + self._limits.prefill_beside_decode(waiting))
 
     def _schedule_running(self, budget: int, named: list[int]) -> Ints:
         """How far each of the running sequences gets that get something; the others are the last ones."""
         rows, table = self._residents.rows, self._rows
-        ends = within(budget, table.num_computed[rows], table.num_tokens[rows])
+        ends = within(budget, table.num_computed[rows], table.num_tokens[rows] + table.num_drafted[rows])
         short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
         if short:
             ends = self._make_room(short, ends)
@@ -233,9 +234,7 @@ class Scheduler:
         """Find blocks for a running sequence: preempt, at last itself; one that runs alone may have the host's."""
         device, host = self._memory.device, self._memory.host
         while num_blocks > device.num_free and len(self.running) > 1:
-            victim = self._discipline.victim(self.running)
-            self._preempt(victim)
-            if victim is seq:
+            if self._retreat.preempt_next() is seq:
                 return
         while num_blocks > device.num_free + host.num_free and self.queues.swapped:
             self._admission.recompute(self.queues.swapped[-1])
@@ -250,26 +249,6 @@ class Scheduler:
         self._admission.admit(grants)
         return np.concatenate((ends, np.array(grants.ends, dtype=np.int32)))
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks: to the host, if that has room and is the cheaper way."""
-        self.num_preemptions += 1
-        num_stored = int(self._rows.num_computed[seq.row])
-        num_blocks = self._memory.num_to_swap(seq.blocks[: self._residents.num_blocks(num_stored)])
-        has_room = num_stored and not seq.forks and num_blocks <= self._memory.host.num_free
-        if has_room and self._costs.prefers_swap(num_blocks, num_stored):
-            self.num_swaps += 1
-            self._residents.swap_out(seq)
-            self.queues.put_back(seq)
-        else:
-            self._requeue(seq)
-
-    def _requeue(self, seq: Sequence) -> None:
-        """Let a running sequence wait, with the forks that it did not start yet, and compute all of it again."""
-        self._residents.leave(seq)
-        for one in (seq, *seq.forks):
-            one.blocks = []
-        self.queues.put_back(seq, *seq.forks)
-
     def _step(self, ends: Ints, named: list[int]) -> Step:
         """The step in which the first `len(ends)` running sequences get as far as that."""
         rows, num = self._residents.rows, len(ends)
@@ -279,22 +258,21 @@ class Scheduler:
             self.running[:num], rows, starts, ends, num_tokens, named_blocks=named, copies=self._memory.take_copies()
         )
 
-    def _may_end(self, step: Step, token_ids: list[int]) -> list[int]:
-        """The samples that a look at all of them at once cannot clear."""
-        found = (step.sampled_ends + 1 >= self._rows.limit[step.sampled_rows]).nonzero()[0].tolist()
-        end_ids = self._residents.end_ids
-        if end_ids.isdisjoint(token_ids):
-            return found
-        return sorted({*found, *(i for i, token_id in enumerate(token_ids) if token_id in end_ids)})
-
-    def _ends(self, seq: Sequence, token_id: int) -> bool:
-        num_output_tokens = int(self._rows.num_tokens[seq.row]) - seq.num_prompt_tokens
-        return seq.end_rule.reason(token_id, num_output_tokens) is not None
-
     def _discard(self, seq: Sequence) -> list[int]:
         """Drop a sequence whose computation failed; the blocks that nobody holds any more, now unknown to all."""
         if seq.row >= 0:
             self.remove(seq)
-        blocks = [block for block in seq.blocks if self._memory.ref_count(block) == 0]
+        return self._forgotten(seq.blocks)
+
+    def _compute_again(self, seq: Sequence) -> list[int]:
+        """Have a sequence, if it still runs, compute all of it again; the blocks that nobody holds any more."""
+        blocks = seq.blocks
+        if seq.row >= 0:
+            self._retreat.requeue(seq)
+        return self._forgotten(blocks)
+
+    def _forgotten(self, blocks: list[int]) -> list[int]:
+        """Those of some blocks that nobody holds any more, now unknown to all."""
+        blocks = [block for block in blocks if self._memory.ref_count(block) == 0]
         self._memory.forget(blocks)
         return blocks

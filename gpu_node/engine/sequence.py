@@ -12,6 +12,7 @@ from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
 from penstock.gpu_node.engine.scores import PromptScores
+from penstock.gpu_node.engine.speculation import Drafter
 from penstock.gpu_node.model.protocol import NO_LOGPROBS
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -35,6 +36,8 @@ class Sequence:
     """Keeps its text to a form."""
     prompt_scores: PromptScores | None = None
     """What its request wants to know of the prompt."""
+    drafter: Drafter | None = None
+    """Guesses what it says next, once that may pay."""
     root_hash: bytes = ROOT_HASH
     """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)
@@ -115,6 +118,23 @@ class Sequence:
     def num_logprobs(self) -> int:
         """How many of the likeliest tokens are wanted beside each of its own, or NO_LOGPROBS."""
         return NO_LOGPROBS if self.params.logprobs is None else self.params.logprobs
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """What its sampling rows have in common."""
+        params = self.params
+        return {
+            "temperature": params.temperature,
+            "top_k": max(params.top_k, 0),
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "seed": self.seed,
+            "choice": self.choice,
+            "num_seen_prompt": self.num_prompt_tokens if self.is_penalised else 0,
+        }
 
     @property
     def is_penalised(self) -> bool:
