@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from penstock.gpu_node.engine.lookup import PromptLookup
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.residents import Residents
-from penstock.gpu_node.engine.rows import Ints, Rows, Step
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculation import Drafter, Speculation
+from penstock.gpu_node.engine.steps import Ints, Rows, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
@@ -28,10 +28,10 @@ class Settled(NamedTuple):
 
     step: Step
     tokens: Ints
+    samples: Items[int]
+    """Which samples those are."""
     poisoned: list[Sequence]
     """Those whose draft made values that are not finite, which now lie behind what they have computed."""
-    samples: Items[int]
-    """Which of all the step's samples these are."""
 
 
 class Drafts:
@@ -77,7 +77,7 @@ class Drafts:
     def settle(self, step: Step, tokens: Ints) -> Settled:
         """Part what stands of a step's samples from what does not."""
         if not step.num_drafted:
-            return Settled(step, tokens, [], range(len(tokens)))
+            return Settled(step, tokens, range(len(tokens)), [])
         stands = self._stand(step, tokens)
         num_samples, num_standing = np.bincount(step.sampled), np.bincount(step.sampled[stands])
         for i in (num_samples > 1).nonzero()[0].tolist():
@@ -93,7 +93,7 @@ class Drafts:
             sampled_rows=step.sampled_rows[kept],
             sampled_ends=step.sampled_ends[kept],
         )
-        return Settled(standing, tokens[kept], [seq for seq in poisoned if seq.row >= 0], kept.tolist())
+        return Settled(standing, tokens[kept], kept.tolist(), [seq for seq in poisoned if seq.row >= 0])
 
     def _stand(self, step: Step, tokens: Ints) -> NDArray[np.bool_]:
         """[num_samples]: whether all that a token was sampled behind is what was sampled itself."""

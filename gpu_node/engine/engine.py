@@ -11,8 +11,8 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
-from penstock.gpu_node.engine.flight import Flight, Meter
-from penstock.gpu_node.engine.guide import Guides
+from penstock.gpu_node.engine.flight import Flights, Meter
+from penstock.gpu_node.engine.guides import Guides
 from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.loading import load
 from penstock.gpu_node.engine.logprobs import logprobs_of, note_scores, scored_tokens
@@ -22,11 +22,11 @@ from penstock.gpu_node.engine.preemption import PreemptionCosts
 from penstock.gpu_node.engine.progress import Landed
 from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume, request_limits
-from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.speculation import speculation_of
+from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.engine.trail import MemoryTrail
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan
@@ -59,8 +59,7 @@ class Engine:
         self._finished_usage: dict[str, Usage] = {}
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
-        self._flight: Flight | None = None
-        self._broken_blocks: list[int] = []
+        self._flights = Flights()
         self._logprobs: Logprobs | None = None
         self._held: tuple[list[Choice], float] = [], 0.0
         self._meter = Meter()
@@ -118,17 +117,17 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._requests) or self._flight is not None
+        return bool(self._requests) or len(self._flights) > 0
 
     def wait(self) -> None:
         """Block until `step` would not: what is added or aborted before it then counts for the step it submits."""
-        if self._flight is not None:
-            self._flight.wait()
+        self._flights.wait()
 
     def step(self) -> list[StepOutput]:
-        """Land the step in flight, launch the next one, and hand out, while that runs, what the landed one gave.
+        """Land the oldest step in flight, launch the next one, and hand out, while that runs, what the landed one gave.
 
-        A stop string is thus found one step late, and the token that its choice gained meanwhile is dropped. What the
+        A stop string is thus found one step late, and the token that its choice gained meanwhile is dropped; where the
+        runner takes steps ahead, whatever else a token may end is found one step late as well. What the
         runner raises propagates; the requests stay and may be stepped again or aborted. Whoever steps again has a
         request that makes steps fail again and again ended with an error, as long as the runner computes others.
         """
@@ -210,12 +209,10 @@ class Engine:
             self._scheduler.add(*still_open)
 
     def _land(self) -> Landed | None:
-        """Wait for the step in flight and commit its tokens; choices that end by a token or a limit leave here."""
-        if self._flight is None:
+        """Wait for the oldest step in flight and commit its tokens; who ends by a token or a limit leaves here."""
+        if not self._flights:
             return None
-        # An interrupt while waiting leaves the flight where it is: it will land.
-        self._flight.wait()
-        flight, self._flight = self._flight, None
+        flight = self._flights.land()
         try:
             result = flight.result()
         except Exception as error:
@@ -225,7 +222,8 @@ class Engine:
             raise
         self._held = flight.step.seqs, flight.age_ms
         landed = self._scheduler.commit(flight.step, result.tokens)
-        self._broken_blocks, self._logprobs = landed.broken_blocks, result.logprobs
+        self._flights.broken_blocks += landed.broken_blocks
+        self._logprobs = result.logprobs
         note_scores(flight.step, flight.plan, result.scores)
         self._meter.land(flight, result, len(landed.token_ids))
         self._costs.note_step(len(flight.step.copies), flight.step.num_prefill_tokens, result)
@@ -239,12 +237,14 @@ class Engine:
             self._ended_early.append(choice)
 
     def _launch(self) -> None:
-        """Schedule the next step and submit it."""
-        with self._meter.schedule:
-            step = self._scheduler.schedule()
-        if step is not None:
+        """Schedule and submit the next step, and those that can be planned before it is done."""
+        while self._flights.may_have(self._runner):
+            with self._meter.schedule:
+                step = self._scheduler.schedule_ahead() if self._flights else self._scheduler.schedule()
+            if step is None:
+                return
             with self._meter.prepare:
-                self._flight = Flight(self._runner, step, self._plan, self._broken_blocks)
+                self._flights.launch(self._runner, step, self._plan)
 
     def _plan(self, step: Step) -> StepPlan:
         plan = self._scheduler.plan(step)
@@ -260,7 +260,7 @@ class Engine:
             return outputs
         with self._meter.output:
             note_held(*self._held, self._block_size)
-            for seq, token, row in zip(landed.seqs, landed.token_ids, landed.samples, strict=True):
+            for row, seq, token in zip(landed.samples, landed.seqs, landed.token_ids, strict=True):
                 choice = self._live.get(seq)
                 if choice is not None:
                     outputs.append(self._advance(choice, token, row, has_left=seq in landed.ended))

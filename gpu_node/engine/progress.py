@@ -1,4 +1,4 @@
-"""How far steps get those whom they serve: counted when a step is computed."""
+"""How far steps get those whom they serve: counted when a step is computed, or ahead of that, its tokens to come."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.residents import Residents
-from penstock.gpu_node.engine.rows import Ints, Step
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
@@ -22,29 +23,57 @@ class Landed:
 
     seqs: list[Sequence]
     token_ids: list[int]
+    samples: Items[int]
+    """Which of the step's samples they are."""
     ended: set[Sequence]
     """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
     broken_blocks: list[int]
     """Blocks of failed sequences, held by nobody and known to nobody."""
-    samples: Items[int]
-    """Which of the step's samples these were."""
 
 
 class Progress:
-    """Counts steps in the rows."""
+    """Counts steps in the rows: each as it lands, or one before that, so that the step behind it can be planned.
+
+    What such a step samples is unknown: for its i-th token stands -1 - i, as runners know it, until it lands. Whoever
+    that token brings to its limit retires: it keeps row and blocks, and computes no more.
+    """
 
     def __init__(self, residents: Residents) -> None:
+        self.assumed: Step | None = None
+        """The step that was counted and is not computed yet."""
         self._residents = residents
         self._rows = residents.table
 
+    def assume(self, step: Step) -> None:
+        """Count a step that still runs."""
+        if self.assumed is not None:
+            raise InvariantError("a step is planned two steps ahead of what is computed")
+        self._count(step, -1 - np.arange(len(step.sampled), dtype=np.int32))
+        self.assumed = step
+        for i in self._at_limit(step):
+            if step.sampled_seqs[i].row >= 0:
+                self._residents.retire(step.sampled_seqs[i])
+
     def land(self, step: Step, tokens: Ints) -> list[int]:
-        """Count a step that was computed; which of its samples end theirs.
+        """Count a step that was computed, or enter the tokens of one that was assumed to be; which samples end theirs.
 
         A FAILED_TOKEN does, and what its token or its length ends of those that are still here.
         """
-        self._count(step, tokens)
+        if self.assumed is step:
+            self.assumed = None
+            here = self._here(step)
+            self._rows.set_tokens(step.sampled_rows[here], step.sampled_ends[here], tokens[here])
+        else:
+            self._count(step, tokens)
         token_ids = tokens.tolist()
         return [i for i in self._may_end(step, token_ids) if self._ends(step, i, token_ids[i])]
+
+    def take_back(self) -> bool:
+        """Forget the tokens that were to come of a step that failed; whether there were any to be."""
+        step, self.assumed = self.assumed, None
+        if step is not None:
+            self._rows.num_tokens[step.sampled_rows[self._here(step)]] -= 1
+        return step is not None
 
     def _count(self, step: Step, tokens: Ints) -> None:
         # A removed sequence's row is written to as well: nobody has it before the next step is scheduled.
@@ -54,6 +83,10 @@ class Progress:
             ends = np.minimum(ends, self._rows.num_tokens[step.rows] - 1)
         self._rows.num_computed[step.rows] = ends
         self._residents.start_forks()
+
+    def _here(self, step: Step) -> list[int]:
+        """The samples whose sequences are not gone; others may have the rows of those that are."""
+        return [i for i, seq in enumerate(step.sampled_seqs) if seq.row >= 0]
 
     def _at_limit(self, step: Step) -> list[int]:
         found: list[int] = (step.sampled_ends + 1 >= self._rows.limit[step.sampled_rows]).nonzero()[0].tolist()

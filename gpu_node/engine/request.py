@@ -14,7 +14,8 @@ from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB, TokenLogprobs
 from penstock.gpu_node.engine.blocks import ROOT_HASH
 from penstock.gpu_node.engine.choice import ChoiceOutput
 from penstock.gpu_node.engine.ends import EndRule
-from penstock.gpu_node.engine.guide import Guide, Guides
+from penstock.gpu_node.engine.guide import Guide
+from penstock.gpu_node.engine.guides import Guides
 from penstock.gpu_node.engine.logprobs import prompt_records
 from penstock.gpu_node.engine.records import ResumedChoice, StepOutput
 from penstock.gpu_node.engine.scores import PromptScores

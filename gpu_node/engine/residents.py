@@ -10,8 +10,9 @@ import numpy as np
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.rows import Rows, RowTable
+from penstock.gpu_node.engine.rows import RowTable
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Ints, Rows
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
@@ -24,6 +25,8 @@ class Residents:
 
     def __init__(self, memory: KvMemory, rows: RowTable, block_size: int) -> None:
         self.seqs: list[Sequence] = []
+        self.retired: list[Sequence] = []
+        """Those that only wait for their last token."""
         self.table = rows
         self._memory = memory
         self._block_size = block_size
@@ -42,6 +45,11 @@ class Residents:
         if self._rows is None:
             self._rows = np.array([seq.row for seq in self.seqs], dtype=np.intp)
         return self._rows
+
+    @property
+    def present(self) -> list[Sequence]:
+        """All but those that wait for one of them."""
+        return self.retired + self.seqs
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -96,7 +104,9 @@ class Residents:
         """Take row and blocks of a running sequence and its forks, or of a fork."""
         if seq in self._leaders:
             self._leaders.remove(seq)
-        if seq.forks_from is None:
+        if seq in self.retired:
+            self.retired.remove(seq)
+        elif seq.forks_from is None:
             self.seqs.remove(seq)
             self._changed()
         for one in (seq, *seq.forks):
@@ -105,6 +115,12 @@ class Residents:
             if one.spare is not None:
                 self._memory.free([one.spare])
                 one.spare = None
+
+    def retire(self, seq: Sequence) -> None:
+        """Let a running sequence keep what it holds and compute no more."""
+        self.seqs.remove(seq)
+        self.retired.append(seq)
+        self._changed()
 
     def swap_out(self, seq: Sequence) -> None:
         """Take row and device blocks of a running sequence without forks; it keeps what they hold in host blocks."""
@@ -142,13 +158,20 @@ class Residents:
 
         They may read them in the same step because a runner stores all keys before any query attends.
         """
-        tokens = self.table.tokens_of(seq)
-        num_full = min(num_tokens, len(tokens)) // self._block_size  # what was drafted may not stand
+        tokens = self.table.tokens_of(seq)[:num_tokens]
+        num_full = len(tokens) // self._block_size  # what was drafted may not stand
         seq.hash_full_blocks(tokens, self._block_size)
         for i in range(int(self.table.num_named[seq.row]) // self._block_size, num_full):
             self._memory.commit(seq.blocks[i], seq.block_hashes[i])
             named.append(seq.blocks[i])
         self.table.num_named[seq.row] = num_full * self._block_size
+
+    def name_filled(self, seqs: list[Sequence], rows: Rows, ends: Ints, named: list[int]) -> None:
+        """Offer to the prefix cache what sequences fill by getting so far; their tokens are known by then."""
+        filling = ends - self.table.num_named[rows] >= self._block_size
+        for i in filling.nonzero()[0].tolist():
+            if seqs[i].row >= 0:
+                self.name_full_blocks(seqs[i], int(ends[i]), named)
 
     def is_intact(self, seq: Sequence, unfilled: AbstractSet[int], uncopied: AbstractSet[int]) -> bool:
         """Whether a running sequence has what it computed, after a step did not fill some blocks and copy to others."""
@@ -182,7 +205,7 @@ class Residents:
             raise InvariantError("forks and those that they wait for disagree")
 
     def _seated(self) -> list[Sequence]:
-        return [one for seq in self.seqs for one in (seq, *seq.forks)]
+        return [one for seq in self.present for one in (seq, *seq.forks)]
 
     def _share(self, leader: Sequence, fork: Sequence) -> None:
         num_shared = fork.num_to_share

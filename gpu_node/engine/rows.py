@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
+from penstock.gpu_node.engine.steps import Ints, Rows, Step
 from penstock.gpu_node.model.protocol import NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
-
-Ints = NDArray[np.int32]
-Rows = NDArray[np.intp]
 
 _SETTINGS: dict[str, type[np.generic]] = {
     "temperature": np.float32,
@@ -32,82 +30,6 @@ _SETTINGS: dict[str, type[np.generic]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Who computes what in a step: `seqs[i]` its tokens, and drafted ones, from starts[i] to ends[i]."""
-
-    seqs: list[Sequence]
-    rows: Rows
-    starts: Ints
-    ends: Ints
-    sampled: Ints
-    """Which of `seqs` sample, ascending; one with drafted tokens behind each of those as well."""
-    sampled_seqs: list[Sequence]
-    sampled_rows: Rows
-    sampled_ends: Ints
-    """How many tokens each sample is drawn behind."""
-    num_prefill_tokens: int
-    """Tokens computed for sequences that lacked more than their newest one."""
-    num_drafted: int
-    """Tokens computed that may not stand."""
-    named_blocks: list[int]
-    """Blocks that this step fills and that the prefix cache already knows."""
-    copies: Ints
-    """[num_copies, 2]: what is copied from block to block before all that."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are computed."""
-        return int((self.ends - self.starts).sum())
-
-    @property
-    def num_tokens_running(self) -> int:
-        """Tokens that are computed for those who still run."""
-        counts = (self.ends - self.starts).tolist()
-        return sum(count for seq, count in zip(self.seqs, counts, strict=True) if seq.row >= 0)
-
-
-def step_of(
-    seqs: list[Sequence],
-    rows: Rows,
-    starts: Ints,
-    ends: Ints,
-    num_tokens: Ints,
-    *,
-    named_blocks: list[int],
-    copies: Ints,
-) -> Step:
-    """The step in which sequences of so many tokens get from starts to ends; whoever gets to its end samples.
-
-    What lies behind that was drafted, and each token of it is sampled behind as well.
-    """
-    num_drafted = np.maximum(ends - num_tokens, 0)
-    sampled = (ends >= num_tokens).nonzero()[0]
-    sampled_rows, sampled_ends, sampled_seqs = rows, ends, seqs
-    if total_drafted := int(num_drafted.sum()):
-        sampled = np.repeat(sampled, num_drafted[sampled] + 1)
-        firsts = np.searchsorted(sampled, sampled)
-        sampled_ends = num_tokens[sampled] + (np.arange(len(sampled)) - firsts).astype(np.int32)
-        sampled_rows, sampled_seqs = rows[sampled], [seqs[i] for i in sampled.tolist()]
-    elif len(sampled) < len(seqs):
-        sampled_rows, sampled_ends, sampled_seqs = rows[sampled], ends[sampled], [seqs[i] for i in sampled]
-    is_prefill = num_tokens - starts > 1
-    return Step(
-        seqs=seqs,
-        rows=rows,
-        starts=starts,
-        ends=ends,
-        sampled=sampled.astype(np.int32),
-        sampled_seqs=sampled_seqs,
-        sampled_rows=sampled_rows,
-        sampled_ends=sampled_ends,
-        num_prefill_tokens=int((ends - starts)[is_prefill].sum()),
-        num_drafted=total_drafted,
-        named_blocks=named_blocks,
-        copies=copies,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class _Settings:
     """What sampling needs of some rows and no step changes."""
 
@@ -120,6 +42,7 @@ class _Settings:
     are_penalised: bool
     have_bans: bool
     are_guided: bool
+    look_back: bool
     num_logprobs: Ints | None
 
 
@@ -159,7 +82,7 @@ class RowTable:
         self.num_drafted[row] = self.num_computed[row] = self.num_named[row] = self.capacity[row] = 0
         self.limit[row] = seq.max_num_tokens
         self._num_prompt_tokens[row] = seq.num_prompt_tokens
-        for name, value in seq.settings.items():
+        for name, value in _settings_of(seq).items():
             self._settings[name][row] = value
 
     def give_back(self, seq: Sequence) -> None:
@@ -219,6 +142,18 @@ class RowTable:
         tokens: Ints = self._tokens[step.sampled_rows, step.sampled_ends - 1]
         return tokens
 
+    def set_tokens(self, rows: Rows, at: Ints, tokens: Ints) -> None:
+        """Say what tokens at some places are that were still to come."""
+        self._tokens[rows, at] = tokens
+
+    def num_known(self, rows: Rows, ends: Ints) -> Ints:
+        """How many of the first `ends` tokens of some rows are known: all, or all but the last."""
+        return ends - (self._tokens[rows, ends - 1] < 0).astype(np.int32)
+
+    def can_plan_past(self, step: Step) -> bool:
+        """Whether nobody's rules for the next token look at what this step samples."""
+        return not self._settings_for(step.sampled_seqs, step.sampled_rows).look_back
+
     def plan(self, step: Step) -> StepPlan:
         """A step as the runner sees it; nothing in it changes while the step runs."""
         rows, starts, ends = step.rows, step.starts, step.ends
@@ -242,10 +177,7 @@ class RowTable:
         )
 
     def _sampling_rows(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> SamplingRows:
-        # Who runs changes seldom, and as long as it does not the scheduler hands in the same array.
-        if rows is not self._last.rows:
-            self._last = self._gather_settings(seqs, rows)
-        settings = self._last
+        settings = self._settings_for(seqs, rows)
         position = num_tokens - settings.num_prompt_tokens
         seen = banned = settings.none
         if settings.are_penalised or settings.have_bans:
@@ -271,6 +203,12 @@ class RowTable:
                 guided[i] = seq.guide, seq.guide.news_of(self.tokens_of(seq)[seq.num_prompt_tokens :])
         return GuidedMasks(guided)
 
+    def _settings_for(self, seqs: list[Sequence], rows: Rows) -> _Settings:
+        # Who runs changes seldom, and as long as it does not the scheduler hands in the same array.
+        if rows is not self._last.rows:
+            self._last = self._gather_settings(seqs, rows)
+        return self._last
+
     def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
         wanted = [seq.num_logprobs for seq in seqs]
         return _Settings(
@@ -283,5 +221,22 @@ class RowTable:
             biases=tuple(seq.biases for seq in seqs),
             have_bans=any(seq.has_bans for seq in seqs),
             are_guided=any(seq.guide is not None for seq in seqs),
-            num_logprobs=np.array(wanted, np.int32) if max(wanted, default=NO_LOGPROBS) >= 0 else None,
+            look_back=any(seq.looks_back for seq in seqs),
+            num_logprobs=np.array(wanted, dtype=np.int32) if max(wanted, default=NO_LOGPROBS) >= 0 else None,
         )
+
+
+def _settings_of(seq: Sequence) -> dict[str, float]:
+    params = seq.params
+    return {
+        "temperature": params.temperature,
+        "top_k": max(params.top_k, 0),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "seed": seq.seed,
+        "choice": seq.choice,
+        "num_seen_prompt": seq.num_prompt_tokens if seq.is_penalised else 0,
+    }

@@ -15,9 +15,10 @@ from penstock.gpu_node.engine.progress import Landed, Progress
 from penstock.gpu_node.engine.queues import Queues, leave_group
 from penstock.gpu_node.engine.residents import Residents
 from penstock.gpu_node.engine.retreat import Retreat
-from penstock.gpu_node.engine.rows import Ints, RowTable, Step, step_of
+from penstock.gpu_node.engine.rows import RowTable
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculation import Speculation
+from penstock.gpu_node.engine.steps import Ints, Step, step_of
 from penstock.gpu_node.engine.suspects import Suspects
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 
@@ -30,9 +31,9 @@ class Scheduler:
     sequence that finds no block has another one preempted, whose blocks are copied to the host or, where that has no
     room or costs more, computed again later. One that the device cannot hold alone runs in host blocks as well.
 
-    A step is scheduled only after the one before it was committed or rolled back. Between the two, sequences may be
-    added and removed; the blocks of a removed one are free at once, though the step may still write to them, because
-    nobody is given a block before the next step is scheduled.
+    A step is scheduled after the one before it was committed or rolled back, or ahead of that. While it runs,
+    sequences may be added and removed; the blocks of a removed one are free at once, though steps may still write to
+    them, because whoever is given them runs in a later step.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Scheduler:
         self.queues = Queues()
         discipline = discipline or FirstComeFirstServed()
         self._in_flight: Step | None = None
+        """The newest step, as long as nothing counts what it computes."""
         self._memory = memory
         self._limits = limits
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
@@ -97,7 +99,7 @@ class Scheduler:
         return self._residents.num_tokens_unused() + in_host - under_way
 
     def tokens_of(self, seq: Sequence) -> Ints:
-        """Prompt and output of a sequence so far."""
+        """Prompt and output of a sequence so far; at most the last one is still to come, and below 0."""
         return self._rows.tokens_of(seq) if seq.row >= 0 else seq.token_ids
 
     def add(self, *choices: Sequence) -> None:
@@ -127,21 +129,32 @@ class Scheduler:
         """Decide the next step, or None when there is nothing to do."""
         self._residents.own_last_blocks()
         self._retreat.make_way()
-        self.drafts.write(0 if self._suspects.are_known else self.max_step_tokens)
-        named: list[int] = []
+        self.drafts.write(0 if self._suspects.has_any else self.max_step_tokens)
         preemptions_before = self.num_preemptions
-        budget = self._budget()
-        ends = self._schedule_running(budget, named)
-        if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
-            ends = self._admit(budget, ends, named)
-        if len(ends):
-            self._in_flight = self._step(ends, named)
-            return self._in_flight
+        step = self._decide()
+        if step is not None:
+            return step
         if self.running and self.num_preemptions > preemptions_before:
             return self.schedule()  # whoever had the whole step gave way: the others have it
         if self.running or self.queues:
             raise InvariantError(f"{len(self.running)} running and {self.queues.num_waiting} waiting ones are stuck")
         return None
+
+    def schedule_ahead(self) -> Step | None:
+        """Decide the step behind one that still runs, or None where that one should land first.
+
+        It should where what it samples must be known, where somebody had to give way, and while it is uncertain who
+        makes steps fail. Whoever turns out to have ended computes a token more than it needed to, which is dropped.
+        """
+        step = self._in_flight
+        if step is None or self._suspects.has_any or not self._rows.can_plan_past(step):
+            return None
+        self._progress.assume(step)
+        self._in_flight = None
+        if not self.running or not self._have_room() or self._retreat.pressing() is not None:
+            return None
+        self._residents.own_last_blocks()
+        return self._decide()
 
     def plan(self, step: Step) -> StepPlan:
         """A scheduled step as the runner sees it."""
@@ -149,20 +162,24 @@ class Scheduler:
 
     def commit(self, step: Step, tokens: Ints) -> Landed:
         """Note that a step was computed and what it sampled; whoever ends by that leaves."""
-        self._in_flight = None
         self._suspects.landed(step)
         self._step_size.landed()
-        step, tokens, poisoned, samples = self.drafts.settle(step, tokens)
-        landed = Landed(step.sampled_seqs, tokens.tolist(), set(), [], samples)
-        for i in self._progress.land(step, tokens):
-            seq = step.sampled_seqs[i]
+        standing, tokens, samples, poisoned = self.drafts.settle(step, tokens)
+        landed = Landed(standing.sampled_seqs, tokens.tolist(), samples, set(), [])
+        for i in self._progress.land(standing, tokens):
+            seq = standing.sampled_seqs[i]
             if landed.token_ids[i] == FAILED_TOKEN:
                 landed.broken_blocks.extend(self._discard(seq))
             else:
                 self.remove(seq)
             landed.ended.add(seq)
         for seq in poisoned:
-            landed.broken_blocks.extend(self._compute_again(seq))
+            landed.broken_blocks.extend(self._retreat.start_over(seq))
+        if self._in_flight is step:
+            self._in_flight = None
+        elif (ahead := self._in_flight) is not None:
+            # What it fills can only be named now.
+            self._residents.name_filled(ahead.seqs, ahead.rows, ahead.ends, ahead.named_blocks)
         return landed
 
     def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
@@ -170,17 +187,22 @@ class Scheduler:
 
         Where it found no memory, all go on from where they were, but in smaller steps for a while, with as many of them
         as fit into one. Answers the sequence that makes steps fail and was dropped for it, once that is sure.
+        The step that was scheduled ahead of all this is rolled back with it; then whoever runs starts over in any case.
         """
+        ahead = None if self._in_flight is step else self._in_flight
+        lost = [step] if ahead is None else [step, ahead]
+        named = {block for one in lost for block in one.named_blocks}
+        copied = {block for one in lost for block in one.copies[:, 1].tolist()}
         self._in_flight = None
-        named, copied = set(step.named_blocks), set(step.copies[:, 1].tolist())
         self._memory.forget(named | copied)
         guilty = self._suspects.failed(step, for_memory=for_memory)
-        for seq in self.running[::-1]:
-            if for_memory and self._residents.is_intact(seq, named, copied):
-                self._residents.unname(seq)
-            else:
+        starts_over = self._progress.take_back() or not for_memory
+        for seq in self._residents.present[::-1]:
+            if starts_over or not self._residents.is_intact(seq, named, copied):
                 self._retreat.requeue(seq)
-        for seq in [seq for seq in self.queues.swapped if not copied.isdisjoint(seq.blocks)]:
+            else:
+                self._residents.unname(seq)
+        for seq in [seq for seq in self.queues.swapped if not (named | copied).isdisjoint(seq.blocks)]:
             self._admission.recompute(seq)
         if guilty is not None:
             self._step_size.restore()
@@ -206,6 +228,24 @@ class Scheduler:
         num_drafted = int(self._rows.num_drafted[rows].sum())
         return min(most, num_decoding + num_drafted + self._limits.prefill_beside_decode(waiting))
 
+    def _decide(self) -> Step | None:
+        """The step that running sequences and newcomers get out of a budget; None where nobody gets anything."""
+        named: list[int] = []
+        preemptions_before = self.num_preemptions
+        budget = self._budget()
+        ends = self._schedule_running(budget, named)
+        if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
+            ends = self._admit(budget, ends, named)
+        self._in_flight = self._step(ends, named) if len(ends) else None
+        return self._in_flight
+
+    def _have_room(self) -> bool:
+        """Whether the running sequences find all blocks for the next step."""
+        rows, table = self._residents.rows, self._rows
+        ends = within(self._budget(), table.num_computed[rows], table.num_tokens[rows])
+        lacking = np.maximum(ends - table.capacity[rows[: len(ends)]], 0)
+        return int((-(-lacking // self._limits.block_size)).sum()) <= self._memory.device.num_free
+
     def _schedule_running(self, budget: int, named: list[int]) -> Ints:
         """How far each of the running sequences gets that get something; the others are the last ones."""
         rows, table = self._residents.rows, self._rows
@@ -213,9 +253,9 @@ class Scheduler:
         short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
         if short:
             ends = self._make_room(short, ends)
-        filling = ends - table.num_named[self._residents.rows[: len(ends)]] >= self._limits.block_size
-        for i in filling.nonzero()[0].tolist():
-            self._residents.name_full_blocks(self.running[i], int(ends[i]), named)
+        rows = self._residents.rows[: len(ends)]
+        known = ends if self._progress.assumed is None else table.num_known(rows, ends)
+        self._residents.name_filled(self.running, rows, known, named)
         return ends
 
     def _make_room(self, short: list[int], ends: Ints) -> Ints:
@@ -224,21 +264,11 @@ class Scheduler:
         num_running = len(self.running)
         for i in short:
             if seqs[i].row >= 0:
-                self._grow(seqs[i], self._residents.num_blocks(int(ends[i])) - len(seqs[i].blocks))
+                self._retreat.grow(seqs[i], self._residents.num_blocks(int(ends[i])) - len(seqs[i].blocks))
         if len(self.running) == num_running:
             return ends
         kept: Ints = ends[np.array([seq.row >= 0 for seq in seqs])]
         return kept
-
-    def _grow(self, seq: Sequence, num_blocks: int) -> None:
-        """Find blocks for a running sequence: preempt, at last itself; one that runs alone may have the host's."""
-        device, host = self._memory.device, self._memory.host
-        while num_blocks > device.num_free and len(self.running) > 1:
-            if self._retreat.preempt_next() is seq:
-                return
-        while num_blocks > device.num_free + host.num_free and self.queues.swapped:
-            self._admission.recompute(self.queues.swapped[-1])
-        self._residents.grow(seq, num_blocks)
 
     def _admit(self, budget: int, ends: Ints, named: list[int]) -> Ints:
         """Let others run with the budget that is left; how far each of all running ones gets."""
@@ -262,17 +292,4 @@ class Scheduler:
         """Drop a sequence whose computation failed; the blocks that nobody holds any more, now unknown to all."""
         if seq.row >= 0:
             self.remove(seq)
-        return self._forgotten(seq.blocks)
-
-    def _compute_again(self, seq: Sequence) -> list[int]:
-        """Have a sequence, if it still runs, compute all of it again; the blocks that nobody holds any more."""
-        blocks = seq.blocks
-        if seq.row >= 0:
-            self._retreat.requeue(seq)
-        return self._forgotten(blocks)
-
-    def _forgotten(self, blocks: list[int]) -> list[int]:
-        """Those of some blocks that nobody holds any more, now unknown to all."""
-        blocks = [block for block in blocks if self._memory.ref_count(block) == 0]
-        self._memory.forget(blocks)
-        return blocks
+        return self._memory.forget_unheld(seq.blocks)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
 from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.speculation import Drafter
 from penstock.gpu_node.model.protocol import NO_LOGPROBS
+
+if TYPE_CHECKING:
+    from penstock.contract.job import SamplingParams
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
@@ -34,10 +38,10 @@ class Sequence:
     """Tokens that must not follow each other."""
     guide: Guide | None = None
     """Keeps its text to a form."""
-    prompt_scores: PromptScores | None = None
-    """What its request wants to know of the prompt."""
     drafter: Drafter | None = None
     """Guesses what it says next, once that may pay."""
+    prompt_scores: PromptScores | None = None
+    """What its request wants to know of the prompt."""
     root_hash: bytes = ROOT_HASH
     """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)
@@ -120,23 +124,6 @@ class Sequence:
         return NO_LOGPROBS if self.params.logprobs is None else self.params.logprobs
 
     @property
-    def settings(self) -> dict[str, float]:
-        """What its sampling rows have in common."""
-        params = self.params
-        return {
-            "temperature": params.temperature,
-            "top_k": max(params.top_k, 0),
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "repetition_penalty": params.repetition_penalty,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "seed": self.seed,
-            "choice": self.choice,
-            "num_seen_prompt": self.num_prompt_tokens if self.is_penalised else 0,
-        }
-
-    @property
     def is_penalised(self) -> bool:
         """Whether what it said so far changes the odds of its next token."""
         params = self.params
@@ -146,6 +133,11 @@ class Sequence:
     def has_bans(self) -> bool:
         """Whether some tokens must not be chosen at times."""
         return self.end_rule.min_tokens > 0 or bool(self.bad_words)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the rules for its next token look at what it said last."""
+        return self.is_penalised or bool(self.bad_words) or self.guide is not None
 
     def banned_ids(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Ids that the token behind all these must not be."""

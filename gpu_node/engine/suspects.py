@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Step
 
 _MAX_STRIKES = 3
 
@@ -37,8 +37,8 @@ class Suspects:
         self._on_trial: Sequence | None = None
 
     @property
-    def are_known(self) -> bool:
-        """Whether there are any."""
+    def has_any(self) -> bool:
+        """Whether somebody is not cleared yet."""
         return bool(self._failed_at)
 
     @property

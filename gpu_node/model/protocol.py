@@ -118,7 +118,7 @@ class StepPlan:
     """
 
     token_ids: NDArray[np.int32]
-    """[num_tokens]; a runner that takes steps ahead knows -1 - i as what row i of the step before samples."""
+    """[num_tokens]; -1 - i stands for what row i of the step before samples, while that is in flight."""
     positions: NDArray[np.int32]
     """[num_tokens]"""
     query_starts: NDArray[np.int32]
@@ -181,7 +181,11 @@ class StepHandle(Protocol):
 
 
 class ModelRunner(Protocol):
-    """Owns weights and KV tensors and runs one step at a time."""
+    """Owns weights and KV tensors and runs steps one after the other."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be submitted before the first of them is done; past 1, plans may stand ahead of tokens."""
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -197,12 +201,11 @@ class ModelRunner(Protocol):
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step and come back at once.
 
-        Its plan's arrays must not change until the result is there, and the next step may be submitted only then.
-        Raises as a result does.
+        Its plan's arrays must not change until the result is there. Raises as a result does.
         """
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Forget what blocks hold, so that a NaN in them cannot reach whoever gets them next."""
+        """Forget what blocks hold once steps in flight are done, so that a NaN in them reaches no later one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 class TorchRunner:
     """Runs each step on a thread of its own; torch's operations let go of the GIL."""
 
+    max_in_flight = 1
+
     def __init__(
         self,
         spec: ModelSpec,

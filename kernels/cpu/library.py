@@ -30,6 +30,10 @@ class Source(IntEnum):
     Q4_0 = 2
     Q4_1 = 3
     Q8_0 = 4
+    Q4_K = 5
+    Q5_K = 6
+    Q6_K = 7
+    FLOAT16 = 8
 
 
 class Place(IntEnum):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.logprobs import MAX_LOGPROBS, TokenLogprobs
+from penstock.contract.priority import Priority as Priority
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import MAX_CALLS, CallId, ToolCall, Tools
 
@@ -49,14 +49,6 @@ Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-
-
-class Priority(IntEnum):
-    """Class of a job; a lower number is more urgent."""
-
-    INTERACTIVE = 0
-    STANDARD = 1
-    BATCH = 2
 
 
 class _Door(BaseModel):

@@ -13,9 +13,9 @@ from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts, PreemptionName
-from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import StepPlan
 
 BLOCK_SIZE = 4
@@ -23,13 +23,20 @@ EOS = 999
 
 
 def new_sequence(
-    name: str, num_prompt: int, num_output: int, *, choice: int = 0, first_token: int = 0, salt: str | None = None
+    name: str,
+    num_prompt: int,
+    num_output: int,
+    *,
+    choice: int = 0,
+    first_token: int = 0,
+    salt: str | None = None,
+    penalty: float = 0.0,
 ) -> Sequence:
     """A choice whose prompt counts up from `first_token`."""
     return Sequence(
         request_id=name,
         choice=choice,
-        params=SamplingParams(),
+        params=SamplingParams(presence_penalty=penalty),
         seed=0,
         token_ids=np.arange(first_token, first_token + num_prompt, dtype=np.int32),
         num_prompt_tokens=num_prompt,
@@ -77,6 +84,7 @@ def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:
         assert samples == (computed.stop == len(scheduler.tokens_of(seq)))
     sampled = [step.seqs[i] for i in np.searchsorted(plan.query_starts, plan.sample_tokens, side="right") - 1]
     assert plan.sampling.position.tolist() == [len(scheduler.tokens_of(seq)) - seq.num_prompt_tokens for seq in sampled]
+    assert all(seen.min(initial=0) >= 0 for seen in plan.sampling.seen)
     return plan
 
 

@@ -16,6 +16,8 @@ from penstock.kernels.cpu.library import NativeModel, NativePlan
 class NativeRunner:
     """Runs each step on the model's own threads; `submit` only starts them."""
 
+    max_in_flight = 1
+
     def __init__(self, model: NativeModel, sizes: CacheSizes, *, vocab_size: int, core: int | None = None) -> None:
         """`core` is the one that the model's own threads leave free."""
         self._model = model
