@@ -73,7 +73,8 @@ class EngineConfig(BaseModel):
     """Most tokens that a sequence drafts for a step."""
     num_threads: int | None = Field(None, ge=1)
     deterministic: bool = False
-    """Sums on a card in one order whatever the batch, some percent slower; on the CPU they always are."""
+    """On a card contexts are cut in one way whatever the batch, and products not split along their sums, some percent
+    slower; on the CPU every sum is in one order in any case."""
 
     @model_validator(mode="before")
     @classmethod

@@ -229,7 +229,7 @@ class RunnerOptions:
     cpu_offload_gib: float = 0.0
     max_num_batched_tokens: int = 512
     deterministic: bool = False
-    """Whether a card may add in no order but one."""
+    """Whether a card may not cut contexts by the size of the batch, nor sums of products at all."""
 
 
 @dataclass(frozen=True, slots=True)
