@@ -279,3 +279,11 @@ def test_what_a_row_that_was_not_finite_left_reaches_nobody(make_engine: MakeEng
         engine.add("good", [5] * 20, params, seed=0)
         assert tuple(tokens_of(drain(engine), "good")) == good
         check_idle(engine)
+
+
+def test_prompts_that_are_computed_in_several_steps_are_scored_once(make_engine: MakeEngine, alone: Engine) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True, seed=1, n=2, logprobs=1, prompt_logprobs=1)
+    prompts = [list(range(20, 65)), list(range(100, 119))]
+    want, engine = alone.generate(prompts, params), make_engine(**NATIVE, max_num_batched_tokens=16, max_num_seqs=8)
+    engine._runner = ahead = AheadRunner(engine._runner)
+    assert engine.generate(prompts, params) == want and ahead.num_ahead > 0
