@@ -158,7 +158,7 @@ class Residents:
         They may read them in the same step because a runner stores all keys before any query attends.
         """
         num_full = num_tokens // self._block_size
-        seq.hash_full_blocks(self.table.tokens_of(seq)[:num_tokens], self._block_size)
+        seq.hash_full_blocks(self.table.tokens_of(seq), self._block_size)
         for i in range(int(self.table.num_named[seq.row]) // self._block_size, num_full):
             self._memory.commit(seq.blocks[i], seq.block_hashes[i])
             named.append(seq.blocks[i])
