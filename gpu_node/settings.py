@@ -90,6 +90,10 @@ class NodeSettings(Settings):
     """Most tokens in one step."""
     max_prefill_beside_decode: int = Field(192, ge=1)
     """Most tokens of prompts in a step in which others decode, who all wait for it; a long backlog may have more."""
+    speculative: Literal["ngram", "off"] = "off"
+    """ngram: compute ahead what followed when a text last said the same, as far as that pays; never changes tokens."""
+    max_draft_tokens: int = Field(8, ge=1, le=64)
+    """Most tokens that a sequence has computed ahead in one step."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of the model; else all cores that the process may use."""
 

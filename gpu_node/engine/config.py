@@ -67,6 +67,10 @@ class EngineConfig(BaseModel):
     """`tenant`: tenants do not share cached prefixes."""
     prefix_eviction: EvictionName = "lru"
     """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
+    speculative: Literal["ngram", "off"] = "off"
+    """`ngram`: sequences draft what followed when they last said the same, if that pays; tokens stay the same."""
+    max_draft_tokens: int = Field(8, ge=1, le=64)
+    """Most tokens that a sequence drafts for a step."""
     num_threads: int | None = Field(None, ge=1)
     deterministic: bool = False
     """On a card contexts are cut in one way whatever the batch, and products not split along their sums, some percent

@@ -13,6 +13,7 @@ from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
 from penstock.gpu_node.engine.scores import PromptScores
+from penstock.gpu_node.engine.speculation import Drafter
 from penstock.gpu_node.model.protocol import NO_LOGPROBS
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Sequence:
     """Tokens that must not follow each other."""
     guide: Guide | None = None
     """Keeps its text to a form."""
+    drafter: Drafter | None = None
+    """Guesses what it says next, once that may pay."""
     prompt_scores: PromptScores | None = None
     """What its request wants to know of the prompt."""
     root_hash: bytes = ROOT_HASH

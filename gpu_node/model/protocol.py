@@ -191,6 +191,10 @@ class ModelRunner(Protocol):
     def cache_sizes(self) -> CacheSizes:
         """What the KV cache holds."""
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether a step may sample behind more of its tokens than it has sequences."""
+
     def bind_thread(self) -> None:
         """Let the calling thread, which does nothing but wait for steps, run where the runner has most of it."""
 

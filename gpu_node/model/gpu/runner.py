@@ -70,6 +70,11 @@ class GpuRunner:
         """What the KV cache holds."""
         return self._sizes
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Its graphs and marks are for one sample of each sequence."""
+        return False
+
     def bind_thread(self) -> None:
         """Nothing to do: the card computes."""
 
