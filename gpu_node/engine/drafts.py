@@ -39,6 +39,8 @@ class Drafts:
 
     def __init__(self, residents: Residents, memory: KvMemory, speculation: Speculation, block_size: int) -> None:
         self.speculation = speculation
+        self.num_written = 0
+        """Tokens that stand drafted behind those of the running sequences."""
         self._residents = residents
         self._table = residents.table
         self._memory = memory
@@ -53,7 +55,7 @@ class Drafts:
         if not self.speculation.max_draft_tokens:
             return
         table, rows = self._table, self._residents.rows
-        table.num_drafted[rows] = 0
+        table.num_drafted[rows] = self.num_written = 0
         to_compute = table.num_tokens[rows] - table.num_computed[rows]
         decoding = (to_compute == 1).nonzero()[0]
         most = (max_step_tokens - int(to_compute.sum())) // 2
@@ -72,7 +74,9 @@ class Drafts:
             if self.speculation.pays(drafter, least_odds) or i in on_trial:
                 news = table.tokens_of(seq)[len(drafter.lookup) :]
                 draft = self.speculation.draft(drafter, news, min(room, most), least_odds)
-                most -= table.put_draft(seq, _up_to(seq.end_rule.end_ids, draft))
+                num_drafted = table.put_draft(seq, _up_to(seq.end_rule.end_ids, draft))
+                most -= num_drafted
+                self.num_written += num_drafted
 
     def settle(self, step: Step, tokens: Ints) -> Settled:
         """Part what stands of a step's samples from what does not."""
