@@ -92,6 +92,8 @@ class NodeSettings(Settings):
     """Most tokens of prompts in a step in which others decode, who all wait for it; a long backlog may have more."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of the model; else all cores that the process may use."""
+    weight_cache: bool = True
+    """Whether the native runner's packed weights lie in a file of the cache folder that the machine's nodes map."""
 
     drain_s: float = Field(20.0, ge=0.0)
     """After SIGTERM: how long running jobs may go on before the rest is given back."""

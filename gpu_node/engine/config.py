@@ -68,6 +68,8 @@ class EngineConfig(BaseModel):
     prefix_eviction: EvictionName = "lru"
     """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
     num_threads: int | None = Field(None, ge=1)
+    weight_cache: bool = True
+    """Whether the native runner's packed weights lie in a file that all processes of the machine map."""
     deterministic: bool = False
     """Sums on a card in one order whatever the batch, some percent slower; on the CPU they always are."""
 

@@ -181,6 +181,8 @@ class RunnerOptions:
     max_num_batched_tokens: int = 512
     deterministic: bool = False
     """Whether a card may add in no order but one."""
+    weight_cache: bool = True
+    """Whether packed weights lie in a file that the machine's processes share."""
 
 
 @dataclass(frozen=True, slots=True)
