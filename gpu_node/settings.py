@@ -36,7 +36,9 @@ class NodeSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_", use_attribute_docstrings=True)
 
     model: str = Field(min_length=1)
-    """Hub id with optional @revision, a folder, or a .gguf file."""
+    """Hub id with optional :FILE.gguf and @revision, a folder, or a .gguf file."""
+    revision: str | None = None
+    """Of a model of the hub: branch, tag or commit."""
     redis_url: str = Field(min_length=1)
     """Redis of the pool."""
     name: str = Field(default_factory=lambda: slug(socket.gethostname()), pattern=NAME_PATTERN)

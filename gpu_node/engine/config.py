@@ -31,7 +31,9 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = Field(min_length=1)
-    """Hub id with optional `@revision`, a folder, or a `.gguf` file."""
+    """Hub id with optional `:FILE.gguf` and `@revision`, a folder, or a `.gguf` file."""
+    revision: str | None = None
+    """Of a model of the hub: branch, tag or commit."""
     runner: Literal["auto", "gpu", "native", "torch"] = "auto"
     """`gpu`: a CUDA device; `native`: the C++ kernels; `auto`: a device where there is one, else those or torch."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
