@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
+from penstock.gpu_node.model.checkpoint import Checkpoint, Stored
 from penstock.gpu_node.model.spec import ModelSpec
 
 
@@ -14,8 +14,8 @@ from penstock.gpu_node.model.spec import ModelSpec
 class StoredLinear:
     """The parts of a matrix, whose rows follow each other."""
 
-    weights: tuple[StoredTensor, ...]
-    biases: tuple[StoredTensor, ...] = ()
+    weights: tuple[Stored, ...]
+    biases: tuple[Stored, ...] = ()
     """One a part, or none at all."""
 
 
@@ -23,8 +23,8 @@ class StoredLinear:
 class StoredNorm:
     """A norm's factors, and what a layer norm adds."""
 
-    weight: StoredTensor
-    bias: StoredTensor | None
+    weight: Stored
+    bias: Stored | None
 
 
 class DecoderTensors:
@@ -38,11 +38,11 @@ class DecoderTensors:
         """Let go of the checkpoint's pages that were read."""
         self._checkpoint.release()
 
-    def embedding(self) -> StoredTensor:
+    def embedding(self) -> Stored:
         """[vocab, hidden]."""
         return self._table(self._spec.names.embedding)
 
-    def head(self) -> StoredTensor:
+    def head(self) -> Stored:
         """[vocab, hidden], the embedding where they are tied."""
         return self.embedding() if self._spec.tied_head else self._table(self._spec.names.head)
 
@@ -59,7 +59,7 @@ class DecoderTensors:
         name = self._spec.names.mlp_norm
         return None if name is None else self._norm(name.format(layer=layer))
 
-    def head_norms(self, layer: int) -> tuple[StoredTensor, StoredTensor] | None:
+    def head_norms(self, layer: int) -> tuple[Stored, Stored] | None:
         """The factors of queries and keys, [head_dim] each, where heads are normed."""
         names, size = self._spec.names, self._spec.head_dim
         if names.q_norm is None or names.k_norm is None:
@@ -102,7 +102,7 @@ class DecoderTensors:
         name = spec.names.mlp_out.format(layer=layer)
         return self._linear([name], (spec.hidden_size,), spec.intermediate_size, has_bias=spec.mlp_bias)
 
-    def _table(self, name: str) -> StoredTensor:
+    def _table(self, name: str) -> Stored:
         return self._checkpoint.get(f"{name}.weight", self._spec.vocab_size, self._spec.hidden_size)
 
     def _norm(self, name: str) -> StoredNorm:
@@ -117,7 +117,7 @@ class DecoderTensors:
             tuple(get(f"{name}.bias", size) for name, size in parts if has_bias),
         )
 
-    def _unfused(self, fused: StoredTensor) -> tuple[StoredTensor, ...]:
+    def _unfused(self, fused: Stored) -> tuple[Stored, ...]:
         """Queries, keys and values of a tensor that keeps them by key head."""
         spec = self._spec
         by_head = np.arange(fused.shape[0], dtype=np.int32).reshape(spec.num_kv_heads, -1, spec.head_dim)

@@ -32,6 +32,11 @@ class GpuDecoder:
         if spec.rope is None:
             self._biases = torch.from_numpy(alibi_biases(spec, num_positions)).to(device)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and logits."""
+        return self._weights.embedding.dtype
+
     def logits(self, step: StepInputs, ids: Tensor, layers: list[PagedCache], splits: int) -> Tensor:
         """Store the step's keys and values; the logits behind the tokens that it samples at, [num_samples, vocab].
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
+from penstock.gpu_node.model.checkpoint import Checkpoint, Stored
 from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.native.formats import format_of, rows_of
 from penstock.gpu_node.model.native.packed_file import PackedWriter
@@ -43,7 +43,7 @@ class Packer:
         self._model = model
         self._keep = keep
         self._spec = described.spec
-        self._tensors = DecoderTensors(Checkpoint.open(described.source), described.spec)
+        self._tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), described.spec)
         self._quantization = quantization
         self._turned = turned
         self._progress = progress
@@ -96,7 +96,7 @@ class Packer:
                 self._keep.add_bias(slot, layer, values, first, place)
         self._finish(slot, layer, linear.weights, weights)
 
-    def _pack_table(self, slot: Slot, table: StoredTensor, gains: _Gains) -> None:
+    def _pack_table(self, slot: Slot, table: Stored, gains: _Gains) -> None:
         """A matrix with a row for each token: large, and of nothing that concerns all rows together."""
         weights = self._allocate(slot, 0, (table,))
         rows, columns = table.shape
@@ -105,18 +105,18 @@ class Packer:
             self._pack_rows(slot, 0, table.span(first, min(first + slab_rows, rows)), Place.PLAIN, first, gains)
         self._finish(slot, 0, (table,), weights)
 
-    def _pack_rows(self, slot: Slot, layer: int, part: StoredTensor, place: Place, first: int, gains: _Gains) -> None:
+    def _pack_rows(self, slot: Slot, layer: int, part: Stored, place: Place, first: int, gains: _Gains) -> None:
         source, data, order = rows_of(part)
         self._model.fill(slot, layer, source, data, first=first, place=place, row_order=order, gains=gains)
         self._tensors.release()
 
-    def _finish(self, slot: Slot, layer: int, parts: tuple[StoredTensor, ...], weights: Format) -> None:
+    def _finish(self, slot: Slot, layer: int, parts: tuple[Stored, ...], weights: Format) -> None:
         if self._keep is not None:
             rows, columns = _rows_and_columns(parts)
             self._keep.add_matrix(slot, layer, weights, rows, columns, self._model.packed(slot, layer))
             self._model.release(slot, layer)
 
-    def _allocate(self, slot: Slot, layer: int, parts: tuple[StoredTensor, ...]) -> Format:
+    def _allocate(self, slot: Slot, layer: int, parts: tuple[Stored, ...]) -> Format:
         # Rows of a turned embedding are read one at a time, and an error in one stays in the sum of all layers.
         precise = self._turned and slot is Slot.EMBEDDING
         weights = Format.BF16 if precise else format_of(parts, self._quantization)
@@ -139,6 +139,6 @@ class Packer:
             self._keep.add_vector(vector, layer, values)
 
 
-def _rows_and_columns(parts: tuple[StoredTensor, ...]) -> tuple[int, int]:
+def _rows_and_columns(parts: tuple[Stored, ...]) -> tuple[int, int]:
     """Of the matrix that the parts' rows make."""
     return sum(part.shape[0] for part in parts), parts[0].shape[1]
