@@ -33,13 +33,11 @@ def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
     if settings.get("dynamic"):
         raise ConfigError("gptq with settings of single modules (dynamic) is not read")
 
+    missing = _ONES[bits] if _ONE_LESS[form] else 0
+
     def read(name: str, find: FindStored) -> ScaledTensor | None:
         parts = Parts(name, find)
-        return (
-            None
-            if parts.find("qweight") is None
-            else _read(parts, bits, group_size, _ONES[bits] if _ONE_LESS[form] else 0)
-        )
+        return None if parts.find("qweight") is None else _read(parts, bits, group_size, missing)
 
     return read
 
