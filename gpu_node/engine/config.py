@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penstock.contract.adapters import AdapterName
 from penstock.contract.policy import PolicyName
 from penstock.gpu_node.engine.eviction import EvictionName
 from penstock.gpu_node.engine.preemption import PreemptionName
@@ -67,6 +69,13 @@ class EngineConfig(BaseModel):
     """`tenant`: tenants do not share cached prefixes."""
     prefix_eviction: EvictionName = "lru"
     """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
+    lora: dict[AdapterName, Path] = {}
+    """Low-rank adapters by name: folders in PEFT's format."""
+    lora_dir: Path | None = None
+    """Holds more of them, each in a folder of its name, which is read when it is first asked for."""
+    max_loras: int = Field(8, ge=1)
+    """Adapters that one step may compute with; the least recently used one gives its place to another."""
+    max_lora_rank: int = Field(16, ge=1, le=512)
     num_threads: int | None = Field(None, ge=1)
     deterministic: bool = False
     """Sums on a card in one order whatever the batch, some percent slower; on the CPU they always are."""
@@ -91,6 +100,11 @@ class EngineConfig(BaseModel):
                 f"({self.max_num_seqs}), or sequences that decode would starve"
             )
         return self
+
+    @property
+    def num_adapter_places(self) -> int:
+        """Adapters that the runner keeps; none where it could never get one."""
+        return self.max_loras if self.lora or self.lora_dir is not None else 0
 
     @property
     def wanted_blocks(self) -> int | None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
-from penstock.gpu_node.model.protocol import NULL_BLOCK, SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_ADAPTER, NULL_BLOCK, SamplingRows, StepPlan
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.intp]
@@ -137,6 +137,7 @@ class RowTable:
         # Pages of these that no sequence is long enough to reach are never touched, so they cost nothing.
         self._tokens = np.zeros((max_rows, max_model_len), dtype=np.int32)
         self._block_tables = np.full((max_rows, -(-max_model_len // block_size)), NULL_BLOCK, dtype=np.int32)
+        self._adapters = np.full(max_rows, NO_ADAPTER, dtype=np.int32)
         self._settings = {name: np.zeros(max_rows, dtype) for name, dtype in _SETTINGS.items()}
         self._last = self._gather_settings([], np.empty(0, dtype=np.intp))
         self._ordinals = np.arange(max_rows + 1, dtype=np.int32)
@@ -155,6 +156,7 @@ class RowTable:
         self.num_computed[row] = self.num_named[row] = self.capacity[row] = 0
         self.limit[row] = seq.max_num_tokens
         self._num_prompt_tokens[row] = seq.num_prompt_tokens
+        self._adapters[row] = seq.place
         for name, value in _settings_of(seq).items():
             self._settings[name][row] = value
 
@@ -215,6 +217,7 @@ class RowTable:
             owners = np.repeat(rows, counts)
             positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
         width = -(-int(ends.max()) // self._block_size)
+        adapters = self._adapters[rows]
         return StepPlan(
             token_ids=self._tokens[owners, positions],
             positions=positions,
@@ -224,6 +227,7 @@ class RowTable:
             sample_seqs=step.sampled,
             sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
             copies=step.copies,
+            adapters=adapters if adapters.max() > NO_ADAPTER else None,
         )
 
     def _sampling_rows(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> SamplingRows:

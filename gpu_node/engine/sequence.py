@@ -11,6 +11,7 @@ from penstock.contract.job import Priority, SamplingParams
 from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
+from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
@@ -31,6 +32,9 @@ class Sequence:
     """Tokens that must not follow each other."""
     guide: Guide | None = None
     """Keeps its text to a form."""
+    adapter: Adapter | None = None
+    place: int = NO_ADAPTER
+    """Where the runner has its adapter while it runs."""
     root_hash: bytes = ROOT_HASH
     """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)

@@ -69,7 +69,7 @@ class Checkpoint:
         """Maps a model's weight files. Raises ConfigError for files that are missing, cut short or of another kind."""
         files = weight_files(source)
         if source.gguf is None:
-            tensors = {name: tensor for path in files for name, tensor in _read_safetensors(path).items()}
+            tensors = {name: tensor for path in files for name, tensor in read_safetensors(path).items()}
             return cls(tensors.get)
         return cls(_GgufFile(source.gguf).find)
 
@@ -111,7 +111,8 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
             raise ConfigError(f"{path} is empty") from error
 
 
-def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name, mapped. Raises ConfigError for a file that is cut short or of another kind."""
     content = _mapped(path)
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     if 8 + header_bytes > len(content):

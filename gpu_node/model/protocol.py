@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,10 +11,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.contract.adapters import AdapterRef
+from penstock.gpu_node.model.spec import MatrixName
+
 NULL_BLOCK = 0
 """Padding of block tables; never written by a sequence, always finite."""
 
 NO_COPIES = np.empty((0, 2), dtype=np.int32)
+
+NO_ADAPTER = -1
 
 FAILED_TOKEN = -1
 """Stands for a row whose logits were not finite: that row failed, the others did not."""
@@ -100,6 +105,8 @@ class StepPlan:
     sampling: SamplingRows
     copies: NDArray[np.int32] = field(default_factory=lambda: NO_COPIES)
     """[num_copies, 2]: from which block to which one; done in order, before anything of the step is stored or read."""
+    adapters: NDArray[np.int32] | None = None
+    """[num_seqs]: the place of each sequence's adapter in the runner, or NO_ADAPTER; None where nobody has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,39 @@ class StepResult:
     forward_ms: float
     sample_ms: float
     copy_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to one part of a layer's matrix: up @ down."""
+
+    part: int
+    """Which of the parts that the spec names."""
+    down: NDArray[np.float32]
+    """[rank, columns]"""
+    up: NDArray[np.float32]
+    """[rows, rank], the adapter's factor included."""
+
+
+class Adapter(Protocol):
+    """A low-rank adapter of the model, ready to be given to its runner."""
+
+    @property
+    def digest(self) -> str:
+        """Of its content: adapters of one digest give the same tokens."""
+
+    def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
+        """What it adds to a layer's matrix, part by part."""
+
+
+class AdapterSource(Protocol):
+    """Where adapters come from; safe for use by several threads."""
+
+    def digests(self) -> dict[str, str]:
+        """What there is, by name."""
+
+    def find(self, wanted: AdapterRef) -> Adapter:
+        """An adapter. Raises NotFoundError for an unknown name, RequestError for one that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +198,12 @@ class ModelRunner(Protocol):
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Forget what blocks hold, so that a NaN in them cannot reach whoever gets them next."""
 
+    def set_adapter(self, place: int, adapter: Adapter) -> None:
+        """Put an adapter in a place, from 0 to `max_loras`, instead of what was there.
+
+        Steps that were submitted before still compute with that.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
@@ -181,6 +227,13 @@ class RunnerOptions:
     max_num_batched_tokens: int = 512
     deterministic: bool = False
     """Whether a card may add in no order but one."""
+    lora: Mapping[str, Path] = field(default_factory=dict)
+    """Adapters by name."""
+    lora_dir: Path | None = None
+    """Holds more of them, each in a folder of its name."""
+    max_loras: int = 0
+    """Places for adapters that one step may compute with."""
+    max_lora_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +246,7 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    adapters: AdapterSource
     arithmetic: str
     """Names the runner, its kernels and the formats it computes in: what tokens depend on besides the model's files."""
     revision: str

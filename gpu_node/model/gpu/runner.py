@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows, GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device, Mark
 from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks
-from penstock.gpu_node.model.protocol import CacheSizes, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, StepPlan, StepResult
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import sample
@@ -45,8 +46,17 @@ class GpuRunner:
     -1 - i in the place of what that step's row i samples; rows with penalties need known tokens.
     """
 
-    def __init__(self, decoder: GpuDecoder, pool: KvPool, sizes: CacheSizes, limits: Limits, device: Device) -> None:
+    def __init__(
+        self,
+        decoder: GpuDecoder,
+        adapters: GpuAdapters,
+        pool: KvPool,
+        sizes: CacheSizes,
+        limits: Limits,
+        device: Device,
+    ) -> None:
         self._decoder = decoder
+        self._adapters = adapters
         self._pool = pool
         self._sizes = sizes
         self._limits = limits
@@ -83,7 +93,7 @@ class GpuRunner:
         if self._pool.has_host_block(plan.block_tables):
             self._pool.settle()
         places = self._row_marks.places(plan.sampling)
-        arrays = pack_step(plan, places, self._limits.block_size)
+        arrays, adapted = pack_step(plan, places, self._limits.block_size), self._adapters.rows_of(plan)
         flight = _Flight(started, copied)
 
         def land() -> None:
@@ -91,12 +101,12 @@ class GpuRunner:
 
         if plan.sampling.masks is None:
             self._row_marks.write(plan.sampling, places)
-            self._run(tray, arrays)
+            self._run(tray, arrays, adapted)
             land()
             return flight
         # Masks are written while the step runs: what looks at them is left to who waits for it.
         step = self._arrived(tray, arrays)
-        logits = self._logits(step)
+        logits = self._logits(step, adapted)
 
         @torch.inference_mode()
         def sample_masked() -> None:
@@ -115,7 +125,8 @@ class GpuRunner:
         tray.wait()
         arrays = pack_step(plan, np.zeros(0, np.int32), self._limits.block_size)
         arrays[8] = np.arange(len(plan.token_ids), dtype=np.int32)
-        logits: NDArray[np.float32] = self._logits(self._arrived(tray, arrays)).float().cpu().numpy()
+        adapted = self._adapters.rows_of(plan, samples_all=True)
+        logits: NDArray[np.float32] = self._logits(self._arrived(tray, arrays), adapted).float().cpu().numpy()
         return logits
 
     @torch.inference_mode()
@@ -123,21 +134,28 @@ class GpuRunner:
         """Clear blocks in every layer."""
         self._pool.zero(block_ids)
 
-    def _run(self, tray: _Tray, arrays: list[Ints]) -> None:
-        if self._graphs.can_run(arrays):
+    @torch.inference_mode()
+    def set_adapter(self, place: int, adapter: Adapter) -> None:
+        """Put an adapter in a place, behind the steps that were submitted."""
+        self._open.close()
+        self._adapters.set(place, adapter)
+
+    def _run(self, tray: _Tray, arrays: list[Ints], adapted: AdaptedRows) -> None:
+        # A graph knows of no adapters: who has none would pay for them.
+        if adapted is NOT_ADAPTED and self._graphs.can_run(arrays):
             arrays = self._graphs.padded(arrays)
             self._graphs.run(tray.packed(arrays), arrays)
         else:
-            self._compute(self._arrived(tray, arrays))
+            self._compute(self._arrived(tray, arrays), adapted)
 
-    def _compute(self, step: StepInputs) -> None:
-        self._sample(step, self._logits(step))
+    def _compute(self, step: StepInputs, adapted: AdaptedRows = NOT_ADAPTED) -> None:
+        self._sample(step, self._logits(step, adapted))
 
     def _sample(self, step: StepInputs, logits: Tensor) -> None:
         if len(step.rules):
             self._tokens[: len(step.rules)] = sample(logits, step.rules, self._row_marks.marks)
 
-    def _logits(self, step: StepInputs) -> Tensor:
+    def _logits(self, step: StepInputs, adapted: AdaptedRows) -> Tensor:
         given = step.token_ids
         earlier = self._tokens[(-1 - given).clamp(min=0)]
         # A row that failed has -1 for a token; nobody wants what it would say next.
@@ -145,7 +163,7 @@ class GpuRunner:
         splits = FIXED_SPLITS
         if not self._limits.deterministic and len(step.decoding):
             splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
-        return self._decoder.logits(step, ids, self._pool.layers, splits)
+        return self._decoder.logits(step, ids, self._pool.layers, splits, adapted)
 
     def _arrived(self, tray: _Tray, arrays: list[Ints]) -> StepInputs:
         arrival = torch.empty(size_of(arrays), dtype=torch.int32, device=self._device.torch)

@@ -9,16 +9,26 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.protocol import CacheSizes, SamplingRows, StepPlan, StepResult, TokenMasks
+from penstock.gpu_node.model.native.adapters import NativeAdapters
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, SamplingRows, StepPlan, StepResult, TokenMasks
 from penstock.kernels.cpu.library import NativeModel, NativePlan
 
 
 class NativeRunner:
     """Runs each step on the model's own threads; `submit` only starts them."""
 
-    def __init__(self, model: NativeModel, sizes: CacheSizes, *, vocab_size: int, core: int | None = None) -> None:
+    def __init__(
+        self,
+        model: NativeModel,
+        adapters: NativeAdapters,
+        sizes: CacheSizes,
+        *,
+        vocab_size: int,
+        core: int | None = None,
+    ) -> None:
         """`core` is the one that the model's own threads leave free."""
         self._model = model
+        self._adapters = adapters
         self._sizes = sizes
         self._vocab_size = vocab_size
         self._core = core
@@ -39,7 +49,8 @@ class NativeRunner:
         ragged = _ragged(plan.sampling)
         self._model.start(
             NativePlan(
-                *_step(plan), *_addresses(*ragged), len(plan.copies), *_addresses(plan.copies, tokens, None, times_ms)
+                *(*_step(plan), *_addresses(*ragged), *_addresses(plan.adapters)),
+                *(len(plan.copies), *_addresses(plan.copies, tokens, None, times_ms)),
             )
         )
         return _Flight(self._model, plan, ragged, tokens, times_ms)
@@ -48,14 +59,19 @@ class NativeRunner:
         """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
         logits = np.empty((len(plan.token_ids), self._vocab_size), dtype=np.float32)
         times_ms = np.zeros(3, dtype=np.float32)
-        copies = len(plan.copies), *_addresses(plan.copies)
-        self._model.start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *copies, *_addresses(None, logits, times_ms)))
+        rest = *_addresses(plan.adapters), len(plan.copies), *_addresses(plan.copies)
+        self._model.start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *rest, *_addresses(None, logits, times_ms)))
         self._model.wait()
         return logits
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear blocks in every layer."""
         self._model.clear_blocks(block_ids)
+
+    def set_adapter(self, place: int, adapter: Adapter) -> None:
+        """Put an adapter in a place, once no step runs."""
+        self._model.wait()
+        self._adapters.set(place, adapter)
 
     def close(self) -> None:
         """End the threads and free the memory."""

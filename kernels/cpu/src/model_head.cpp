@@ -41,7 +41,9 @@ void Model::plan_head() {
 
 void Model::project_head(Member& member) {
   member.for_each((int)head_tokens_.size(), [&](int i) {
-    poisoned_[i] = !norm_into(head_in_, i, head_tokens_[i], final_norm);
+    bool finite;
+    head_in_.set_row(i, normed(head_tokens_[i], final_norm, &finite));
+    poisoned_[i] = !finite;
   });
   multiply(member, head_in_, head, [&](int first, int count, int panel, float* out) {
     note_logits(member, first, count, panel, out);
