@@ -49,7 +49,8 @@ def add_tasks(app: Celery, redis_url: str, *, longest_pause_s: float) -> None:
             shown = UnavailableError(error.message, code=error.code)
             raise task.retry(exc=shown, countdown=pause_s) from error
 
-    @app.task(name=GENERATE, bind=True, base=_Patient)  # type: ignore[untyped-decorator]
+    # Shared ones would be added to every other Celery app of the process too.
+    @app.task(name=GENERATE, bind=True, base=_Patient, shared=False)  # type: ignore[untyped-decorator]
     def generate(
         self: Task, prompt: str | list[int] | None = None, messages: list[dict[str, Any]] | None = None, **options: Any
     ) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def add_tasks(app: Celery, redis_url: str, *, longest_pause_s: float) -> None:
         request = request_of(COMPLETIONS_URL if messages is None else CHAT_URL, body)
         return run(self, _generate(redis_url, request, key=f"task:{self.request.id}"))
 
-    @app.task(name=RUN_FILE, bind=True, base=_Patient)  # type: ignore[untyped-decorator]
+    @app.task(name=RUN_FILE, bind=True, base=_Patient, shared=False)  # type: ignore[untyped-decorator]
     def run_file(self: Task, input: str, output: str, **options: Any) -> dict[str, Any]:  # noqa: A002
         """Turns a file of requests into a file of results; paths are the worker's. Options are those of `Batch`."""
         # Not update_state, which asks the calling thread for the task.

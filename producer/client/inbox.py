@@ -169,14 +169,17 @@ class Inbox:
     # Listening --------------------------------------------------------------------------------------
 
     async def _subscribe(self) -> Line:
-        with translated():
-            line = await Line.open(self._redis, self.dispatch)
-            try:
+        line = None
+        try:
+            with translated():
+                line = await Line.open(self._redis, self.dispatch)
                 async with asyncio.timeout(_SUBSCRIBE_TIMEOUT_S):
                     await line.call("SUBSCRIBE", self._channel)
-            except BaseException:
+        except BaseException:
+            # Also of a cancellation that redis-py swallowed while it connected, and that comes out only now.
+            if line is not None:
                 line.close()
-                raise
+            raise
         return line
 
     async def _listen(self) -> None:

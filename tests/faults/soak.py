@@ -70,7 +70,7 @@ async def soak(fleet: Fleet, args: argparse.Namespace) -> tuple[Counter[str], Co
     redis = connect(fleet.redis.url)
     await fleet.start()
     async with AsyncClient(fleet.redis.url, settings=ClientSettings(outage_s=PATIENCE_S)) as client:
-        load = Load(redis, client, POOL, fleet.gateways, rng=rng)
+        load = Load(redis, client, POOL, fleet.gateways, rng=rng, pace_s=args.pace)
         async with asyncio.TaskGroup() as group:
             group.create_task(load.run(num_clients=args.clients, num_http=args.http))
             until_s = clock() + 60 * args.minutes
@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--kill-every", type=float, default=10.0, help="seconds")
     parser.add_argument("--clients", type=int, default=16, help="jobs at once by the client")
     parser.add_argument("--http", type=int, default=8, help="jobs at once over HTTP")
+    parser.add_argument("--pace", type=float, default=3.0, help="seconds from a reader's job to its next, at least")
     parser.add_argument("--max-slope", type=float, default=200.0, help="KiB a minute that a process may grow in peace")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     args = parser.parse_args()

@@ -26,9 +26,20 @@ class Load:
     """Counts what was accepted and how it ended; raises at the first stream that is not what it should be."""
 
     def __init__(
-        self, redis: Redis, client: AsyncClient, pool: str, gateways: Sequence[GatewayProcess], *, rng: random.Random
+        self,
+        redis: Redis,
+        client: AsyncClient,
+        pool: str,
+        gateways: Sequence[GatewayProcess],
+        *,
+        rng: random.Random,
+        pace_s: float,
     ) -> None:
+        """A reader starts a job every `pace_s` at most: a load that follows the machine's speed would leave more or
+        less in Redis as other work comes and goes, and hide what grows.
+        """
         self._redis, self._client, self._pool, self._gateways, self._rng = redis, client, pool, gateways, rng
+        self._pace_s = pace_s
         self._is_over = False
         self.counts: Counter[str] = Counter()
 
@@ -45,9 +56,13 @@ class Load:
                 group.create_task(self._repeat(self._read_by_http))
 
     async def _repeat(self, read: Read) -> None:
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(self._rng.random() * self._pace_s)
         while not self._is_over:
+            next_s = clock() + self._pace_s
             number = self.counts["accepted"]
             await read(new_work(self._pool, self._rng.randint(20, 150), **KINDS[number % len(KINDS)]))
+            await asyncio.sleep(next_s - clock())
 
     async def _read_by_client(self, work: Work) -> None:
         try:
