@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterName
 from penstock.contract.policy import PolicyName
@@ -70,7 +70,7 @@ class EngineConfig(BaseModel):
     prefix_eviction: EvictionName = "lru"
     """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
     lora: dict[AdapterName, Path] = {}
-    """Low-rank adapters by name: folders in PEFT's format."""
+    """Low-rank adapters by name: folders in PEFT's format; NAME=PATH as a text does too."""
     lora_dir: Path | None = None
     """Holds more of them, each in a folder of its name, which is read when it is first asked for."""
     max_loras: int = Field(8, ge=1)
@@ -89,6 +89,16 @@ class EngineConfig(BaseModel):
             if theirs in given and ours in given:
                 raise ValueError(f"{theirs} is another name for {ours}: give one of them")
         return {THEIR_NAMES.get(name, name): value for name, value in given.items()}
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            return given
+        pairs = [text.partition("=")[::2] for text in given]
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("names an adapter twice")
+        return dict(pairs)
 
     @model_validator(mode="after")
     def _limits_agree(self) -> Self:

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 """An adapter's name, which is a folder's name too."""
+LORA_PATTERN = NAME_PATTERN.removesuffix("$") + "=.+$"
+"""NAME=PATH, as flags have it."""
 AdapterName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 
 
