@@ -11,6 +11,7 @@ from faults.work import PROMPT, Work
 from penstock.contract.job import pool_of
 
 TIMEOUT_S = 60.0
+JOB_HEADER = "x-penstock-job"
 _ASKED = ("temperature", "n", "stop", "max_tokens")
 
 
@@ -46,7 +47,10 @@ class HttpReading:
                 if response.status_code in _COME_BACK:
                     return
                 response.raise_for_status()
-                self.job_id, next_id = response.headers["x-penstock-job"], ""
+                if JOB_HEADER not in response.headers:
+                    # The port of a gateway that was killed is another's by now.
+                    return
+                self.job_id, next_id = response.headers[JOB_HEADER], ""
                 async for line in response.aiter_lines():
                     if line.startswith("id: "):
                         next_id = line.removeprefix("id: ")
