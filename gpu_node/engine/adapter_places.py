@@ -19,7 +19,9 @@ class AdapterPlaces:
 
     def __init__(self, count: int) -> None:
         self._users: list[set[Sequence]] = [set() for _ in range(count)]
-        self._known: OrderedDict[int, Adapter | None] = OrderedDict.fromkeys(range(count))
+        self._adapters: OrderedDict[int, Adapter | None] = OrderedDict.fromkeys(range(count))
+        self._places: dict[str, int] = {}
+        """By digest."""
         self._pending: set[int] = set()
 
     def settle(self) -> None:
@@ -28,24 +30,24 @@ class AdapterPlaces:
             gone = [seq for seq in users if seq.row < 0]
             if gone:
                 users.difference_update(gone)
-                self._known.move_to_end(place)
+                self._adapters.move_to_end(place)
 
     def place_for(self, adapter: Adapter) -> int | None:
         """Where an adapter is or could be; None while others compute in all places."""
-        for place, known in self._known.items():
-            if known is not None and known.digest == adapter.digest:
-                return place
-        return next((place for place in self._known if not self._users[place]), None)
+        known = self._places.get(adapter.digest)
+        return known if known is not None else next((at for at in self._adapters if not self._users[at]), None)
 
     def use(self, place: int, adapter: Adapter, seqs: Iterable[Sequence]) -> None:
         """Note that sequences which just started compute with an adapter, in the place that it was told."""
-        known = self._known[place]
-        if known is None or known.digest != adapter.digest:
+        before = self._adapters[place]
+        if before is None or before.digest != adapter.digest:
             if self._users[place]:
                 raise InvariantError(f"place {place} is to get another adapter while sequences compute with its own")
-            self._known[place] = adapter
+            if before is not None:
+                del self._places[before.digest]
+            self._adapters[place], self._places[adapter.digest] = adapter, place
             self._pending.add(place)
-        self._known.move_to_end(place)
+        self._adapters.move_to_end(place)
         self._users[place].update(seqs)
 
     def closed(self, waiting: Iterable[Sequence]) -> int | None:
@@ -60,7 +62,7 @@ class AdapterPlaces:
     def hand_over(self, runner: ModelRunner) -> None:
         """Give the runner the adapters that it lacks, before a step that computes with them."""
         for place in sorted(self._pending):
-            adapter = self._known[place]
+            adapter = self._adapters[place]
             if adapter is not None:
                 runner.set_adapter(place, adapter)
             self._pending.discard(place)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from penstock.gpu_node.model.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter,
 from penstock.gpu_node.model.spec import ModelSpec
 
 _MAX_READ = 64
-"""Adapters that stay mapped, the last ones asked for; whoever uses one keeps it."""
+"""Adapters that stay mapped, those read last; whoever uses one keeps it."""
 _Stamp = tuple[tuple[int, int], ...]
 """Size and time of an adapter's files: as long as it stays, so does what they hold."""
 
@@ -29,7 +28,7 @@ class AdapterLibrary:
         self._folder = folder
         self._max_rank = max_rank
         self._digests: dict[Path, tuple[_Stamp, str]] = {}
-        self._read: OrderedDict[str, Adapter] = OrderedDict()
+        self._read: dict[str, Adapter] = {}
         self._lock = threading.Lock()
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"lora_dir {folder} is not a folder")
@@ -55,9 +54,10 @@ class AdapterLibrary:
 
         Raises NotFoundError for a name that is not there, and RequestError saying what is wrong with an adapter.
         """
+        # Without the lock: another thread may be reading a large one.
+        if (known := self._read.get(wanted.digest)) is not None:
+            return known
         with self._lock:
-            if wanted.digest in self._read:
-                return self._known(wanted.digest)
             folders = dict(self._folders())
             if wanted.name not in folders:
                 names = ", ".join(sorted(folders)) or "none"
@@ -75,15 +75,13 @@ class AdapterLibrary:
 
     def _adapter(self, name: str, folder: Path) -> Adapter:
         digest = self._digest(folder)
-        if digest not in self._read:
-            self._read[digest] = read_adapter(folder, name, digest, self._spec, self._max_rank)
-            if len(self._read) > _MAX_READ:
-                self._read.popitem(last=False)
-        return self._known(digest)
-
-    def _known(self, digest: str) -> Adapter:
-        self._read.move_to_end(digest)
-        return self._read[digest]
+        if (known := self._read.get(digest)) is not None:
+            return known
+        adapter = read_adapter(folder, name, digest, self._spec, self._max_rank)
+        if len(self._read) == _MAX_READ:
+            del self._read[next(iter(self._read))]
+        self._read[digest] = adapter
+        return adapter
 
     def _digest(self, folder: Path) -> str:
         files = ((folder / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).is_file())
@@ -96,7 +94,11 @@ class AdapterLibrary:
     def _folders(self) -> Iterator[tuple[str, Path]]:
         """Of all adapters by name; those that were named hide those of the shared folder."""
         yield from self._named.items()
-        for path in sorted(self._folder.iterdir()) if self._folder is not None else ():
+        try:
+            paths = [] if self._folder is None else sorted(self._folder.iterdir())
+        except OSError:
+            paths = []  # it is away for the moment
+        for path in paths:
             is_one = path.name not in self._named and re.fullmatch(NAME_PATTERN, path.name)
             if is_one and (path / CONFIG_FILE).is_file():
                 yield path.name, path

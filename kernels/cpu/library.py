@@ -201,12 +201,8 @@ class NativeModel:
         self, place: int, slot: Slot, layer: int, parts: Sequence[LowRankRows], gains: NDArray[np.float32] | None
     ) -> None:
         """Say what the adapter in a place adds to a filled matrix; no step may be running. gains: as for `fill`."""
-        table = (_LowRankPart * len(parts))()
-        for row, (where, first, down, up) in zip(table, parts, strict=True):
-            row.place, row.first, row.count, row.rank = where, first, len(up), len(down)
-            row.down, row.up = down.ctypes.data, up.ctypes.data
         factors, call = None if gains is None else gains.ctypes.data, self._library.penstock_adapter_set
-        self._check(call(self._handle, place, layer, slot, table, len(parts), factors))
+        self._check(call(self._handle, place, layer, slot, low_rank_table(parts), len(parts), factors))
 
     def start(self, plan: NativePlan) -> None:
         """Start a step on the model's threads; what the plan points to must stay until `wait` is back.
@@ -231,6 +227,15 @@ class NativeModel:
             raise MemoryError("the native kernels found no memory")
         if error:
             raise KernelError(error.decode(errors="replace"))
+
+
+def low_rank_table(parts: Sequence[LowRankRows]) -> c.Array[_LowRankPart]:
+    """Parts as the kernels read them, as long as the parts live."""
+    table = (_LowRankPart * len(parts))()
+    for row, (where, first, down, up) in zip(table, parts, strict=True):
+        row.place, row.first, row.count, row.rank = where, first, len(up), len(down)
+        row.down, row.up = down.ctypes.data, up.ctypes.data
+    return table
 
 
 def _open(path: Path) -> Any:

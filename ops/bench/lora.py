@@ -41,8 +41,8 @@ HEAD = f"""# Adapters, {{date}}
 
 `PYTHONPATH=ops:tests python -m bench.lora` on {{cpu}}, {{cores}} cores: SmolLM2-135M on the native runner,
 adapters of rank {RANK} on all matrices of all layers. Steps in which {NUM_SEQS} sequences decode at a context of
-{CONTEXT}, and a prompt's chunk of {CHUNK} tokens, taken by turns: the median of {ROUNDS} in milliseconds, in brackets the
-median of the differences from the same turn's step without adapters. `to load`: from its file into a place, on the
+{CONTEXT}, and a prompt's chunk of {CHUNK} tokens, taken by turns: the median of {ROUNDS} in milliseconds, in brackets
+the median of the differences from the same turn's step without adapters. `to load`: from its file into a place, on the
 engine's thread, median of {NUM_ADAPTERS}. Other processes took {{foreign:.0%}} of the CPU meanwhile.
 
 | weights | {" | ".join(LOADS)} | chunk without | chunk with | to load |

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract import wire
+from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, SamplingParams, Usage
 from penstock.contract.structured import StructuredOutputs
@@ -67,6 +68,10 @@ def test_terminal_chunk_is_never_encoded_here() -> None:
             b"\xa8messages\x92\x83\xa4role\xa9assistant\xa7content\xa0\xaatool_calls\x91\x83\xa2id\xa1c\xa4name\xa1f"
             b"\xa9arguments\xa2{}\x83\xa4role\xa4tool\xa7content\xa0\xactool_call_id\xa1c\xa5tools\xba"
             + TOOLS.encode(),
+        ),
+        (
+            {"prompt": "hi", "adapter": AdapterRef(name="a", digest="0" * 32)},
+            b"\xa6prompt\xa2hi\xa7adapter\x82\xa4name\xa1a\xa6digest\xd9\x20" + b"0" * 32,
         ),
     ],
 )
@@ -162,6 +167,9 @@ tools = st.lists(
 )
 prompts = st.one_of(
     st.fixed_dictionaries({"prompt": texts}),
+    st.fixed_dictionaries(
+        {"prompt": texts, "adapter": st.builds(AdapterRef, name=st.from_regex(NAME_PATTERN, fullmatch=True))}
+    ),
     st.fixed_dictionaries({"prompt_token_ids": st.lists(small_ints, min_size=1).map(tuple)}),
     st.fixed_dictionaries({"messages": messages.map(tuple)}),
     st.fixed_dictionaries({"messages": st.lists(called | gave, min_size=1).map(tuple), "tools": tools.map(json.dumps)}),

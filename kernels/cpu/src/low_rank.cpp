@@ -5,8 +5,8 @@
 namespace penstock {
 namespace {
 
-// Inner numbers that are summed up side by side.
-constexpr int kSums = 4;
+// Inner numbers that are summed up side by side: an addition is not done before the next one could begin.
+constexpr int kSums = kRegisters >= 32 ? 8 : 4;
 
 }  // namespace
 
@@ -58,7 +58,8 @@ void LowRank::set_up(const std::vector<float>& dense, int rows) {
 void LowRank::shrink(const float* x, float* inner) const {
   for (int k = 0; k < rank_; k += kSums) {
     const int count = std::min(kSums, rank_ - k);
-    Floats sums[kSums] = {zeros(), zeros(), zeros(), zeros()};
+    Floats sums[kSums];
+    for (Floats& one : sums) one = zeros();
     for (int c = 0; c < columns_; c += kLanes) {
       const Floats values = load(x + c);
       for (int i = 0; i < count; ++i) sums[i] = fma(load_bf16(&down_[(size_t)(k + i) * columns_ + c]), values, sums[i]);

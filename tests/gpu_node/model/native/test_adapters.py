@@ -48,8 +48,10 @@ def _error(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
     return float(np.sqrt(np.square(got - want).mean() / np.square(want - want.mean(-1, keepdims=True)).mean()))
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-@pytest.mark.parametrize("name", ["odd llama", "falcon 40b", "gpt-neox"])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("odd llama", "none"), ("odd llama", "int8"), ("falcon 40b", "int4"), ("gpt-neox", "none")],
+)
 def test_an_adapter_is_as_good_as_merged(
     llama: Callable[..., Path],
     family: Callable[..., Path],
@@ -71,7 +73,7 @@ def test_an_adapter_is_as_good_as_merged(
     assert _error(plain, want) > 0.5
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),
     chunk=st.sampled_from([1, 5, 33]),
