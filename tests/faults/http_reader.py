@@ -33,12 +33,15 @@ class HttpReading:
         self.finishes: dict[int, str] = {}
         self.num_events = 0
         self.is_whole = False
+        self.error = ""
+        """The code of the error that the last request ended with."""
         self._last_id = ""
 
     async def read(
         self, http: httpx.AsyncClient, url: str, work: Work, *, key: str, max_events: int | None = None
     ) -> None:
         """Asks a gateway for the work under an idempotency key; hangs up behind `max_events`. Again: goes on there."""
+        self.error = ""
         asked = {name: work.options[name] for name in _ASKED if name in work.options}
         body: dict[str, Any] = {"model": pool_of(work.id), "prompt": PROMPT, "stream": True, **asked}
         try:
@@ -76,9 +79,13 @@ class HttpReading:
     def _take_in(self, data: str) -> None:
         self.num_events += 1
         if data == "[DONE]":
-            self.is_whole = True
+            self.is_whole = not self.error
             return
-        (said,) = json.loads(data)["choices"]
+        event = json.loads(data)
+        if "error" in event:
+            self.error = event["error"]["code"]
+            return
+        (said,) = event["choices"]
         choice = said["index"]
         self.texts[choice] = self.texts.get(choice, "") + said["text"]
         if said["finish_reason"]:
