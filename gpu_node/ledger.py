@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
-from penstock.contract import packing, wire
+from penstock.contract import packing, results, wire
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
 from penstock.contract.broker.node import MAX_PREEMPTIONS, Emission, Taken
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
+from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.contract.packing import Pack
 from penstock.contract.policy import HOLD_MS, learned_hold_ms
+from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.counts import NodeCounts
 from penstock.gpu_node.engine.predict import LengthPredictor
+from penstock.gpu_node.engine.records import StepOutput
 
 RESERVED_QUANTILE = 0.9
 """So many outputs stay within what is held free for them; for the others somebody may have to give way."""
-
-
-@dataclass(slots=True)
-class _ChoiceText:
-    """One choice so far, and the part of it that no chunk carries yet."""
-
-    token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    fresh_ids: list[int] = field(default_factory=list)
-    fresh_texts: list[str] = field(default_factory=list)
-
-    def extend(self, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason | None) -> None:
-        self.token_ids += token_ids
-        self.texts.append(text)
-        self.finish_reason = finish_reason
 
 
 class HeldJob:
@@ -62,7 +48,9 @@ class HeldJob:
         self.usage: Usage | None = None
         self._chunks: list[bytes] = []
         self._cuts: list[tuple[int, int, int]] = []
-        self._choices: list[_ChoiceText] = [_ChoiceText()]
+        self._choices: list[ChoiceText] = [ChoiceText()]
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._num_sealed_of_prompt = 0
 
     @property
     def job_id(self) -> str:
@@ -131,10 +119,12 @@ class HeldJob:
     def open(self, params: SamplingParams, logged: Sequence[Chunk] = ()) -> None:
         """Opens the job's choices, as far as earlier nodes have got with them."""
         self.params = params
-        self._choices = [_ChoiceText() for _ in range(params.n)]
+        self._choices = [ChoiceText() for _ in range(params.n)]
         for chunk in logged:
-            self._choices[chunk.choice].extend(chunk.token_ids, chunk.text, chunk.finish_reason)
+            self._choices[chunk.choice].extend(chunk)
+            self._prompt_logprobs += chunk.prompt_logprobs
             self._append(chunk)
+        self._num_sealed_of_prompt = len(self._prompt_logprobs)
         self.num_acknowledged = len(self._chunks)
 
     def choice_so_far(self, choice: int) -> tuple[tuple[int, ...], str, FinishReason | None]:
@@ -142,16 +132,15 @@ class HeldJob:
         c = self._choices[choice]
         return tuple(c.token_ids), "".join(c.texts), c.finish_reason
 
-    def add_tokens(
-        self, choice: int, position: int, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason | None
-    ) -> None:
-        """Takes in what a step generated; it becomes a chunk when it is sent."""
-        c = self._choices[choice]
-        if position != len(c.token_ids):
-            raise InvariantError(f"{self.job_id} choice {choice}: token {position} after {len(c.token_ids)} tokens")
-        c.extend(token_ids, text, finish_reason)
-        c.fresh_ids += token_ids
-        c.fresh_texts.append(text)
+    def add_tokens(self, output: StepOutput) -> None:
+        """Takes in what a choice gained in a step; it becomes a chunk when it is sent."""
+        c = self._choices[output.choice]
+        if output.position != len(c.token_ids):
+            said = f"token {output.position} after {len(c.token_ids)} tokens"
+            raise InvariantError(f"{self.job_id} choice {output.choice}: {said}")
+        c.extend(output, is_fresh=True)
+        # An earlier node may have logged the first of these.
+        self._prompt_logprobs += output.prompt_logprobs[len(self._prompt_logprobs) :]
 
     def emission(self, pack: Pack = packing.pack) -> Emission:
         """All that Redis has not acknowledged; steps that piled up become one chunk per choice."""
@@ -170,9 +159,10 @@ class HeldJob:
     def result(self) -> bytes:
         """The packed result, as far as the job got."""
         choices = tuple(
-            Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason) for i, c in enumerate(self._choices)
+            Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason, tuple(c.logprobs))
+            for i, c in enumerate(self._choices)
         )
-        return wire.encode_result(choices, self._usage(), self._cuts)
+        return results.encode_result(choices, self._usage(), self._cuts, self._prompt_logprobs)
 
     def _usage(self) -> Usage:
         if self.usage is not None:
@@ -180,22 +170,18 @@ class HeldJob:
         return Usage(self.num_prompt_tokens, sum(len(c.token_ids) for c in self._choices))
 
     def _seal(self, pack: Pack) -> None:
+        self._seal_prompt(pack)
         fresh = [(i, c) for i, c in enumerate(self._choices) if c.fresh_texts]
         for i, c in fresh:
             is_last = c.finish_reason is not None and i == fresh[-1][0] and self.is_complete
-            chunk = Chunk(
-                self.taken.job_id,
-                len(self._chunks),
-                i,
-                len(c.token_ids) - len(c.fresh_ids),
-                tuple(c.fresh_ids),
-                "".join(c.fresh_texts),
-                c.finish_reason,
-                self._usage() if is_last else None,
-            )
-            self._append(chunk, pack)
-            c.fresh_ids.clear()
-            c.fresh_texts.clear()
+            usage = self._usage() if is_last else None
+            self._append(c.take_fresh(self.taken.job_id, len(self._chunks), i, usage), pack)
+
+    def _seal_prompt(self, pack: Pack) -> None:
+        while (first := self._num_sealed_of_prompt) < len(self._prompt_logprobs):
+            entries = tuple(self._prompt_logprobs[first : first + PROMPT_TOKENS_PER_CHUNK])
+            self._append(Chunk(self.job_id, len(self._chunks), position=first, prompt_logprobs=entries), pack)
+            self._num_sealed_of_prompt += len(entries)
 
     def _append(self, chunk: Chunk, pack: Pack = packing.pack) -> None:
         self._chunks.append(wire.encode_chunk(chunk, pack))

@@ -80,7 +80,7 @@ class Outbox:
         self._owed.set()
 
     def _accept(self, job: HeldJob, output: StepOutput) -> None:
-        job.add_tokens(output.choice, output.position, output.token_ids, output.text, output.finish_reason)
+        job.add_tokens(output)
         if output.finish_reason is not None:
             job.kv_ms += output.kv_ms
         if output.usage is not None:

@@ -66,9 +66,10 @@ class Answer(Response):
             job_id=jobs[0].id,
             model=self._order.model,
             created_s=int(time.time()),
-            choices_per_job=self._order.params.n,
+            params=self._order.params,
             include_usage=self._include_usage,
             form=await self._form_of(jobs[0].pool),
+            echoes=self._order.echoes,
         )
 
 
@@ -107,7 +108,7 @@ class StreamAnswer(Answer):
             order = self._order
             if order.cut_at is not None:
                 form = await self._form_of(pool_of(order.cut_at.job_id))
-                order = replace(order, reads_all=form != PLAIN)
+                order = replace(order, reads_all=form != PLAIN or order.tells_tokens)
             async with open_jobs(self._client, order, has_begun=lambda: writer.started) as jobs:
                 writer.headers[JOB_HEADER] = _names(jobs)
                 await self._relay(jobs, writer)
@@ -119,9 +120,10 @@ class StreamAnswer(Answer):
         await writer.end()
 
     def _piece_writer(self, renderer: Renderer, jobs: Sequence[AsyncJob]) -> PieceWriter | ReadPieceWriter:
-        if renderer.form == PLAIN:
-            return PieceWriter(renderer, {job.id: index for index, job in enumerate(jobs)})
-        return ReadPieceWriter(renderer, after=self._order.cut_at.index if self._order.cut_at else -1)
+        order, indices = self._order, {job.id: index for index, job in enumerate(jobs)}
+        if renderer.form == PLAIN and not order.tells_tokens:
+            return PieceWriter(renderer, indices)
+        return ReadPieceWriter(renderer, indices, after=order.cut_at.index if order.cut_at else -1)
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
         renderer = await self._renderer(jobs)

@@ -76,4 +76,5 @@ def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
         cut_at=place_of(request, body),
         prompt_field=body.prompt_field,
         tools=body.offered_tools(),
+        echoes=body.echoes,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
@@ -64,28 +64,39 @@ class PieceWriter:
 
 
 class ReadPieceWriter:
-    """The same for chats whose text is read: each chunk gives an event of what it made certain, or none."""
+    """The same where more is said than text: each chunk gives an event of what it made certain, or none.
 
-    def __init__(self, renderer: Renderer, *, after: int) -> None:
+    Chats may be read for calls and reasoning, and tokens may come with how likely they were.
+    """
+
+    def __init__(self, renderer: Renderer, indices: Mapping[str, int], *, after: int) -> None:
         """Events of chunks up to index `after` went out before; they are read again for what follows from them."""
         self._renderer = renderer
+        self._indices = indices
         self._after = after
-        self._readers: dict[int, AnswerReader] = {}
-        self._have_called: set[int] = set()
+        self._readers: dict[tuple[str, int], AnswerReader] = {}
+        self._have_called: set[tuple[str, int]] = set()
 
     def events_of(self, batch: Sequence[Chunk]) -> bytes:
         """The events of one job's next chunks."""
-        return b"".join([self._event_of(chunk) for chunk in batch if chunk.text or chunk.finish_reason])
+        return b"".join([self._event_of(chunk) for chunk in batch])
 
     def _event_of(self, chunk: Chunk) -> bytes:
-        reader = self._readers.setdefault(chunk.choice, AnswerReader(self._renderer.form))
+        index = self._indices[chunk.job_id]
+        piece = self._renderer.prompt_piece(index, chunk.prompt_logprobs) if chunk.prompt_logprobs else None
+        if chunk.text or chunk.finish_reason or chunk.logprobs:
+            piece = self._piece_of(chunk, index)
+        return event(piece, f"{chunk.job_id}:{chunk.index}") if piece and chunk.index > self._after else b""
+
+    def _piece_of(self, chunk: Chunk, index: int) -> dict[str, Any] | None:
+        key = chunk.job_id, chunk.choice
+        reader = self._readers.setdefault(key, AnswerReader(self._renderer.form))
         said = reader.push(chunk.text)
         if chunk.finish_reason is not None:
             said += reader.end()
         if said.calls:
-            self._have_called.add(chunk.choice)
-        finish_reason = finish_reason_of(chunk.finish_reason, has_calls=chunk.choice in self._have_called)
-        if not said and finish_reason is None:
-            return b""
-        piece = self._renderer.piece(0, chunk.choice, said, finish_reason)
-        return event(piece, f"{chunk.job_id}:{chunk.index}") if chunk.index > self._after else b""
+            self._have_called.add(key)
+        finish_reason = finish_reason_of(chunk.finish_reason, has_calls=key in self._have_called)
+        if not said and finish_reason is None and not chunk.logprobs:
+            return None
+        return self._renderer.piece(index, chunk.choice, said, finish_reason, chunk.logprobs)

@@ -44,6 +44,8 @@ class Order:
     """What the caller calls the prompt, for errors that are about it."""
     tools: str | None = None
     """What a chat's assistant may call, as JSON text."""
+    echoes: bool = False
+    """The answer begins with the prompt."""
     reads_all: bool = False
     """A stream of before is read from its start, for what its later chunks mean."""
 
@@ -51,6 +53,11 @@ class Order:
     def read_after(self) -> int:
         """The index of the chunk behind which a stream is read."""
         return -1 if self.cut_at is None or self.reads_all else self.cut_at.index
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether the answer says more of its tokens than their text."""
+        return self.echoes or self.params.logprobs is not None
 
     def key_of(self, index: int) -> str | None:
         """The idempotency key of one prompt's job."""

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError, RequestError
 from penstock.contract.job import Priority, SamplingParams, Usage
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.adapter_places import AdapterPlaces
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
-from penstock.gpu_node.engine.flight import Flight, Meter
+from penstock.gpu_node.engine.flight import Flights, Meter
 from penstock.gpu_node.engine.limits import Limits
+from penstock.gpu_node.engine.logprobs import logprobs_of, note_scores, scored_tokens
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.offline import Adapters, Prompt, gather, run, spread
 from penstock.gpu_node.engine.preemption import PreemptionCosts
+from penstock.gpu_node.engine.progress import Landed
 from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume
-from penstock.gpu_node.engine.rows import Landed, Step
+from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
 from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.trail import MemoryTrail
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan
 
 
 class Engine(ServedModel):
@@ -52,8 +56,8 @@ class Engine(ServedModel):
         self._finished_usage: dict[str, Usage] = {}
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
-        self._flight: Flight | None = None
-        self._broken_blocks: list[int] = []
+        self._flights = Flights()
+        self._logprobs: Logprobs | None = None
         self._held: tuple[list[Choice], float] = [], 0.0
         self._meter = Meter()
 
@@ -109,17 +113,17 @@ class Engine(ServedModel):
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._requests) or self._flight is not None
+        return bool(self._requests) or len(self._flights) > 0
 
     def wait(self) -> None:
         """Block until `step` would not: what is added or aborted before it then counts for the step it submits."""
-        if self._flight is not None:
-            self._flight.wait()
+        self._flights.wait()
 
     def step(self) -> list[StepOutput]:
-        """Land the step in flight, launch the next one, and hand out, while that runs, what the landed one gave.
+        """Land the oldest step in flight, launch the next one, and hand out, while that runs, what the landed one gave.
 
-        A stop string is thus found one step late, and the token that its choice gained meanwhile is dropped. What the
+        A stop string is thus found one step late, and the token that its choice gained meanwhile is dropped; where the
+        runner takes steps ahead, whatever else a token may end is found one step late as well. What the
         runner raises propagates; the requests stay and may be stepped again or aborted. Whoever steps again has a
         request that makes steps fail again and again ended with an error, as long as the runner computes others.
         """
@@ -182,12 +186,10 @@ class Engine(ServedModel):
             self._scheduler.add(*still_open)
 
     def _land(self) -> Landed | None:
-        """Wait for the step in flight and commit its tokens; choices that end by a token or a limit leave here."""
-        if self._flight is None:
+        """Wait for the oldest step in flight and commit its tokens; who ends by a token or a limit leaves here."""
+        if not self._flights:
             return None
-        # An interrupt while waiting leaves the flight where it is: it will land.
-        self._flight.wait()
-        flight, self._flight = self._flight, None
+        flight = self._flights.land()
         try:
             result = flight.result()
         except Exception as error:
@@ -197,7 +199,9 @@ class Engine(ServedModel):
             raise
         self._held = flight.step.seqs, flight.age_ms
         landed = self._scheduler.commit(flight.step, result.tokens)
-        self._broken_blocks = landed.broken_blocks
+        self._flights.broken_blocks += landed.broken_blocks
+        self._logprobs = result.logprobs
+        note_scores(flight.step, flight.plan, result.scores)
         self._meter.land(flight, result)
         self._costs.note_copies(len(flight.step.copies), result.copy_ms)
         self._costs.note_forward(flight.step.num_prefill_tokens, result.forward_ms)
@@ -210,18 +214,21 @@ class Engine(ServedModel):
             self._ended_early.append(choice)
 
     def _launch(self) -> None:
-        """Schedule the next step and submit it."""
-        with self._meter.schedule:
-            step = self._scheduler.schedule()
-        if step is not None:
+        """Schedule and submit the next step, and those that can be planned before it is done."""
+        while self._flights.may_have(self._runner):
+            with self._meter.schedule:
+                step = self._scheduler.schedule_ahead() if self._flights else self._scheduler.schedule()
+            if step is None:
+                return
             with self._meter.prepare:
-                self._flight = Flight(self._runner, step, self._plan, self._broken_blocks)
+                self._flights.launch(self._runner, step, self._plan)
 
     def _plan(self, step: Step) -> StepPlan:
         self._places.hand_over(self._runner)
         plan = self._scheduler.plan(step)
         self._guides.write(plan.sampling.masks)
-        return plan
+        scored = scored_tokens(step, plan)
+        return plan if scored is None else replace(plan, scored=scored)
 
     def _hand_out(self, landed: Landed | None) -> list[StepOutput]:
         """What each choice gained; nothing for those that are gone since their step was launched."""
@@ -231,13 +238,13 @@ class Engine(ServedModel):
             return outputs
         with self._meter.output:
             note_held(*self._held, self._block_size)
-            for seq, token in zip(landed.seqs, landed.token_ids, strict=True):
+            for row, (seq, token) in enumerate(zip(landed.seqs, landed.token_ids, strict=True)):
                 choice = self._live.get(seq)
                 if choice is not None:
-                    outputs.append(self._advance(choice, token, has_left=seq in landed.ended))
+                    outputs.append(self._advance(choice, token, row, has_left=seq in landed.ended))
         return outputs
 
-    def _advance(self, choice: LiveChoice, token: int, *, has_left: bool) -> StepOutput:
+    def _advance(self, choice: LiveChoice, token: int, row: int, *, has_left: bool) -> StepOutput:
         if token == FAILED_TOKEN:
             choice.output.fail()
             return self._output(choice, ())
@@ -245,23 +252,14 @@ class Engine(ServedModel):
         choice.request.completion_tokens += 1
         if choice.output.finish_reason is not None and not has_left:
             self._scheduler.remove(choice.seq)  # its text ends it, which only shows here, wherever it is by now
-        return self._output(choice, (token,))
+        return self._output(choice, (token,), logprobs_of(choice.seq, self._logprobs, row, self._tokenizer))
 
-    def _output(self, choice: LiveChoice, token_ids: tuple[int, ...]) -> StepOutput:
-        text = choice.output.take_text()
-        if choice.owed:
-            text, choice.owed = choice.owed + text, ""
-        finish_reason = choice.output.finish_reason
-        return StepOutput(
-            request_id=choice.request.request_id,
-            choice=choice.seq.choice,
-            position=choice.output.num_tokens - len(token_ids),
-            token_ids=token_ids,
-            text=text,
-            finish_reason=finish_reason,
-            usage=self._end_choice(choice) if finish_reason is not None else None,
-            kv_ms=choice.seq.kv_ms,
-        )
+    def _output(
+        self, choice: LiveChoice, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> StepOutput:
+        usage = self._end_choice(choice) if choice.output.finish_reason is not None else None
+        prompt_logprobs = choice.request.take_prompt_logprobs(self._tokenizer)
+        return choice.said(token_ids, logprobs, prompt_logprobs, usage)
 
     def _end_choice(self, choice: LiveChoice) -> Usage | None:
         """Close a choice; the request's usage when it was the last one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypedDict
@@ -19,17 +19,19 @@ class Flight:
     """A submitted step. It holds the plan, whose arrays the runner reads until the step is done."""
 
     def __init__(
-        self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan], broken_blocks: Sequence[int]
+        self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan], broken_blocks: list[int]
     ) -> None:
-        """`broken_blocks` are cleared first."""
+        """`broken_blocks` are cleared first, and are none then."""
         self.step = step
-        self._submitted_s = time.perf_counter()
+        self.started_s = time.perf_counter()
+        """When it was submitted, or when the one ahead of it had landed."""
         self._outcome: Future[StepResult] = Future()
         try:
             if broken_blocks:
                 runner.zero_blocks(broken_blocks)
-            self._plan = plan(step)
-            self._handle = runner.submit(self._plan)
+                broken_blocks.clear()
+            self.plan = plan(step)
+            self._handle = runner.submit(self.plan)
         except Exception as error:
             # Raised by `result`, like a failure on the way: what landed before this step is handed out first.
             self._outcome.set_exception(error)
@@ -49,9 +51,53 @@ class Flight:
         return self._outcome.result()
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it is known to have failed."""
+        return self._outcome.done() and self._outcome.exception() is not None
+
+    @property
     def age_ms(self) -> float:
-        """Time since it was submitted."""
-        return (time.perf_counter() - self._submitted_s) * 1e3
+        """Time since it was submitted, or since the one ahead of it had landed."""
+        return (time.perf_counter() - self.started_s) * 1e3
+
+
+class Flights:
+    """The steps that the runner has, the oldest first."""
+
+    def __init__(self) -> None:
+        self.broken_blocks: list[int] = []
+        """What has to be cleared before the next step."""
+        self._flights: deque[Flight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def may_have(self, runner: ModelRunner) -> bool:
+        """Whether the runner takes one more now; nothing is built on a step that failed."""
+        flights = self._flights
+        return not flights or (len(flights) < runner.max_in_flight and not flights[-1].has_failed)
+
+    def launch(self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan]) -> None:
+        """Submit a step."""
+        self._flights.append(Flight(runner, step, plan, self.broken_blocks))
+
+    def wait(self) -> None:
+        """Block until the oldest is done, and those behind it if it failed: they will be dropped with it."""
+        for flight in self._flights:
+            flight.wait()
+            if not flight.has_failed:
+                return
+
+    def land(self) -> Flight:
+        """Wait for the oldest and take it out; where it failed, the others as well."""
+        # An interrupt while waiting leaves all of them where they are: they will land.
+        self.wait()
+        flight = self._flights.popleft()
+        if flight.has_failed:
+            self._flights.clear()
+        for one in self._flights:
+            one.started_s = time.perf_counter()
+        return flight
 
 
 class Window:

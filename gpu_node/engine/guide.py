@@ -1,35 +1,20 @@
-"""Texts of a given form: which tokens may come next, worked out beside the step that samples them.
-
-llguidance keeps to the form; its state is a function of a choice's tokens alone, so any node can go on with it.
-"""
+"""Which tokens may come next in a text of a given form, worked out beside the step that samples them."""
 
 from __future__ import annotations
 
-import json
 import logging
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
-from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from penstock.contract.errors import RequestError
-from penstock.contract.structured import StructuredOutputs
-from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import TokenMasks
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
+    from llguidance import LLMatcher
 
 _log = logging.getLogger(__name__)
-
-_MAX_COMPILED = 128
-_COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as most models write it by themselves; where any space is allowed, some write nothing else to the limit."""
 
 
 class Guide:
@@ -76,83 +61,3 @@ class GuidedMasks(TokenMasks):
             _log.exception("masks were not written")
         finally:
             self.finish()
-
-
-class Guides:
-    """Makes guides for one model. `prepare` may be called from any thread."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos_token_ids = sorted(eos_token_ids)
-        self._compiled: LRUCache[StructuredOutputs, LLMatcher] = LRUCache(_MAX_COMPILED)
-        self._lock = threading.Lock()
-        self._ll_tokenizer: LLTokenizer | None = None
-        # One thread, so that a choice takes its tokens in their order.
-        self._thread = ThreadPoolExecutor(1, "penstock-masks")
-
-    def prepare(self, wanted: StructuredOutputs) -> None:
-        """Compile a form, so that `new_guide` has it at hand. Raises RequestError for one that cannot be kept to."""
-        with self._lock:
-            if wanted in self._compiled:
-                return
-            tokenizer = self._ll_tokenizer = self._ll_tokenizer or self._new_ll_tokenizer()
-        matcher = _compile(wanted, tokenizer)
-        with self._lock:
-            self._compiled[wanted] = matcher
-
-    def new_guide(self, wanted: StructuredOutputs) -> Guide:
-        """A guide at the start of a text. Raises RequestError like `prepare`."""
-        self.prepare(wanted)
-        with self._lock:
-            return Guide(self._compiled[wanted].deep_copy(), self._vocab_size)
-
-    def write(self, masks: TokenMasks | None) -> None:
-        """Begin to write a step's masks, which goes on while it runs."""
-        if not isinstance(masks, GuidedMasks):
-            return
-        try:
-            self._thread.submit(masks.write)
-        except RuntimeError:  # the interpreter ends, but the step that waits for them must still end before it
-            masks.write()
-
-    def _new_ll_tokenizer(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
-        if not self._eos_token_ids:
-            raise RequestError("this model has no token that ends a text", param="structured_outputs")
-        try:
-            return LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-        except Exception as error:
-            # A tokenizer of unknown origin through a foreign parser: it may fail in any way.
-            raise RequestError(
-                f"this model's tokenizer cannot be guided: {error}", param="structured_outputs"
-            ) from error
-
-
-def _compile(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> LLMatcher:
-    from llguidance import LLMatcher
-
-    field, grammar = _grammar_of(wanted)
-    is_wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    if is_wrong or matcher.is_error():
-        said = (problems or [matcher.get_error()])[0].strip()
-        raise RequestError(f"structured_outputs.{field} cannot be kept to: {said}", param=f"structured_outputs.{field}")
-    return matcher
-
-
-def _grammar_of(wanted: StructuredOutputs) -> tuple[str, str]:
-    """The field that says it, and llguidance's notation."""
-    from llguidance import LLMatcher
-
-    if wanted.regex is not None:
-        return "regex", LLMatcher.grammar_from_regex(wanted.regex)
-    if wanted.choice is not None:
-        alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
-        return "choice", LLMatcher.grammar_from_lark(f"start: {alternatives}")
-    if wanted.grammar is not None:
-        return "grammar", LLMatcher.grammar_from_lark(wanted.grammar)
-    field = "json_object" if wanted.json_schema is None else "json_schema"
-    schema = wanted.json_schema or '{"type": "object"}'
-    return field, LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT)

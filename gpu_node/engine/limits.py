@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.rows import Ints
+
+if TYPE_CHECKING:
+    from penstock.gpu_node.engine.config import EngineConfig
 
 BACKLOG_STEPS = 8
 """In how many steps prompts that wait are computed, where their number would let them wait for longer."""

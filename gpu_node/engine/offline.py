@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.records import Generation, StepOutput
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 
@@ -83,15 +84,19 @@ def gather(batch: list[Asked], outputs: Sequence[StepOutput]) -> list[Generation
     """The finished choices of each prompt; requests are named by their index in the batch."""
     by_choice: dict[tuple[str, int], list[StepOutput]] = {}
     usages: dict[str, Usage] = {}
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
     for output in outputs:
         by_choice.setdefault((output.request_id, output.choice), []).append(output)
         if output.usage is not None:
             usages[output.request_id] = output.usage
+        if output.prompt_logprobs:
+            prompt_logprobs[output.request_id] = output.prompt_logprobs
     return [
         Generation(
             prompt_token_ids=tuple(prompt),
             choices=tuple(_join(by_choice[str(i), choice]) for choice in range(params.n)),
             usage=usages[str(i)],
+            prompt_logprobs=prompt_logprobs.get(str(i), ()),
         )
         for i, (prompt, params, _) in enumerate(batch)
     ]
@@ -111,4 +116,5 @@ def _join(outputs: list[StepOutput]) -> Choice:
         text="".join(output.text for output in outputs),
         token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
         finish_reason=outputs[-1].finish_reason,
+        logprobs=tuple(entry for output in outputs for entry in output.logprobs),
     )

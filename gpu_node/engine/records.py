@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.contract.job import Choice, Usage
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.ends import EndReason
 
 
@@ -34,6 +35,10 @@ class StepOutput:
     usage: Usage | None = None
     kv_ms: float = 0.0
     """KV-token-milliseconds of the choice so far: what its blocks had room for × how long it held them."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Those of `token_ids`, where they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Those of the whole prompt, once for a request, before or with its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class Generation:
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

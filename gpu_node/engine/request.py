@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.contract.errors import PromptTooLongError, RequestError
-from penstock.contract.job import Priority, SamplingParams, Usage
+from penstock.contract.job import MAX_TOKENS_LIMIT, Priority, SamplingParams, Usage
+from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB, TokenLogprobs
 from penstock.gpu_node.engine.blocks import ROOT_HASH
 from penstock.gpu_node.engine.choice import ChoiceOutput
 from penstock.gpu_node.engine.ends import EndRule
-from penstock.gpu_node.engine.guide import Guide, Guides
-from penstock.gpu_node.engine.records import ResumedChoice
+from penstock.gpu_node.engine.guide import Guide
+from penstock.gpu_node.engine.guides import Guides
+from penstock.gpu_node.engine.logprobs import prompt_records
+from penstock.gpu_node.engine.records import ResumedChoice, StepOutput
+from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import Adapter, LoadedModel
@@ -40,6 +44,28 @@ class LiveChoice:
     output: ChoiceOutput
     owed: str = ""
 
+    def said(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        prompt_logprobs: tuple[TokenLogprobs, ...],
+        usage: Usage | None,
+    ) -> StepOutput:
+        """What it gained, with the text that this made certain."""
+        text, self.owed = self.owed + self.output.take_text(), ""
+        return StepOutput(
+            request_id=self.request.request_id,
+            choice=self.seq.choice,
+            position=self.output.num_tokens - len(token_ids),
+            token_ids=token_ids,
+            text=text,
+            finish_reason=self.output.finish_reason,
+            usage=usage,
+            kv_ms=self.seq.kv_ms,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
 
 @dataclass(slots=True)
 class LiveRequest:
@@ -59,6 +85,8 @@ class LiveRequest:
     live: dict[int, LiveChoice] = field(default_factory=dict)
     first: Sequence | None = None
     """The choice that computes the prompt for its siblings; its prefix hits are the request's."""
+    prompt_scores: PromptScores | None = None
+    """What is still owed of the prompt's log-probabilities."""
 
     def __post_init__(self) -> None:
         if self.priority not in set(Priority):
@@ -71,6 +99,10 @@ class LiveRequest:
 
         Raises RequestError for a log that does not fit, or a form that cannot be kept to.
         """
+        num_logprobs = self.params.prompt_logprobs
+        # They stand in a log before all tokens.
+        if num_logprobs is not None and not any(choice.token_ids for choice in resume):
+            self.prompt_scores = PromptScores(self.prompt, num_logprobs)
         for choice in range(self.params.n):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
@@ -78,6 +110,13 @@ class LiveRequest:
                 opened = self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
                 opened.seq.guide = _guide_of(self.params, resumed, guides)
         self.first = next((choice.seq for choice in self.live.values()), None)
+
+    def take_prompt_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
+        """Those of the prompt, once, when all are known."""
+        if self.prompt_scores is None or not self.prompt_scores.is_complete:
+            return ()
+        scores, self.prompt_scores = self.prompt_scores, None
+        return prompt_records(self.prompt, scores, tokenizer)
 
     def usage(self) -> Usage:
         """Tokens so far, over all choices; the prompt counts once."""
@@ -126,10 +165,32 @@ def check_request(prompt: Items[int], params: SamplingParams, limits: RequestLim
             f"{limits.max_model_len} tokens together: {limits.bound_by}",
             param="min_tokens",
         )
+    _check_logprobs(prompt, params)
     named = (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias))
     for name, token_ids in named:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
             raise RequestError(f"{name} has a token id outside the vocabulary of {limits.vocab_size}", param=name)
+
+
+def _check_logprobs(prompt: Items[int], params: SamplingParams) -> None:
+    """Refuse more log-probabilities than a result can hold."""
+    room = _room_for_logprobs(prompt, params)
+    name = "prompt_logprobs" if params.logprobs is None else "logprobs"
+    if room < (params.max_tokens or max(1, params.min_tokens)):
+        raise RequestError(
+            f"{name}: at most {MAX_LOGPROBS_OF_JOB} values in all, those of the prompt and of the tokens themselves "
+            f"included, leave room for {max(0, room)} tokens a choice",
+            param=name,
+        )
+
+
+def _room_for_logprobs(prompt: Items[int], params: SamplingParams) -> int:
+    """Tokens that each choice may have for as long as what is said of all of them fits into a result."""
+    of_prompt = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
+    left = MAX_LOGPROBS_OF_JOB - of_prompt
+    if params.logprobs is None:
+        return MAX_TOKENS_LIMIT if left >= 0 else 0
+    return left // (params.n * (1 + params.logprobs))
 
 
 def check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: RequestLimits) -> None:
@@ -160,7 +221,7 @@ def open_choice(
     """
     params = request.params
     end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
-    room = limits.max_model_len - len(request.prompt)
+    room = min(limits.max_model_len - len(request.prompt), _room_for_logprobs(request.prompt, params))
     max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
     rule = EndRule(end_ids, params.min_tokens, max_tokens)
     includes_stop = params.include_stop_str_in_output
@@ -187,5 +248,6 @@ def open_choice(
         priority=request.priority,
         urgency=request.priority,
         adapter=request.adapter,
+        prompt_scores=request.prompt_scores,
     )
     return LiveChoice(request, seq, output, owed=text[len(resumed.text) :])

@@ -24,6 +24,8 @@ class Residents:
 
     def __init__(self, memory: KvMemory, rows: RowTable, block_size: int) -> None:
         self.seqs: list[Sequence] = []
+        self.retired: list[Sequence] = []
+        """Those that only wait for their last token."""
         self.table = rows
         self._memory = memory
         self._block_size = block_size
@@ -44,6 +46,11 @@ class Residents:
         return self._rows
 
     @property
+    def present(self) -> list[Sequence]:
+        """All but those that wait for one of them."""
+        return self.retired + self.seqs
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Every token that may end one of them."""
         if self._end_ids is None:
@@ -55,8 +62,7 @@ class Residents:
         if seq.blocks:
             return seq.blocks
         seq.hash_full_blocks(seq.token_ids, self._block_size)
-        # The last token is always computed: its logits are what the next one is sampled from.
-        return self._memory.match(seq.block_hashes[: (len(seq.token_ids) - 1) // self._block_size])
+        return self._memory.match(seq.block_hashes[: seq.num_reusable // self._block_size])
 
     def num_missing(self, seq: Sequence, held: list[int], *, in_place: bool = False) -> int:
         """Blocks beside `held` for all of a waiting sequence and its forks, not only for its first chunk.
@@ -97,7 +103,9 @@ class Residents:
         """Take row and blocks of a running sequence and its forks, or of a fork."""
         if seq in self._leaders:
             self._leaders.remove(seq)
-        if seq.forks_from is None:
+        if seq in self.retired:
+            self.retired.remove(seq)
+        elif seq.forks_from is None:
             self.seqs.remove(seq)
             self._changed()
         for one in (seq, *seq.forks):
@@ -106,6 +114,12 @@ class Residents:
             if one.spare is not None:
                 self._memory.free([one.spare])
                 one.spare = None
+
+    def retire(self, seq: Sequence) -> None:
+        """Let a running sequence keep what it holds and compute no more."""
+        self.seqs.remove(seq)
+        self.retired.append(seq)
+        self._changed()
 
     def swap_out(self, seq: Sequence) -> None:
         """Take row and device blocks of a running sequence without forks; it keeps what they hold in host blocks."""
@@ -144,7 +158,7 @@ class Residents:
         They may read them in the same step because a runner stores all keys before any query attends.
         """
         num_full = num_tokens // self._block_size
-        seq.hash_full_blocks(self.table.tokens_of(seq), self._block_size)
+        seq.hash_full_blocks(self.table.tokens_of(seq)[:num_tokens], self._block_size)
         for i in range(int(self.table.num_named[seq.row]) // self._block_size, num_full):
             self._memory.commit(seq.blocks[i], seq.block_hashes[i])
             named.append(seq.blocks[i])
@@ -182,7 +196,7 @@ class Residents:
             raise InvariantError("forks and those that they wait for disagree")
 
     def _seated(self) -> list[Sequence]:
-        return [one for seq in self.seqs for one in (seq, *seq.forks)]
+        return [one for seq in self.present for one in (seq, *seq.forks)]
 
     def _share(self, leader: Sequence, fork: Sequence) -> None:
         num_shared = fork.num_to_share

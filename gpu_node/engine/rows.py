@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
-from penstock.gpu_node.model.protocol import NO_ADAPTER, NULL_BLOCK, SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
 
 Ints = NDArray[np.int32]
 Rows = NDArray[np.intp]
@@ -63,18 +63,6 @@ class Step:
         return sum(count for seq, count in zip(self.seqs, counts, strict=True) if seq.row >= 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile."""
-
-    seqs: list[Sequence]
-    token_ids: list[int]
-    ended: set[Sequence]
-    """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
-    broken_blocks: list[int]
-    """Blocks of failed sequences, held by nobody and known to nobody."""
-
-
 def step_of(
     seqs: list[Sequence],
     rows: Rows,
@@ -119,6 +107,8 @@ class _Settings:
     are_penalised: bool
     have_bans: bool
     are_guided: bool
+    look_back: bool
+    num_logprobs: Ints | None
 
 
 class RowTable:
@@ -206,6 +196,18 @@ class RowTable:
         self._tokens[rows, at] = tokens
         self.num_tokens[rows] = at + 1
 
+    def set_tokens(self, rows: Rows, at: Ints, tokens: Ints) -> None:
+        """Say what tokens at some places are that were still to come."""
+        self._tokens[rows, at] = tokens
+
+    def num_known(self, rows: Rows, ends: Ints) -> Ints:
+        """How many of the first `ends` tokens of some rows are known: all, or all but the last."""
+        return ends - (self._tokens[rows, ends - 1] < 0).astype(np.int32)
+
+    def can_plan_past(self, step: Step) -> bool:
+        """Whether nobody's rules for the next token look at what this step samples."""
+        return not self._settings_for(step.sampled_seqs, step.sampled_rows).look_back
+
     def plan(self, step: Step) -> StepPlan:
         """A step as the runner sees it; nothing in it changes while the step runs."""
         rows, starts, ends = step.rows, step.starts, step.ends
@@ -224,17 +226,14 @@ class RowTable:
             query_starts=query_starts,
             context_lens=ends,
             block_tables=self._block_tables[:, :width][rows],
-            sample_seqs=step.sampled,
+            sample_tokens=query_starts[step.sampled + 1] - 1,
             sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
             copies=step.copies,
             adapters=adapters if adapters.max() > NO_ADAPTER else None,
         )
 
     def _sampling_rows(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> SamplingRows:
-        # Who runs changes seldom, and as long as it does not the scheduler hands in the same array.
-        if rows is not self._last.rows:
-            self._last = self._gather_settings(seqs, rows)
-        settings = self._last
+        settings = self._settings_for(seqs, rows)
         position = num_tokens - settings.num_prompt_tokens
         seen = banned = settings.none
         if settings.are_penalised:
@@ -249,6 +248,7 @@ class RowTable:
             biased=settings.biased,
             biases=settings.biases,
             masks=self._masks_of(seqs) if settings.are_guided else None,
+            num_logprobs=settings.num_logprobs,
         )
 
     def _masks_of(self, seqs: list[Sequence]) -> GuidedMasks:
@@ -258,7 +258,14 @@ class RowTable:
                 guided[i] = seq.guide, seq.guide.news_of(self.tokens_of(seq)[seq.num_prompt_tokens :])
         return GuidedMasks(guided)
 
+    def _settings_for(self, seqs: list[Sequence], rows: Rows) -> _Settings:
+        # Who runs changes seldom, and as long as it does not the scheduler hands in the same array.
+        if rows is not self._last.rows:
+            self._last = self._gather_settings(seqs, rows)
+        return self._last
+
     def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
+        wanted = [seq.num_logprobs for seq in seqs]
         return _Settings(
             rows=rows,
             values={name: column[rows] for name, column in self._settings.items()},
@@ -269,6 +276,8 @@ class RowTable:
             biases=tuple(seq.biases for seq in seqs),
             have_bans=any(seq.has_bans for seq in seqs),
             are_guided=any(seq.guide is not None for seq in seqs),
+            look_back=any(seq.looks_back for seq in seqs),
+            num_logprobs=np.array(wanted, dtype=np.int32) if max(wanted, default=NO_LOGPROBS) >= 0 else None,
         )
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
-from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter
+from penstock.gpu_node.engine.scores import PromptScores
+from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
+
+if TYPE_CHECKING:
+    from penstock.contract.job import SamplingParams
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
@@ -35,6 +40,8 @@ class Sequence:
     adapter: Adapter | None = None
     place: int = NO_ADAPTER
     """Where the runner has its adapter while it runs."""
+    prompt_scores: PromptScores | None = None
+    """What its request wants to know of the prompt."""
     root_hash: bytes = ROOT_HASH
     """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)
@@ -100,6 +107,23 @@ class Sequence:
         return min(self.num_prompt_tokens, len(self.token_ids) - 1)
 
     @property
+    def num_reusable(self) -> int:
+        """Leading tokens that it need not compute where a cache has them.
+
+        Behind the last token the next one is sampled, and behind those of a prompt it may have to be known how likely
+        the next one was.
+        """
+        num_reusable = len(self.token_ids) - 1
+        if self.prompt_scores is not None and not self.prompt_scores.is_complete:
+            return min(num_reusable, self.prompt_scores.num_scored)
+        return num_reusable
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many of the likeliest tokens are wanted beside each of its own, or NO_LOGPROBS."""
+        return NO_LOGPROBS if self.params.logprobs is None else self.params.logprobs
+
+    @property
     def is_penalised(self) -> bool:
         """Whether what it said so far changes the odds of its next token."""
         params = self.params
@@ -109,6 +133,11 @@ class Sequence:
     def has_bans(self) -> bool:
         """Whether some tokens must not be chosen at times."""
         return self.end_rule.min_tokens > 0 or bool(self.bad_words)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the rules for its next token look at what it said last."""
+        return self.is_penalised or bool(self.bad_words) or self.guide is not None
 
     def banned_ids(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Ids that the token behind all these must not be."""

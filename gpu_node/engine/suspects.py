@@ -37,6 +37,11 @@ class Suspects:
         self._on_trial: Sequence | None = None
 
     @property
+    def has_any(self) -> bool:
+        """Whether somebody is not cleared yet."""
+        return bool(self._failed_at)
+
+    @property
     def is_trying(self) -> bool:
         """Whether somebody has to run by itself, so that nobody may press."""
         return self._on_trial is not None

@@ -79,6 +79,11 @@ class Tokenizer:
         detokenizer = self.new_detokenizer()
         return detokenizer.push(token_ids) + detokenizer.flush()
 
+    def name_of(self, token_id: int) -> bytes | str:
+        """What a token adds to a text; the name, a str, of one that adds nothing."""
+        token = self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
+        return token or self._backend.id_to_token(token_id) or ""
+
     def to_json(self) -> str:
         """All of it, as tokenizer.json has it."""
         text: str = self._backend.to_str()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.gguf_header import GgufHeader, GgufTensor, read_header
+from penstock.gpu_node.model.scaled import ScaledTensor
 from penstock.gpu_node.model.source import ModelSource
 
 _SAFETENSORS_KINDS = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _INTERLEAVED_HEADS = {
-    "llama": {".q_proj.weight": "llama.attention.head_count", ".k_proj.weight": "llama.attention.head_count_kv"},
+    "llama": {".q_proj.": "llama.attention.head_count", ".k_proj.": "llama.attention.head_count_kv"},
     "qwen2": {},
     "qwen3": {},
 }
@@ -58,28 +59,51 @@ class StoredTensor:
         return (values if self.row_order is None else values[self.row_order]).reshape(self.shape)
 
 
+Stored: TypeAlias = StoredTensor | ScaledTensor
+FindStored: TypeAlias = Callable[[str], StoredTensor | None]
+ReadScaled: TypeAlias = Callable[[str, FindStored], ScaledTensor | None]
+"""The matrix of a name, without `.weight`, out of the tensors that it is kept in; None where it is not quantised."""
+
+
 class Checkpoint:
     """The tensors of a model by name."""
 
-    def __init__(self, find: Callable[[str], StoredTensor | None]) -> None:
+    def __init__(self, find: FindStored, read_scaled: ReadScaled | None = None) -> None:
         self._find = find
+        self._read_scaled = read_scaled
 
     @classmethod
-    def open(cls, source: ModelSource) -> Checkpoint:
-        """Maps a model's weight files. Raises ConfigError for files that are missing, cut short or of another kind."""
+    def open(cls, source: ModelSource, read_scaled: ReadScaled | None = None) -> Checkpoint:
+        """Maps a model's weight files. Raises ConfigError for files that are missing, cut short or of another kind.
+
+        `read_scaled` finds the quantised matrices of checkpoints that have some.
+        """
         files = weight_files(source)
         if source.gguf is None:
             tensors = {name: tensor for path in files for name, tensor in read_safetensors(path).items()}
-            return cls(tensors.get)
+            return cls(tensors.get, read_scaled)
         return cls(_GgufFile(source.gguf).find)
 
-    def get(self, name: str, *shape: int) -> StoredTensor:
+    def get(self, name: str, *shape: int) -> Stored:
         """The tensor of a name. Raises ConfigError when it is missing or of another shape than the config says."""
-        tensor = self._find(name)
+        tensor = self._scaled(name) or self._find(name)
         if tensor is None:
             raise ConfigError(f"the checkpoint has no tensor {name}")
         if tensor.shape != shape:
             raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
+        return tensor
+
+    def _scaled(self, name: str) -> ScaledTensor | None:
+        matrix = name.removesuffix(".weight")
+        if self._read_scaled is None or matrix == name:
+            return None
+        try:
+            tensor = self._read_scaled(matrix, self._find)
+        except (ValueError, IndexError) as error:
+            raise ConfigError(f"the tensors of {matrix} do not fit together: {error}") from error
+        if tensor is not None and not tensor.is_whole:
+            found = list(tensor.scales.shape)
+            raise ConfigError(f"tensor {name} {list(tensor.shape)} has scales {found} of {tensor.group} columns each")
         return tensor
 
 
@@ -103,7 +127,8 @@ def weight_files(source: ModelSource) -> list[Path]:
     raise ConfigError(f"{folder} has no .safetensors weights")
 
 
-def _mapped(path: Path) -> NDArray[np.uint8]:
+def mapped(path: Path) -> NDArray[np.uint8]:
+    """A file's bytes, read-only. Raises ConfigError for an empty one."""
     with path.open("rb") as file:
         try:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
@@ -113,7 +138,7 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file by name, mapped. Raises ConfigError for a file that is cut short or of another kind."""
-    content = _mapped(path)
+    content = mapped(path)
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     if 8 + header_bytes > len(content):
         raise ConfigError(f"{path} is cut short or no safetensors file")
@@ -145,7 +170,7 @@ class _GgufFile:
     """Finds the tensors of a GGUF file by Hugging Face's names."""
 
     def __init__(self, path: Path) -> None:
-        self._content = _mapped(path)
+        self._content = mapped(path)
         try:
             self._header = read_header(self._content.data)
             self._interleaved, self._names = _conventions(self._header)
@@ -153,19 +178,19 @@ class _GgufFile:
             raise ConfigError(f"cannot read {path}: {error.message}") from error
 
     def find(self, name: str) -> StoredTensor | None:
-        stored = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        tensor: GgufTensor | None = self._header.tensors.get(stored)
+        its_name = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensor: GgufTensor | None = self._header.tensors.get(its_name)
         if tensor is None:
             return None
         data = self._content[tensor.start : tensor.start + tensor.num_bytes]
-        heads = next((count for suffix, count in self._interleaved.items() if name.endswith(suffix)), None)
-        order = None if heads is None else _deinterleaved(tensor.shape[0], heads)
         kind = _GGML_KINDS.get(tensor.ggml_type, tensor.ggml_type)
-        return StoredTensor(name, kind, tensor.shape, _rows(data, tensor.shape), order)
+        stored = StoredTensor(name, kind, tensor.shape, _rows(data, tensor.shape))
+        heads = next((count for part, count in self._interleaved.items() if part in name), None)
+        return stored if heads is None else stored.take_rows(_deinterleaved(tensor.shape[0], heads), *tensor.shape)
 
 
 def _conventions(header: GgufHeader) -> tuple[dict[str, int], Any]:
-    """Numbers of heads by the endings of the tensors that keep heads interleaved, and the map of names."""
+    """Numbers of heads by parts of the names of the tensors that keep heads interleaved, and the map of names."""
     name = str(header.metadata.get("general.architecture"))
     if name not in _INTERLEAVED_HEADS:
         raise ConfigError(f"architecture {name} is not supported in GGUF; supported: {', '.join(_INTERLEAVED_HEADS)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint import ReadScaled
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 from penstock.gpu_node.model.source import ModelSource
 from penstock.gpu_node.model.spec import ModelSpec
@@ -19,6 +20,8 @@ class Description:
     stored_dtype: str
     """What config.json says its numbers are kept in."""
     max_model_len: int
+    read_scaled: ReadScaled | None = None
+    """Finds the quantised matrices of a checkpoint that has some."""
 
 
 def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int) -> CacheSizes:

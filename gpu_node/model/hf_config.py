@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.spec import Activation, DynamicScaling, LinearScaling, Llama3Scaling, NameMap, Rope
+from penstock.gpu_node.model.spec import (
+    Activation,
+    DynamicScaling,
+    FactorsScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NameMap,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
 
 Config = Mapping[str, Any]
 
@@ -35,10 +46,10 @@ def rope_of(config: Config, dim: int, *, theta: float = 10_000.0) -> Rope:
     """Rotary positions of `dim` channels; `theta` is the family's own where the config has none."""
     # transformers 5 writes rope_parameters, checkpoints from before it rope_theta and rope_scaling.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return Rope(float(rope.get("rope_theta") or config.get("rope_theta") or theta), dim, _scaling_of(config, rope))
+    return Rope(float(rope.get("rope_theta") or config.get("rope_theta") or theta), dim, _scaling_of(config, rope, dim))
 
 
-def _scaling_of(config: Config, rope: Config) -> LinearScaling | Llama3Scaling | DynamicScaling | None:
+def _scaling_of(config: Config, rope: Config, dim: int) -> Scaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
@@ -53,13 +64,45 @@ def _scaling_of(config: Config, rope: Config) -> LinearScaling | Llama3Scaling |
             high_freq_factor=float(rope["high_freq_factor"]),
             original_max_position=int(rope["original_max_position_embeddings"]),
         )
-    raise ConfigError(f"rope scaling {kind!r} is not supported; supported: default, linear, dynamic, llama3")
+    if kind == "yarn":
+        return _yarn_of(config, rope)
+    if kind == "factors":
+        if len(rope["factors"]) != dim // 2:
+            raise ConfigError(f"positions have {len(rope['factors'])} factors for {dim // 2} frequencies")
+        return FactorsScaling(tuple(rope["factors"]))
+    raise ConfigError(f"rope scaling {kind!r} is not supported; supported: default, linear, dynamic, llama3, yarn")
+
+
+def _yarn_of(config: Config, rope: Config) -> YarnScaling:
+    max_position = config["max_position_embeddings"]
+    original = rope.get("original_max_position_embeddings") or max_position
+    factor = float(rope.get("factor") or max_position / original)
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:
+        above, below = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
+        if not (above and below):
+            above, below = 1.0, 0.0
+        magnitude = _yarn_magnitude(factor, above) / _yarn_magnitude(factor, below)
+    return YarnScaling(
+        factor=factor,
+        original_max_position=int(original),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        magnitude=float(magnitude),
+        whole_channels=bool(rope.get("truncate", True)),
+    )
+
+
+def _yarn_magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def max_position_of(config: Config, rope: Rope | None, default: int = 2048) -> int:
-    """Tokens that a model can attend to. Where positions are stretched evenly, the config says what was before that."""
+    """Tokens that a model can attend to. For most kinds of stretching, configs say what was before that."""
     limit = int(config.get("max_position_embeddings", default))
     scaling = None if rope is None else rope.scaling
+    if isinstance(scaling, YarnScaling):
+        return int(scaling.original_max_position * scaling.factor)
     return int(limit * scaling.factor) if isinstance(scaling, LinearScaling | DynamicScaling) else limit
 
 

@@ -12,6 +12,8 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.adapter_library import AdapterLibrary
 from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.families import family_of
+from penstock.gpu_node.model.gguf_rope import with_rope_scaling
+from penstock.gpu_node.model.methods import reader_of
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, RunnerOptions
 from penstock.gpu_node.model.revision import revision_of
@@ -24,6 +26,8 @@ def load_model(model: str, options: RunnerOptions, progress: Progress) -> Loaded
     """Find, check and load a model. Raises ConfigError naming what is missing or not supported."""
     source = resolve_model(model, progress)
     config = _read_json(source.folder / "config.json")
+    if source.gguf is not None:
+        config = with_rope_scaling(config, source.gguf)
     described = _describe(source, config, options)
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     runner, arithmetic = _load(described, options, progress)
@@ -81,6 +85,7 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
         spec=spec,
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         max_model_len=options.max_model_len or spec.max_position,
+        read_scaled=reader_of(config),
     )
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from math import floor, log2, sqrt
+from math import ceil, floor, log, log2, pi, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.spec import DynamicScaling, LinearScaling, Llama3Scaling, ModelSpec, Rope
+from penstock.gpu_node.model.spec import (
+    DynamicScaling,
+    FactorsScaling,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    Rope,
+    YarnScaling,
+)
 from penstock.kernels.reference.quantised import to_bf16
 
 Table = NDArray[np.float32]
@@ -17,7 +25,8 @@ def rope_angles(rope: Rope, num_positions: int) -> tuple[Table, Table]:
     """Cosine and sine by position, each [num_positions, rope.dim / 2], for both halves of what rotates."""
     positions = np.arange(num_positions, dtype=np.float32)[:, None]
     angles = positions * _frequencies(rope, num_positions)
-    return np.cos(angles), np.sin(angles)
+    magnitude = np.float32(rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling) else 1)
+    return np.cos(angles) * magnitude, np.sin(angles) * magnitude
 
 
 def _frequencies(rope: Rope, num_positions: int) -> Table:
@@ -28,7 +37,12 @@ def _frequencies(rope: Rope, num_positions: int) -> Table:
     frequencies = _powers(np.array([[rope.theta]]), rope.dim)
     if isinstance(scaling, LinearScaling):
         return frequencies / np.float32(scaling.factor)
-    return frequencies if scaling is None else _blended(frequencies, scaling)
+    if isinstance(scaling, FactorsScaling):
+        factors: Table = np.array(scaling.factors, dtype=np.float32)
+        return frequencies / factors
+    if isinstance(scaling, YarnScaling):
+        return _blended(frequencies, _yarn_kept(rope, scaling), scaling.factor)
+    return frequencies if scaling is None else _blended(frequencies, _llama3_kept(frequencies, scaling), scaling.factor)
 
 
 def _powers(theta: NDArray[np.float64], dim: int) -> Table:
@@ -44,13 +58,31 @@ def _growing_theta(rope: Rope, scaling: DynamicScaling, num_positions: int) -> N
     return grown
 
 
-def _blended(frequencies: Table, scaling: Llama3Scaling) -> Table:
+def _blended(frequencies: Table, kept: NDArray[np.floating], factor: float) -> Table:
+    """Frequencies of which a share, in [0, 1], is kept and the rest divided."""
+    blended: Table = (frequencies * (kept + (1.0 - kept) / factor)).astype(np.float32)
+    return blended
+
+
+def _llama3_kept(frequencies: Table, scaling: Llama3Scaling) -> NDArray[np.floating]:
     wavelengths = 2 * np.pi / frequencies
     turns = scaling.original_max_position / wavelengths
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clip(0.0, 1.0)
-    blended: Table = (frequencies * (blend + (1.0 - blend) / scaling.factor)).astype(np.float32)
-    return blended
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return kept.clip(0.0, 1.0)
+
+
+def _yarn_kept(rope: Rope, scaling: YarnScaling) -> NDArray[np.floating]:
+    def channel(turns: float) -> float:
+        """That turns so often in the original length."""
+        return rope.dim * log(scaling.original_max_position / (turns * 2 * pi)) / (2 * log(rope.theta))
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.whole_channels:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    # Nothing lies between where they are one.
+    between = last - first or 1e-3
+    return 1 - ((np.arange(rope.dim // 2) - first) / between).clip(0.0, 1.0)
 
 
 def alibi_biases(spec: ModelSpec, num_positions: int) -> Table:

@@ -6,13 +6,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract.adapters import AdapterRef
 from penstock.gpu_node.model.spec import MatrixName
+
+if TYPE_CHECKING:
+    from penstock.contract.adapters import AdapterRef
 
 NULL_BLOCK = 0
 """Padding of block tables; never written by a sequence, always finite."""
@@ -24,6 +26,7 @@ NO_ADAPTER = -1
 FAILED_TOKEN = -1
 """Stands for a row whose logits were not finite: that row failed, the others did not."""
 
+NO_LOGPROBS = -1
 
 _MASK_BITS = 32
 
@@ -80,6 +83,37 @@ class SamplingRows:
     """By how much, in the shape of `biased`."""
     masks: TokenMasks | None = None
     """What rows may choose at all, written while the step runs; None where no row has a mask."""
+    num_logprobs: NDArray[np.int32] | None = None
+    """How many of the likeliest tokens are wanted beside each row's own, NO_LOGPROBS for none at all; None where no
+    row wants any."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Tokens of prompts, computed in a step, behind which it is known what comes: how likely is that?"""
+
+    tokens: NDArray[np.int32]
+    """[num_scored]: which of the step's tokens."""
+    targets: NDArray[np.int32]
+    """[num_scored]: what follows each."""
+    num_logprobs: NDArray[np.int32]
+    """[num_scored]: how many of the likeliest tokens are wanted beside it."""
+    seqs: NDArray[np.int32]
+    """[num_scored]: whose they are, for the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Some rows' logarithms of the softmax of their logits, as they were before biases, penalties, bans and masks.
+
+    The first column is the row's own token, the others are the likeliest ones, the best first; of equal ones any. There
+    are as many columns as for the row that wants most; what is behind those that a row wants means nothing.
+    """
+
+    token_ids: NDArray[np.int32]
+    """[num_rows, 1 + most]"""
+    values: NDArray[np.float32]
+    """[num_rows, 1 + most]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +125,7 @@ class StepPlan:
     """
 
     token_ids: NDArray[np.int32]
-    """[num_tokens]; a runner that takes steps ahead knows -1 - i as what row i of the step before samples."""
+    """[num_tokens]; -1 - i stands for what row i of the step before samples, while that is in flight."""
     positions: NDArray[np.int32]
     """[num_tokens]"""
     query_starts: NDArray[np.int32]
@@ -100,13 +134,19 @@ class StepPlan:
     """[num_seqs]: tokens in the cache once this step's are stored."""
     block_tables: NDArray[np.int32]
     """[num_seqs, max_blocks], padded with NULL_BLOCK."""
-    sample_seqs: NDArray[np.int32]
-    """[num_samples]: which sequences sample after their last token, ascending."""
+    sample_tokens: NDArray[np.int32]
+    """[num_samples]: behind which of `token_ids` a token is sampled, ascending."""
     sampling: SamplingRows
     copies: NDArray[np.int32] = field(default_factory=lambda: NO_COPIES)
     """[num_copies, 2]: from which block to which one; done in order, before anything of the step is stored or read."""
     adapters: NDArray[np.int32] | None = None
     """[num_seqs]: the place of each sequence's adapter in the runner, or NO_ADAPTER; None where nobody has one."""
+    scored: ScoredTokens | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether anybody wants to know how likely tokens are."""
+        return self.scored is not None or self.sampling.num_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +158,10 @@ class StepResult:
     forward_ms: float
     sample_ms: float
     copy_ms: float = 0.0
+    logprobs: Logprobs | None = None
+    """Of the sampling rows, where one of them wants any; a failed one's mean nothing."""
+    scores: Logprobs | None = None
+    """Of the plan's scored tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +223,11 @@ class StepHandle(Protocol):
 
 
 class ModelRunner(Protocol):
-    """Owns weights and KV tensors and runs one step at a time."""
+    """Owns weights and KV tensors and runs steps one after the other."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be submitted before the first of them is done; past 1, plans may stand ahead of tokens."""
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -191,12 +239,11 @@ class ModelRunner(Protocol):
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step and come back at once.
 
-        Its plan's arrays must not change until the result is there, and the next step may be submitted only then.
-        Raises as a result does.
+        Its plan's arrays must not change until the result is there. Raises as a result does.
         """
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Forget what blocks hold, so that a NaN in them cannot reach whoever gets them next."""
+        """Forget what blocks hold once steps in flight are done, so that a NaN in them reaches no later one."""
 
     def set_adapter(self, place: int, adapter: Adapter) -> None:
         """Put an adapter in a place, from 0 to `max_loras`, instead of what was there.

@@ -39,12 +39,38 @@ class DynamicScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Channels that turn less than `beta_slow` times in the original length are stretched by `factor`, those that turn
+    more than `beta_fast` times stay, between is blended; cosines and sines are multiplied (arXiv:2309.00071).
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    magnitude: float
+    """Of cosines and sines."""
+    whole_channels: bool
+    """Whether the blend begins and ends at whole channels."""
+
+
+@dataclass(frozen=True, slots=True)
+class FactorsScaling:
+    """Each frequency is divided by a factor of its own."""
+
+    factors: tuple[float, ...]
+
+
+Scaling: TypeAlias = LinearScaling | Llama3Scaling | DynamicScaling | YarnScaling | FactorsScaling
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary positions, of a head's first `dim` channels."""
 
     theta: float
     dim: int
-    scaling: LinearScaling | Llama3Scaling | DynamicScaling | None = None
+    scaling: Scaling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
+from penstock.gpu_node.model.checkpoint import Checkpoint, Stored
 from penstock.gpu_node.model.spec import MatrixName, ModelSpec
 
 
@@ -15,8 +15,8 @@ from penstock.gpu_node.model.spec import MatrixName, ModelSpec
 class StoredLinear:
     """The parts of a matrix, whose rows follow each other."""
 
-    weights: tuple[StoredTensor, ...]
-    biases: tuple[StoredTensor, ...] = ()
+    weights: tuple[Stored, ...]
+    biases: tuple[Stored, ...] = ()
     """One a part, or none at all."""
 
 
@@ -24,8 +24,8 @@ class StoredLinear:
 class StoredNorm:
     """A norm's factors, and what a layer norm adds."""
 
-    weight: StoredTensor
-    bias: StoredTensor | None
+    weight: Stored
+    bias: Stored | None
 
 
 class DecoderTensors:
@@ -35,11 +35,11 @@ class DecoderTensors:
         self._checkpoint = checkpoint
         self._spec = spec
 
-    def embedding(self) -> StoredTensor:
+    def embedding(self) -> Stored:
         """[vocab, hidden]."""
         return self._table(self._spec.names.embedding)
 
-    def head(self) -> StoredTensor:
+    def head(self) -> Stored:
         """[vocab, hidden], the embedding where they are tied."""
         return self.embedding() if self._spec.tied_head else self._table(self._spec.names.head)
 
@@ -56,7 +56,7 @@ class DecoderTensors:
         name = self._spec.names.mlp_norm
         return None if name is None else self._norm(name.format(layer=layer))
 
-    def head_norms(self, layer: int) -> tuple[StoredTensor, StoredTensor] | None:
+    def head_norms(self, layer: int) -> tuple[Stored, Stored] | None:
         """The factors of queries and keys, [head_dim] each, where heads are normed."""
         names, size = self._spec.names, self._spec.head_dim
         if names.q_norm is None or names.k_norm is None:
@@ -88,7 +88,7 @@ class DecoderTensors:
         """[hidden, intermediate]."""
         return self._linear("mlp_out", layer, has_bias=self._spec.mlp_bias)
 
-    def _table(self, name: str) -> StoredTensor:
+    def _table(self, name: str) -> Stored:
         return self._checkpoint.get(f"{name}.weight", self._spec.vocab_size, self._spec.hidden_size)
 
     def _norm(self, name: str) -> StoredNorm:
@@ -104,7 +104,7 @@ class DecoderTensors:
             tuple(get(f"{name}.bias", rows) for name, rows in parts if has_bias),
         )
 
-    def _unfused(self, fused: StoredTensor) -> tuple[StoredTensor, ...]:
+    def _unfused(self, fused: Stored) -> tuple[Stored, ...]:
         """Queries, keys and values of a tensor that keeps them by key head."""
         return tuple(fused.take_rows(rows, len(rows), *fused.shape[1:]) for rows in rows_by_part(self._spec))
 

@@ -15,7 +15,7 @@ from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.linear import can_prepack
 from penstock.gpu_node.model.positions import alibi_biases
 from penstock.gpu_node.model.protocol import RunnerOptions
-from penstock.gpu_node.model.source import ModelSource, Progress, dequantised_folder
+from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.torch_runner import TorchRunner
 from penstock.gpu_node.model.weights import load_weights
@@ -27,7 +27,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 def load_torch(described: Description, options: RunnerOptions, progress: Progress) -> tuple[TorchRunner, str]:
     """The runner, and a name for its arithmetic. Raises ConfigError naming what is missing or not supported."""
     if options.quantization not in ("auto", "none"):
-        raise ConfigError(f"quantization {options.quantization} needs the native runner")
+        others = "the native runner has int8, int8_group and int4, a card int8, int4 and fp8"
+        raise ConfigError(f"quantization {options.quantization} cannot be had: torch has auto and none, {others}")
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     spec, name = described.spec, _choose_dtype(options.dtype, described.stored_dtype)
@@ -35,7 +36,7 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
     if options.kv_cache_dtype not in ("auto", name):
         kept = f"torch keeps {name}, the native runner bfloat16 or int8"
         raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} cannot be had: {kept}")
-    checkpoint = Checkpoint.open(ModelSource(dequantised_folder(described.source, progress)))
+    checkpoint = Checkpoint.open(described.source, described.read_scaled)
     weights = load_weights(DecoderTensors(checkpoint, spec), spec, dtype, lambda done: progress("load", done))
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
     sizes = cache_sizes(described, options, token_bytes)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.decoder import Decoder
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, StepPlan, StepResult
+from penstock.gpu_node.model.logprobs import logprobs_of, to_numpy
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Logprobs, SamplingRows, StepPlan, StepResult
 from penstock.gpu_node.model.sampler import sample
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
@@ -21,6 +22,8 @@ from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 
 class TorchRunner:
     """Runs each step on a thread of its own; torch's operations let go of the GIL."""
+
+    max_in_flight = 1
 
     def __init__(
         self,
@@ -77,13 +80,19 @@ class TorchRunner:
         if len(plan.copies):
             self._copy(plan.copies)
         started_s = time.perf_counter()
-        sampling = torch.from_numpy(plan.query_starts[plan.sample_seqs + 1] - 1)
-        logits = self._logits(plan, sampling)
+        num_samples, scored = len(plan.sample_tokens), plan.scored
+        wanted = plan.sample_tokens if scored is None else np.concatenate((plan.sample_tokens, scored.tokens))
+        logits = self._logits(plan, torch.from_numpy(wanted))
         computed_s = time.perf_counter()
-        tokens = sample(logits, plan.sampling) if len(logits) else np.empty(0, dtype=np.int32)
+        tokens, logprobs = _sample(logits[:num_samples], plan.sampling)
+        scores = None
+        if scored is not None:
+            targets = torch.from_numpy(scored.targets)
+            scores = to_numpy(*logprobs_of(logits[num_samples:], targets, scored.num_logprobs))
         sampled_s = time.perf_counter()
         spans_s = computed_s - started_s, sampled_s - computed_s, started_s - copied_s
-        return StepResult(tokens, *(span_s * 1e3 for span_s in spans_s))
+        forward_ms, sample_ms, copy_ms = (span_s * 1e3 for span_s in spans_s)
+        return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores)
 
     def _copy(self, copies: NDArray[np.int32]) -> None:
         """All copies at once: what a block ends up with is what some block held before the first of them."""
@@ -98,3 +107,14 @@ class TorchRunner:
     def _zero(self, block_ids: list[int]) -> None:
         for cache in self._caches:
             cache.zero(block_ids)
+
+
+def _sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int32], Logprobs | None]:
+    """One token a row and, where rows want it, how likely tokens were before anything was done to the logits."""
+    if not len(logits):
+        return np.empty(0, dtype=np.int32), None
+    if rows.num_logprobs is None:
+        return sample(logits, rows), None
+    raw = logits.clone()
+    tokens = sample(logits, rows)
+    return tokens, to_numpy(*logprobs_of(raw, torch.from_numpy(tokens), rows.num_logprobs))

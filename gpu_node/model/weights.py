@@ -8,17 +8,24 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.checkpoint import StoredTensor
+from penstock.gpu_node.model.checkpoint import Stored, StoredTensor
 from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.linear import Linear
 from penstock.gpu_node.model.norm import Norm
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.tensors import DecoderTensors, StoredLinear, StoredNorm
 
-MakeLinear: TypeAlias = Callable[[Tensor, Tensor | None], Product]
-"""Of weight, [out, in], and bias, [out]."""
+Convert: TypeAlias = Callable[[tuple[Stored, ...]], Tensor]
+"""Stored tensors as one, their rows one after another."""
+MakeLinear: TypeAlias = Callable[[StoredLinear, Convert], Product]
+"""Keeps a matrix as it likes: as it is stored, or as what converting it gives."""
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def plain_linear(stored: StoredLinear, convert: Convert) -> Product:
+    """A matrix in the decoder's dtype."""
+    return Linear(convert(stored.weights), convert(stored.biases) if stored.biases else None)
 
 
 def load_weights(
@@ -27,7 +34,7 @@ def load_weights(
     dtype: torch.dtype,
     progress: Callable[[float], None],
     device: torch.device | None = None,
-    linear: MakeLinear = Linear,
+    linear: MakeLinear = plain_linear,
     gather: Callable[[Iterator[LayerWeights]], Iterable[LayerWeights]] = tuple,
 ) -> DecoderWeights:
     """Read, fuse and convert a checkpoint, onto the CPU where no device is named.
@@ -76,20 +83,18 @@ class _Converter:
         self._device = device
         self._make_linear = make_linear
 
-    def tensor(self, stored: StoredTensor) -> Tensor:
+    def tensor(self, stored: Stored) -> Tensor:
         kind = _FLOATS.get(stored.kind)
-        if kind is None or stored.row_order is not None:
+        if kind is None or not isinstance(stored, StoredTensor) or stored.row_order is not None:
             return torch.from_numpy(stored.to_float32()).to(self._device, self._dtype)
         return torch.from_numpy(stored.data.copy()).view(kind).reshape(stored.shape).to(self._device, self._dtype)
 
     def linear(self, stored: StoredLinear) -> Product:
-        weight = torch.cat([self.tensor(part) for part in stored.weights])
-        bias = torch.cat([self.tensor(part) for part in stored.biases]) if stored.biases else None
-        return self._make_linear(weight, bias)
+        return self._make_linear(stored, lambda parts: torch.cat([self.tensor(part) for part in parts]))
 
     def norm(self, stored: StoredNorm) -> Norm:
         bias = None if stored.bias is None else self.tensor(stored.bias)
         return Norm(self.tensor(stored.weight), bias, self._norm_eps)
 
-    def head_norm(self, weight: StoredTensor) -> Norm:
+    def head_norm(self, weight: Stored) -> Norm:
         return Norm(self.tensor(weight), None, self._norm_eps)

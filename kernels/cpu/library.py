@@ -30,6 +30,10 @@ class Source(IntEnum):
     Q4_0 = 2
     Q4_1 = 3
     Q8_0 = 4
+    Q4_K = 5
+    Q5_K = 6
+    Q6_K = 7
+    FLOAT16 = 8
 
 
 class Place(IntEnum):
@@ -99,7 +103,7 @@ class NativePlan(c.Structure):
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_tokens", "num_seqs", "num_samples", "block_table_stride")),
-        *((name, c.c_void_p) for name in ("token_ids", "positions", "query_starts", "block_tables", "sample_seqs")),
+        *((name, c.c_void_p) for name in ("token_ids", "positions", "query_starts", "block_tables", "sample_tokens")),
         *((name, c.c_void_p) for name in ("temperature", "top_p", "min_p")),
         *((name, c.c_void_p) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
         *((name, c.c_void_p) for name in ("top_k", "choice", "position", "seed")),
@@ -108,6 +112,11 @@ class NativePlan(c.Structure):
         ("adapters", c.c_void_p),
         ("num_copies", c.c_int32),
         *((name, c.c_void_p) for name in ("copies", "tokens", "logits", "times_ms")),
+        *((name, c.c_void_p) for name in ("num_logprobs", "logprob_ids", "logprobs")),
+        *((name, c.c_int32) for name in ("logprobs_width", "num_scored")),
+        *((name, c.c_void_p) for name in ("scored_tokens", "score_targets", "num_score_logprobs")),
+        *((name, c.c_void_p) for name in ("score_ids", "scores")),
+        ("scores_width", c.c_int32),
     ]
 
 

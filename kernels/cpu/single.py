@@ -123,7 +123,11 @@ class Single:
 
     def sample_row(self, logits: Floats, row: SamplingRow) -> int:
         """The token that a row chooses. logits: [vocab]."""
-        logits = logits.copy()
+        return int(self.draw(logits, row, 1)[0])
+
+    def draw(self, logits: Floats, row: SamplingRow, count: int) -> NDArray[np.int32]:
+        """The tokens that a row chooses at its own position and those behind it. logits: [vocab]."""
+        logits, tokens = _aligned(logits), np.full(count, -2, np.int32)
         seen, banned, biased = (np.ascontiguousarray(ids, np.int32) for ids in (row.seen, row.banned, row.biased))
         biases, mask = np.ascontiguousarray(row.biases, np.float32), None
         if row.mask is not None:
@@ -140,8 +144,14 @@ class Single:
             num_biased=len(biased),
             mask=None if mask is None else _at(mask),
         )
-        token: int = self._library.penstock_single_sample(_at(logits), len(logits), c.byref(rule))
-        return token
+        self._library.penstock_single_draw(_at(logits), len(logits), c.byref(rule), count, _at(tokens))
+        return tokens
+
+    def logprobs(self, logits: Floats, token: int, count: int) -> tuple[NDArray[np.int32], Floats]:
+        """Ids and values, each [1 + count]: of a token, then of the likeliest ones. logits: [vocab]."""
+        ids, values = np.full(1 + count, -1, np.int32), _poisoned(1 + count)
+        self._library.penstock_single_logprobs(_at(logits), len(logits), token, count, _at(ids), _at(values))
+        return ids, values
 
 
 class SingleCache:
@@ -231,7 +241,8 @@ def _open(path: Path) -> Any:
         "norm": (number, [*[pointer] * 3, number, number, real, pointer]),
         "turn": (None, [pointer, number]),
         "place": (number, [number] * 3),
-        "sample": (c.c_int32, [pointer, number, pointer]),
+        "draw": (None, [pointer, number, pointer, number, pointer]),
+        "logprobs": (None, [pointer, *[number] * 3, pointer, pointer]),
         "cache_new": (pointer, [number] * 5),
         "cache_free": (None, [pointer]),
         "cache_set": (None, [pointer, number, number, pointer, pointer]),

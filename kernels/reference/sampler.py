@@ -105,3 +105,14 @@ def _least_by_top_p(scores: NDArray[np.float32], row: SamplingRow) -> float:
     weights = np.exp(best_first, dtype=np.float64)
     better = np.cumsum(weights) - weights
     return float(best_first[better < row.top_p * weights.sum()][-1])
+
+
+def logprobs_of(logits: NDArray[np.float32], token: int, count: int) -> list[tuple[int, float]]:
+    """A token and the `count` likeliest ones, of equal ones the lowest first, with the logarithm of their softmax.
+
+    logits: [vocab], as the model gives them: nothing that `choose` does to them counts.
+    """
+    exact = logits.astype(np.float64)
+    values = exact - np.logaddexp.reduce(exact)
+    best = np.argsort(-exact, kind="stable")[:count]
+    return [(int(i), float(values[i])) for i in (token, *best)]

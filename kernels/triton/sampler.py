@@ -212,9 +212,9 @@ class Marks:
 
     @classmethod
     def empty(cls, max_rows: int, vocab: int, device: torch.device) -> Marks:
-        """Room for so many rows."""
+        """Room for so many rows, to be cleared before they are used."""
         shape = max_rows, vocab
-        return cls(torch.zeros(shape, dtype=torch.int32, device=device), torch.zeros(shape, device=device))
+        return cls(torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, device=device))
 
     def clear(self, num_rows: int) -> None:
         """Forget what the first rows hold."""

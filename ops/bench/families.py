@@ -1,40 +1,40 @@
-"""`PYTHONPATH=ops:tests python -m bench.families`: how far each runner and format is from transformers, by family.
+"""`PYTHONPATH=ops:tests python -m bench.families`: how far each runner and format is from transformers.
 
-Small random models in bfloat16, one for each feature; transformers computes them in float32.
+Small random models in bfloat16, one for each feature of each family; transformers computes them in float32. Then one of
+them in every layout of quantised checkpoints and every format of GGUF, against the numbers that those mean.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from fakes.plans import Track, logits_of_step
+from fakes.gguf_file import gguf_values, write_gguf
+from fakes.quantised_checkpoint import LAYOUTS, write_quantised
 from fakes.random_families import FAMILIES, make_family_model
-from numpy.typing import NDArray
+from torch import Tensor
 
 from bench import machine
-from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.protocol import RunnerOptions
+from bench.agreement import MAX_LENGTH, NUM_PROMPTS, cell, measure, prompts, wanted
+from penstock.gpu_node.model.source import ModelSource
 
 RESULTS = Path(__file__).parent / "results"
-SETTINGS = (
-    ("torch", "float32", "none"),
-    ("native", "bfloat16", "none"),
-    ("native", "bfloat16", "int8"),
-    ("native", "bfloat16", "int4"),
-)
-NUM_PROMPTS = 50
-MAX_LENGTH = 160
-BLOCK = 16
+TORCH = ("torch", "float32", "none")
+SETTINGS = (TORCH, *(("native", "bfloat16", quantization) for quantization in ("none", "int8", "int4")))
+AS_STORED = ("native", "bfloat16", "auto")
+GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+GGUF_OF_FAMILIES = "q8_0"
+GGUF_KINDS = ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "f16", "bf16")
 # Large enough that quantised sums average over many columns; narrow enough that scores do not saturate.
 SIZES = {"hidden_size": 384, "initializer_range": 0.06}
+STORED_FAMILY = "qwen2"
+STORED_SIZES = SIZES | {"hidden_size": 512, "intermediate_size": 512}
+"""Some of GGUF's formats have blocks of 256."""
 GROWN_BY_LENGTH = "llama dynamic"
 """Angles that depend on how long a text has become: no single pass of transformers has them."""
 
@@ -44,88 +44,90 @@ HEAD = f"""# Families, {{date}}
 random models in bfloat16, against transformers in float32: the largest error of a logit, the errors' root mean square
 by the logits' spread, and how often the same token is the best. Random weights are the worst case of four bits, trained
 ones lose far less ([perplexity](perplexity.md), which has GGUF too). `int8` has a scale for each group of 32 in
-families with layer norms.
+families with layer norms; GGUF is a file in {GGUF_OF_FAMILIES.upper()}, as it is stored.
+"""
+STORED_HEAD = f"""
+## As they are stored
+
+The {STORED_FAMILY} model in each layout of quantised checkpoints (packed, int8 and float8 are compressed-tensors') and
+each format of GGUF, against transformers in float32 with the numbers that the checkpoint means: what is left on the
+native runner is the rounding of activations, and of matrices that it keeps in int8 by groups of 32 since its kernels
+have not their format. Q4_K, Q5_K and Q6_K are random blocks, of no trained model's size.
 """
 
 
-def prompts() -> list[list[int]]:
-    """Texts of any length up to MAX_LENGTH, most of which go beyond every window and original length."""
-    rng = random.Random(0)
-    return [rng.choices(range(384), k=rng.randint(8, MAX_LENGTH)) for _ in range(NUM_PROMPTS)]
-
-
-def logits_together(runner: Any, texts: list[list[int]]) -> list[NDArray[np.float32]]:
-    """Of all texts in mixed steps: each takes part in chunks of other sizes until it is read."""
-    width = -(-MAX_LENGTH // BLOCK)
-    tracks = [Track(text, range(1 + i * width, 1 + (i + 1) * width)) for i, text in enumerate(texts)]
-    rng, parts = random.Random(1), [[] for _ in texts]
-    while any(track.left for track in tracks):
-        step = [(track, min(track.left, rng.choice((1, 7, 20)))) for track in tracks if track.left]
-        for (track, _), logits in zip(step, logits_of_step(runner, step), strict=True):
-            parts[next(i for i, one in enumerate(tracks) if one is track)].append(logits)
-    return [np.concatenate(part) for part in parts]
-
-
-def wanted(folder: Path, texts: list[list[int]]) -> list[NDArray[np.float32]]:
-    """Transformers' logits in float32."""
+def of_family(name: str, texts: list[list[int]]) -> Iterator[dict[str, Any]]:
+    """A family's model in each setting, and from GGUF where such files are read."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).to(torch.float32)
-    with torch.inference_mode():
-        return [model(torch.tensor([text])).logits[0].numpy() for text in texts]
+    with tempfile.TemporaryDirectory() as place:
+        folder = make_family_model(Path(place), name, "bfloat16", **SIZES)
+        want = wanted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), texts)
+        for setting in SETTINGS:
+            yield measure(ModelSource(folder), setting, texts, want)
+        architecture = GGUF_ARCHITECTURES.get(json.loads((folder / "config.json").read_text())["model_type"])
+        if architecture is not None:
+            gguf = write_gguf(folder, folder / "m.gguf", architecture, GGUF_OF_FAMILIES)
+            yield measure(ModelSource(folder, gguf), AS_STORED, texts, want)
 
 
-def measure(folder: Path, texts: list[list[int]], want: list[NDArray[np.float32]]) -> Iterator[dict[str, Any]]:
-    """Each setting's largest error, its size beside the logits' spread, and how often the best token is the same."""
-    for runner, dtype, quantization in SETTINGS:
-        options = RunnerOptions(
-            runner=runner,
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype="auto",
-            block_size=BLOCK,
-            num_blocks=NUM_PROMPTS * -(-MAX_LENGTH // BLOCK),
-            kv_cache_gib=1.0,
-            max_model_len=None,
-            max_num_seqs=NUM_PROMPTS,
-            num_threads=None,
-        )
-        loaded = load_model(str(folder), options, lambda stage, fraction: None)
-        got, all_want = (np.concatenate(x) for x in (logits_together(loaded.runner, texts), want))
-        yield {
-            "arithmetic": loaded.arithmetic,
-            "max_error": float(np.abs(got - all_want).max()),
-            "rms_error": float(np.sqrt(np.square(got - all_want).mean()) / all_want.std()),
-            "same_best": float((got.argmax(-1) == all_want.argmax(-1)).mean()),
-        }
+def as_stored(texts: list[list[int]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """One model in every layout and format, on torch and on the native runner."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = make_family_model(Path(place) / "model", STORED_FAMILY, "bfloat16", **STORED_SIZES)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for name, source, meant in _stored(folder, Path(place)):
+            model.load_state_dict(meant, strict=False)
+            want = wanted(model, texts)
+            yield name, [measure(source, setting, texts, want) for setting in (TORCH, AS_STORED)]
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
+def _stored(folder: Path, place: Path) -> Iterator[tuple[str, ModelSource, dict[str, Tensor]]]:
+    for i, (name, layout) in enumerate(LAYOUTS.items()):
+        meant = write_quantised(folder, layout, place / str(i))
+        yield name, ModelSource(place / str(i)), meant
+    architecture = GGUF_ARCHITECTURES[STORED_FAMILY]
+    for kind in GGUF_KINDS:
+        gguf = write_gguf(folder, place / f"{kind}.gguf", architecture, kind)
+        values = gguf_values(folder, gguf, architecture)
+        meant = {name: torch.from_numpy(value.copy()) for name, value in values.items()}
+        yield f"GGUF {kind.upper()}", ModelSource(folder, gguf), meant
+
+
+def tables(families: dict[str, list[dict[str, Any]]], stored: dict[str, list[dict[str, Any]]]) -> str:
     """All of it as Markdown."""
-    columns = " | ".join(" ".join(setting) for setting in SETTINGS)
-    lines = [
-        HEAD.format(date=machine.describe()["date"]),
-        f"| family | {columns} |",
-        "|---" * (1 + len(SETTINGS)) + "|",
-    ]
+    columns = [*(" ".join(setting) for setting in SETTINGS), "native GGUF"]
+    lines = [HEAD.format(date=machine.describe()["date"]), *_rows("family", columns, families)]
+    columns = ["torch float32", "native", "native keeps"]
+    kept = {name: runs[-1]["arithmetic"].split("-")[2] for name, runs in stored.items()}
+    return "\n".join((*lines, STORED_HEAD, *_rows("checkpoint", columns, stored, kept))) + "\n"
+
+
+def _rows(
+    head: str, columns: list[str], found: dict[str, list[dict[str, Any]]], last: dict[str, str] | None = None
+) -> Iterator[str]:
+    yield f"| {head} | {' | '.join(columns)} |"
+    yield "|---" * (1 + len(columns)) + "|"
     for name, runs in found.items():
-        cells = (f"{r['max_error']:.2g} · {r['rms_error']:.2g} · {r['same_best']:.2%}" for r in runs)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        cells = [*map(cell, runs), *((last[name],) if last else ())]
+        yield f"| {name} | {' | '.join(cells + [''] * (len(columns) - len(cells)))} |"
 
 
 def main() -> None:
-    """Measures every family and writes both results."""
-    found, texts = {}, prompts()
+    """Measures every family and format and writes both results."""
+    texts, families, stored = prompts(), {}, {}
     for name in FAMILIES:
-        if name == GROWN_BY_LENGTH:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            model = make_family_model(Path(folder), name, "bfloat16", **SIZES)
-            found[name] = list(measure(model, texts, wanted(model, texts)))
-        sys.stderr.write(f"{name}: {found[name]}\n")
-    (RESULTS / "families.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "families.md").write_text(table(found))
+        if name != GROWN_BY_LENGTH:
+            families[name] = list(of_family(name, texts))
+            sys.stderr.write(f"{name}: {families[name]}\n")
+    for name, runs in as_stored(texts):
+        stored[name] = runs
+        sys.stderr.write(f"{name}: {runs}\n")
+    content = {"families": families, "stored": stored}
+    (RESULTS / "families.json").write_text(json.dumps(content, indent=1) + "\n")
+    (RESULTS / "families.md").write_text(tables(families, stored))
 
 
 if __name__ == "__main__":

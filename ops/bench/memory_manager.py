@@ -235,7 +235,7 @@ def _plan(
         query_starts=np.cumsum([0, *counts]).astype(np.int32),
         context_lens=np.array(ends, np.int32),
         block_tables=np.array(tables, np.int32),
-        sample_seqs=whole,
+        sample_tokens=whole,
         sampling=sampling,
         **({} if copies is None else {"copies": copies}),
     )

@@ -80,7 +80,7 @@ def chunks_of(ids: NDArray[np.int32]) -> Iterator[StepPlan]:
             query_starts=np.array([0, end - start], np.int32),
             context_lens=np.array([end], np.int32),
             block_tables=blocks,
-            sample_seqs=np.empty(0, np.int32),
+            sample_tokens=np.empty(0, np.int32),
             sampling=_nothing_sampled(),
         )
 

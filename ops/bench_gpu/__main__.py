@@ -101,20 +101,16 @@ class Run:
         self._plot(f"{name} decode", [(f"{row['batch']} x {row['context']}", row["fraction"]) for row in rows])
 
     def _loads(self, model: Model) -> list[dict[str, float]]:
-        """The same requests with steps planned ahead and without."""
+        """The same requests with steps planned ahead and without, by the engine's scheduler."""
         from bench_gpu.load import Driver, make_requests
 
         count, shortest, longest, budget = (3, 3, 7, 16) if self._dry else (256, 100, 1024, 8192)
         rows = []
         for overlap in (True, False):
-            driver = Driver(model, make_requests(count, shortest, longest), budget)
-            done: dict[str, float] = {}
-
-            def work(driver: Driver = driver, overlap: bool = overlap, done: dict[str, float] = done) -> None:
-                done["tokens"], done["steps"] = driver.run(overlap=overlap)
-
-            ms = self._clock.wall_ms(work)
-            rows.append({"overlap": overlap, "ms": ms, "tokens_s": done["tokens"] / ms * 1e3, **done})
+            driver = Driver(model, make_requests(count, shortest, longest), budget, overlap=overlap)
+            ms = self._clock.wall_ms(driver.run)
+            done = {"tokens": driver.num_tokens, "steps": driver.num_steps, "steps_ahead": driver.num_ahead}
+            rows.append({"overlap": overlap, "ms": ms, "tokens_s": driver.num_tokens / ms * 1e3, **done})
         return rows
 
     def _stage(self, name: str, work: Callable[[], Any]) -> Any:

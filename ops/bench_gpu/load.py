@@ -1,110 +1,101 @@
-"""A synthetic load on the runner, with each step planned after the tokens of the one before it, or before."""
+"""A synthetic load on the engine's scheduler, with steps planned while the one ahead of them runs, or after it."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from bench_gpu.models import BLOCK_SIZE, Model
-from bench_gpu.steps import plan_of
-from penstock.gpu_node.model.protocol import StepPlan
+from penstock.gpu_node.engine.ends import EndRule
+from penstock.gpu_node.engine.flight import Flights
+from penstock.gpu_node.engine.limits import Limits
+from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.preemption import PreemptionCosts
+from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.sequence import Sequence as Choice
+from penstock.gpu_node.model.protocol import ModelRunner, StepHandle, StepPlan
 
 
-@dataclass(eq=False)
-class Request:
-    """A prompt and what is to come of it; the output is as long as asked for, so that plans need no tokens."""
+@dataclass(frozen=True)
+class Whole:
+    """What a scheduler wants to know of a request's parameters, without pydantic: it draws from the whole softmax."""
 
-    prompt: np.ndarray
-    num_output: int
-    blocks: np.ndarray | None = None
-    num_computed: int = 0
-    num_said: int = 0
-    last: int = 0
-    """The newest token, or -1 - i while row i of the step before has still to say it."""
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-(len(self.prompt) + self.num_output) // BLOCK_SIZE)
-
-    def next_tokens(self, most: int) -> np.ndarray:
-        if self.num_computed < len(self.prompt):
-            return self.prompt[self.num_computed : self.num_computed + most]
-        return np.array([self.last])
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
 
-def make_requests(count: int, shortest: int, longest: int, seed: int = 0) -> list[Request]:
-    """Prompts and outputs of random lengths, as nano-vllm's bench draws them."""
+class OneByOne:
+    """A runner that is given a step when it has none."""
+
+    max_in_flight = 1
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Start a step."""
+        return self._runner.submit(plan)
+
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        """Clear blocks."""
+        self._runner.zero_blocks(block_ids)
+
+
+def make_requests(count: int, shortest: int, longest: int, seed: int = 0) -> list[Choice]:
+    """Prompts and outputs of random lengths, as nano-vllm's bench draws them; nothing ends before its length."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(shortest, longest + 1, size=(count, 2))
-    return [Request(rng.integers(1, 60, size=prompt), int(output)) for prompt, output in lengths]
+    params: Any = Whole()
+    return [
+        Choice(
+            request_id=str(i),
+            choice=0,
+            params=params,
+            seed=i,
+            token_ids=rng.integers(1, 60, size=num_prompt, dtype=np.int32),
+            num_prompt_tokens=int(num_prompt),
+            end_rule=EndRule(frozenset(), 0, int(num_output)),
+        )
+        for i, (num_prompt, num_output) in enumerate(rng.integers(shortest, longest + 1, size=(count, 2)))
+    ]
 
 
 class Driver:
-    """First come, first served, in chunks under one budget; blocks for a request's whole length when it starts."""
+    """An engine without text: it schedules, submits and commits."""
 
-    def __init__(self, model: Model, requests: list[Request], budget: int) -> None:
-        self._model = model
-        self._waiting = deque(requests)
-        self._running: list[Request] = []
-        self._free = list(range(1, model.sizes.num_device_blocks + 1))
-        self._budget = budget
+    def __init__(self, model: Model, requests: list[Choice], budget: int, *, overlap: bool) -> None:
+        limits = Limits(BLOCK_SIZE, model.max_num_seqs, budget, budget, model.max_model_len)
+        self._scheduler = Scheduler(KvMemory(model.sizes.num_device_blocks), limits, PreemptionCosts("recompute", 0))
+        self._runner: Any = model.runner if overlap else OneByOne(model.runner)
+        self._flights = Flights()
+        self.num_tokens = self.num_steps = self.num_ahead = 0
+        for request in requests:
+            self._scheduler.add(request)
 
-    def run(self, *, overlap: bool) -> tuple[int, int]:
-        """All of it; tokens said, and steps."""
-        ahead, num_steps, num_said = None, 0, 0
-        while (planned := self._plan()) is not None:
-            plan, sampled = planned
-            handle = self._model.runner.submit(plan)
-            num_steps += 1
-            num_said += len(sampled)
-            if overlap:
-                if ahead is not None:
-                    ahead.result()
-                ahead = handle
-            else:
-                for request, token in zip(sampled, handle.result().tokens.tolist(), strict=True):
-                    request.last = token
-        if ahead is not None:
-            ahead.result()
-        return num_said, num_steps
+    def run(self) -> None:
+        """All of it."""
+        self._launch()
+        while self._flights:
+            flight = self._flights.land()
+            landed = self._scheduler.commit(flight.step, flight.result().tokens)
+            self._flights.broken_blocks += landed.broken_blocks
+            self.num_tokens += len(landed.token_ids)
+            self._launch()
 
-    def _plan(self) -> tuple[StepPlan, list[Request]] | None:
-        self._retire()
-        self._admit()
-        budget, ids, served = self._budget, [], []
-        # Decode steps first: they are one token each.
-        for request in sorted(self._running, key=lambda one: one.num_computed < len(one.prompt)):
-            tokens = request.next_tokens(budget)
-            if len(tokens) and budget:
-                budget -= len(tokens)
-                ids.append(tokens)
-                served.append(request)
-        if not served:
-            return None
-        starts = np.array([request.num_computed for request in served])
-        tables = np.zeros((len(served), max(request.num_blocks for request in served)), np.int32)
-        for row, request, tokens in zip(tables, served, ids, strict=True):
-            row[: request.num_blocks] = request.blocks
-            request.num_computed += len(tokens)
-        rows = [i for i, request in enumerate(served) if request.num_computed >= len(request.prompt)]
-        sampled = [served[i] for i in rows]
-        plan = plan_of(ids, starts, tables, np.array(rows, np.int64))
-        for i, request in enumerate(sampled):
-            request.num_said += 1
-            request.last = -1 - i
-        return plan, sampled
-
-    def _retire(self) -> None:
-        for request in [one for one in self._running if one.num_said == one.num_output]:
-            self._running.remove(request)
-            self._free += request.blocks.tolist()
-
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._model.max_num_seqs:
-            if self._waiting[0].num_blocks > len(self._free):
+    def _launch(self) -> None:
+        while self._flights.may_have(self._runner):
+            is_ahead = bool(self._flights)
+            step = self._scheduler.schedule_ahead() if is_ahead else self._scheduler.schedule()
+            if step is None:
                 return
-            request = self._waiting.popleft()
-            request.blocks = np.array([self._free.pop() for _ in range(request.num_blocks)], np.int32)
-            self._running.append(request)
+            self._flights.launch(self._runner, step, self._scheduler.plan)
+            self.num_steps += 1
+            self.num_ahead += is_ahead

@@ -50,7 +50,7 @@ def plan_of(ids: list[np.ndarray], starts: np.ndarray, tables: np.ndarray, sampl
         query_starts=query_starts,
         context_lens=contexts,
         block_tables=np.ascontiguousarray(tables[:, :width]),
-        sample_seqs=sampled.astype(np.int32),
+        sample_tokens=(query_starts[sampled + 1] - 1).astype(np.int32),
         sampling=sampling_rows(contexts[sampled]),
     )
 

@@ -27,7 +27,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="auto (as stored), none, int8, int8_group or int4.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="auto (as stored), none, int8, int8_group, int4, fp8.")
+    ] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or int8.")] = None,
     kv_cache_gib: Annotated[float, typer.Option(help="Memory for the KV cache.")] = 1.0,
     scheduling_policy: Annotated[

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from penstock.contract import wire
+from penstock.contract import results, wire
 from penstock.contract.broker.admin import MAX_ROWS, AdminBroker, Story
 from penstock.contract.job import Choice, Chunk, Result
 from penstock.contract.packing import WireError
@@ -127,7 +127,7 @@ def findings_of(story: Story) -> list[Finding]:
     if story.result is None or story.outcome is None or not chunks:
         return findings
     try:
-        result = wire.decode_result(story.result, story.job_id, story.outcome, (0, 0, 0, 0))
+        result = results.decode_result(story.result, story.job_id, story.outcome, (0, 0, 0, 0))
     except WireError as error:
         return [*findings, found("unreadable", error.message, "out")]
     return findings + [found("result_differs", detail, "out") for detail in _differences(chunks, result)]
@@ -171,6 +171,7 @@ def _differences(chunks: Sequence[Chunk], result: Result) -> Iterator[str]:
             "".join(chunk.text for chunk in own),
             tuple(token for chunk in own for token in chunk.token_ids),
             next((chunk.finish_reason for chunk in own if chunk.finish_reason is not None), None),
+            tuple(entry for chunk in own for entry in chunk.logprobs),
         )
         if told != choice:
             yield f"choice {choice.index} differs"

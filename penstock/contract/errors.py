@@ -22,9 +22,10 @@ Redis errors are translated in `contract/broker`, HTTP ones in `gateway`, torch'
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from penstock.contract.job import Outcome
+if TYPE_CHECKING:
+    from penstock.contract.job import Outcome
 
 
 class PenstockError(Exception):

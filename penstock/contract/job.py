@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterRef
+from penstock.contract.logprobs import MAX_LOGPROBS, TokenLogprobs
+from penstock.contract.priority import Priority as Priority
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import MAX_CALLS, CallId, ToolCall, Tools
 
@@ -51,14 +52,6 @@ Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
 
-class Priority(IntEnum):
-    """Class of a job; a lower number is more urgent."""
-
-    INTERACTIVE = 0
-    STANDARD = 1
-    BATCH = 2
-
-
 class _Door(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -70,7 +63,8 @@ class SamplingParams(_Door):
     the likeliest one. The repetition penalty counts prompt and output, the other two the output only; a negative one
     favours what was said. `logit_bias` is added to the logits of the tokens that it names, before all else. `bad_words`
     are texts whose tokens never follow each other so. `include_stop_str_in_output` leaves what ended a choice in its
-    text. `max_tokens` of None runs to the model's limit.
+    text. `max_tokens` of None runs to the model's limit. `logprobs` is how many of the likeliest tokens stand beside
+    each token of the output, with how likely they and it were before all of the above; `prompt_logprobs` of the prompt.
     With no `seed` the job's id gives it, so that a job submitted twice is the same job.
     """
 
@@ -93,6 +87,8 @@ class SamplingParams(_Door):
     bad_words: tuple[StopString, ...] = Field((), max_length=MAX_BAD_WORDS)
     structured_outputs: StructuredOutputs | None = None
     """The form that the text must have."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @field_validator("logit_bias")
     @classmethod
@@ -210,6 +206,8 @@ class Chunk:
 
     `index` counts chunks of the job, `position` is the place of `token_ids[0]` in its choice. `text` is what became
     complete and may lag behind the tokens. `outcome` is set in the job's last chunk only, which carries no tokens.
+    Where they were asked for, `logprobs` are those of `token_ids`; the prompt's come in chunks of their own, before all
+    tokens, whose `position` counts in the prompt.
     """
 
     job_id: str
@@ -221,6 +219,8 @@ class Chunk:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     outcome: Outcome | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +231,8 @@ class Choice:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,3 +249,5 @@ class Result:
     finished_ms: int = 0
     cuts: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
     """(choice, tokens, characters of text) of each chunk, so that a reader at any index gets exactly the rest."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token of the prompt, where they were asked for."""

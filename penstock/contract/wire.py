@@ -11,20 +11,10 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from penstock.contract import packed_logprobs
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import (
-    TERMINAL_STATES,
-    Choice,
-    Chunk,
-    Job,
-    Message,
-    Outcome,
-    Result,
-    SamplingParams,
-    TokenId,
-    Usage,
-)
+from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, SamplingParams, TokenId, Usage
 from penstock.contract.packing import Pack, WireError, checked_map, pack, unpack_all
 from penstock.contract.tools import Tools
 
@@ -129,7 +119,8 @@ class PoolPressure:
     backlog_cost: tuple[int, int, int] = field(default=(0, 0, 0))
 
 
-def _unpack_map(data: bytes) -> dict[str, Any]:
+def unpack_map(data: bytes) -> dict[str, Any]:
+    """The one map of a request, a result or a record, of this version of the protocol; raises WireError."""
     maps = [checked_map(value) for value in unpack_all(data)]
     if len(maps) != 1:
         raise WireError(f"expected one msgpack map, found {len(maps)}")
@@ -152,12 +143,28 @@ def encode_chunk(chunk: Chunk, pack: Pack = pack) -> bytes:
     if chunk.usage is not None:
         usage = chunk.usage
         fields["u"] = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+    if chunk.logprobs:
+        fields["l"] = packed_logprobs.to_wire(chunk.logprobs)
+    if chunk.prompt_logprobs:
+        fields["q"] = packed_logprobs.to_wire(chunk.prompt_logprobs)
     return pack(fields)
 
 
 _PLAIN = {"v": int, "j": str, "i": int, "c": int, "p": int, "t": list, "s": str}
 _PLAIN_KEYS, _PLAIN_TYPES = list(_PLAIN), list(_PLAIN.values())
-_CHUNK_TYPES = {"j": str, "i": int, "c": int, "p": int, "t": list, "s": str, "f": str, "u": list, "e": dict}
+_CHUNK_TYPES = {
+    "j": str,
+    "i": int,
+    "c": int,
+    "p": int,
+    "t": list,
+    "s": str,
+    "f": str,
+    "u": list,
+    "e": dict,
+    "l": list,
+    "q": list,
+}
 
 
 def _outcome_of(fields: dict[str, Any]) -> Outcome:
@@ -189,6 +196,8 @@ def _chunk_of(value: Any) -> Chunk:
         m.get("f"),
         Usage(*usage) if usage else None,
         _outcome_of(end) if end else None,
+        packed_logprobs.from_wire(m.get("l", []), m.get("t", ())),
+        packed_logprobs.from_wire(m.get("q", [])),
     )
 
 
@@ -226,7 +235,7 @@ def encode_request(job: Job) -> bytes:
 
 def decode_request(data: bytes) -> Request:
     """The request of a job; raises WireError when it is not one."""
-    m = _unpack_map(data)
+    m = unpack_map(data)
     if m.get("kind") != KIND:
         raise WireError(f"jobs of kind {m.get('kind')!r} are not known here")
     prompts = {"prompt": m.get("prompt"), "prompt_token_ids": m.get("tokens"), "messages": m.get("messages")}
@@ -237,32 +246,6 @@ def decode_request(data: bytes) -> Request:
         return _request_adapter.validate_python(given | prompts)
     except ValidationError as error:
         raise WireError(f"not a request: {_first_problem(error)}") from error
-
-
-# Results ----------------------------------------------------------------------------------------
-
-
-def encode_result(choices: tuple[Choice, ...], usage: Usage, cuts: list[tuple[int, int, int]]) -> bytes:
-    """The part of a result that the node knows; the rest stands in the job's hash."""
-    return pack(
-        {
-            "v": VERSION,
-            "choices": [{"c": c.index, "s": c.text, "t": c.token_ids, "f": c.finish_reason} for c in choices],
-            "u": [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens],
-            "cuts": cuts,
-        }
-    )
-
-
-def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[int, int, int, int]) -> Result:
-    """A result from the node's bytes and the job's record; `times_ms`: submitted, taken, first, finished."""
-    m = _unpack_map(data)
-    try:
-        choices = tuple(Choice(c["c"], c["s"], tuple(c["t"]), c["f"]) for c in m["choices"])
-        cuts = tuple((int(c), int(t), int(s)) for c, t, s in m["cuts"])
-        return Result(job_id, outcome, choices, Usage(*m["u"]), *times_ms, cuts=cuts)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"not a result: {error!r}") from error
 
 
 # Records of pools and nodes ---------------------------------------------------------------------
@@ -289,7 +272,7 @@ def decode_pressure(data: bytes) -> NodePressure:
 
 def _decode_record(adapter: TypeAdapter[Any], data: bytes) -> Any:
     try:
-        return adapter.validate_python(_unpack_map(data))
+        return adapter.validate_python(unpack_map(data))
     except ValidationError as error:
         raise WireError(f"not a record: {_first_problem(error)}") from error
 

@@ -29,6 +29,7 @@ def body_of(request: Request, model: str, result: Result) -> dict[str, Any]:
         job_id=result.job_id,
         model=model,
         created_s=result.submitted_ms // 1000,
-        choices_per_job=request.params.n,
+        params=request.params,
         include_usage=False,
+        echoes=request.echoes,
     ).whole([result])

@@ -50,6 +50,7 @@ class Request:
     prompt: Prompt
     model: str | None
     params: SamplingParams
+    echoes: bool = False
 
 
 def request_of_line(fields: Mapping[str, Any]) -> Request:
@@ -76,7 +77,7 @@ def request_of(url: str, body: Mapping[str, Any]) -> Request:
     prompts = row.prompts()
     if len(prompts) != 1:
         raise RequestError("a row has one prompt", param=row.prompt_field)
-    return Request(url, prompts[0], row.model, params)
+    return Request(url, prompts[0], row.model, params, row.echoes)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:

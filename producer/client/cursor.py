@@ -13,6 +13,7 @@ from enum import Enum
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.contract.job import Chunk, Outcome, Result
+from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 
 
 class Verdict(Enum):
@@ -46,6 +47,8 @@ class StreamCursor:
         self.outcome: Outcome | None = None
         self._choices: dict[int, _Had] = {}
         self._usage_had = False
+        self._num_prompt_had = 0
+        """Tokens of the prompt whose log-probabilities were delivered, or stood before the start."""
         self._end_of_known = start
         """Chunks below this index were walked before: next_index is below it on a second walk only."""
         self._suspect_index = -1
@@ -129,6 +132,7 @@ class StreamCursor:
             num_chars = had.num_chars if had else 0
             had = self._choices[chunk.choice] = _Had(chunk.position, num_chars=num_chars, walked_chars=num_chars)
         tokens, text = _new_part(had, chunk)
+        prompt = self._new_of_prompt(chunk)
         finish = None if had.finished else chunk.finish_reason
         usage = None if self._usage_had else chunk.usage
         had.finished = had.finished or finish is not None
@@ -136,10 +140,26 @@ class StreamCursor:
         is_whole = len(tokens) == len(chunk.token_ids) and len(text) == len(chunk.text)
         if is_whole and chunk.index >= self._end_of_known:
             return chunk
-        if not (tokens or text or finish or usage or chunk.outcome):
+        if not (tokens or text or finish or usage or chunk.outcome or prompt):
             return Verdict.DROP
-        position = chunk.position + len(chunk.token_ids) - len(tokens)
-        return replace(chunk, position=position, token_ids=tokens, text=text, finish_reason=finish, usage=usage)
+        num_old = len(chunk.token_ids) - len(tokens)
+        return replace(
+            chunk,
+            position=chunk.position + num_old,
+            token_ids=tokens,
+            text=text,
+            finish_reason=finish,
+            usage=usage,
+            logprobs=chunk.logprobs[num_old:],
+            prompt_logprobs=prompt,
+        )
+
+    def _new_of_prompt(self, chunk: Chunk) -> tuple[TokenLogprobs, ...]:
+        """What a chunk says of the prompt, unless it was delivered; a log is never cut otherwise there."""
+        if not chunk.prompt_logprobs or chunk.position < self._num_prompt_had:
+            return ()
+        self._num_prompt_had = chunk.position + len(chunk.prompt_logprobs)
+        return chunk.prompt_logprobs
 
 
 def _num_confirmed(had: _Had, chunk: Chunk) -> int:
@@ -183,15 +203,18 @@ def rest_of(result: Result, start: int) -> Iterator[Chunk]:
         done[number] = (token + num_tokens, char + num_chars)
         if index < start or number not in choices:
             continue
-        choice = choices[number]
+        choice, of_prompt = choices[number], index * PROMPT_TOKENS_PER_CHUNK
+        prompt_logprobs = result.prompt_logprobs[of_prompt : of_prompt + PROMPT_TOKENS_PER_CHUNK]
         yield Chunk(
             result.job_id,
             index,
             number,
-            token,
+            of_prompt if prompt_logprobs else token,
             choice.token_ids[token : token + num_tokens],
             choice.text[char : char + num_chars],
             choice.finish_reason if index == last_cut[number] else None,
             result.usage if index == usage_at else None,
+            logprobs=choice.logprobs[token : token + num_tokens],
+            prompt_logprobs=prompt_logprobs,
         )
     yield Chunk(result.job_id, max(start, len(result.cuts)), outcome=result.outcome)

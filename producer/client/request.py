@@ -67,6 +67,8 @@ class SubmitOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
 
 
 _OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools"})

@@ -34,6 +34,7 @@ from penstock.contract.job import (
     SamplingParams,
     TokenId,
 )
+from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import Wire, only
 from penstock.producer.openai.messages import ChatMessage, OfferedTool
@@ -42,6 +43,9 @@ MAX_PROMPTS = 64
 """Prompts of one completions request: each is a job, and all their ids stand in one response header."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat without it runs to the model's limit."""
+
+_LOGPROBS = {"logprobs", "prompt_logprobs"}
+"""Options that each dialect asks for in its own way."""
 
 _TOKEN_IDS: TypeAdapter[list[int]] = TypeAdapter(
     Annotated[list[TokenId], Field(min_length=1), FailFast()], config=ConfigDict(strict=True)
@@ -123,7 +127,7 @@ class _Generation(Wire):
         return value
 
     def _given(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in SamplingParams.model_fields}
+        values = {name: getattr(self, name) for name in SamplingParams.model_fields if name not in _LOGPROBS}
         if self.response_format is not None:
             values["structured_outputs"] = self.response_format.structured_outputs()
         return {name: value for name, value in values.items() if value is not None}
@@ -140,8 +144,8 @@ class ChatBody(_Generation):
     store: Annotated[Any, only(None, False)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    logprobs: Annotated[Any, only(None, False)] = None
-    top_logprobs: Annotated[Any, only(None, 0)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
     tool_choice: Annotated[Any, only(None, "none", "auto")] = None
     parallel_tool_calls: Annotated[Any, only(None, True, False)] = None
@@ -157,6 +161,13 @@ class ChatBody(_Generation):
             raise PydanticCustomError("unsupported_value", "differs from max_tokens, its older name; send one of them")
         return value
 
+    @field_validator("top_logprobs")
+    @classmethod
+    def _of_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise PydanticCustomError("unsupported_value", "only allowed when logprobs is true")
+        return value
+
     @field_validator("tools")
     @classmethod
     def _free_form(cls, value: list[OfferedTool] | None, info: ValidationInfo) -> list[OfferedTool] | None:
@@ -164,6 +175,11 @@ class ChatBody(_Generation):
         if value and (info.data.get("structured_outputs") or (form and form.structured_outputs())):
             raise PydanticCustomError("unsupported_value", "do not go with a form that the answer must have")
         return value
+
+    @property
+    def echoes(self) -> bool:
+        """A chat never begins with the prompt."""
+        return False
 
     def prompts(self) -> list[list[dict[str, Any]]]:
         """The conversation, as the one prompt of the request."""
@@ -180,6 +196,8 @@ class ChatBody(_Generation):
         given = self._given()
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
         return SamplingParams(**given)
 
 
@@ -217,8 +235,9 @@ class CompletionBody(_Generation):
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts_of)]
 
-    logprobs: Annotated[Any, only(None)] = None
-    echo: Annotated[Any, only(None, False)] = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
     suffix: Annotated[Any, only(None)] = None
     best_of: int | None = None
 
@@ -229,6 +248,18 @@ class CompletionBody(_Generation):
             raise PydanticCustomError("unsupported_value", "not supported; leave it out or send the value of n")
         return value
 
+    @field_validator("echo")
+    @classmethod
+    def _prompt_once(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("prompt_logprobs") is not None:
+            raise PydanticCustomError("unsupported_value", "shows the prompt's logprobs in place of prompt_logprobs")
+        return value
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return bool(self.echo)
+
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts; each becomes a job."""
         return self.prompt
@@ -238,4 +269,7 @@ class CompletionBody(_Generation):
 
     def params(self) -> SamplingParams:
         """The sampling options. Raises pydantic's ValidationError."""
-        return SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **self._given()})
+        # An echo is made of what the node says of the prompt's tokens.
+        of_prompt = (self.logprobs or 0) if self.echo else self.prompt_logprobs
+        likely = {"logprobs": self.logprobs, "prompt_logprobs": of_prompt}
+        return SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **self._given(), **likely})

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from penstock.contract.job import Choice, FinishReason, Result, Usage
+from penstock.contract.job import Choice, FinishReason, Result, SamplingParams, Usage
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.producer.openai.likely import CompletionTokens, ShownText, chat_logprobs, prompt_logprobs
 from penstock.producer.openai.reading import PLAIN, AnswerForm, Said
 from penstock.producer.openai.tool_calls import Call
 
@@ -47,25 +50,48 @@ class Renderer:
         job_id: str,
         model: str,
         created_s: int,
-        choices_per_job: int,
+        params: SamplingParams,
         include_usage: bool,
         form: AnswerForm = PLAIN,
+        echoes: bool = False,
     ) -> None:
+        """`echoes`: the text begins with the prompt."""
         self.form = form
         self._job_id = job_id
         self._head = {"id": self.id_prefix + job_id, "created": created_s, "model": model}
         self._tail = {"usage": None} if include_usage else {}
-        self._choices_per_job = choices_per_job
+        self._params = params
+        self._echoes = echoes
         self._begun: set[int] = set()
+        self._prompts: defaultdict[int, ShownText] = defaultdict(ShownText)
 
-    def piece(self, job_index: int, choice: int, said: Said, finish_reason: str | None) -> dict[str, Any]:
+    def piece(
+        self, job_index: int, choice: int, said: Said, finish_reason: str | None, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> dict[str, Any]:
         """The next piece of one choice of one job; choices count on over the jobs."""
-        number = job_index * self._choices_per_job + choice
+        rendered = self._piece_choice(job_index, choice, said, finish_reason, logprobs)
+        return {**self._head, "object": self.piece_object, "choices": [rendered], **self._tail}
+
+    def prompt_piece(self, job_index: int, prompt: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        """The next tokens of a job's prompt, at the head of each of its choices, where it is echoed."""
+        if not self._echoes:
+            return None
+        said, shown = (
+            Said(self._prompts[job_index].take_text(prompt)),
+            prompt if self._params.logprobs is not None else (),
+        )
+        choices = [self._piece_choice(job_index, choice, said, None, shown) for choice in range(self._params.n)]
+        return {**self._head, "object": self.piece_object, "choices": choices, **self._tail}
+
+    def _piece_choice(
+        self, job_index: int, choice: int, said: Said, finish_reason: str | None, logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        number = job_index * self._params.n + choice
         is_first = number not in self._begun
         self._begun.add(number)
         piece = self._piece_of(number, said, is_first)
-        rendered = {**piece, "index": number, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "object": self.piece_object, "choices": [rendered], **self._tail}
+        likely = self._logprobs_of(number, logprobs)
+        return {**piece, "index": number, "logprobs": likely, "finish_reason": finish_reason}
 
     def last_piece(self, usages: Iterable[Usage]) -> dict[str, Any]:
         """What follows all choices when the usage was asked for."""
@@ -74,17 +100,23 @@ class Renderer:
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer at once."""
         choices = [
-            self._whole_choice(job_index * self._choices_per_job + choice.index, choice)
+            self._whole_choice(job_index * self._params.n + choice.index, choice, result.prompt_logprobs)
             for job_index, result in enumerate(results)
             for choice in result.choices
         ]
         usage = usage_of(result.usage for result in results)
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage}
 
-    def _whole_choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        said = self.form.read(choice.text)
+    def _whole_choice(self, number: int, choice: Choice, prompt: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+        echoed = prompt if self._echoes else ()
+        said = self.form.read(ShownText().take_text(echoed) + choice.text)
         reason = finish_reason_of(choice.finish_reason, has_calls=bool(said.calls))
-        return {**self._whole_of(number, said), "index": number, "logprobs": None, "finish_reason": reason}
+        likely = self._logprobs_of(number, (*echoed, *choice.logprobs) if choice.logprobs else ())
+        whole = {**self._whole_of(number, said), "index": number, "logprobs": likely, "finish_reason": reason}
+        return whole | {"prompt_logprobs": prompt_logprobs(prompt)} if prompt and not self._echoes else whole
+
+    def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        raise NotImplementedError
 
     def _piece_of(self, number: int, said: Said, is_first: bool) -> dict[str, Any]:
         raise NotImplementedError
@@ -119,6 +151,9 @@ class ChatRenderer(Renderer):
             message["tool_calls"] = [self._call(number, call) for call in said.calls]
         return {"message": message}
 
+    def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return chat_logprobs(entries)
+
     def _call(self, number: int, call: Call) -> dict[str, Any]:
         # The same whenever the answer is read. Mistral's chat templates want nine letters and digits.
         call_id = hashlib.blake2b(f"{self._job_id}:{number}:{call.index}".encode()).hexdigest()[:9]
@@ -131,6 +166,13 @@ class CompletionRenderer(Renderer):
     id_prefix = "cmpl-"
     whole_object = "text_completion"
     piece_object = "text_completion"
+
+    def __init__(self, **head: Any) -> None:
+        super().__init__(**head)
+        self._tokens: defaultdict[int, CompletionTokens] = defaultdict(CompletionTokens)
+
+    def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return self._tokens[number].take(entries)
 
     def _piece_of(self, number: int, said: Said, is_first: bool) -> dict[str, Any]:
         return {"text": said.content}

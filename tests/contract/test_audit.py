@@ -9,7 +9,7 @@ import pytest
 from contract.harness import POOL, FakeNode, P, Queue, chunks_of, new_id, new_job
 from redis.asyncio import Redis
 
-from penstock.contract import keys, wire
+from penstock.contract import keys, results, wire
 from penstock.contract.audit import Finding, audit, findings_of
 from penstock.contract.broker.admin import AdminBroker, Story
 from penstock.contract.broker.node import Emission
@@ -48,7 +48,7 @@ async def finish(node: FakeNode, job_id: str, lease: str, count: int) -> None:
     chunks = chunks_of(job_id, 0, count)
     text, tokens = "".join(f"t{i} " for i in range(count)), tuple(100 + i for i in range(count))
     cuts = [(0, 1, len(f"t{i} ")) for i in range(count)]
-    result = wire.encode_result((Choice(0, text, tokens, None),), Usage(1, count), cuts)
+    result = results.encode_result((Choice(0, text, tokens, None),), Usage(1, count), cuts)
     assert await node.broker.finish(Emission(job_id, lease, 0, chunks), DONE, result) == "OK"
 
 
@@ -140,7 +140,7 @@ REPORTED: dict[str, tuple[Damage, str]] = {
     "chunk of another job": (lambda s: s.redis.rpush(keys.log(s.running), *chunks_of(s.queued, 2, 1)), "wrong_job"),
     "log is no log": (lambda s: s.redis.rpush(keys.log(s.running), b"\xc1"), "unreadable"),
     "result says something else": (
-        lambda s: s.redis.set(keys.result(s.done), wire.encode_result((), Usage(1, 1), []), keepttl=True),
+        lambda s: s.redis.set(keys.result(s.done), results.encode_result((), Usage(1, 1), []), keepttl=True),
         "result_differs",
     ),
     "node lost without losses": (lambda s: s.queue.change(s.done, code="node_lost"), "not_lost"),

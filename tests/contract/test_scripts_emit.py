@@ -9,7 +9,7 @@ from penstock.contract import keys
 from penstock.contract.broker.node import MAX_EMIT_JOBS, Emission, Return, Taken
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Outcome, Usage
-from penstock.contract.wire import encode_result
+from penstock.contract.results import encode_result
 
 
 async def test_chunks_are_appended_in_order(queue: Queue) -> None:

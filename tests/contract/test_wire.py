@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -11,10 +12,11 @@ from contract.harness import new_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract import wire
+from penstock.contract import results, wire
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, SamplingParams, Usage
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import ToolCall
 from penstock.contract.wire import NodePressure, PoolRecord, Request
@@ -94,8 +96,15 @@ def test_options_stand_in_a_request_in_their_order_and_only_where_they_ask_for_s
     assert wire.encode_request(new_job(params=neutral)).endswith(b"\xa6params\x80")
 
 
+def test_bytes_of_log_probabilities() -> None:
+    entry = TokenLogprobs((5, 300), (-0.5, -2.0), (b"a", "<s>"))
+    data = wire.encode_chunk(Chunk(JOB_ID, 0, 0, 3, (5,), "a", logprobs=(entry,), prompt_logprobs=(entry,)))
+    golden = b"\x91\x93\x92\x05\xcd\x01\x2c\xc4\x08\x00\x00\x00\xbf\x00\x00\x00\xc0\x92\xc4\x01a\xa3<s>"
+    assert data.endswith(b"\xa1s\xa1a\xa1l" + golden + b"\xa1q" + golden)
+
+
 def test_result_bytes() -> None:
-    data = wire.encode_result((Choice(0, "hi", (5, 6), "stop"),), Usage(1, 2), [(0, 2, 2)])
+    data = results.encode_result((Choice(0, "hi", (5, 6), "stop"),), Usage(1, 2), [(0, 2, 2)])
     assert data == (
         b"\x84\xa1v\x01\xa7choices\x91\x84\xa1c\x00\xa1s\xa2hi\xa1t\x92\x05\x06\xa1f\xa4stop"
         b"\xa1u\x93\x01\x02\x00\xa4cuts\x91\x93\x00\x02\x02"
@@ -126,8 +135,18 @@ texts = st.text(max_size=40)
 reasons = st.none() | st.sampled_from(["stop", "length", "cancelled", "error"])
 token_lists = st.lists(small_ints, max_size=20).map(tuple)
 usages = st.builds(Usage, small_ints, small_ints, small_ints)
+singles = st.floats(max_value=0, width=32)
+named = st.lists(st.tuples(small_ints, singles, st.binary(max_size=9) | texts), min_size=1, max_size=4)
+likely = named.map(lambda entries: TokenLogprobs(*zip(*entries, strict=True)))
 chunks = st.builds(
     Chunk, texts, small_ints, small_ints, small_ints, token_lists, texts, reasons, st.none() | usages, st.none()
+).flatmap(
+    lambda chunk: st.builds(
+        replace,
+        st.just(chunk),
+        logprobs=st.just(()) | st.tuples(*[likely] * len(chunk.token_ids)),
+        prompt_logprobs=st.just(()) | st.tuples(st.just(TokenLogprobs((7,), (), (b"a",))), likely, likely),
+    )
 )
 sampling = st.builds(
     SamplingParams,
@@ -188,11 +207,14 @@ def test_request_round_trips_and_its_bytes_are_a_function_of_it(prompt: dict[str
     assert wire.encode_request(new_job(**prompt, params=params, tenant="other", background=False)) == data
 
 
-@given(st.lists(st.builds(Choice, small_ints, texts, token_lists, reasons), max_size=3).map(tuple), usages)
-def test_result_round_trips(choices: tuple[Choice, ...], usage: Usage) -> None:
-    data = wire.encode_result(choices, usage, CUTS)
-    result = wire.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4))
-    assert result == Result(JOB_ID, Outcome("done"), choices, usage, 1, 2, 3, 4, cuts=tuple(CUTS))
+@given(st.lists(chunks, max_size=3), usages)
+def test_result_round_trips(said: list[Chunk], usage: Usage) -> None:
+    choices = tuple(Choice(c.choice, c.text, c.token_ids, c.finish_reason, c.logprobs) for c in said)
+    prompt = said[0].prompt_logprobs if said else ()
+    data = results.encode_result(choices, usage, CUTS, prompt)
+    result = results.decode_result(data, JOB_ID, Outcome("done"), (1, 2, 3, 4))
+    told = Result(JOB_ID, Outcome("done"), choices, usage, 1, 2, 3, 4, cuts=tuple(CUTS), prompt_logprobs=prompt)
+    assert result == told
 
 
 @given(st.builds(NodePressure), st.builds(PoolRecord))

@@ -16,8 +16,9 @@ from contract.harness import POOL, new_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract import wire
+from penstock.contract import results, wire
 from penstock.contract.job import Choice, Chunk, Outcome, SamplingParams, Usage
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.packing import MAX_BYTES, WireError
 from penstock.contract.wire import NodePressure, PoolRecord
 
@@ -25,14 +26,17 @@ JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 DECODERS = {
     "chunks": wire.decode_chunks,
     "request": wire.decode_request,
-    "result": lambda data: wire.decode_result(data, JOB_ID, Outcome("done"), (0, 0, 0, 0)),
+    "result": lambda data: results.decode_result(data, JOB_ID, Outcome("done"), (0, 0, 0, 0)),
     "pool": wire.decode_pool,
     "pressure": wire.decode_pressure,
 }
+LIKELY = (TokenLogprobs((9, 8), (-0.5, -1.0), (b"a", "<s>")),)
 WHOLE = {
-    "chunks": wire.encode_chunk(Chunk(JOB_ID, 3, 0, 3, (9,), "word", "stop", Usage(1, 2))),
+    "chunks": wire.encode_chunk(
+        Chunk(JOB_ID, 3, 0, 3, (9,), "word", "stop", Usage(1, 2), logprobs=LIKELY, prompt_logprobs=LIKELY)
+    ),
     "request": wire.encode_request(new_job(prompt="a prompt", params=SamplingParams(temperature=0.5, stop=("x",)))),
-    "result": wire.encode_result((Choice(0, "x", (1,), "stop"),), Usage(1, 2), [(0, 1, 1)]),
+    "result": results.encode_result((Choice(0, "x", (1,), "stop", LIKELY),), Usage(1, 2), [(0, 1, 1)], LIKELY),
     "pool": wire.encode_record(PoolRecord(POOL, "acme/model", ("alias",))),
     "pressure": wire.encode_record(NodePressure("n1")),
 }
@@ -54,7 +58,7 @@ def test_random_bytes_are_refused_by_name_or_read(kind: str, data: bytes) -> Non
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-@given(key=st.integers(0, 8), value=values)
+@given(key=st.integers(0, 10), value=values)
 def test_any_value_in_any_field_is_refused_by_name_or_read(kind: str, key: int, value: Any) -> None:
     fields = msgpack.unpackb(WHOLE[kind])
     fields[list(fields)[key % len(fields)]] = value
@@ -242,3 +246,32 @@ def test_map_keys_are_strings() -> None:
         wire.decode_chunks(msgpack.packb({"v": 1, "j": "j", "i": 0, 5: 6}))
     with pytest.raises(WireError, match="expected a msgpack map"):
         wire.decode_chunks(b"\x01")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        7,
+        [],
+        [[], b"", []],
+        [[9], b"1234", ["a"], 1],
+        [[9], b"12345", ["a"]],
+        [[9, 8], b"1234", ["a", "b"]],
+        [[9, 8], b"", ["a", "b"]],
+        [[9], b"1234", ["a", "b"]],
+        [["9"], b"1234", ["a"]],
+        [[9], b"1234", [9]],
+        [[9], "1234", ["a"]],
+    ],
+)
+@pytest.mark.parametrize("key", ["l", "q"])
+def test_log_probabilities_of_another_form_are_refused(key: str, entry: Any) -> None:
+    fields = msgpack.unpackb(WHOLE["chunks"]) | {key: [entry]}
+    with pytest.raises(WireError, match="log-probabilities"):
+        wire.decode_chunks(msgpack.packb(fields))
+
+
+def test_log_probabilities_of_other_tokens_are_refused() -> None:
+    fields = msgpack.unpackb(WHOLE["chunks"]) | {"t": [9, 9]}
+    with pytest.raises(WireError, match="of 1 tokens stand beside 2"):
+        wire.decode_chunks(msgpack.packb(fields))

@@ -18,7 +18,7 @@ from typing import Any, Self, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract import keys, wire
+from penstock.contract import keys, results, wire
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.node import Emission, NodeBroker, Room, Taken
 from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, TerminalState, Usage
@@ -119,7 +119,7 @@ class FakeJob:
             tokens = tuple(t for c in chunks if c.choice == number for t in c.token_ids)
             choices.append(Choice(number, fake_text(tokens), tokens, "length" if state == "done" else None))
         cuts = [(c.choice, len(c.token_ids), len(c.text)) for c in chunks]
-        result = wire.encode_result(tuple(choices), self.usage(), cuts)
+        result = results.encode_result(tuple(choices), self.usage(), cuts)
         message = f"the job {state}" if code else ""
         await self.node.broker.finish(self.emission(()), Outcome(state, code, message), result)
         self.node.jobs.pop(self.id, None)

@@ -30,6 +30,11 @@ class FaultyRunner:
         """Of each step that was computed."""
 
     @property
+    def max_in_flight(self) -> int:
+        """As many as the other."""
+        return self._runner.max_in_flight
+
+    @property
     def cache_sizes(self) -> CacheSizes:
         """The other's."""
         return self._runner.cache_sizes

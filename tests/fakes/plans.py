@@ -37,13 +37,14 @@ def plan_of(
     tables = np.zeros((len(parts), max(len(track.blocks) for track, _ in parts)), np.int32)
     for row, (track, _) in zip(tables, parts, strict=True):
         row[: len(track.blocks)] = track.blocks
+    query_starts = np.cumsum([0, *(count for _, count in parts)]).astype(np.int32)
     return StepPlan(
         token_ids=np.array([t.token_ids[i] for (t, _), span in zip(parts, spans, strict=True) for i in span], np.int32),
         positions=np.array([i for span in spans for i in span], np.int32),
-        query_starts=np.cumsum([0, *(count for _, count in parts)]).astype(np.int32),
+        query_starts=query_starts,
         context_lens=np.array([span.stop for span in spans], np.int32),
         block_tables=tables,
-        sample_seqs=np.arange(len(parts) if sampling else 0, dtype=np.int32),
+        sample_tokens=query_starts[1:] - 1 if sampling else np.empty(0, np.int32),
         sampling=sampling or rows_of(0),
         copies=np.array(copies, np.int32).reshape(-1, 2),
         adapters=adapters if (adapters != NO_ADAPTER).any() else None,

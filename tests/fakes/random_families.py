@@ -23,6 +23,7 @@ _SMALL = {
 }
 _GATED = _SMALL | {"intermediate_size": 96, "num_key_value_heads": 2}
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "original_max_position_embeddings": ORIGINAL_LENGTH, "beta_fast": 8}
 _SCALED = {"factor": 4.0, "rope_theta": 10_000.0}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,7 +50,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Config",
         _GATED | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
+    # Scores are wider by the square of what it multiplies cosines and sines with.
+    "qwen2 yarn": (
+        "Qwen2Config",
+        _GATED
+        | {"initializer_range": 0.2, "max_position_embeddings": 4 * ORIGINAL_LENGTH}
+        | {"rope_parameters": _SCALED | _YARN},
+    ),
     "qwen3": ("Qwen3Config", _GATED | {"head_dim": 32}),
+    "qwen3 yarn": (
+        "Qwen3Config",
+        _GATED
+        | {"head_dim": 32, "max_position_embeddings": 4 * ORIGINAL_LENGTH}
+        | {"rope_parameters": _SCALED | _YARN | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}},
+    ),
     "falcon 7b": ("FalconConfig", _SMALL),
     "falcon 40b": ("FalconConfig", _SMALL | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon 11b": (

@@ -9,12 +9,13 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.ends import EndReason
 from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
 
@@ -39,7 +40,21 @@ def reference_choice(job_id: str, params: SamplingParams, prompt: Sequence[int],
     live = _Live(job_id, choice, prompt, params, seed_of(job_id, params))
     while (reason := live.reason) is None:
         live.append()
-    return Choice(choice, live.said[: live.safe_chars], tuple(live.tokens), reason)
+    likely = tuple(map(live.likely, range(len(live.tokens)))) if params.logprobs is not None else ()
+    return Choice(choice, live.said[: live.safe_chars], tuple(live.tokens), reason, likely)
+
+
+def reference_prompt_logprobs(params: SamplingParams, prompt: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    """Those of a prompt, as an undisturbed engine gives them."""
+    if params.prompt_logprobs is None:
+        return ()
+    rest = (_likely(token, at, params.prompt_logprobs) for at, token in enumerate(prompt) if at)
+    return TokenLogprobs((prompt[0],), (), (bytes([prompt[0]]),)), *rest
+
+
+def _likely(token: int, position: int, num_logprobs: int) -> TokenLogprobs:
+    ids = (token, *range(num_logprobs))
+    return TokenLogprobs(ids, tuple(-1.0 - position - i for i in range(len(ids))), tuple(bytes([one]) for one in ids))
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -84,6 +99,10 @@ class _Live:
         self.said += text_of([token])
         return token
 
+    def likely(self, position: int) -> TokenLogprobs:
+        """How likely a token was: a function of it and its place."""
+        return _likely(self.tokens[position], position, self.params.logprobs or 0)
+
     @property
     def reason(self) -> EndReason | None:
         """Why it ends here, if it does."""
@@ -126,6 +145,8 @@ class ReferenceEngine:
         self._step_s = step_s
         self._max_num_seqs = max_num_seqs
         self._live: list[_Live] = []
+        self._told: dict[str, _Live] = {}
+        """Which choice of a request came with its prompt's."""
         self._done_tokens = 0
 
     def add(
@@ -194,7 +215,11 @@ class ReferenceEngine:
                 usage = Usage(len(live.prompt), live.params.n * len(live.tokens))
         text = live.said[live.released : live.safe_chars]
         live.released += len(text)
-        return StepOutput(live.request_id, live.choice, position, fresh, text, reason, usage)
+        likely = (live.likely(position),) if fresh and live.params.logprobs is not None else ()
+        is_first = position == 0 and self._told.setdefault(live.request_id, live) is live
+        prompt = reference_prompt_logprobs(live.params, live.prompt) if is_first else ()
+        output = StepOutput(live.request_id, live.choice, position, fresh, text, reason, usage)
+        return replace(output, logprobs=likely, prompt_logprobs=prompt)
 
     def stats(self) -> EngineStats:
         """Figures in the shape of the real ones."""

@@ -23,13 +23,20 @@ EOS = 999
 
 
 def new_sequence(
-    name: str, num_prompt: int, num_output: int, *, choice: int = 0, first_token: int = 0, salt: str | None = None
+    name: str,
+    num_prompt: int,
+    num_output: int,
+    *,
+    choice: int = 0,
+    first_token: int = 0,
+    salt: str | None = None,
+    penalty: float = 0.0,
 ) -> Sequence:
     """A choice whose prompt counts up from `first_token`."""
     return Sequence(
         request_id=name,
         choice=choice,
-        params=SamplingParams(),
+        params=SamplingParams(presence_penalty=penalty),
         seed=0,
         token_ids=np.arange(first_token, first_token + num_prompt, dtype=np.int32),
         num_prompt_tokens=num_prompt,
@@ -73,9 +80,11 @@ def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:
         assert plan.token_ids[tokens].tolist() == scheduler.tokens_of(seq)[computed.start : computed.stop].tolist()
         assert plan.context_lens[i] == computed.stop <= len(seq.blocks) * BLOCK_SIZE
         assert plan.block_tables[i].tolist() == (seq.blocks + [0] * width)[:width]
-        assert (i in plan.sample_seqs) == (computed.stop == len(scheduler.tokens_of(seq)))
-    sampled = [step.seqs[i] for i in plan.sample_seqs]
+        samples = tokens.stop - 1 in plan.sample_tokens
+        assert samples == (computed.stop == len(scheduler.tokens_of(seq)))
+    sampled = [step.seqs[i] for i in np.searchsorted(plan.query_starts, plan.sample_tokens, side="right") - 1]
     assert plan.sampling.position.tolist() == [len(scheduler.tokens_of(seq)) - seq.num_prompt_tokens for seq in sampled]
+    assert all(seen.min(initial=0) >= 0 for seen in plan.sampling.seen)
     return plan
 
 

@@ -178,7 +178,7 @@ class Scribe:
         engine.add(job.job_id, prompt, request.params, seed=seed_of(job.job_id, request.params))
         for _ in range(num_steps):
             for output in engine.step():
-                job.add_tokens(output.choice, output.position, output.token_ids, output.text, output.finish_reason)
+                job.add_tokens(output)
             emission = job.emission()
             assert await self._broker.emit([emission]) == ["OK"]
             job.acknowledge(emission)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fakes.reference_engine import reference_choice
+from fakes.reference_engine import reference_choice, reference_prompt_logprobs
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -16,6 +16,7 @@ from penstock.contract.audit import Finding, audit
 from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.job import Choice, Chunk, SamplingParams
+from penstock.contract.logprobs import TokenLogprobs
 
 PROMPT = "the gate opens by pressure"
 
@@ -28,6 +29,9 @@ class Work:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] | None = None
+    """Of whoever sees chunks."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     end: str = ""
     last_index: int = -1
     """Of the chunks seen."""
@@ -49,9 +53,13 @@ class Work:
 
     def expected(self) -> list[Choice]:
         """The undisturbed choices."""
+        return [reference_choice(self.id, self.params, list(PROMPT.encode()), i) for i in range(self.params.n)]
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling options among those."""
         names = self.options.keys() & SamplingParams.model_fields.keys()
-        params = SamplingParams(**{name: self.options[name] for name in names})
-        return [reference_choice(self.id, params, list(PROMPT.encode()), i) for i in range(params.n)]
+        return SamplingParams(**{name: self.options[name] for name in names})
 
     def see(self, index: int, choice: int, tokens: Sequence[int], text: str, finish: str | None, end: str = "") -> None:
         """Takes in a chunk that a reader got."""
@@ -67,6 +75,9 @@ class Work:
     def see_chunk(self, chunk: Chunk) -> None:
         """The same, of a chunk as the client gives it."""
         end = chunk.outcome.state if chunk.outcome else ""
+        self.logprobs = self.logprobs or {}
+        self.logprobs.setdefault(chunk.choice, []).extend(chunk.logprobs)
+        self.prompt_logprobs += chunk.prompt_logprobs
         self.see(chunk.index, chunk.choice, chunk.token_ids, chunk.text, chunk.finish_reason, end)
 
     async def read(self, chunks: AsyncIterator[Chunk]) -> None:
@@ -80,6 +91,10 @@ class Work:
         for choice in self.expected():
             seen = (self.tokens[choice.index], self.texts[choice.index], self.finishes.get(choice.index))
             assert seen == (list(choice.token_ids), choice.text, choice.finish_reason), self.id
+            if self.logprobs is not None:
+                assert self.logprobs[choice.index] == list(choice.logprobs), self.id
+        if self.logprobs is not None:
+            assert self.prompt_logprobs == list(reference_prompt_logprobs(self.params, PROMPT.encode())), self.id
 
 
 def new_work(pool: str, num_tokens: int, *, stops_at: float = 0.0, **options: Any) -> Work:
@@ -99,11 +114,12 @@ SETTLE_PAUSE_S = 0.1
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
-    {"temperature": 0.8, "n": 3},
+    {"temperature": 0.8, "n": 3, "logprobs": 2, "prompt_logprobs": 1},
     {"temperature": 1.0, "stops_at": 0.7},
     {"temperature": 1.0, "n": 2, "stops_at": 0.5},
 )
-"""Plain, sampled, several choices, with a stop string, and with one that ends one choice before the other."""
+"""Plain, sampled, several choices with how likely tokens were, with a stop string, and with one that ends one choice
+before the other."""
 
 
 async def check_logs(redis: Redis, works: Sequence[Work]) -> None:

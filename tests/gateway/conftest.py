@@ -7,7 +7,7 @@ import codecs
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import httpx
@@ -19,6 +19,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import Priority, SamplingParams, Usage
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.gateway.app import make_server
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
@@ -136,7 +137,21 @@ class EchoEngine:
             self._live.remove(live)
             if not any(other.request_id == live.request_id for other in self._live):
                 usage = Usage(len(live.prompt), live.params.n * live.num_said)
-        return StepOutput(live.request_id, live.choice, at, (token,), "" if stopped else text, reason, usage)
+        output = StepOutput(live.request_id, live.choice, at, (token,), "" if stopped else text, reason, usage)
+        if live.params.logprobs is not None:
+            output = replace(output, logprobs=(self.likely(token, live.params.logprobs),))
+        if live.params.prompt_logprobs is not None and at == live.choice == 0:
+            first, *rest = live.prompt
+            likely = (self.likely(one, live.params.prompt_logprobs) for one in rest)
+            output = replace(output, prompt_logprobs=(TokenLogprobs((first,), (), (bytes([first]),)), *likely))
+        return output
+
+    @staticmethod
+    def likely(token: int, num_logprobs: int) -> TokenLogprobs:
+        """A byte beside those that follow it, each half as likely; 127 is a special token."""
+        ids = (token, *((token + i) % 256 for i in range(num_logprobs)))
+        values = (-1.0, *(-1.0 - i for i in range(num_logprobs)))
+        return TokenLogprobs(ids, values, tuple("<end>" if one == 127 else bytes([one]) for one in ids))
 
     def stats(self) -> EngineStats:
         total = self.num_kv_tokens // 16

@@ -119,7 +119,13 @@ def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, tex
         Chunk(f"job:{i % 2}", i, choice=i % 3, text=text, finish_reason="stop" if i == len(texts) - 1 else None)
         for i, text in enumerate(texts)
     ]
-    fields = {"job_id": "job:0", "model": model, "created_s": 1, "choices_per_job": 3, "include_usage": include_usage}
+    fields = {
+        "job_id": "job:0",
+        "model": model,
+        "created_s": 1,
+        "params": SamplingParams(n=3),
+        "include_usage": include_usage,
+    }
     pieces, renderer = PieceWriter(dialect(**fields), {"job:0": 0, "job:1": 1}), dialect(**fields)
     rendered = [
         event(renderer.piece(i % 2, c.choice, Said(c.text), c.finish_reason), f"{c.job_id}:{c.index}")

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract import wire
+from penstock.contract import results, wire
 from penstock.contract.broker.node import Taken
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Chunk, Outcome, SamplingParams, Usage
+from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
 
 JOB_ID = "ref.01a1f828-c1b5-77c1-a5ef-a4b69d8f094c"
@@ -29,8 +30,8 @@ def decoded(chunks: tuple[bytes, ...]) -> list[Chunk]:
 def test_steps_that_piled_up_leave_as_one_chunk_per_choice() -> None:
     job = held(n=2)
     for position in range(3):
-        job.add_tokens(0, position, (10 + position,), f"a{position}", None)
-    job.add_tokens(1, 0, (20,), "b", None)
+        job.add_tokens(StepOutput("", 0, position, (10 + position,), f"a{position}", None))
+    job.add_tokens(StepOutput("", 1, 0, (20,), "b", None))
     emission = job.emission()
     assert [(c.choice, c.position, c.token_ids, c.text) for c in decoded(emission.chunks)] == [
         (0, 0, (10, 11, 12), "a0a1a2"),
@@ -41,9 +42,9 @@ def test_steps_that_piled_up_leave_as_one_chunk_per_choice() -> None:
 
 def test_usage_comes_with_the_last_token_of_the_job_only() -> None:
     job = held(n=2)
-    job.add_tokens(0, 0, (1,), "a", "stop")
+    job.add_tokens(StepOutput("", 0, 0, (1,), "a", "stop"))
     job.acknowledge(job.emission())
-    job.add_tokens(1, 0, (2,), "b", "length")
+    job.add_tokens(StepOutput("", 1, 0, (2,), "b", "length"))
     job.usage = Usage(5, 2, 1)
     first, last = decoded(job.emission().chunks[:1]), decoded(job.emission().chunks)
     assert not first or first[0].choice == 1
@@ -54,7 +55,7 @@ def test_usage_comes_with_the_last_token_of_the_job_only() -> None:
 def test_a_step_that_does_not_follow_the_last_one_is_an_invariant_error() -> None:
     job = held()
     with pytest.raises(InvariantError, match="token 3 after 0 tokens"):
-        job.add_tokens(0, 3, (1,), "a", None)
+        job.add_tokens(StepOutput("", 0, 3, (1,), "a", None))
 
 
 def test_a_claim_is_the_estimate_until_the_prompt_is_known_then_grows_past_the_prediction() -> None:
@@ -63,7 +64,7 @@ def test_a_claim_is_the_estimate_until_the_prompt_is_known_then_grows_past_the_p
     job.open(SamplingParams(n=2, max_tokens=3))
     job.num_prompt_tokens = 5
     assert (job.claim, job.num_sequences) == (5 + 2 * 3, 2)
-    job.add_tokens(0, 0, (1,), "a", "stop")
+    job.add_tokens(StepOutput("", 0, 0, (1,), "a", "stop"))
     assert (job.claim, job.num_sequences) == (5 + 3, 1), "an ended choice needs nothing"
 
 
@@ -74,7 +75,7 @@ def test_the_log_that_redis_ends_up_with_is_what_was_generated(steps: list[tuple
     generated: list[list[int]] = [[], []]
     for choice, count, event in steps:
         tokens = tuple(range(len(generated[choice]), len(generated[choice]) + count))
-        job.add_tokens(choice, tokens[0], tokens, "x" * count, None)
+        job.add_tokens(StepOutput("", choice, tokens[0], tokens, "x" * count, None))
         generated[choice] += tokens
         if event == "wait":
             continue
@@ -94,16 +95,16 @@ def test_the_log_that_redis_ends_up_with_is_what_was_generated(steps: list[tuple
 
 def test_a_replayed_job_goes_on_at_the_next_index_and_position() -> None:
     first = held()
-    first.add_tokens(0, 0, (1, 2), "ab", None)
+    first.add_tokens(StepOutput("", 0, 0, (1, 2), "ab", None))
     logged = decoded(first.emission().chunks)
     second = held(lease="2:y:1")
     second.open(SamplingParams(max_tokens=10), logged)
     assert second.choice_so_far(0) == ((1, 2), "ab", None)
     assert second.emission().chunks == ()
-    second.add_tokens(0, 2, (3,), "c", "stop")
+    second.add_tokens(StepOutput("", 0, 2, (3,), "c", "stop"))
     (chunk,) = decoded(second.emission().chunks)
     assert (chunk.index, chunk.position, chunk.token_ids) == (1, 2, (3,))
-    result = wire.decode_result(second.result(), JOB_ID, Outcome("done"), (0, 0, 0, 0))
+    result = results.decode_result(second.result(), JOB_ID, Outcome("done"), (0, 0, 0, 0))
     assert result.choices[0].text == "abc"
     assert result.cuts == ((0, 2, 2), (0, 1, 1))
 

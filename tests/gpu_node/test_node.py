@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes.reference_engine import ReferenceEngine, reference_tokens
+from fakes.reference_engine import ReferenceEngine, reference_choice, reference_prompt_logprobs, reference_tokens
 from fakes.running_node import PATIENCE_S, node_settings, running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
@@ -161,7 +161,7 @@ async def test_a_request_that_is_not_one_fails_alone(redis_url: str, redis: Redi
 async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
     redis_url: str, broker: ProducerBroker
 ) -> None:
-    job = new_job(max_tokens=300, n=2)
+    job = new_job(max_tokens=300, n=2, logprobs=2, prompt_logprobs=1)
     async with running(redis_url, ReferenceEngine(step_s=0.005), drain_s=0.05):
         await broker.submit(job, cost=50)
         await until(broker, job, lambda status: status.num_chunks > 10)
@@ -170,7 +170,9 @@ async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
     assert 10 < status.num_chunks < 600
     async with running(redis_url, ReferenceEngine()):
         result = await ended(broker, job)
-    assert [list(c.token_ids) for c in result.choices] == [expected(job, 0), expected(job, 1)]
+    prompt = (job.prompt or "").encode()
+    assert list(result.choices) == [reference_choice(job.id, job.params, prompt, i) for i in range(2)]
+    assert result.prompt_logprobs == reference_prompt_logprobs(job.params, prompt)
 
 
 async def test_a_second_stop_ends_the_grace_time(redis_url: str, broker: ProducerBroker) -> None:

@@ -229,7 +229,7 @@ def held(tenant: str = "t", urgency: int = 1, cost: int = 100, max_tokens: int =
 def ended(ledger: Ledger, num_tokens: int, kv_ms: float) -> None:
     job = held()
     ledger.open(job, 50)
-    job.add_tokens(0, 0, tuple(range(num_tokens)), "", "stop")
+    job.add_tokens(StepOutput("", 0, 0, tuple(range(num_tokens)), "", "stop"))
     job.kv_ms = kv_ms
     ledger.learn(job)
 
@@ -281,5 +281,5 @@ def test_a_job_that_was_stopped_on_its_way_pays_what_was_predicted_and_one_that_
     assert job.kv_ms_used == 0
     job.is_in_engine = True
     assert job.kv_ms_used is None
-    job.add_tokens(0, 0, (1,), "", "stop")
+    job.add_tokens(StepOutput("", 0, 0, (1,), "", "stop"))
     assert job.kv_ms_used == 0

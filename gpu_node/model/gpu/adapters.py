@@ -76,12 +76,12 @@ class GpuAdapters:
             table.down[place].copy_(down)
             table.up[place].copy_(up)
 
-    def rows_of(self, plan: StepPlan, *, samples_all: bool = False) -> AdaptedRows:
-        """Who has which in a step, which samples where it says or at every token."""
+    def rows_of(self, plan: StepPlan, sampling: NDArray[np.int32]) -> AdaptedRows:
+        """Who has which in a step whose logits are wanted behind some of its tokens."""
         if plan.adapters is None:
             return NOT_ADAPTED
-        tiles = self._tiles(np.repeat(plan.adapters, np.diff(plan.query_starts)))
-        return AdaptedRows(self._tables, tiles, tiles if samples_all else self._tiles(plan.adapters[plan.sample_seqs]))
+        places = np.repeat(plan.adapters, np.diff(plan.query_starts))
+        return AdaptedRows(self._tables, self._tiles(places), self._tiles(places[sampling]))
 
     def _tiles(self, places: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(lora_tiles(places)).to(self._device)

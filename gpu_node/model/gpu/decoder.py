@@ -33,6 +33,11 @@ class GpuDecoder:
         if spec.rope is None:
             self._biases = torch.from_numpy(alibi_biases(spec, num_positions)).to(device)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and logits."""
+        return self._weights.embedding.dtype
+
     def logits(
         self, step: StepInputs, ids: Tensor, layers: list[PagedCache], splits: int, adapted: AdaptedRows = NOT_ADAPTED
     ) -> Tensor:

@@ -32,13 +32,13 @@ class StepInputs:
     tiles: Tensor
     """[num_tiles, 2]: of the queries of all others."""
     sampling: Tensor
-    """[num_samples]: tokens that a row is sampled behind."""
+    """Tokens whose logits are wanted: [num_samples] that a row is sampled behind, then those that are only scored."""
     rules: Tensor
-    """[num_samples, columns of a rule]."""
+    """[num_samples, columns of a rule]: none of them with a row of marks."""
 
 
-def pack_step(plan: StepPlan, marks: Ints, block_size: int) -> list[Ints]:
-    """A plan's arrays in the order of StepInputs. marks: [num_samples], each row's row of the sampler's marks."""
+def pack_step(plan: StepPlan, block_size: int) -> list[Ints]:
+    """A plan's arrays in the order of StepInputs; by its rules nobody looks at more than logits."""
     counts = np.diff(plan.query_starts)
     seqs = np.repeat(np.arange(len(counts)), counts)
     blocks = plan.block_tables[seqs, plan.positions // block_size]
@@ -51,8 +51,8 @@ def pack_step(plan: StepPlan, marks: Ints, block_size: int) -> list[Ints]:
         plan.block_tables,
         np.flatnonzero(counts == 1).astype(np.int32),
         prefill_tiles(plan.query_starts, np.flatnonzero(counts > 1).astype(np.int32)),
-        plan.query_starts[plan.sample_seqs + 1] - 1,
-        pack_rules(plan.sampling, marks),
+        plan.sample_tokens if plan.scored is None else np.concatenate((plan.sample_tokens, plan.scored.tokens)),
+        pack_rules(plan.sampling, np.full(len(plan.sample_tokens), -1, np.int32)),
     ]
 
 

@@ -15,13 +15,16 @@ from penstock.gpu_node.model.description import Description, cache_sizes, num_ho
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.graphs import bucket_sizes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4, linear_of
+from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes, run_largest_step
+from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
+from penstock.gpu_node.model.gpu.stored import LinearKeeper
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
-from penstock.gpu_node.model.source import ModelSource, Progress, dequantised_folder
+from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.weights import load_weights
@@ -35,14 +38,12 @@ _UTILIZATION = 0.9
 def load_gpu(described: Description, options: RunnerOptions, progress: Progress) -> tuple[GpuRunner, str]:
     """The runner, and a name for its arithmetic. Raises ConfigError naming what is missing or not supported."""
     device = Device(_device())
-    quantization = "none" if options.quantization == "auto" else options.quantization
     spec, name = described.spec, _dtype_name(options.dtype, described.stored_dtype)
-    _check(options, spec, quantization, device)
+    _check(options, spec, device)
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
-    checkpoint = Checkpoint.open(ModelSource(dequantised_folder(described.source, progress)))
-    tensors = DecoderTensors(checkpoint, spec)
-    keep, told = linear_of(quantization), lambda done: progress("load", done)
+    tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), spec)
+    keep, told = LinearKeeper(options.quantization, device), lambda done: progress("load", done)
     # A device object of its own has a side stream of its own: blocks that leave by the pool's go the other way.
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple
@@ -58,9 +59,10 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     if device.is_card:
         # What steps need beside the graphs is compiled before the first one comes.
         run_largest_step(decoder, pool, options.max_num_batched_tokens, options.max_num_seqs)
-    facts = device.torch, name, quantization, kept, sizes.num_device_blocks, sizes.num_host_blocks
+    formats = "+".join(sorted(keep.formats))
+    facts = device.torch, name, formats, kept, sizes.num_device_blocks, sizes.num_host_blocks
     _log.info("gpu runner device=%s dtype=%s quantization=%s kv=%s kv_blocks=%d swap_blocks=%d", *facts)
-    parts = "gpu", name, *((quantization,) if quantization != "none" else ()), "kv", kept
+    parts = "gpu", name, *((formats,) if formats != "none" else ()), "kv", kept
     return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
 
 
@@ -74,9 +76,10 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _check(options: RunnerOptions, spec: ModelSpec, quantization: str, device: Device) -> None:
-    if quantization not in ("none", "int4", *SCALED):
-        raise ConfigError(f"quantization {quantization} cannot be had on a card: want none, int8, int4 or fp8")
+def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
+    quantization = options.quantization
+    if quantization not in ("auto", "none", "int4", *SCALED):
+        raise ConfigError(f"quantization {quantization} cannot be had on a card: want auto, none, int8, int4 or fp8")
     if quantization == "int4" and not can_pack_int4(
         spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     ):
@@ -102,7 +105,7 @@ def _sizes(
     described: Description, options: RunnerOptions, decoder: GpuDecoder, layout: KvLayout, device: Device
 ) -> CacheSizes:
     """By number where one is given; else what the card has left once the largest step has run, or kv_cache_gib."""
-    token_bytes = layout.block_bytes // options.block_size
+    token_bytes, vocab = layout.block_bytes // options.block_size, described.spec.vocab_size
     if not device.is_card:
         return cache_sizes(described, replace(options, cpu_offload_gib=0.0), token_bytes)
     num_blocks = options.num_blocks
@@ -113,8 +116,9 @@ def _sizes(
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         share = options.gpu_memory_utilization or _UTILIZATION
-        marks = 8 * options.max_num_seqs * described.spec.vocab_size
-        left = bytes_left(total=total, free=free, reserved=reserved, peak=peak + marks, utilization=share)
+        # The rows of marks, and the logits of the largest graph.
+        sampling = (8 * FIRST_ROWS + decoder.dtype.itemsize * bucket_sizes(options.max_num_seqs)[-1]) * vocab
+        left = bytes_left(total=total, free=free, reserved=reserved, peak=peak + sampling, utilization=share)
         num_blocks = left // layout.block_bytes - 1
         if num_blocks < 1:
             raise ConfigError(f"gpu_memory_utilization {share} leaves no block of {options.block_size} tokens")

@@ -74,7 +74,6 @@ class OffloadedLayers:
 
     def _kept(self, i: int, layer: LayerWeights) -> LayerWeights:
         if i == 0:
-            # All layers are of one size.
             size = _packed_bytes(layer)
             self._offloaded = frozenset(
                 _spread(_num_covering(self._offload_gib, size, self._num_layers), self._num_layers)
@@ -87,6 +86,8 @@ class OffloadedLayers:
     def _sent_away(self, layer: LayerWeights) -> LayerWeights:
         """The layer over a buffer, its matrices in pinned memory."""
         buffer = self._buffers[len(self._hosts) % _NUM_BUFFERS]
+        if _packed_bytes(layer) > len(buffer):
+            raise ConfigError("cpu_offload_gib wants layers of one size, and these are stored in formats of several")
         at = 0
 
         def pack(tensor: Tensor) -> Tensor:

@@ -8,30 +8,25 @@ from torch import Tensor
 
 from penstock.gpu_node.model.gpu.inputs import Ints
 from penstock.gpu_node.model.protocol import SamplingRows
-from penstock.kernels.triton.sampler import Marks, mark_entries
+from penstock.kernels.triton.sampler import Marks, mark_entries, pack_rules
+
+FIRST_ROWS = 8
+"""Rows of marks that there is room for before anybody needs one; 8 bytes a token of the vocabulary each."""
 
 
 class RowMarks:
-    """Keeps the sampler's marks, of which each such row of a step gets a row."""
+    """Keeps the sampler's marks, as many rows as were ever needed: one for each of a step that looks at any."""
 
-    def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
-        self.marks = Marks.empty(max_rows, vocab, device)
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self.marks = Marks.empty(FIRST_ROWS, vocab, device)
 
-    def places(self, rows: SamplingRows) -> Ints:
-        """Each row's row of marks, [num_samples]; -1 for those that look at their logits alone."""
-        lists = zip(rows.seen, rows.banned, strict=True)
-        looks = np.array([bool(len(seen) or len(banned)) for seen, banned in lists], dtype=bool)
-        if rows.biased:
-            looks |= np.array(list(map(len, rows.biased))) > 0
-        if rows.masks is not None:
-            looks |= rows.masks.rows >= 0
-        return np.where(looks, np.cumsum(looks) - 1, -1).astype(np.int32)
+    def write(self, rows: SamplingRows, places: Ints) -> Tensor:
+        """Say what rows that have a place look at, once their masks are written; the rules by which all rows choose.
 
-    def write(self, rows: SamplingRows, places: Ints) -> None:
-        """Say what the rows that have a place look at; waits for masks that are still being written."""
+        It waits for the device, if that has something to do.
+        """
         looking = np.flatnonzero(places >= 0).tolist()
-        if not looking:
-            return
+        self.make_room(len(looking))
         self.marks.clear(len(looking))
         entries = [
             mark_entries(place, rows.seen[i], int(rows.num_seen_prompt[i]), rows.banned[i])
@@ -47,6 +42,26 @@ class RowMarks:
             masked = np.flatnonzero(rows.masks.rows >= 0)
             words = rows.masks.words[rows.masks.rows[masked]].view(np.int32)
             self.marks.allow_only(self._sent(places[masked]), self._sent(words))
+        return self._sent(pack_rules(rows, places))
+
+    def make_room(self, num_rows: int) -> None:
+        """Have as many rows of marks; what they hold is lost."""
+        have, vocab = self.marks.marks.shape
+        if num_rows > have:
+            device = self.marks.marks.device
+            self.marks = Marks.empty(1, 1, device)  # so that the old ones need not be there beside the new ones
+            self.marks = Marks.empty(max(num_rows, 2 * have), vocab, device)
 
     def _sent(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(array).to(self.marks.marks.device)
+
+
+def places_of(rows: SamplingRows) -> Ints:
+    """Each row's row of marks, [num_samples]; -1 for those that look at their logits alone."""
+    lists = zip(rows.seen, rows.banned, strict=True)
+    looks = np.array([bool(len(seen) or len(banned)) for seen, banned in lists], dtype=bool)
+    if rows.biased:
+        looks |= np.array(list(map(len, rows.biased))) > 0
+    if rows.masks is not None:
+        looks |= rows.masks.rows >= 0
+    return np.where(looks, np.cumsum(looks) - 1, -1).astype(np.int32)

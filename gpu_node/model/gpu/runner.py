@@ -17,14 +17,15 @@ from penstock.gpu_node.model.gpu.device import Device, Mark
 from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
-from penstock.gpu_node.model.gpu.row_marks import RowMarks
+from penstock.gpu_node.model.gpu.row_marks import RowMarks, places_of
+from penstock.gpu_node.model.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, StepPlan, StepResult
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
-from penstock.kernels.triton.sampler import sample
+from penstock.kernels.triton.sampler import Marks, sample
 
-MAX_IN_FLIGHT = 2
-"""Steps that may be submitted before the first of them is waited for."""
+_OnDevice = tuple[Tensor, Tensor] | None
+"""The arrays of `Logprobs`."""
 FIXED_SPLITS = 8
 """Of contexts, where a row's sums must not depend on how many others there are."""
 
@@ -42,9 +43,11 @@ class Limits:
 class GpuRunner:
     """Runs each step on the device's own time: `submit` only gives it the work.
 
-    Up to MAX_IN_FLIGHT steps may be on their way. A plan made before the tokens of the step ahead of it are known has
-    -1 - i in the place of what that step's row i samples; rows with penalties need known tokens.
+    A plan made before the tokens of the step ahead of it are known has -1 - i in the place of what that step's row i
+    samples; rows with penalties need known tokens.
     """
+
+    max_in_flight = 2
 
     def __init__(
         self,
@@ -62,14 +65,15 @@ class GpuRunner:
         self._limits = limits
         self._device = device
         rows, vocab = limits.max_num_seqs, decoder.spec.vocab_size
-        self._row_marks = RowMarks(rows, vocab, device.torch)
+        self._row_marks = RowMarks(vocab, device.torch)
+        self._no_marks = Marks.empty(0, vocab, device.torch)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         with torch.inference_mode():
             # One more row than sequences: padding of a graph's batch may sample too.
             self._tokens = torch.zeros(2 * rows + 32, dtype=torch.int32, device=device.torch)
-            self._graphs = DecodeGraphs(device, self._compute, rows, max_blocks)
+            self._graphs = DecodeGraphs(device, self._compute, rows, max_blocks, (vocab, decoder.dtype))
         self._open = _Flight(device.mark(), device.mark())
-        self._trays = deque(_Tray(device) for _ in range(MAX_IN_FLIGHT))
+        self._trays = deque(_Tray(device) for _ in range(self.max_in_flight))
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -92,29 +96,26 @@ class GpuRunner:
         copied = self._device.mark()
         if self._pool.has_host_block(plan.block_tables):
             self._pool.settle()
-        places = self._row_marks.places(plan.sampling)
-        arrays, adapted = pack_step(plan, places, self._limits.block_size), self._adapters.rows_of(plan)
-        flight = _Flight(started, copied)
-
-        def land() -> None:
-            flight.land(tray.take(self._tokens[: len(plan.sample_seqs)]), tray.left)
-
-        if plan.sampling.masks is None:
-            self._row_marks.write(plan.sampling, places)
-            self._run(tray, arrays, adapted)
-            land()
-            return flight
-        # Masks are written while the step runs: what looks at them is left to who waits for it.
-        step = self._arrived(tray, arrays)
-        logits = self._logits(step, adapted)
+        places, flight = places_of(plan.sampling), _Flight(started, copied)
+        # What rows look at is sent before the step, because it waits for what the device was given.
+        is_late, is_marked = plan.sampling.masks is not None, bool((places >= 0).any())
+        rules = self._row_marks.write(plan.sampling, places) if is_marked and not is_late else None
+        arrays = pack_step(plan, self._limits.block_size)
+        logits = self._run(tray, arrays, self._adapters.rows_of(plan, arrays[8]))
 
         @torch.inference_mode()
-        def sample_masked() -> None:
-            self._row_marks.write(plan.sampling, places)
-            self._sample(step, logits)
-            land()
+        def choose() -> None:
+            by = self._row_marks.write(plan.sampling, places) if is_late else rules
+            if by is not None:
+                self._tokens[: len(by)] = sample(logits[: len(by)], by, self._row_marks.marks)
+            flight.note_logprobs(*self._logprobs(plan, logits))
+            flight.land(tray.take(self._tokens[: len(plan.sample_tokens)]), tray.left)
 
-        flight.rest, self._open = sample_masked, flight
+        if is_late:
+            # Masks are written while the step runs: what looks at them is left to who waits for it.
+            flight.rest, self._open = choose, flight
+        else:
+            choose()
         return flight
 
     @torch.inference_mode()
@@ -123,9 +124,9 @@ class GpuRunner:
         self._open.close()
         tray = self._trays[0]
         tray.wait()
-        arrays = pack_step(plan, np.zeros(0, np.int32), self._limits.block_size)
+        arrays = pack_step(plan, self._limits.block_size)
         arrays[8] = np.arange(len(plan.token_ids), dtype=np.int32)
-        adapted = self._adapters.rows_of(plan, samples_all=True)
+        adapted = self._adapters.rows_of(plan, arrays[8])
         logits: NDArray[np.float32] = self._logits(self._arrived(tray, arrays), adapted).float().cpu().numpy()
         return logits
 
@@ -137,23 +138,33 @@ class GpuRunner:
     @torch.inference_mode()
     def set_adapter(self, place: int, adapter: Adapter) -> None:
         """Put an adapter in a place, behind the steps that were submitted."""
-        self._open.close()
         self._adapters.set(place, adapter)
 
-    def _run(self, tray: _Tray, arrays: list[Ints], adapted: AdaptedRows) -> None:
+    def _run(self, tray: _Tray, arrays: list[Ints], adapted: AdaptedRows) -> Tensor:
         # A graph knows of no adapters: who has none would pay for them.
-        if adapted is NOT_ADAPTED and self._graphs.can_run(arrays):
-            arrays = self._graphs.padded(arrays)
-            self._graphs.run(tray.packed(arrays), arrays)
-        else:
-            self._compute(self._arrived(tray, arrays), adapted)
+        if adapted is not NOT_ADAPTED or not self._graphs.can_run(arrays):
+            return self._compute(self._arrived(tray, arrays), adapted)
+        arrays = self._graphs.padded(arrays)
+        return self._graphs.run(tray.packed(arrays), arrays)
 
-    def _compute(self, step: StepInputs, adapted: AdaptedRows = NOT_ADAPTED) -> None:
-        self._sample(step, self._logits(step, adapted))
-
-    def _sample(self, step: StepInputs, logits: Tensor) -> None:
+    def _compute(self, step: StepInputs, adapted: AdaptedRows = NOT_ADAPTED) -> Tensor:
+        """The logits; rows that look at nothing else have chosen their tokens."""
+        logits = self._logits(step, adapted)
         if len(step.rules):
-            self._tokens[: len(step.rules)] = sample(logits, step.rules, self._row_marks.marks)
+            rows = len(step.rules)
+            self._tokens[:rows] = sample(logits[:rows], step.rules, self._no_marks)
+        return logits
+
+    def _logprobs(self, plan: StepPlan, logits: Tensor) -> tuple[_OnDevice, _OnDevice]:
+        """Those of the sampling rows and of the scored tokens, where anybody wants them."""
+        rows, wanted, scored = len(plan.sample_tokens), plan.sampling.num_logprobs, plan.scored
+        logprobs = scores = None
+        if wanted is not None:
+            logprobs = logprobs_of(logits[:rows], self._tokens[:rows], wanted)
+        if scored is not None:
+            targets = torch.from_numpy(scored.targets).to(self._device.torch)
+            scores = logprobs_of(logits[rows:], targets, scored.num_logprobs)
+        return logprobs, scores
 
     def _logits(self, step: StepInputs, adapted: AdaptedRows) -> Tensor:
         given = step.token_ids
@@ -210,10 +221,15 @@ class _Flight:
         self._tokens = torch.empty(0, dtype=torch.int32)
         self.rest: Callable[[], None] | None = None
         """What is still to be given to the device."""
+        self._logprobs: tuple[_OnDevice, _OnDevice] = None, None
 
     def land(self, tokens: Tensor, done: Mark) -> None:
         """Say where its tokens are, once `done` is reached."""
         self._tokens, self._done = tokens, done
+
+    def note_logprobs(self, logprobs: _OnDevice, scores: _OnDevice) -> None:
+        """Keep those of its sampling rows and of its scored tokens."""
+        self._logprobs = logprobs, scores
 
     def close(self) -> None:
         """Give the device what is left of it."""
@@ -226,4 +242,6 @@ class _Flight:
         self._done.wait()
         # Sampling is part of the same graph as the forward pass.
         forward_ms, copy_ms = self._done.ms_since(self._copied), self._copied.ms_since(self._started)
-        return StepResult(self._tokens.numpy().copy(), forward_ms, sample_ms=0.0, copy_ms=copy_ms)
+        logprobs, scores = (None if tensors is None else to_numpy(*tensors) for tensors in self._logprobs)
+        tokens = self._tokens.numpy().copy()
+        return StepResult(tokens, forward_ms, sample_ms=0.0, copy_ms=copy_ms, logprobs=logprobs, scores=scores)

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint import StoredTensor
+from penstock.gpu_node.model.blocks import block_kind, in_blocks
+from penstock.gpu_node.model.checkpoint import Stored
 from penstock.kernels.cpu.library import Format, Source
 
 _FORMATS = {"none": Format.BF16, "int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}
@@ -23,20 +24,25 @@ _SOURCES = {
     "q4_0": Source.Q4_0,
     "q4_1": Source.Q4_1,
     "q8_0": Source.Q8_0,
+    "q4_k": Source.Q4_K,
+    "q5_k": Source.Q5_K,
+    "q6_k": Source.Q6_K,
+    "float16": Source.FLOAT16,
 }
 
 
-def format_of(parts: Iterable[StoredTensor], quantization: str) -> Format:
+def format_of(parts: Iterable[Stored], quantization: str) -> Format:
     """The format of a matrix made of `parts`: the one asked for, else the most precise that a part is stored in."""
     if quantization != "auto":
         return _FORMATS[quantization]
-    return min((_OWN.get(part.kind, Format.INT8_GROUP) for part in parts), key=_BY_PRECISION.index)
+    return min((_OWN.get(block_kind(part), Format.INT8_GROUP) for part in parts), key=_BY_PRECISION.index)
 
 
-def rows_of(tensor: StoredTensor) -> tuple[Source, NDArray[np.uint8], NDArray[np.int32] | None]:
+def rows_of(tensor: Stored) -> tuple[Source, NDArray[np.uint8], NDArray[np.int32] | None]:
     """A tensor's rows as the kernels read them: their kind, bytes [rows, row bytes], and the order to take them in."""
-    source = _SOURCES.get(tensor.kind)
+    blocks = in_blocks(tensor)
+    source = _SOURCES.get(blocks.kind)
     if source is not None:
-        return source, tensor.data, tensor.row_order
+        return source, blocks.data, blocks.row_order
     values = tensor.to_float32()
     return Source.FLOAT32, values.view(np.uint8).reshape(len(values), -1), None

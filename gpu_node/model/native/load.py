@@ -64,7 +64,7 @@ def _check(described: Description, options: RunnerOptions) -> None:
     if options.dtype == "auto" and described.source.gguf is None and described.stored_dtype == "float32":
         raise NativeUnavailableError("the checkpoint is float32; dtype bfloat16 would round it")
     if options.quantization == "fp8":
-        raise NativeUnavailableError("they have no float8")
+        raise NativeUnavailableError("they have none, int8, int8_group and int4, not fp8, which a card has")
     if options.kv_cache_dtype not in _KV_FORMATS:
         raise NativeUnavailableError(f"they keep keys and values in bfloat16 or int8, not {options.kv_cache_dtype}")
     if options.block_size % PAGE_TOKENS:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
+from penstock.gpu_node.model.checkpoint import Checkpoint, Stored
 from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.native.formats import format_of, rows_of
 from penstock.gpu_node.model.positions import alibi_biases, rope_angles
@@ -35,7 +35,7 @@ class Packer:
         self._model = model
         self._spec = described.spec
         self._max_model_len = described.max_model_len
-        self._tensors = DecoderTensors(Checkpoint.open(described.source), described.spec)
+        self._tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), described.spec)
         self._quantization = quantization
         self._turned = turned
         self._progress = progress
@@ -87,7 +87,7 @@ class Packer:
         for bias, (place, first) in zip(linear.biases, places, strict=False):
             self._model.set_bias(slot, layer, bias.to_float32(), first=first, place=place)
 
-    def _allocate(self, slot: Slot, layer: int, parts: tuple[StoredTensor, ...]) -> None:
+    def _allocate(self, slot: Slot, layer: int, parts: tuple[Stored, ...]) -> None:
         # Rows of a turned embedding are read one at a time, and an error in one stays in the sum of all layers.
         precise = self._turned and slot is Slot.EMBEDDING
         weights = Format.BF16 if precise else format_of(parts, self._quantization)

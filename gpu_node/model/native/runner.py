@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.adapters import NativeAdapters
-from penstock.gpu_node.model.protocol import Adapter, CacheSizes, SamplingRows, StepPlan, StepResult, TokenMasks
+from penstock.gpu_node.model.protocol import (
+    Adapter,
+    CacheSizes,
+    Logprobs,
+    SamplingRows,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 from penstock.kernels.cpu.library import NativeModel, NativePlan
 
 
 class NativeRunner:
     """Runs each step on the model's own threads; `submit` only starts them."""
+
+    max_in_flight = 1
 
     def __init__(
         self,
@@ -45,15 +55,17 @@ class NativeRunner:
 
     def submit(self, plan: StepPlan) -> _Flight:
         """Start a step."""
-        tokens, times_ms = np.empty(len(plan.sample_seqs), dtype=np.int32), np.zeros(3, dtype=np.float32)
+        tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
         ragged = _ragged(plan.sampling)
+        outputs = _Outputs(tokens, *self._logprobs(plan), times_ms)
         self._model.start(
             NativePlan(
                 *(*_step(plan), *_addresses(*ragged), *_addresses(plan.adapters)),
                 *(len(plan.copies), *_addresses(plan.copies, tokens, None, times_ms)),
+                **_wanted_logprobs(plan, outputs),
             )
         )
-        return _Flight(self._model, plan, ragged, tokens, times_ms)
+        return _Flight(self._model, outputs, plan, ragged)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
@@ -63,6 +75,11 @@ class NativeRunner:
         self._model.start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *rest, *_addresses(None, logits, times_ms)))
         self._model.wait()
         return logits
+
+    def _logprobs(self, plan: StepPlan) -> tuple[Logprobs | None, Logprobs | None]:
+        """Room for those of the sampling rows and of the scored tokens."""
+        scored = None if plan.scored is None else plan.scored.num_logprobs
+        return _room(plan.sampling.num_logprobs, self._vocab_size), _room(scored, self._vocab_size)
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear blocks in every layer."""
@@ -78,12 +95,22 @@ class NativeRunner:
         self._model.close()
 
 
-class _Flight:
-    """A step on its way; keeps alive what the kernels read."""
+class _Outputs(NamedTuple):
+    """Where the kernels write."""
 
-    def __init__(self, model: NativeModel, *arrays: Any) -> None:
+    tokens: NDArray[np.int32]
+    logprobs: Logprobs | None
+    scores: Logprobs | None
+    times_ms: NDArray[np.float32]
+
+
+class _Flight:
+    """A step on its way; keeps alive what the kernels read and write."""
+
+    def __init__(self, model: NativeModel, outputs: _Outputs, *inputs: Any) -> None:
         self._model = model
-        self._arrays = arrays
+        self._outputs = outputs
+        self._inputs = inputs
         self._has_landed = False
 
     def __del__(self) -> None:
@@ -92,8 +119,9 @@ class _Flight:
 
     def result(self) -> StepResult:
         self._land()
-        tokens, times_ms = self._arrays[-2:]
-        return StepResult(tokens, *times_ms.tolist())
+        tokens, logprobs, scores, times_ms = self._outputs
+        forward_ms, sample_ms, copy_ms = times_ms.tolist()
+        return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores)
 
     def _land(self) -> None:
         if not self._has_landed:
@@ -105,13 +133,36 @@ def _step(plan: StepPlan) -> tuple[int | None, ...]:
     """The fields of a NativePlan up to its ragged ones."""
     rows = plan.sampling
     return (
-        *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_seqs)),
+        *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_tokens)),
         plan.block_tables.strides[0] // plan.block_tables.itemsize,
-        *_addresses(plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_seqs),
+        *_addresses(plan.token_ids, plan.positions, plan.query_starts, plan.block_tables, plan.sample_tokens),
         *_addresses(rows.temperature, rows.top_p, rows.min_p),
         *_addresses(rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty),
         *_addresses(rows.top_k, rows.choice, rows.position, rows.seed),
     )
+
+
+def _room(num_logprobs: NDArray[np.int32] | None, vocab_size: int) -> Logprobs | None:
+    """Arrays for rows that want so many; uninitialised."""
+    if num_logprobs is None:
+        return None
+    shape = len(num_logprobs), 1 + min(int(num_logprobs.max()), vocab_size)
+    return Logprobs(np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32))
+
+
+def _wanted_logprobs(plan: StepPlan, outputs: _Outputs) -> dict[str, int | None]:
+    """The fields of a NativePlan that are about them."""
+    fields: dict[str, int | None] = {}
+    if (room := outputs.logprobs) is not None:
+        arrays = plan.sampling.num_logprobs, room.token_ids, room.values
+        fields |= zip(("num_logprobs", "logprob_ids", "logprobs"), _addresses(*arrays), strict=True)
+        fields["logprobs_width"] = room.values.shape[1]
+    if (scored := plan.scored) is not None and (room := outputs.scores) is not None:
+        names = "scored_tokens", "score_targets", "num_score_logprobs", "score_ids", "scores"
+        wanted = scored.tokens, scored.targets, scored.num_logprobs
+        fields |= zip(names, _addresses(*wanted, room.token_ids, room.values), strict=True)
+        fields |= {"num_scored": len(scored.tokens), "scores_width": room.values.shape[1]}
+    return fields
 
 
 _Table: TypeAlias = NDArray[Any] | None

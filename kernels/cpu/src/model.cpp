@@ -137,9 +137,7 @@ void Model::reserve() {
     prepare(tail, kNormed, tail_rows, spec_.hidden, layer.mlp_in.format);
     prepare(tail, kGated, tail_rows, spec_.intermediate, layer.mlp_out.format);
   }
-  head_in_.prepare(head_rows, spec_.hidden, head.format);
-  bests_.assign(head_tokens_.size() * team_.size(), {-std::numeric_limits<float>::infinity(), 0, true});
-  poisoned_.assign(head_tokens_.size(), 0);
+  reserve_head();
 }
 
 void Model::run(Member& member) {
@@ -150,9 +148,10 @@ void Model::run(Member& member) {
   const auto began = std::chrono::steady_clock::now();
   embed(member);
   for (int i = 0; i < spec_.num_layers; ++i) run_layer(member, i);
-  if (!head_tokens_.empty()) project_head(member);
+  if (num_chosen_ > 0) project_head(member);
   const auto projected = std::chrono::steady_clock::now();
-  if (!head_tokens_.empty()) choose(member);
+  if (num_chosen_ > 0) choose(member);
+  score(member);
   if (member.leads()) {
     const auto milliseconds = [](auto span) { return std::chrono::duration<float, std::milli>(span).count(); };
     plan_.times_ms[0] = milliseconds(projected - began);

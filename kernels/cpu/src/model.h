@@ -50,7 +50,7 @@ struct Layer {
 // One step as penstock.gpu_node.model.protocol.StepPlan says it; the arrays live until the step is done.
 struct Plan {
   int32_t num_tokens, num_seqs, num_samples, block_table_stride;
-  const int32_t *token_ids, *positions, *query_starts, *block_tables, *sample_seqs;
+  const int32_t *token_ids, *positions, *query_starts, *block_tables, *sample_tokens;
   const float *temperature, *top_p, *min_p, *repetition_penalty, *presence_penalty, *frequency_penalty;
   const int32_t *top_k, *choice, *position;
   const uint64_t* seed;
@@ -70,6 +70,15 @@ struct Plan {
   int32_t* tokens;  // out: [num_samples]
   float* logits;    // out, may be null: [num_tokens, vocab]; then every token has a row and none is sampled
   float* times_ms;  // out: [3], forward, sample and copies
+  const int32_t* num_logprobs;  // by row, below 0 where it wants none; null where no row wants any
+  int32_t* logprob_ids;         // out: [num_samples, logprobs_width], as logprobs.h writes them
+  float* logprobs;
+  int32_t logprobs_width;
+  int32_t num_scored;
+  const int32_t *scored_tokens, *score_targets, *num_score_logprobs;  // [num_scored]: behind which tokens what comes
+  int32_t* score_ids;  // out: [num_scored, scores_width]
+  float* scores;
+  int32_t scores_width;
 };
 
 // What a matrix of a layer multiplies with: the normed hidden state, the attended values, the gated product.
@@ -137,6 +146,7 @@ class Model {
   void plan_head();
   void plan_attention();
   void reserve();
+  void reserve_head();
   void run(Member& member);
   void embed(Member& member);
   void run_layer(Member& member, int index);
@@ -161,6 +171,9 @@ class Model {
   void project_head(Member& member);
   void note_logits(Member& member, int first, int rows, int panel, float* out);
   void choose(Member& member);
+  int32_t choose_one(int row);
+  bool wants_logprobs(int row) const { return plan_.num_logprobs && plan_.num_logprobs[row] >= 0; }
+  void score(Member& member);
   void await_masks() const;
   int32_t best_of_threads(int row) const;
   SamplingRule rule(int row) const;
@@ -193,7 +206,8 @@ class Model {
   std::vector<QueryTile> tiles_;
   std::vector<int> span_starts_;  // first span of each tile among all spans
   std::vector<int> all_tokens_;
-  std::vector<int> head_tokens_;  // tokens whose logits are wanted
+  std::vector<int> head_tokens_;  // tokens whose logits are wanted, those that are only scored last
+  int num_chosen_ = 0;            // of the head tokens: those that sample, or whose logits are handed out
   std::vector<int> logits_row_;   // of each head token, -1 where only the best is kept
   std::vector<Best> bests_;       // [threads][head tokens]
   std::vector<char> poisoned_;    // of each head token: its hidden state is not finite
@@ -202,7 +216,8 @@ class Model {
   Buffer<RowState> partials_;
   // One for each thread, of which all but the first are for few rows.
   std::vector<Inputs> inputs_, last_inputs_;  // `last`: of the last layer's rows behind its attention
-  Activations head_in_;
+  Activations head_in_, scored_in_;
+  Buffer<float> scored_logits_;
 };
 
 }  // namespace penstock

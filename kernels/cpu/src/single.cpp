@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "logprobs.h"
 #include "low_rank.h"
 #include "norm.h"
 #include "sampler.h"
@@ -112,8 +113,17 @@ void penstock_single_turn(float* row, int count) { Turn(count).apply(row, row); 
 
 int penstock_single_place(int place, int first, int i) { return place_row((Place)place, first, i); }
 
-int32_t penstock_single_sample(float* logits, int vocab, const SamplingRule* rule) {
-  return sample(logits, vocab, *rule);
+// Tokens of `count` positions from the rule's own on, each of the same logits.
+void penstock_single_draw(const float* logits, int vocab, const SamplingRule* rule, int count, int32_t* tokens) {
+  SamplingRule next = *rule;
+  for (int i = 0; i < count; ++i, ++next.position) {
+    std::vector<float> row(logits, logits + vocab);
+    tokens[i] = sample(row.data(), vocab, next);
+  }
+}
+
+void penstock_single_logprobs(const float* logits, int vocab, int32_t token, int count, int32_t* ids, float* values) {
+  write_logprobs(logits, vocab, token, count, ids, values);
 }
 
 KvCache* penstock_single_cache_new(int format, int num_heads, int head_dim, int block_size, int num_blocks) {

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <vector>
 
+#include "k_quants.h"
+
 namespace penstock {
 namespace {
 
@@ -165,6 +167,18 @@ void widen_row(Source source, const uint8_t* data, int columns, float* out) {
         const auto& block = reinterpret_cast<const Q8_0Block*>(data)[b];
         for (int i = 0; i < kGroup; ++i) out[b * kGroup + i] = widen_f16(block.scale) * block.values[i];
       }
+      break;
+    case Source::kQ4_K:
+      widen_q4_k(data, columns / kKBlock, out);
+      break;
+    case Source::kQ5_K:
+      widen_q5_k(data, columns / kKBlock, out);
+      break;
+    case Source::kQ6_K:
+      widen_q6_k(data, columns / kKBlock, out);
+      break;
+    case Source::kF16:
+      for (int i = 0; i < columns; ++i) out[i] = widen_f16(reinterpret_cast<const f16*>(data)[i]);
       break;
   }
 }

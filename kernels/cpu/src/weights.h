@@ -22,8 +22,8 @@ constexpr int kGroup = 32;
 enum class Format : int { kBf16 = 0, kInt8 = 1, kInt8Group = 2, kInt4Group = 3 };
 constexpr int kNumFormats = 4;
 
-// How rows come in: plain numbers, or GGUF's blocks of 32.
-enum class Source : int { kFloat32 = 0, kBf16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4 };
+// How rows come in: plain numbers, or GGUF's blocks of 32 or 256.
+enum class Source : int { kFloat32 = 0, kBf16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4_K = 5, kQ5_K = 6, kQ6_K = 7, kF16 = 8 };
 
 // Where the rows of a part go in a fused matrix: one after the other, or in halves of a panel so that row i of one part
 // and row i of the other lie 16 apart.

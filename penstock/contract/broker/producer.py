@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract import keys, wire
+from penstock.contract import keys, results, wire
 from penstock.contract.admission import estimate_bytes
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
@@ -168,7 +168,7 @@ class ProducerBroker:
         times = _times_ms(fields)
         if data is None:
             return Result(job_id, outcome, (), None, *times)
-        return wire.decode_result(cast(bytes, data), job_id, outcome, times)
+        return results.decode_result(cast(bytes, data), job_id, outcome, times)
 
     async def read_beat(self, pool: str, inbox: str) -> None:
         """Says that this reading process lives, and sweeps: jobs move on as long as anybody is alive."""

@@ -108,7 +108,7 @@ class _Table:
     wearers=st.lists(st.sampled_from(("", "a", "b", "c", "d")), min_size=1, max_size=24),
     num_places=st.integers(1, 3),
     lengths=st.integers(1, 6),
-    num_blocks=st.integers(6, 20),
+    num_blocks=st.integers(7, 20),
 )
 def test_every_step_computes_with_the_adapters_of_its_sequences_and_all_end(
     wearers: list[str], num_places: int, lengths: int, num_blocks: int
@@ -130,7 +130,7 @@ def test_every_step_computes_with_the_adapters_of_its_sequences_and_all_end(
         for i, seq in enumerate(step.seqs):
             place = -1 if plan.adapters is None else int(plan.adapters[i])
             assert table.places.get(place) == (seq.adapter.digest if seq.adapter else None)
-        landed = scheduler.commit(step, plan.sample_seqs * 0 + 7)
+        landed = scheduler.commit(step, plan.sample_tokens * 0 + 7)
         left -= len(landed.ended)
     assert scheduler.schedule() is None
     scheduler.check_integrity()

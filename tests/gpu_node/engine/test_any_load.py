@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.gpu_node.engine.blocks import block_hash
 from penstock.gpu_node.engine.discipline import FirstComeFirstServed
 from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.engine.sequence import Sequence
@@ -62,7 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.cache = LabelledCache()
         self.texts: dict[Sequence, list[int]] = {}
-        self.flight: tuple[Step, StepPlan] | None = None
+        self.flights: list[tuple[Step, StepPlan]] = []
         self.num_added = 0
         self.whim = Whim()
 
@@ -74,6 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(("lru", "lfu", "length")),
         caching=st.sampled_from((True, True, True, False)),
         in_order=st.booleans(),
+        max_in_flight=st.integers(1, 2),
     )
     def start(
         self,
@@ -84,8 +86,9 @@ class EngineMachine(RuleBasedStateMachine):
         eviction: str,
         caching: bool,
         in_order: bool,
+        max_in_flight: int,
     ) -> None:
-        self.budget = budget
+        self.budget, self.max_in_flight = budget, max_in_flight
         self.scheduler, self.memory = new_scheduler(
             num_blocks,
             num_host_blocks,
@@ -105,15 +108,14 @@ class EngineMachine(RuleBasedStateMachine):
         n=st.sampled_from((1, 1, 2, 4, 7)),
         salt=st.sampled_from((None, None, None, "a")),
         cut=st.integers(0, 2),
+        penalty=st.sampled_from((*[0.0] * 7, 1.0)),
     )
-    def add(self, num_prompt: int, num_output: int, first_token: int, n: int, salt: str | None, cut: int) -> None:
+    def add(self, num_prompt: int, num_output: int, n: int, cut: int, **settings: Any) -> None:
         """With `cut`, a request that another node began: some choices have tokens already."""
         num_prompt = min(num_prompt, self.room - 1)
         num_output = min(num_output, self.room - num_prompt)
         name, self.num_added = str(self.num_added), self.num_added + 1
-        seqs = [
-            new_sequence(name, num_prompt, num_output, choice=i, first_token=first_token, salt=salt) for i in range(n)
-        ]
+        seqs = [new_sequence(name, num_prompt, num_output, choice=i, **settings) for i in range(n)]
         for i, seq in enumerate(seqs):
             logged = [1000 + i % 2] * min(cut * i, num_output - 1)
             seq.token_ids = np.array([*seq.token_ids, *logged], dtype=np.int32)
@@ -132,16 +134,24 @@ class EngineMachine(RuleBasedStateMachine):
     def preempt(self, newcomer: int, first_victim: int, pick: int) -> None:
         self.whim.pressed, self.whim.pick = (newcomer, first_victim), pick
 
-    @precondition(lambda self: self.flight is None)
+    @precondition(lambda self: len(self.flights) < self.max_in_flight)
     @rule()
     def launch(self) -> None:
         swaps_before, swapped = self.scheduler.num_swaps, len(self.scheduler.queues.swapped)
-        step = self.scheduler.schedule()
-        assert (step is None) == (not self.texts)
+        preemptions_before = self.scheduler.num_preemptions
+        if self.flights:
+            step = self.scheduler.schedule_ahead()
+            assert self.scheduler.num_preemptions == preemptions_before
+            self.seen["awaited" if step is None else "ahead"] += 1
+        else:
+            step = self.scheduler.schedule()
+            assert (step is None) == (not self.texts)
         if step is None:
             return
         plan = check_plan(self.scheduler, step, self.budget)
-        self.flight = step, plan
+        if not self.flights:
+            self.cache.run(self.scheduler, step, plan)
+        self.flights.append((step, plan))
         swaps = self.scheduler.num_swaps - swaps_before
         self.seen["swap"] += swaps
         self.seen["resume"] += len(self.scheduler.queues.swapped) < swapped + swaps
@@ -152,33 +162,55 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen["shared"] += any(self.memory.ref_count(block) > 1 for seq in step.seqs for block in seq.blocks)
         self.seen["in place"] += not all(self.memory.is_on_device(block) for seq in step.seqs for block in seq.blocks)
 
-    @precondition(lambda self: self.flight is not None)
-    @rule(data=st.data(), fault=st.sampled_from((*[None] * 6, "failure", "no memory")))
-    def land(self, data: st.DataObject, fault: str | None) -> None:
-        assert self.flight is not None
-        (step, plan), self.flight = self.flight, None
-        if fault is not None:
-            for_memory = fault == "no memory"
-            self.cache.fail(step, plan, for_memory=for_memory)
-            guilty = self.scheduler.roll_back(step, for_memory=for_memory)
-            if guilty is not None:
-                del self.texts[guilty]
-            self.seen[fault] += 1
-            assert for_memory or not self.scheduler.running
-            assert len(self.scheduler.running) <= self.scheduler.max_step_tokens
-            return
-        one = st.sampled_from((1000, 1001, 1000, 1001, 1000, 1001, 1000, 1001, EOS, FAILED_TOKEN))
-        self._commit(step, plan, data.draw(st.lists(one, min_size=len(step.sampled), max_size=len(step.sampled))))
+    @precondition(lambda self: self.texts)
+    @rule(num_steps=st.integers(1, 3))
+    def go_on(self, num_steps: int) -> None:
+        """Some steps of which each is as good as any."""
+        for _ in range(num_steps):
+            self._go_on()
 
-    def _commit(self, step: Step, plan: StepPlan, tokens: list[int]) -> None:
-        self.cache.run(self.scheduler, step, plan)
+    def _go_on(self) -> None:
+        for _ in range(self.max_in_flight - len(self.flights)):
+            self.launch()
+        if self.flights:
+            self._commit([1000 + i % 2 for i in range(len(self.flights[0][0].sampled))])
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        num_samples = len(self.flights[0][0].sampled)
+        one = st.sampled_from((1000, 1001, 1000, 1001, 1000, 1001, 1000, 1001, EOS, FAILED_TOKEN))
+        self._commit(data.draw(st.lists(one, min_size=num_samples, max_size=num_samples)))
+
+    @precondition(lambda self: self.flights)
+    @rule(for_memory=st.booleans(), ahead=st.booleans())
+    def fail(self, for_memory: bool, ahead: bool) -> None:
+        """With whatever is planned ahead of it."""
+        if ahead and len(self.flights) < self.max_in_flight:
+            self.launch()
+        self.seen["no memory" if for_memory else "failure"] += 1
+        for flight in self.flights:
+            self.cache.fail(*flight, for_memory=for_memory)
+        step = self.flights[0][0]
+        self.flights.clear()
+        guilty = self.scheduler.roll_back(step, for_memory=for_memory)
+        if guilty is not None:
+            del self.texts[guilty]
+        assert for_memory or not self.scheduler.running
+        assert len(self.scheduler.running) <= self.scheduler.max_step_tokens
+
+    def _commit(self, tokens: list[int]) -> None:
+        step, _ = self.flights.pop(0)
         landed = self.scheduler.commit(step, np.array(tokens, dtype=np.int32))
         assert landed.seqs == [step.seqs[i] for i in step.sampled] and landed.token_ids == tokens
         for seq, token in zip(landed.seqs, tokens, strict=True):
+            self.seen["overshot"] += seq not in self.texts
             if seq in self.texts:
                 self.texts[seq].append(token)
                 if token in (EOS, FAILED_TOKEN) or len(self.texts[seq]) == seq.max_num_tokens:
                     del self.texts[seq]
+        for flight in self.flights:
+            self.cache.run(self.scheduler, *flight)
         assert all(self.memory.ref_count(block) == 0 for block in landed.broken_blocks)
         self.cache.spoil(set(landed.broken_blocks))
 
@@ -189,9 +221,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         heads = [*self.scheduler.running, *self.scheduler.queues]
         known = [one for seq in heads for one in (seq, *seq.forks)]
-        assert len(known) == len(self.texts) and set(known) == set(self.texts)
+        assert len(known) == len(set(known)) and self.texts.keys() >= set(known)
         for seq, tokens in self.texts.items():
-            assert self.scheduler.tokens_of(seq).tolist() == tokens
+            at_hand = self.scheduler.tokens_of(seq).tolist()
+            assert [token for token in at_hand if token >= 0] == tokens == at_hand[: len(tokens)]
+            assert seq.block_hashes == _hashes(seq, tokens)[: len(seq.block_hashes)]
+            is_to_come = len(at_hand) == len(tokens) + 1
+            assert is_to_come or (len(at_hand) == len(tokens) and seq in known)
+            assert seq in known or (seq.row >= 0 and len(at_hand) == seq.max_num_tokens)
         assert 0 <= self.scheduler.num_tokens_unused <= self.memory.num_held * BLOCK_SIZE
 
     def teardown(self) -> None:
@@ -199,13 +236,18 @@ class EngineMachine(RuleBasedStateMachine):
         if self.num_added == 0:
             return
         for _ in range(2000):
-            if self.flight is not None:
-                (step, plan), self.flight = self.flight, None
-                self._commit(step, plan, [1000] * len(step.sampled))
-            self.launch()
-            if self.flight is None:
+            self._go_on()
+            if not self.flights and not self.texts:
                 break
         assert not self.texts and self.memory.num_held == 0
+
+
+def _hashes(seq: Sequence, tokens: list[int]) -> list[bytes]:
+    """Names of the full blocks of so many tokens."""
+    names, ids = [seq.root_hash], np.array(tokens, dtype=np.int32)
+    for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE):
+        names.append(block_hash(names[-1], ids[end - BLOCK_SIZE : end]))
+    return names[1:]
 
 
 @pytest.mark.timeout(3600 if FULL else 120)
@@ -218,5 +260,6 @@ def test_any_load_is_served_in_full_and_every_sequence_reads_its_own() -> None:
         ),
     )
     assert set(EngineMachine.seen) == {
-        *("swap", "resume", "out", "in", "fork", "shared", "in place", "failure", "no memory")
+        *("swap", "resume", "out", "in", "fork", "shared", "in place", "failure", "no memory"),
+        *("ahead", "awaited", "overshot"),
     } and all(EngineMachine.seen.values())

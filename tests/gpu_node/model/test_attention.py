@@ -29,7 +29,7 @@ def _plan(counts: list[int], contexts: list[int], block_size: int, rng: np.rando
         query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
         context_lens=np.array(contexts, np.int32),
         block_tables=tables,
-        sample_seqs=np.empty(0, np.int32),
+        sample_tokens=np.empty(0, np.int32),
         sampling=rows_of(0),
     ), total
 

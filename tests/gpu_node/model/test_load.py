@@ -46,7 +46,7 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*FalconForCausalLM.*LlamaForCausalLM"),
         ({"attention_bias": True}, r"q_proj\.bias"),
         ({"hidden_act": "relu"}, "relu"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"intermediate_size": 100}, "gate_proj"),
         ({"num_hidden_layers": 3}, r"model\.layers\.2"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.single import Floats, Single
-from penstock.kernels.reference.sampler import FAILED_TOKEN, SamplingRow, sample_row
+from penstock.kernels.reference.sampler import FAILED_TOKEN, SamplingRow, logprobs_of, sample_row
 
 RULES: dict[str, dict[str, float]] = {
     "plain": {},
@@ -110,3 +110,20 @@ def test_logits_beyond_the_last_are_not_read(kernels: Single) -> None:
         block[:vocab] = -1
         block[vocab - 1] = 5
         assert kernels.sample_row(block[:vocab], SamplingRow(temperature=0.0)) == vocab - 1
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 40, 1000, 49152])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_logprobs_are_the_references(kernels: Single, vocab: int, scale: float) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = (rng.standard_normal(vocab) * scale).astype(np.float32)
+    logits[rng.integers(0, vocab, vocab // 3)] = np.float32(scale)  # of equal ones the lowest come first
+    if vocab > 1:
+        logits[rng.integers(0, vocab)] = -np.inf
+    for count in {0, 1, min(20, vocab)}:
+        token = int(rng.integers(0, vocab))
+        ids, values = kernels.logprobs(logits, token, count)
+        want = logprobs_of(logits, token, count)
+        np.testing.assert_allclose(values, [value for _, value in want], rtol=1e-6, atol=2e-6)
+        sure = [i for i in range(1 + count) if i == 0 or np.isfinite(want[i][1])]
+        assert [int(ids[i]) for i in sure] == [want[i][0] for i in sure]

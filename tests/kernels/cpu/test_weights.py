@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes.matrices import BLOCKS, kept, random_floats, stored, values_of
+from fakes.matrices import BLOCKS, K_BLOCKS, kept, random_floats, stored, values_of
 from gguf import GGMLQuantizationType, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ LOSSLESS = {
 @pytest.mark.parametrize("source", Source)
 @pytest.mark.parametrize("weights", Format)
 def test_packed_rows_are_the_references(kernels: Single, weights: Format, source: Source, rows: int) -> None:
-    for columns in (32, 96, 160) if source in BLOCKS else (1, 31, 32, 50, 160):
+    for columns in (256, 768) if source in K_BLOCKS else (32, 96, 160) if source in BLOCKS else (1, 31, 32, 50, 160):
         data = stored(source, random_floats(rows, columns, seed=rows))
         values = values_of(source, data)
         want = values if (weights, source) in LOSSLESS else kept(weights, values)

@@ -11,18 +11,20 @@ from fakes.sampling import SamplingCase, rows_of, sampling_cases
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.gpu.row_marks import RowMarks
+from penstock.gpu_node.model.gpu.row_marks import RowMarks, places_of
 from penstock.kernels.reference.sampler import NO_TOKENS
 from penstock.kernels.triton.sampler import pack_rules, sample
 
 
 def _tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
-    row_marks = RowMarks(*case.logits.shape, device)
+    row_marks = RowMarks(case.logits.shape[1], device)
+    row_marks.make_room(len(case.logits))
     row_marks.marks.marks.fill_(99)
     row_marks.marks.biases.fill_(torch.nan)
-    places = row_marks.places(case.rows)
-    row_marks.write(case.rows, places)
+    places = places_of(case.rows)
     rules = torch.from_numpy(pack_rules(case.rows, places)).to(device)
+    if (places >= 0).any():
+        rules = row_marks.write(case.rows, places)
     return sample(torch.from_numpy(case.logits).to(device), rules, row_marks.marks).cpu().numpy()
 
 

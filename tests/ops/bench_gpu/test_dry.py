@@ -25,7 +25,10 @@ sys.meta_path.insert(0, Missing())
 sys.argv[1:2] = []
 runpy.run_module("bench_gpu", run_name="__main__")
 """
-ABSENT = ("pydantic", "redis", "msgpack", "gguf", "safetensors", "transformers", "tokenizers", "matplotlib", "psutil")
+ABSENT = (
+    *("pydantic", "redis", "msgpack", "gguf", "safetensors", "transformers", "tokenizers", "cachetools", "llguidance"),
+    *("matplotlib", "psutil"),
+)
 
 
 @pytest.mark.timeout(300)
@@ -42,7 +45,7 @@ def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
     assert all(row["ms"] > 0 for row in found["kernels"])
     assert len(found["tiny decode"]) == 4
     ahead, after = found["tiny load"]
-    assert (ahead["tokens"], ahead["steps"]) == (after["tokens"], after["steps"])
+    assert ahead["tokens"] == after["tokens"] and ahead["steps_ahead"] > 0 == after["steps_ahead"]
     assert json.loads((tmp_path / "tiny-trace.json").read_text())["traceEvents"]
     assert (tmp_path / "tiny-decode.svg").read_text().startswith("<svg")
     assert set(json.loads((tmp_path / "cpu.json").read_text())) == {"decode_attention", "prefill_attention"}

@@ -11,12 +11,18 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, Result, Usage
+from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.producer.client.cursor import StreamCursor, Verdict, rest_of
 
 JOB = "pool.01a1f820-1cd2-775c-94d6-dde870154e3c"
 DONE = Outcome("done")
 TOKENS = {choice: tuple(range(1000 * choice, 1000 * choice + 40)) for choice in range(3)}
 NUM_CHOICES = len(TOKENS)
+PROMPT = tuple(TokenLogprobs((token,), (-1.0,), (b"p",)) for token in range(PROMPT_TOKENS_PER_CHUNK + 9))
+
+
+def likely(tokens: Iterable[int]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs((token,), (-float(token),), (b"t",)) for token in tokens)
 
 
 def text_of(tokens: Iterable[int]) -> str:
@@ -24,8 +30,9 @@ def text_of(tokens: Iterable[int]) -> str:
 
 
 def log_of(sizes: Sequence[tuple[int, int]], lag: int = 0) -> list[Chunk]:
-    """A whole log: chunks of (choice, number of tokens), then what is left; text lags behind by `lag` tokens."""
-    chunks: list[Chunk] = []
+    """A whole log: the prompt's, chunks of (choice, number of tokens), what is left; text lags by `lag` tokens."""
+    first, rest = PROMPT[:PROMPT_TOKENS_PER_CHUNK], PROMPT[PROMPT_TOKENS_PER_CHUNK:]
+    chunks = [Chunk(JOB, 0, prompt_logprobs=first), Chunk(JOB, 1, position=len(first), prompt_logprobs=rest)]
     said = dict.fromkeys(range(NUM_CHOICES), 0)
 
     def say(choice: int, num_tokens: int) -> None:
@@ -34,7 +41,9 @@ def log_of(sizes: Sequence[tuple[int, int]], lag: int = 0) -> list[Chunk]:
         text_end = end if end == len(tokens) else max(0, end - lag)
         text = text_of(tokens[max(0, start - lag) : text_end])
         finish: FinishReason | None = "length" if end == len(tokens) else None
-        chunks.append(Chunk(JOB, len(chunks), choice, start, tokens[start:end], text, finish))
+        chunks.append(
+            Chunk(JOB, len(chunks), choice, start, tokens[start:end], text, finish, logprobs=likely(tokens[start:end]))
+        )
 
     for choice, num_tokens in sizes:
         if said[choice] < len(TOKENS[choice]):
@@ -57,6 +66,7 @@ def contents(chunks: Iterable[Chunk]) -> dict[int, tuple[tuple[int, ...], str]]:
     for chunk in chunks:
         if chunk.token_ids:
             assert chunk.position == len(tokens[chunk.choice])
+        assert chunk.logprobs == likely(chunk.token_ids)
         tokens[chunk.choice] += chunk.token_ids
         text[chunk.choice] += chunk.text
     return {choice: (tuple(tokens[choice]), text[choice]) for choice in TOKENS}
@@ -96,6 +106,7 @@ def test_a_log_cut_otherwise_is_walked_again_without_repeating(
     cursor.rewind()
     delivered += take(cursor, log)
     assert contents(delivered) == WHOLE
+    assert [entry for chunk in delivered for entry in chunk.prompt_logprobs] == [*PROMPT]
     assert sum(chunk.finish_reason is not None for chunk in delivered) == NUM_CHOICES
     assert [chunk.usage for chunk in delivered if chunk.usage] == [Usage(7, 120)]
     assert delivered[-1].outcome == DONE
@@ -157,9 +168,9 @@ def test_tokens_that_the_log_repeats_at_another_index_are_dropped() -> None:
 
 
 def result_of(log: Sequence[Chunk]) -> Result:
-    choices = tuple(Choice(c, text_of(tokens), tokens, "length") for c, tokens in TOKENS.items())
+    choices = tuple(Choice(c, text_of(tokens), tokens, "length", likely(tokens)) for c, tokens in TOKENS.items())
     cuts = tuple((chunk.choice, len(chunk.token_ids), len(chunk.text)) for chunk in log[:-1])
-    return Result(JOB, DONE, choices, Usage(7, 120), cuts=cuts)
+    return Result(JOB, DONE, choices, Usage(7, 120), cuts=cuts, prompt_logprobs=PROMPT)
 
 
 @given(sizes, lags, st.data())

@@ -200,3 +200,9 @@ def test_an_engine_says_the_same_with_weights_in_host_memory(tmp_path: Path) -> 
         return [generation.choices[0].token_ids for generation in generations]
 
     assert said(0.9 * _matrices_gib(folder)) == said(0.0)
+
+
+def test_layers_that_are_larger_than_the_first_are_refused() -> None:
+    layers = [_layer("int4"), *(_layer() for _ in range(NUM_LAYERS - 1))]
+    with pytest.raises(ConfigError, match="cpu_offload_gib wants layers of one size"):
+        _offloaded(layers, 5, Device(torch.device("cpu")))

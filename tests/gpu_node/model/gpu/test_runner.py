@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.protocol import TokenMasks
+from penstock.gpu_node.model.protocol import NO_LOGPROBS, ScoredTokens, TokenMasks
 
 WINDOWED = ("mistral", "qwen2 with windows")
 FEATURES = ("llama", *WINDOWED, "qwen3", "falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential")
@@ -121,6 +121,25 @@ def test_a_step_may_be_submitted_before_the_tokens_ahead_of_it_are_known(tiny_mo
     runner = _runner(tiny_model, "gpu")
     assert _two_steps(runner, ahead=True) == _two_steps(runner, ahead=False)
     assert _two_steps(_runner(tiny_model, "gpu", deterministic=True), ahead=False) == _two_steps(runner, ahead=False)
+
+
+def test_logprobs_are_the_torch_runners(tiny_model: Path) -> None:
+    """Of sampled tokens and of a prompt's, one row with a mask among them."""
+    allowed = np.arange(384) % 2 == 0
+    track, other = Track([5, 6, 7, 8], [1, 2]), Track([9, 9, 7], [3])
+    sampling = rows_of(2, temperature=[0.0, 1.0], mask=[allowed, None])
+    scored = ScoredTokens(*(np.array(ints, np.int32) for ints in ([0, 1, 2], [6, 7, 8], [2, 0, 1], [0, 0, 0])))
+    plan = plan_of([(track, 4), (other, 3)], replace(sampling, num_logprobs=np.array([4, NO_LOGPROBS], np.int32)))
+    for one in (plan, replace(plan, scored=scored)):
+        want, got = (_runner(tiny_model, runner).submit(one).result() for runner in ("torch", "gpu"))
+        assert got.tokens.tolist() == want.tokens.tolist()
+        pairs = [(want.logprobs, got.logprobs, [1 + 4])]
+        if one.scored is not None:
+            pairs.append((want.scores, got.scores, [1 + 2, 1, 1 + 1]))
+        for mine, theirs, widths in pairs:
+            for row, width in enumerate(widths):
+                assert theirs.token_ids[row, :width].tolist() == mine.token_ids[row, :width].tolist()
+                np.testing.assert_allclose(theirs.values[row, :width], mine.values[row, :width], rtol=0, atol=1e-4)
 
 
 def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(

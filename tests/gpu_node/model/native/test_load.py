@@ -69,6 +69,7 @@ def test_the_arithmetic_is_named_and_logged(
         ({"dtype": "float32"}, "bfloat16, not float32"),
         ({"kv_cache_dtype": "float32"}, "bfloat16 or int8, not float32"),
         ({"block_size": 8}, "multiple of 16"),
+        ({"quantization": "fp8"}, "none, int8, int8_group and int4, not fp8"),
     ],
 )
 def test_options_that_the_kernels_have_not_are_named(
@@ -113,7 +114,7 @@ def test_without_kernels_torch_computes_and_a_line_says_why(
     assert re.search(reason, line)
     with pytest.raises(ConfigError, match=f"runner native: {reason}"):
         _load(folder, runner="native")
-    with pytest.raises(ConfigError, match="quantization int8 needs the native runner"):
+    with pytest.raises(ConfigError, match=r"quantization int8 cannot be had: .* the native runner has int8"):
         _load(folder, quantization="int8")
 
 

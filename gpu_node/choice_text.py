@@ -1,0 +1,49 @@
+"""One choice of a held job: what was generated of it, and what of that no chunk carries yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.contract.job import Chunk, FinishReason, Usage
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.gpu_node.engine.records import StepOutput
+
+
+@dataclass(slots=True)
+class ChoiceText:
+    """A choice so far; `logprobs` has one for each token, or none. What is fresh goes into the next chunk."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    fresh_ids: list[int] = field(default_factory=list)
+    fresh_texts: list[str] = field(default_factory=list)
+
+    def extend(self, new: Chunk | StepOutput, *, is_fresh: bool = False) -> None:
+        """Take in what an earlier node logged, or what a step gave."""
+        self.token_ids += new.token_ids
+        self.texts.append(new.text)
+        self.logprobs += new.logprobs
+        self.finish_reason = new.finish_reason
+        if is_fresh:
+            self.fresh_ids += new.token_ids
+            self.fresh_texts.append(new.text)
+
+    def take_fresh(self, job_id: str, index: int, choice: int, usage: Usage | None) -> Chunk:
+        """The next chunk, which nothing is fresh behind."""
+        num_fresh = len(self.fresh_ids)
+        chunk = Chunk(
+            job_id,
+            index,
+            choice,
+            len(self.token_ids) - num_fresh,
+            tuple(self.fresh_ids),
+            "".join(self.fresh_texts),
+            self.finish_reason,
+            usage,
+            logprobs=tuple(self.logprobs[-num_fresh:]) if num_fresh else (),
+        )
+        self.fresh_ids.clear()
+        self.fresh_texts.clear()
+        return chunk

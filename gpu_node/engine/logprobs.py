@@ -1,0 +1,76 @@
+"""How likely tokens were: from a runner's arrays to records, and those of a prompt as chunks of it are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.gpu_node.engine.rows import Step
+from penstock.gpu_node.engine.scores import PromptScores
+from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.model.protocol import NO_LOGPROBS, Logprobs, ScoredTokens, StepPlan
+
+
+def logprobs_of(seq: Sequence, rows: Logprobs | None, row: int, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
+    """Those of the token that a row of a step sampled, where its sequence wants them."""
+    if rows is None or seq.num_logprobs == NO_LOGPROBS:
+        return ()
+    return (_record_of(rows, row, seq.num_logprobs, tokenizer),)
+
+
+def prompt_records(prompt: Items[int], scores: PromptScores, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
+    """Those of a prompt whose tokens are all scored."""
+    first = TokenLogprobs((prompt[0],), (), (tokenizer.name_of(prompt[0]),))
+    rows = (
+        _record_of(part, i, scores.num_logprobs, tokenizer) for part in scores.parts for i in range(len(part.values))
+    )
+    return first, *rows
+
+
+def scored_tokens(step: Step, plan: StepPlan) -> ScoredTokens | None:
+    """The tokens of a step that prompts want to have scored, or None."""
+    # A prompt's last token samples, and whoever lacks that alone decodes.
+    if not step.num_prefill_tokens:
+        return None
+    parts: list[tuple[NDArray[np.int32], NDArray[np.int32], int, int]] = []
+    for i, seq in enumerate(step.seqs):
+        scores = seq.prompt_scores
+        if scores is None:
+            continue
+        start = int(step.starts[i])
+        first, end = max(start, scores.num_scored), min(int(step.ends[i]), scores.num_to_score)
+        if first < end:
+            tokens = np.arange(first - start, end - start, dtype=np.int32) + plan.query_starts[i]
+            parts.append((tokens, scores.prompt[first + 1 : end + 1], scores.num_logprobs, i))
+    if not parts:
+        return None
+    tokens, targets, num_logprobs, seqs = zip(*parts, strict=True)
+    counts = [len(part) for part in tokens]
+    return ScoredTokens(
+        np.concatenate(tokens),
+        np.concatenate(targets),
+        np.repeat(np.array(num_logprobs, np.int32), counts),
+        np.repeat(np.array(seqs, np.int32), counts),
+    )
+
+
+def note_scores(step: Step, plan: StepPlan, scores: Logprobs | None) -> None:
+    """Take in what a step has scored."""
+    if plan.scored is None or scores is None:
+        return
+    for i in np.unique(plan.scored.seqs).tolist():
+        wanted = step.seqs[i].prompt_scores
+        rows = np.flatnonzero(plan.scored.seqs == i)
+        if wanted is not None:
+            first = int(plan.positions[plan.scored.tokens[rows[0]]])
+            wanted.add(first, Logprobs(scores.token_ids[rows], scores.values[rows]))
+
+
+def _record_of(rows: Logprobs, row: int, num_logprobs: int, tokenizer: Tokenizer) -> TokenLogprobs:
+    token_ids: list[int] = rows.token_ids[row, : 1 + num_logprobs].tolist()
+    values: list[float] = rows.values[row, : 1 + num_logprobs].tolist()
+    return TokenLogprobs(tuple(token_ids), tuple(values), tuple(map(tokenizer.name_of, token_ids)))

@@ -1,0 +1,86 @@
+"""Running sequences give way: to who does not wait for room, to who finds no block, to what a step cannot hold."""
+
+from __future__ import annotations
+
+from penstock.gpu_node.engine.admission import Admission
+from penstock.gpu_node.engine.discipline import Discipline
+from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.preemption import PreemptionCosts
+from penstock.gpu_node.engine.queues import Queues
+from penstock.gpu_node.engine.residents import Residents
+from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.suspects import Suspects
+
+
+class Retreat:
+    """Moves sequences from the residents back to the queues."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        residents: Residents,
+        queues: Queues,
+        admission: Admission,
+        costs: PreemptionCosts,
+        discipline: Discipline,
+        suspects: Suspects,
+    ) -> None:
+        self.num_preemptions = self.num_swaps = 0
+        self._memory = memory
+        self._residents = residents
+        self._queues = queues
+        self._admission = admission
+        self._costs = costs
+        self._discipline = discipline
+        self._suspects = suspects
+
+    def pressing(self) -> tuple[Sequence, list[Sequence]] | None:
+        """One that does not wait for room, if it could have some, and who gives way to it, in order."""
+        if self._suspects.is_trying:
+            return None
+        pressing = self._discipline.pressing(self._queues, self._residents.seqs)
+        return pressing if pressing is not None and self._admission.could_have_room(*pressing) else None
+
+    def make_way(self) -> None:
+        """Preempt for whoever presses, as far as that makes room for it."""
+        pressing = self.pressing()
+        if pressing is None:
+            return
+        newcomer, victims = pressing
+        for victim in victims:
+            if self._admission.has_room(newcomer):
+                return
+            self.preempt(victim)
+
+    def preempt_next(self) -> Sequence:
+        """Preempt whoever is to give way first."""
+        victim = self._discipline.victim(self._residents.seqs)
+        self.preempt(victim)
+        return victim
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks: to the host, if that has room and is the cheaper way."""
+        self.num_preemptions += 1
+        num_stored = int(self._residents.table.num_computed[seq.row])
+        num_blocks = self._memory.num_to_swap(seq.blocks[: self._residents.num_blocks(num_stored)])
+        has_room = num_stored and not seq.forks and num_blocks <= self._memory.host.num_free
+        if has_room and self._costs.prefers_swap(num_blocks, num_stored):
+            self.num_swaps += 1
+            self._residents.swap_out(seq)
+            self._queues.put_back(seq)
+        else:
+            self.requeue(seq)
+
+    def requeue(self, seq: Sequence) -> None:
+        """Let a running sequence wait, with the forks that it did not start yet, and compute all of it again."""
+        self._residents.leave(seq)
+        for one in (seq, *seq.forks):
+            one.blocks = []
+        self._queues.put_back(seq, *seq.forks)
+
+    def shrink(self, max_step_tokens: int) -> None:
+        """Preempt who may not go on after a step that found no memory, then until the others fit into one."""
+        for seq in [seq for seq in self._residents.seqs if self._suspects.bars(seq)]:
+            self.preempt(seq)
+        while len(self._residents.seqs) > max_step_tokens:
+            self.preempt_next()

@@ -1,0 +1,68 @@
+"""Quantised matrices in GGUF's blocks of 32 columns, which the kernels of every runner are made for."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.gpu_node.model.checkpoint import Stored, StoredTensor
+from penstock.gpu_node.model.scaled import Floats, ScaledTensor
+
+BLOCK = 32
+
+
+def block_kind(tensor: Stored) -> str:
+    """`q4_0`, `q4_1` or `q8_0` where a tensor is that or becomes it in blocks, else the kind that it has."""
+    if isinstance(tensor, StoredTensor) or tensor.kind == "fp8":
+        return tensor.kind
+    if tensor.shape[1] % BLOCK or (tensor.group % BLOCK and tensor.group < tensor.shape[1]):
+        return tensor.kind
+    if tensor.kind == "int8":
+        return "q8_0" if tensor.zeros is None else tensor.kind
+    return "q4_0" if tensor.zeros is None else "q4_1"
+
+
+def in_blocks(tensor: Stored) -> StoredTensor:
+    """A tensor as it is stored, or as the same numbers in blocks with scales in float16; else its values in float32."""
+    if isinstance(tensor, StoredTensor):
+        return tensor
+    kind = block_kind(tensor)
+    if kind in _BLOCKS:
+        return StoredTensor(tensor.name, kind, tensor.shape, _BLOCKS[kind](tensor))
+    return StoredTensor(tensor.name, "float32", tensor.shape, tensor.to_float32().view(np.uint8))
+
+
+def _q4_0(tensor: ScaledTensor) -> NDArray[np.uint8]:
+    return _joined(_halves(tensor, tensor.scales), _nibbles(tensor))
+
+
+def _q4_1(tensor: ScaledTensor) -> NDArray[np.uint8]:
+    zeros = np.zeros_like(tensor.scales) if tensor.zeros is None else tensor.zeros
+    # A nibble of 0 stands for -8.
+    minima = -tensor.scales * (zeros + 8)
+    return _joined(_halves(tensor, tensor.scales), _halves(tensor, minima), _nibbles(tensor))
+
+
+def _q8_0(tensor: ScaledTensor) -> NDArray[np.uint8]:
+    numbers = np.ascontiguousarray(tensor.numbers).reshape(len(tensor.numbers), -1, BLOCK)
+    return _joined(_halves(tensor, tensor.scales), numbers.view(np.uint8))
+
+
+_BLOCKS = {"q4_0": _q4_0, "q4_1": _q4_1, "q8_0": _q8_0}
+
+
+def _halves(tensor: ScaledTensor, by_group: Floats) -> NDArray[np.uint8]:
+    """Numbers of groups in float16 for each block, [rows, blocks, 2]."""
+    num_blocks = tensor.shape[1] // BLOCK
+    by_block = np.repeat(by_group.astype("<f2"), -(-tensor.group // BLOCK), axis=1)[:, :num_blocks]
+    return np.ascontiguousarray(by_block)[..., None].view(np.uint8)
+
+
+def _nibbles(tensor: ScaledTensor) -> NDArray[np.uint8]:
+    """Columns i and i + 16 of each block in one byte, [rows, blocks, 16]."""
+    nibbles = (tensor.numbers + 8).astype(np.uint8).reshape(len(tensor.numbers), -1, BLOCK)
+    return nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] * np.uint8(16)
+
+
+def _joined(*parts: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.concatenate(parts, axis=-1).reshape(len(parts[0]), -1)

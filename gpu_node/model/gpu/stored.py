@@ -1,0 +1,76 @@
+"""The layers' matrices on a card as their checkpoint keeps them, where a kernel multiplies with that."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.gpu_node.model.blocks import BLOCK, block_kind, in_blocks
+from penstock.gpu_node.model.checkpoint import Stored
+from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.linear import SCALED, Int4Linear, KeptLinear, ScaledLinear, linear_of
+from penstock.gpu_node.model.scaled import ScaledTensor
+from penstock.gpu_node.model.tensors import StoredLinear
+from penstock.gpu_node.model.weights import Convert
+
+_HALF_BLOCK = BLOCK // 2
+
+
+class LinearKeeper:
+    """Keeps matrices in one format, or with `auto` each as it is stored, else in the decoder's dtype."""
+
+    def __init__(self, quantization: str, device: Device) -> None:
+        self._quantization = quantization
+        self._device = device
+        self.formats: set[str] = set()
+        """Those that were used: `none`, `int4`, `int8`, `fp8`."""
+
+    def __call__(self, stored: StoredLinear, convert: Convert) -> KeptLinear:
+        """A matrix of parts whose rows follow each other."""
+        bias = convert(stored.biases) if stored.biases else None
+        name = self._stored_format(stored.weights) if self._quantization == "auto" else None
+        if name is None:
+            name = "none" if self._quantization == "auto" else self._quantization
+            kept = linear_of(name)(convert(stored.weights), bias)
+        elif name == "int4":
+            packed, scales, minima = (self._put(parts) for parts in zip(*map(_int4, stored.weights), strict=True))
+            kept = Int4Linear(packed, scales, minima, bias)
+        else:
+            rows = (_scaled(part) for part in stored.weights if isinstance(part, ScaledTensor))
+            numbers, scales = (self._put(parts) for parts in zip(*rows, strict=True))
+            kept = ScaledLinear(numbers.view(SCALED[name]), scales, bias)
+        self.formats.add(name)
+        return kept
+
+    def _stored_format(self, parts: tuple[Stored, ...]) -> str | None:
+        """The format that all parts are stored in, if a kernel has it."""
+        names = {_format_of(part) for part in parts}
+        name = names.pop() if len(names) == 1 else None
+        return None if name == "fp8" and not self._device.has_float8 else name
+
+    def _put(self, parts: tuple[NDArray[np.generic], ...]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self._device.torch)
+
+
+def _format_of(part: Stored) -> str | None:
+    if isinstance(part, ScaledTensor) and part.kind in SCALED:
+        # The kernels have one scale for a row, and no zeros.
+        return part.kind if part.group >= part.shape[1] and part.zeros is None else None
+    return "int4" if block_kind(part) in ("q4_0", "q4_1") else None
+
+
+def _scaled(part: ScaledTensor) -> tuple[NDArray[np.generic], ...]:
+    """The bytes of numbers [rows, columns], and scales [rows]."""
+    return part.numbers.view(np.uint8), part.scales[:, 0]
+
+
+def _int4(part: Stored) -> tuple[NDArray[np.generic], ...]:
+    """Nibbles [rows, columns / 2], scales and minima [rows, columns / 32], of GGUF's blocks."""
+    tensor = in_blocks(part)
+    data = tensor.data if tensor.row_order is None else tensor.data[tensor.row_order]
+    blocks = data.reshape(len(data), tensor.shape[1] // BLOCK, -1)
+    scales = blocks[..., :2].copy().view("<f2")[..., 0]
+    minima = blocks[..., 2:4].copy().view("<f2")[..., 0] if tensor.kind == "q4_1" else scales * np.float16(-8)
+    return blocks[..., -_HALF_BLOCK:].reshape(len(data), -1), scales, minima

@@ -1,0 +1,91 @@
+"""What llm-compressor writes, in the formats of compressed-tensors: float8, int8, or integers packed into words.
+
+`float-quantized` and `int-quantized` keep `weight` as it is, `naive-quantized` either; `pack-quantized` keeps
+`weight_packed` [outputs, inputs / n], numbers above their least, `weight_shape`, zeros packed along the outputs, and
+with `actorder` the group of each input, `weight_g_idx`. `weight_scale`: one for the matrix, for each output, for groups
+of its inputs, or for blocks. https://github.com/vllm-project/compressed-tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint import FindStored, ReadScaled
+from penstock.gpu_node.model.methods.fp8 import read_float8
+from penstock.gpu_node.model.methods.parts import KINDS, Method, Parts, by_any_groups, unpacked
+from penstock.gpu_node.model.scaled import Floats, ScaledTensor
+
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+
+
+def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
+    form = settings["format"]
+    if form not in _FORMATS:
+        raise ConfigError(f"compressed-tensors in the format {form} is not read; read: {', '.join(_FORMATS)}")
+    sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        raise ConfigError(f"compressed-tensors with the sparse format {sparse} is not read; read: dense")
+    if settings.get("transform_config"):
+        raise ConfigError("compressed-tensors with a transform_config is not read")
+    blocks = {
+        tuple(group["weights"]["block_structure"])
+        for group in settings.get("config_groups", {}).values()
+        if (group.get("weights") or {}).get("strategy") == "block"
+    }
+    if len(blocks) > 1:
+        raise ConfigError(f"compressed-tensors with blocks of several sizes is not read: {sorted(blocks)}")
+    block = next(iter(blocks), None)
+
+    def read(name: str, find: FindStored) -> ScaledTensor | None:
+        parts = Parts(name, find)
+        return _read_packed(parts) or _read_int8(parts) or read_float8(parts, block)
+
+    return read
+
+
+def _read_packed(parts: Parts) -> ScaledTensor | None:
+    if parts.find("weight_packed") is None:
+        return None
+    words, (rows, columns) = parts.integers("weight_packed"), _shape(parts)
+    bits = next((bits for bits in KINDS if words.shape == (rows, -(-columns * bits // 32))), None)
+    if bits is None:
+        raise ConfigError(f"{parts.name} {[rows, columns]} in {list(words.shape)} words is not of 4 or 8 bits")
+    middle = 1 << (bits - 1)
+    scales, group = parts.scales("weight_scale", (rows, columns), None)
+    zeros = None
+    if parts.find("weight_zero_point") is not None:
+        zeros = unpacked(parts.integers("weight_zero_point").T, bits).T[:rows].astype(np.float32) - middle
+    numbers = (unpacked(words, bits)[:, :columns] - np.uint8(middle)).view(np.int8)
+    tensor = ScaledTensor(parts.name, KINDS[bits], numbers, scales, _spread(zeros, scales), group)
+    return tensor if parts.find("weight_g_idx") is None else by_any_groups(tensor, parts.integers("weight_g_idx"))
+
+
+def _read_int8(parts: Parts) -> ScaledTensor | None:
+    weight, zero_point = parts.find("weight"), parts.find("weight_zero_point")
+    if weight is None or weight.kind != "i8":
+        return None
+    rows, columns = weight.shape
+    scales, group = parts.scales("weight_scale", (rows, columns), None)
+    zeros = None if zero_point is None else zero_point.data.view(np.int8).reshape(zero_point.shape).astype(np.float32)
+    return ScaledTensor(parts.name, "int8", weight.data.view(np.int8), scales, _spread(zeros, scales), group)
+
+
+def _spread(zeros: Floats | None, scales: Floats) -> Floats | None:
+    """A zero for each scale; None where all are 0."""
+    return None if zeros is None or not zeros.any() else np.broadcast_to(zeros, scales.shape)
+
+
+def _shape(parts: Parts) -> tuple[int, int]:
+    stored = parts.get("weight_shape")
+    layout = {"i32": "<i4", "i64": "<i8"}.get(stored.kind)
+    if layout is None or stored.shape != (2,):
+        raise ConfigError(f"tensor {stored.name} is {stored.kind} {list(stored.shape)}, not two integers")
+    rows, columns = stored.data.view(layout).ravel().tolist()
+    return rows, columns
+
+
+METHOD = Method("compressed-tensors", _reader_of)

@@ -1,0 +1,95 @@
+"""The tensors that together are one quantised matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint import FindStored, ReadScaled, StoredTensor
+from penstock.gpu_node.model.scaled import Floats, NumberKind, ScaledTensor
+
+KINDS: dict[int, NumberKind] = {4: "int4", 8: "int8"}
+"""By the bits of the integers that are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way of quantising checkpoints: its `quant_method`, and how its settings become what reads its matrices."""
+
+    name: str
+    reader_of: Callable[[Mapping[str, Any]], ReadScaled]
+
+
+class Parts:
+    """A matrix's tensors by the last part of their names. Raises ConfigError naming one that is missing or odd."""
+
+    def __init__(self, name: str, find: FindStored) -> None:
+        """name: of the matrix, without `.weight`."""
+        self.name = f"{name}.weight"
+        self._name = name
+        self._find = find
+
+    def find(self, part: str) -> StoredTensor | None:
+        """The tensor of a part, if there is one."""
+        return self._find(f"{self._name}.{part}")
+
+    def get(self, part: str) -> StoredTensor:
+        """The tensor of a part."""
+        stored = self.find(part)
+        if stored is None:
+            raise ConfigError(f"the checkpoint has no tensor {self._name}.{part}")
+        return stored
+
+    def integers(self, part: str) -> NDArray[np.int32]:
+        """A part of 32-bit integers, in its shape."""
+        stored = self.get(part)
+        if stored.kind != "i32":
+            raise ConfigError(f"tensor {stored.name} is stored as {stored.kind}, not as i32")
+        return stored.data.view("<i4").reshape(stored.shape)
+
+    def floats(self, part: str, *shape: int) -> Floats:
+        """A part of numbers that must be of a shape."""
+        stored = self.get(part)
+        if stored.shape != shape:
+            raise ConfigError(f"tensor {stored.name} has shape {list(stored.shape)}, its matrix wants {list(shape)}")
+        return stored.to_float32()
+
+    def scales(self, part: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[Floats, int]:
+        """Scales of a matrix of `shape`, [rows, groups], and how many columns share one.
+
+        They are kept for all of it, for each row, for groups of each row, or for blocks of `block` rows and columns.
+        """
+        (rows, columns), stored = shape, self.get(part)
+        if np.prod(stored.shape) == 1:
+            return np.broadcast_to(stored.to_float32().reshape(1, 1), (rows, 1)), columns
+        if block is not None:
+            blocks = self.floats(part, -(-rows // block[0]), -(-columns // block[1]))
+            return np.repeat(blocks, block[0], axis=0)[:rows], block[1]
+        if stored.shape == (rows,):
+            return stored.to_float32().reshape(rows, 1), columns
+        num_groups = max(1, stored.shape[-1])
+        return self.floats(part, rows, num_groups), -(-columns // num_groups)
+
+
+def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
+    """The numbers of 4 or 8 bits in the last axis of words, lowest bits first."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    if KINDS[bits] == "int8":
+        return octets
+    return np.stack((octets & 15, octets >> 4), axis=-1).reshape(*words.shape[:-1], -1)
+
+
+def by_any_groups(tensor: ScaledTensor, groups: NDArray[np.int32]) -> ScaledTensor:
+    """A matrix each of whose columns is of any group of those that it has scales for. groups: [columns]."""
+    if np.array_equal(groups, np.arange(tensor.shape[1]) // tensor.group):
+        return tensor
+    num_groups = tensor.scales.shape[1]
+    if len(groups) != tensor.shape[1] or groups.min() < 0 or groups.max() >= num_groups:
+        raise ConfigError(f"{tensor.name} has {num_groups} groups, and an index of {len(groups)} to {groups.max()}")
+    zeros = None if tensor.zeros is None else tensor.zeros[:, groups]
+    return replace(tensor, scales=tensor.scales[:, groups], zeros=zeros, group=1)

@@ -1,0 +1,36 @@
+"""Log-probabilities as msgpack has them, in and out: a few bytes a value, since twenty of them may go with a token."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.packing import WireError
+
+
+def to_wire(entries: Sequence[TokenLogprobs]) -> list[Any]:
+    """What msgpack packs: per token its ids, values as float32, and texts."""
+    return [[e.token_ids, struct.pack(f"<{len(e.values)}f", *e.values), e.tokens] for e in entries]
+
+
+def from_wire(entries: Any, token_ids: Sequence[int] | None = None) -> tuple[TokenLogprobs, ...]:
+    """The same back, which must be of `token_ids` where there are any; raises WireError for what is of another form."""
+    if not isinstance(entries, list):
+        raise WireError("log-probabilities are no list")
+    if entries and token_ids is not None and len(entries) != len(token_ids):
+        raise WireError(f"log-probabilities of {len(entries)} tokens stand beside {len(token_ids)}")
+    return tuple(map(_entry_of, entries))
+
+
+def _entry_of(entry: Any) -> TokenLogprobs:
+    if not isinstance(entry, list) or [*map(type, entry)] != [list, bytes, list]:
+        raise WireError("log-probabilities of a token are not its ids, values and texts")
+    ids, packed, texts = entry
+    counts = {len(ids), len(texts), len(packed) / 4} - ({0.0} if len(ids) == 1 else set())
+    if counts != {len(ids)} or not ids:
+        raise WireError("log-probabilities of a token are not as many as its ids and texts")
+    if any(type(token_id) is not int for token_id in ids) or not all(isinstance(text, (bytes, str)) for text in texts):
+        raise WireError("log-probabilities name tokens by what is no id or text")
+    return TokenLogprobs(tuple(ids), struct.unpack(f"<{len(packed) // 4}f", packed), tuple(texts))

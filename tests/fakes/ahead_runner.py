@@ -1,0 +1,53 @@
+"""A runner that takes steps ahead of their tokens, as a card's does, made of one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.gpu_node.model.protocol import CacheSizes, ModelRunner, StepPlan, StepResult
+
+
+class AheadRunner:
+    """Does everything in the order in which it is given, on a thread of its own.
+
+    A step behind one that failed is computed on tokens that nobody sampled.
+    """
+
+    max_in_flight = 2
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(1)
+        self._said = np.zeros(0, np.int32)
+        self.num_ahead = 0
+        """Steps that were submitted before their tokens were known."""
+
+    @property
+    def cache_sizes(self) -> CacheSizes:
+        """The other's."""
+        return self._runner.cache_sizes
+
+    def bind_thread(self) -> None:
+        """Steps run on another thread."""
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """Start a step."""
+        self.num_ahead += bool((plan.token_ids < 0).any())
+        return self._thread.submit(self._step, plan)
+
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        """Clear blocks."""
+        self._thread.submit(self._runner.zero_blocks, block_ids).result()
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        said, self._said = self._said, np.zeros(len(plan.sample_seqs), np.int32)
+        ids = plan.token_ids.copy()
+        to_come = ids < 0
+        ids[to_come] = np.maximum(said[-1 - ids[to_come]], 0)
+        result = self._runner.submit(replace(plan, token_ids=ids)).result()
+        self._said = result.tokens
+        return result

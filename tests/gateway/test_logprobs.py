@@ -1,0 +1,119 @@
+"""How likely tokens were, in OpenAI's two dialects: whole and streamed alike, through a cut as well."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+MODEL = "acme/echo"
+SAID = "a 🐢ż"
+BYTES = list(SAID.encode())
+JOB = "x-penstock-job"
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def join(parts: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
+    """The lists of several objects, one behind the other."""
+    joined: dict[str, list[Any]] = {}
+    for part in filter(None, parts):
+        for name, values in part.items():
+            joined[name] = joined.get(name, []) + (values or [])
+    return joined
+
+
+def completion(api, *, stream: bool, **options: Any) -> dict[int, tuple[str, dict[str, list[Any]]]]:
+    """Text and log-probabilities of each choice."""
+    answer = api.completions.create(model=MODEL, max_tokens=64, stream=stream, **options)
+    choices = [choice for piece in answer for choice in piece.choices] if stream else answer.choices
+    said = {choice.index: [one for one in choices if one.index == choice.index] for choice in choices}
+    return {
+        index: ("".join(one.text for one in own), join([one.logprobs and one.logprobs.model_dump() for one in own]))
+        for index, own in said.items()
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completions_tokens_values_and_places(api, stream):
+    (text, likely) = completion(api, stream=stream, prompt=SAID, logprobs=2)[0]
+    assert text == SAID
+    assert likely["tokens"] == ["a", " ", *(f"bytes:\\x{byte:02x}" for byte in BYTES[2:])]
+    assert likely["token_logprobs"] == [-1.0] * len(BYTES)
+    assert likely["top_logprobs"][0] == {"a": -1.0, "b": -2.0}
+    # A character counts where its last byte is.
+    assert likely["text_offset"] == [0, 1, 2, 2, 2, 2, 3, 3]
+
+
+def test_no_alternatives_leave_the_token_itself(api):
+    (_, likely) = completion(api, stream=False, prompt="ab", logprobs=0)[0]
+    assert likely["top_logprobs"] == [{"a": -1.0}, {"b": -1.0}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_choice_of_every_prompt_has_its_own(api, stream):
+    said = completion(api, stream=stream, prompt=["abc", "de"], n=2, logprobs=1, echo=True)
+    for index, prompt in enumerate(("abc", "abc", "de", "de")):
+        text, likely = said[index]
+        assert text == prompt + prompt
+        assert likely["tokens"] == list(prompt + prompt)
+        assert likely["token_logprobs"] == [None] + [-1.0] * (2 * len(prompt) - 1)
+        assert likely["top_logprobs"][0] is None
+        assert likely["text_offset"] == list(range(2 * len(prompt)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [SAID, BYTES, "x" * 200])
+def test_an_echo_without_logprobs_is_text_alone(api, stream, prompt):
+    text, likely = completion(api, stream=stream, prompt=prompt, echo=True)[0]
+    said = prompt if isinstance(prompt, str) else SAID
+    assert (text, likely) == (said + said[:64], {})
+
+
+def test_a_prompts_own_stand_beside_each_choice(api):
+    answer = api.completions.create(model=MODEL, prompt=[97, 98, 127], n=2, extra_body={"prompt_logprobs": 1})
+    for choice in answer.choices:
+        assert choice.logprobs is None
+        assert choice.model_dump()["prompt_logprobs"] == [
+            None,
+            {"98": {"logprob": -1.0, "decoded_token": "b"}},
+            {"127": {"logprob": -1.0, "decoded_token": "<end>"}},
+        ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chats_tokens_with_their_bytes_and_alternatives(api, stream):
+    options = {"model": MODEL, "messages": user(SAID), "n": 2, "logprobs": True, "top_logprobs": 2}
+    answer = api.chat.completions.create(stream=stream, **options)
+    choices = [choice for piece in answer for choice in piece.choices] if stream else answer.choices
+    for index in range(2):
+        own = [choice for choice in choices if choice.index == index]
+        content = [one for choice in own if choice.logprobs for one in choice.logprobs.content]
+        assert bytes(byte for one in content for byte in one.bytes).decode() == SAID
+        assert [(one.token, one.logprob) for one in content][:2] == [("a", -1.0), (" ", -1.0)]
+        tops = [[(top.token, top.logprob, top.bytes) for top in one.top_logprobs] for one in content]
+        assert tops[0] == [("a", -1.0, [97]), ("b", -2.0, [98])]
+
+
+def test_a_chat_may_want_its_own_tokens_alone(api):
+    answer = api.chat.completions.create(model=MODEL, messages=user("ab"), logprobs=True)
+    assert [one.top_logprobs for one in answer.choices[0].logprobs.content] == [[], []]
+
+
+def test_a_cut_stream_goes_on_with_the_right_places(http, engine):
+    engine.step_s = 0.01
+    body = {"model": MODEL, "prompt": SAID, "max_tokens": 64, "stream": True, "logprobs": 1, "echo": True}
+    whole = http.post("/v1/completions", json=body, headers={"idempotency-key": "cut"})
+
+    def pieces(response) -> list[tuple[str, Any]]:
+        blocks = [block.split("\n") for block in response.text.removesuffix("\n\n").split("\n\n")][:-1]
+        return [(head.removeprefix("id: "), json.loads(data.removeprefix("data: "))) for head, data in blocks]
+
+    events = pieces(whole)
+    for cut in (0, 3):
+        place = {"last-event-id": events[cut][0]}
+        rest = pieces(http.post("/v1/completions", json=body, headers=place))
+        assert [(at, piece["choices"]) for at, piece in rest] == [(at, p["choices"]) for at, p in events[cut + 1 :]]

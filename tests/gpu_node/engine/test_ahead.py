@@ -1,0 +1,227 @@
+"""Steps that are planned before the tokens of the one ahead of them are known: nobody sees that they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.ahead_runner import AheadRunner
+from fakes.engine_runs import check_idle, tokens_of
+from fakes.faulty_runner import FaultyRunner
+from fakes.schedules import BLOCK_SIZE, EOS, check_plan, new_scheduler, new_sequence
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine, StepOutput
+from penstock.gpu_node.engine.rows import Step
+from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.model.protocol import FAILED_TOKEN
+
+NATIVE: dict[str, Any] = {"runner": "native", "dtype": "bfloat16"}
+MakeEngine = Callable[..., Engine]
+
+
+def _land(scheduler: Scheduler, step: Step, *tokens: int) -> list[str]:
+    """The names of those that ended."""
+    landed = scheduler.commit(step, np.array(tokens, dtype=np.int32))
+    scheduler.check_integrity()
+    return sorted(seq.request_id for seq in landed.ended)
+
+
+def _launched(scheduler: Scheduler, *, ahead: bool = False) -> tuple[Step, list[int]]:
+    """A step, and its token ids."""
+    step = scheduler.schedule_ahead() if ahead else scheduler.schedule()
+    assert step is not None
+    return step, check_plan(scheduler, step, 64).token_ids.tolist()
+
+
+def test_who_decodes_gets_a_token_ahead_and_what_is_behind_an_end_is_dropped() -> None:
+    scheduler, memory = new_scheduler(20, budget=64)
+    seqs = [new_sequence(name, 3, 9, first_token=100 * i) for i, name in enumerate("ab")]
+    for seq in seqs:
+        scheduler.add(seq)
+    first, _ = _launched(scheduler)
+    second, ids = _launched(scheduler, ahead=True)
+    assert ids == [-1, -2] and second.starts.tolist() == [3, 3]
+    assert _land(scheduler, first, EOS, 1000) == ["a"] and memory.num_held == 1
+    third, ids = _launched(scheduler, ahead=True)
+    assert third.seqs == [seqs[1]] and ids == [-2]
+    assert _land(scheduler, second, 1234, 1001) == []
+    assert scheduler.tokens_of(seqs[1])[3:].tolist() == [1000, 1001]
+    assert seqs[0].token_ids.tolist() == [0, 1, 2, EOS]
+
+
+def test_who_gets_to_its_length_is_in_no_step_behind_that() -> None:
+    scheduler, memory = new_scheduler(20, budget=64)
+    scheduler.add(new_sequence("short", 3, 1))
+    scheduler.add(new_sequence("long", 3, 2, first_token=100))
+    first, _ = _launched(scheduler)
+    second, ids = _launched(scheduler, ahead=True)
+    assert ids == [-2] and scheduler.num_running == 2
+    assert _land(scheduler, first, 1000, 1000) == ["short"]
+    assert scheduler.schedule_ahead() is None
+    assert _land(scheduler, second, 1001) == ["long"] and memory.num_held == 0
+
+
+def test_a_row_that_is_given_on_gets_no_token_of_the_one_that_left_it() -> None:
+    scheduler, _ = new_scheduler(20, max_num_seqs=2, budget=64)
+    stays, leaves, comes = (new_sequence(name, n, 9, first_token=100 * n) for name, n in (("s", 3), ("l", 3), ("c", 7)))
+    for seq in (stays, leaves, comes):
+        scheduler.add(seq)
+    first, _ = _launched(scheduler)
+    row = leaves.row
+    scheduler.remove(leaves)
+    second, ids = _launched(scheduler, ahead=True)
+    assert comes.row == row and ids == [-1, *range(700, 707)]
+    assert _land(scheduler, first, 1000, 1001) == []
+    assert scheduler.tokens_of(comes).tolist() == list(range(700, 707))
+    assert _land(scheduler, second, 1002, 1003) == []
+    assert scheduler.tokens_of(comes)[7:].tolist() == [1003]
+
+
+def test_a_block_is_known_once_all_of_its_tokens_are() -> None:
+    scheduler, memory = new_scheduler(20, budget=64)
+    seq = new_sequence("a", BLOCK_SIZE - 1, 9)
+    scheduler.add(seq)
+    first, _ = _launched(scheduler)
+    second, _ = _launched(scheduler, ahead=True)
+    assert second.ends.tolist() == [BLOCK_SIZE] and second.named_blocks == seq.block_hashes == []
+    _land(scheduler, first, 1000)
+    assert second.named_blocks == seq.blocks[:1] == memory.match(seq.block_hashes)
+    scheduler.roll_back(second)
+    assert memory.match(seq.block_hashes) == []
+
+
+@pytest.mark.parametrize("for_memory", [False, True])
+def test_with_a_failed_step_goes_the_one_that_was_planned_ahead_of_it(for_memory: bool) -> None:
+    scheduler, memory = new_scheduler(20, budget=64)
+    scheduler.add(new_sequence("one", BLOCK_SIZE + 1, 1))
+    scheduler.add(*(new_sequence("two", 2 * BLOCK_SIZE, 5, choice=i, first_token=100) for i in range(2)))
+    first, _ = _launched(scheduler)
+    scheduler.add(new_sequence("late", BLOCK_SIZE, 5, first_token=200))
+    _launched(scheduler, ahead=True)
+    scheduler.roll_back(first, for_memory=for_memory)
+    scheduler.check_integrity()
+    assert memory.num_held == memory.device.num_cached == 0
+    assert [scheduler.tokens_of(seq).min() for seq in scheduler.queues] == [0, 100, 100, 200]
+    assert scheduler.schedule() is not None and scheduler.schedule_ahead() is None, "until it is clear who failed"
+
+
+def test_what_needs_room_or_tokens_waits_for_the_step() -> None:
+    scheduler, _ = new_scheduler(2, budget=64)
+    scheduler.add(new_sequence("grows", 2 * BLOCK_SIZE - 2, 2))
+    first, _ = _launched(scheduler)
+    assert scheduler.schedule_ahead() is not None
+    scheduler, _ = new_scheduler(3, budget=64)
+    scheduler.add(new_sequence("a", BLOCK_SIZE, 9))
+    scheduler.add(new_sequence("b", BLOCK_SIZE, 9, first_token=100))
+    _launched(scheduler)
+    assert scheduler.schedule_ahead() is None and scheduler.num_preemptions == 0
+    scheduler, _ = new_scheduler(9, budget=64)
+    scheduler.add(new_sequence("penalised", 3, 9, penalty=1.0))
+    first, _ = _launched(scheduler)
+    assert scheduler.schedule_ahead() is None
+    _land(scheduler, first, FAILED_TOKEN)
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {"num_kv_blocks": 200, "max_num_seqs": 16},
+    {"num_kv_blocks": 14, "num_swap_blocks": 24, "preemption": "swap", "scheduling_policy": "priority"},
+    {"num_kv_blocks": 14, "max_num_batched_tokens": 24, "max_num_seqs": 6, "scheduling_policy": "fair"},
+]
+
+
+@pytest.fixture(scope="module")
+def alone(make_engine: MakeEngine) -> Engine:
+    """Room for everything, and no step ahead of another."""
+    return make_engine(**NATIVE, enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="module")
+def engines(make_engine: MakeEngine) -> list[Engine]:
+    """Little room, and steps ahead."""
+    made = [make_engine(**NATIVE, **config) for config in CONFIGS]
+    for engine in made:
+        engine._runner = AheadRunner(engine._runner)
+    return made
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int, int | None, int]:
+    """A prompt, its parameters, its class, after which step it is dropped, and after which it comes."""
+    params = {
+        "temperature": draw(st.sampled_from((0.0, 1.0))),
+        "max_tokens": draw(st.integers(1, 30)),
+        "n": draw(st.sampled_from((1, 1, 3))),
+        "ignore_eos": draw(st.booleans()),
+        "stop": draw(st.sampled_from(((), (), ("e",), ("a", "t")))),
+        "stop_token_ids": draw(st.sampled_from(((), (), tuple(range(0, 384, 20))))),
+        "min_tokens": draw(st.sampled_from((0, 0, 1))),
+        "presence_penalty": draw(st.sampled_from((0.0,) * 7 + (1.0,))),
+    }
+    prompt = [5 + draw(st.integers(0, 1)), *range(20, 20 + draw(st.integers(0, 50)))]
+    dropped = draw(st.sampled_from((None, None, None, 3, 8)))
+    return prompt, SamplingParams(**params), draw(st.integers(0, 2)), dropped, draw(st.integers(0, 6))
+
+
+def _run(engine: Engine, batch: list[Any]) -> list[StepOutput]:
+    outputs, now = [], 0
+    while now < 10 or engine.has_work():
+        for i, (prompt, params, priority, dropped, comes) in enumerate(batch):
+            if comes == now:
+                engine.add(str(i), prompt, params, seed=i, priority=priority, tenant=str(i % 2))
+            elif dropped is not None and comes + dropped == now:
+                engine.abort(str(i))
+        outputs += engine.step()
+        engine.check_integrity()
+        now += 1
+    check_idle(engine)
+    return outputs
+
+
+def _ends(outputs: list[StepOutput]) -> dict[tuple[str, int], Any]:
+    return {(o.request_id, o.choice): (o.finish_reason, o.usage) for o in outputs if o.finish_reason is not None}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(batch=st.lists(requests(), min_size=1, max_size=8), which=st.integers(0, len(CONFIGS) - 1))
+def test_the_same_is_said_with_steps_planned_ahead(
+    alone: Engine, engines: list[Engine], batch: list[Any], which: int
+) -> None:
+    want, got = _run(alone, [(*request[:3], None, 0) for request in batch]), _run(engines[which], batch)
+    ends, ended = _ends(want), _ends(got)
+    for i, (_, params, _, dropped, _) in enumerate(batch):
+        for choice in range(params.n):
+            full, said = (tokens_of(outputs, str(i), choice) for outputs in (want, got))
+            assert said == full[: len(said)]
+            if dropped is None:
+                assert said == full and ended[str(i), choice][0] == ends[str(i), choice][0]
+
+
+def test_faults_that_pass_end_nobody(make_engine: MakeEngine, alone: Engine) -> None:
+    batch = [
+        ([5 + i, *range(20, 60)], SamplingParams(max_tokens=30, ignore_eos=True, n=2), 1, None, 0) for i in range(6)
+    ]
+    want, rng = _run(alone, batch), np.random.default_rng(0)
+    for error in (RuntimeError, MemoryError):
+        engine = make_engine(**NATIVE, num_kv_blocks=24, num_swap_blocks=40, preemption="swap", max_num_seqs=12)
+        faulty = FaultyRunner(
+            engine._runner, lambda at, _, error=error: error() if at == "forward" and rng.random() < 0.1 else None
+        )
+        engine._runner = ahead = AheadRunner(faulty)
+        for i, (prompt, params, *_) in enumerate(batch):
+            engine.add(str(i), prompt, params, seed=i)
+        got = []
+        while engine.has_work():
+            try:
+                got += engine.step()
+            except (RuntimeError, MemoryError):
+                engine.check_integrity()
+        check_idle(engine)
+        assert {reason for reason, _ in _ends(got).values()} == {"length"}
+        for i, choice in _ends(want):
+            assert tokens_of(got, i, choice) == tokens_of(want, i, choice)
+        assert 1 < engine.stats().num_failed_steps <= faulty.num_failures and ahead.num_ahead > 10

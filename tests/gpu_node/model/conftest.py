@@ -1,0 +1,40 @@
+"""Models quantised in other people's layouts, made once for all tests that ask for the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from fakes.quantised_checkpoint import LAYOUTS, TOKEN_IDS, write_quantised
+from fakes.random_families import make_family_model
+from numpy.typing import NDArray
+
+Quantised: TypeAlias = Callable[[str, str], tuple[Path, NDArray[Any]]]
+
+
+@pytest.fixture(scope="session")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Quantised:
+    """Folder of a family's model in a layout, and transformers' logits of TOKEN_IDS by the numbers that it means."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    @cache
+    def plain(family: str) -> tuple[Path, Any]:
+        # Of 128 columns there are several groups of each size.
+        folder = make_family_model(tmp_path_factory.mktemp("plain"), family, "bfloat16", intermediate_size=128)
+        return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    @cache
+    def make(family: str, layout: str) -> tuple[Path, NDArray[Any]]:
+        (folder, model), target = plain(family), tmp_path_factory.mktemp("quantised")
+        meant = write_quantised(folder, LAYOUTS[layout], target)
+        with torch.inference_mode():
+            for name, weight in model.named_parameters():
+                if name in meant:
+                    weight.copy_(meant[name])
+            return target, model(torch.tensor([TOKEN_IDS])).logits[0].numpy()
+
+    return make

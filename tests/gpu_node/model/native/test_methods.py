@@ -1,0 +1,31 @@
+"""Checkpoints quantised by others on the native kernels: as they are stored, else in groups of int8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.plans import logits_alone
+from fakes.quantised_checkpoint import LAYOUTS, TOKEN_IDS
+from numpy.typing import NDArray
+
+from penstock.gpu_node.model.native.runner import NativeRunner
+
+Quantised = Callable[[str, str], tuple[Path, NDArray[Any]]]
+
+
+MOST = {"llama": 0.09, "gpt-neox": 0.035}
+"""Errors by the logits' spread; those of the one are of wider scores."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", MOST)
+def test_logits_err_by_the_rounding_of_activations_only(
+    quantised: Quantised, load_native: Callable[..., NativeRunner], family: str, layout: str
+) -> None:
+    folder, want = quantised(family, layout)
+    got = logits_alone(load_native(folder, quantization="auto", num_blocks=8), TOKEN_IDS)
+    assert np.sqrt(np.square(got - want).mean()) < MOST[family] * want.std()

@@ -1,0 +1,132 @@
+"""Checkpoints quantised by others have the logits of the numbers that they stand for, whatever their layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.plans import logits_alone
+from fakes.quantised_checkpoint import LAYOUTS, TOKEN_IDS
+from fakes.runner_options import runner_options
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.blocks import block_kind, in_blocks
+from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.protocol import LoadedModel
+from penstock.gpu_node.model.scaled import ScaledTensor
+
+Quantised = Callable[[str, str], tuple[Path, NDArray[Any]]]
+OPTIONS = runner_options(max_num_seqs=1)
+
+
+def _load(folder: Path) -> LoadedModel:
+    return load_model(str(folder), OPTIONS, lambda stage, fraction: None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "gpt-neox"])
+def test_logits_are_those_of_the_numbers_that_are_meant(quantised: Quantised, family: str, layout: str) -> None:
+    folder, want = quantised(family, layout)
+    runner: Any = _load(folder).runner
+    np.testing.assert_allclose(logits_alone(runner, TOKEN_IDS), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "has_zeros", "stored"),
+    [
+        ("int4", 32, False, "q4_0"),
+        ("int4", 64, True, "q4_1"),
+        ("int4", 192, True, "q4_1"),
+        ("int4", 48, True, "int4"),
+        ("int4", 1, False, "int4"),
+        ("int8", 192, False, "q8_0"),
+        ("int8", 64, True, "int8"),
+        ("fp8", 192, False, "fp8"),
+    ],
+)
+def test_blocks_hold_the_same_numbers(kind: Any, group: int, has_zeros: bool, stored: str) -> None:
+    rng, shape = np.random.default_rng(0), (5, -(-192 // group))
+    scales = rng.uniform(0.01, 0.1, shape).astype(np.float16).astype(np.float32)
+    zeros = rng.integers(-8, 8, shape).astype(np.float32) if has_zeros else None
+    least = -8 if kind == "int4" else -128
+    numbers = rng.integers(least, -least, (5, 192)).astype(np.int8)
+    if kind == "fp8":
+        numbers = (numbers & np.int8(-2)).view(np.uint8)  # no NaN
+    tensor = ScaledTensor("a", kind, numbers, scales, zeros, group)
+    assert block_kind(tensor) == stored
+    # What is added to each number of a block is rounded to float16.
+    most = 2e-3 if stored == "q4_1" else 0
+    np.testing.assert_allclose(in_blocks(tensor).to_float32(), tensor.to_float32(), rtol=0, atol=most)
+
+
+def _change_settings(folder: Path, target: Path, **changes: Any) -> None:
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (target / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "reason"),
+    [
+        ("awq", {"quant_method": "bitsandbytes"}, "bitsandbytes .* read: awq, compressed-tensors, fp8, gptq"),
+        ("awq", {"quant_method": None}, "quant_method None"),
+        ("awq", {"bits": 3}, "awq of 3 bits .* read: 4"),
+        ("awq", {"version": "gemv"}, "awq in the format gemv .* read: gemm"),
+        ("gptq int8", {"bits": 3}, "gptq of 3 bits .* read: 4, 8"),
+        ("gptq int8", {"checkpoint_format": "marlin"}, "gptq in the format marlin .* read: gptq, gptq_v2"),
+        ("gptq int8", {"dynamic": {"-:.*gate.*": {}}}, "dynamic"),
+        ("gptq int8", {"group_size": None}, "makes no sense"),
+        ("awq", {"group_size": 32}, r"q_proj.* has scales \[64, 1\] of 32 columns each"),
+        ("fp8 in blocks", {"weight_block_size": 48}, "makes no sense"),
+        ("packed int4", {"format": None}, "format None"),
+        ("packed int4", {"format": "nvfp4-pack-quantized"}, "format nvfp4-pack-quantized .* read: float-quantized"),
+        ("packed int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ("packed int4", {"transform_config": {"config_groups": {}}}, "transform_config"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(
+    quantised: Quantised, layout: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    _change_settings(quantised("llama", layout)[0], tmp_path, **changes)
+    with pytest.raises(ConfigError, match=reason):
+        _load(tmp_path)
+
+
+_OUT = "model.layers.1.self_attn.o_proj."
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "change"),
+    [
+        ("awq", "scales", None),
+        ("awq", "scales", lambda scales: scales[:, :-8]),
+        ("awq", "qweight", lambda words: words[:, :-1]),
+        ("gptq int8", "qzeros", lambda words: words.float()),
+        ("gptq int4 any order", "g_idx", lambda groups: groups + 1),
+        ("gptq int4 any order", "g_idx", lambda groups: groups[:-1]),
+        ("packed int4", "weight_shape", lambda shape: shape + 32),
+        ("packed int4 with zeros", "weight_zero_point", lambda words: words[:-1]),
+        ("packed int8", "weight_scale", lambda scales: scales[:-1]),
+        ("fp8 in blocks", "weight_scale_inv", lambda scales: scales[:, :-1]),
+        ("fp8 by matrix", "weight_scale", None),
+    ],
+)
+def test_tensors_that_are_missing_or_do_not_fit_are_named(
+    quantised: Quantised, layout: str, part: str, change: Callable[[Any], Any] | None, tmp_path: Path
+) -> None:
+    shutil.copytree(quantised("llama", layout)[0], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensor = tensors.pop(_OUT + part)
+    if change is not None:
+        tensors[_OUT + part] = change(tensor).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=_OUT.removesuffix(".")):
+        _load(tmp_path)
