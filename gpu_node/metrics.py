@@ -33,6 +33,8 @@ _ENGINE_COUNTS = {
     "prefill_tokens": "Prompt tokens computed.",
     "decode_tokens": "Tokens sampled.",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache.",
+    "drafted_tokens": "Tokens computed ahead because a sequence would probably say them.",
+    "accepted_tokens": "Those of them that it said.",
     "num_preemptions": "Sequences that gave way to others.",
 }
 _ENGINE_GAUGES = {

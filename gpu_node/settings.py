@@ -99,6 +99,10 @@ class NodeSettings(Settings):
     """Adapters that one step may compute with; the least recently used one gives its place to another."""
     max_lora_rank: int = Field(16, ge=1, le=512)
     """Highest rank of an adapter."""
+    speculative: Literal["ngram", "off"] = "off"
+    """ngram: compute ahead what followed when a text last said the same, as far as that pays; never changes tokens."""
+    max_draft_tokens: int = Field(8, ge=1, le=64)
+    """Most tokens that a sequence has computed ahead in one step."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of the model; else all cores that the process may use."""
 

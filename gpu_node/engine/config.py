@@ -76,9 +76,14 @@ class EngineConfig(BaseModel):
     max_loras: int = Field(8, ge=1)
     """Adapters that one step may compute with; the least recently used one gives its place to another."""
     max_lora_rank: int = Field(16, ge=1, le=512)
+    speculative: Literal["ngram", "off"] = "off"
+    """`ngram`: sequences draft what followed when they last said the same, if that pays; tokens stay the same."""
+    max_draft_tokens: int = Field(8, ge=1, le=64)
+    """Most tokens that a sequence drafts for a step."""
     num_threads: int | None = Field(None, ge=1)
     deterministic: bool = False
-    """Sums on a card in one order whatever the batch, some percent slower; on the CPU they always are."""
+    """On a card contexts are cut in one way whatever the batch, and products not split along their sums, some percent
+    slower; on the CPU every sum is in one order in any case."""
 
     @model_validator(mode="before")
     @classmethod

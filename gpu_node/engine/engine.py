@@ -22,11 +22,12 @@ from penstock.gpu_node.engine.preemption import PreemptionCosts
 from penstock.gpu_node.engine.progress import Landed
 from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume
-from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
 from penstock.gpu_node.engine.shares import discipline_of, note_held
+from penstock.gpu_node.engine.speculation import speculation_of
+from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.trail import MemoryTrail
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan
 
@@ -49,8 +50,8 @@ class Engine(ServedModel):
         self._costs = PreemptionCosts(config.preemption, sizes.block_bytes)
         limits = Limits.of(config, self._limits.max_model_len)
         self._places = AdapterPlaces(config.num_adapter_places)
-        self._discipline = discipline_of(config, self._places)
-        self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline)
+        self._discipline, drafts = discipline_of(config, self._places), speculation_of(config, self._runner)
+        self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline, speculation=drafts)
         self._trail = MemoryTrail(self._scheduler, self._memory)
         self._requests: dict[str, LiveRequest] = {}
         self._finished_usage: dict[str, Usage] = {}
@@ -77,9 +78,9 @@ class Engine(ServedModel):
     ) -> None:
         """Queue a request; its `n` choices share the prompt's blocks. Policies look at class, tenant and weight.
 
-        Cached prefixes are shared among requests of one `cache_salt` and adapter only. `resume` says how far an earlier
-        node got with each choice: generation goes on behind it, text that was not logged yet comes with the next
-        output, and a choice with a finish reason stays closed.
+        Only requests of one `cache_salt` and adapter share cached prefixes. `resume` says how far an earlier node got
+        with each choice: it goes on behind that, text that was not logged yet first, and stays closed if it has a
+        finish reason.
         Raises RequestError or PromptTooLongError naming the field, ConflictError for an id that is already here.
         """
         if request_id in self._requests:
@@ -202,9 +203,9 @@ class Engine(ServedModel):
         self._flights.broken_blocks += landed.broken_blocks
         self._logprobs = result.logprobs
         note_scores(flight.step, flight.plan, result.scores)
-        self._meter.land(flight, result)
-        self._costs.note_copies(len(flight.step.copies), result.copy_ms)
-        self._costs.note_forward(flight.step.num_prefill_tokens, result.forward_ms)
+        self._meter.land(flight, result, len(landed.token_ids))
+        self._costs.note_step(len(flight.step.copies), flight.step.num_prefill_tokens, result)
+        self._scheduler.drafts.speculation.note_step(flight.step.num_tokens, result)
         return landed
 
     def _fail(self, guilty: Choice | None) -> None:
@@ -238,7 +239,7 @@ class Engine(ServedModel):
             return outputs
         with self._meter.output:
             note_held(*self._held, self._block_size)
-            for row, (seq, token) in enumerate(zip(landed.seqs, landed.token_ids, strict=True)):
+            for row, seq, token in zip(landed.samples, landed.seqs, landed.token_ids, strict=True):
                 choice = self._live.get(seq)
                 if choice is not None:
                     outputs.append(self._advance(choice, token, row, has_left=seq in landed.ended))

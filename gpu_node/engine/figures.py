@@ -11,6 +11,7 @@ from penstock.gpu_node.engine.scheduler import Scheduler
 def figures_of(memory: KvMemory, scheduler: Scheduler, meter: Meter, block_size: int) -> EngineStats:
     """A snapshot of memory, queues and counters."""
     device, host, hits = memory.device, memory.host, scheduler.prefix_hits
+    speculation = scheduler.drafts.speculation
     return EngineStats(
         kv_blocks_total=device.num_total,
         kv_blocks_free=device.num_free,
@@ -32,6 +33,8 @@ def figures_of(memory: KvMemory, scheduler: Scheduler, meter: Meter, block_size:
         swapped_in_blocks=memory.num_in,
         num_swapped=len(scheduler.queues.swapped),
         num_swaps=scheduler.num_swaps,
+        drafted_tokens=speculation.num_drafted,
+        accepted_tokens=speculation.num_accepted,
         max_step_tokens=scheduler.max_step_tokens,
         **meter.figures(),
     )

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from penstock.gpu_node.engine.rows import Step
+from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import ModelRunner, StepPlan, StepResult
 
 _WINDOW = 256
@@ -165,11 +165,11 @@ class Meter:
     sample: Window = field(default_factory=Window)
     output: Window = field(default_factory=Window)
 
-    def land(self, flight: Flight, result: StepResult) -> None:
-        """Count a step that was computed."""
+    def land(self, flight: Flight, result: StepResult, num_tokens: int) -> None:
+        """Count a step that was computed and gave so many tokens."""
         self.steps += 1
         self.prefill_tokens += flight.step.num_prefill_tokens
-        self.decode_tokens += len(flight.step.sampled)
+        self.decode_tokens += num_tokens
         self.copied_blocks += len(flight.step.copies)
         self.step.add(flight.age_ms)
         self.copies.add(result.copy_ms)

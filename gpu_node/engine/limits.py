@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.gpu_node.engine.rows import Ints
+from penstock.gpu_node.engine.steps import Ints
 
 if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import EngineConfig

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import NO_LOGPROBS, Logprobs, ScoredTokens, StepPlan
 

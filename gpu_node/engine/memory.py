@@ -153,6 +153,12 @@ class KvMemory:
         for block in blocks:
             self._pool_of(block).unlabel(block)
 
+    def forget_unheld(self, blocks: Iterable[int]) -> list[int]:
+        """Forget those of some blocks that nobody holds any more; which they are."""
+        unheld = [block for block in blocks if self.ref_count(block) == 0]
+        self.forget(unheld)
+        return unheld
+
     def ref_count(self, block: int) -> int:
         """How many hold a block."""
         return self._pool_of(block).ref_count(block)

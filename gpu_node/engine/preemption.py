@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from penstock.gpu_node.model.protocol import StepResult
+
 PreemptionName = Literal["auto", "recompute", "swap"]
 
 _BYTES_PER_S = float(4 << 30)
@@ -22,6 +24,11 @@ class PreemptionCosts:
         self._block_bytes = block_bytes
         self._copied_bytes_per_ms = _BYTES_PER_S / 1e3
         self._prefilled_per_ms: float | None = None
+
+    def note_step(self, num_copies: int, num_prefill_tokens: int, result: StepResult) -> None:
+        """A step copied so many blocks and computed so many tokens of prompts."""
+        self.note_copies(num_copies, result.copy_ms)
+        self.note_forward(num_prefill_tokens, result.forward_ms)
 
     def note_copies(self, num_blocks: int, took_ms: float) -> None:
         """A step copied so many blocks."""

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.residents import Residents
-from penstock.gpu_node.engine.rows import Ints, Step
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile."""
+    """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile.
+
+    One whose draft stands is there as often as it got a token.
+    """
 
     seqs: list[Sequence]
     token_ids: list[int]
+    samples: Items[int]
+    """Which of the step's samples they are."""
     ended: set[Sequence]
     """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
     broken_blocks: list[int]
@@ -71,8 +77,11 @@ class Progress:
 
     def _count(self, step: Step, tokens: Ints) -> None:
         # A removed sequence's row is written to as well: nobody has it before the next step is scheduled.
-        self._rows.num_computed[step.rows] = step.ends
-        self._rows.append(step.sampled_rows, tokens)
+        self._rows.append(step.sampled_rows, step.sampled_ends, tokens)
+        ends = step.ends
+        if step.num_drafted:
+            ends = np.minimum(ends, self._rows.num_tokens[step.rows] - 1)
+        self._rows.num_computed[step.rows] = ends
         self._residents.start_forks()
 
     def _here(self, step: Step) -> list[int]:

@@ -71,7 +71,7 @@ class EngineStats:
     prefill_tokens: int
     """Prompt tokens computed, recomputed ones included."""
     decode_tokens: int
-    """Tokens sampled."""
+    """Tokens sampled that stand."""
     step_ms_p50: float
     step_ms_p99: float
     prefix_hit_tokens: int
@@ -97,6 +97,10 @@ class EngineStats:
     """Preempted sequences whose blocks are on the host."""
     num_swaps: int = 0
     """Preemptions that were swaps; the others are computed again."""
+    drafted_tokens: int = 0
+    """Tokens computed because a sequence would probably say them,"""
+    accepted_tokens: int = 0
+    """and those of them that it said."""
     num_failed_steps: int = 0
     num_memory_failures: int = 0
     """Failed steps that found no memory."""

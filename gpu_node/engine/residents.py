@@ -10,8 +10,9 @@ import numpy as np
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.rows import Rows, RowTable
+from penstock.gpu_node.engine.rows import RowTable
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Ints, Rows
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
@@ -157,12 +158,20 @@ class Residents:
 
         They may read them in the same step because a runner stores all keys before any query attends.
         """
-        num_full = num_tokens // self._block_size
-        seq.hash_full_blocks(self.table.tokens_of(seq)[:num_tokens], self._block_size)
+        tokens = self.table.tokens_of(seq)[:num_tokens]
+        num_full = len(tokens) // self._block_size  # what was drafted may not stand
+        seq.hash_full_blocks(tokens, self._block_size)
         for i in range(int(self.table.num_named[seq.row]) // self._block_size, num_full):
             self._memory.commit(seq.blocks[i], seq.block_hashes[i])
             named.append(seq.blocks[i])
         self.table.num_named[seq.row] = num_full * self._block_size
+
+    def name_filled(self, seqs: list[Sequence], rows: Rows, ends: Ints, named: list[int]) -> None:
+        """Offer to the prefix cache what sequences fill by getting so far; their tokens are known by then."""
+        filling = ends - self.table.num_named[rows] >= self._block_size
+        for i in filling.nonzero()[0].tolist():
+            if seqs[i].row >= 0:
+                self.name_full_blocks(seqs[i], int(ends[i]), named)
 
     def is_intact(self, seq: Sequence, unfilled: AbstractSet[int], uncopied: AbstractSet[int]) -> bool:
         """Whether a running sequence has what it computed, after a step did not fill some blocks and copy to others."""

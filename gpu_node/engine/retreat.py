@@ -71,6 +71,23 @@ class Retreat:
         else:
             self.requeue(seq)
 
+    def grow(self, seq: Sequence, num_blocks: int) -> None:
+        """Find blocks for a running sequence: preempt, at last itself; one that runs alone may have the host's."""
+        device, host = self._memory.device, self._memory.host
+        while num_blocks > device.num_free and len(self._residents.seqs) > 1:
+            if self.preempt_next() is seq:
+                return
+        while num_blocks > device.num_free + host.num_free and self._queues.swapped:
+            self._admission.recompute(self._queues.swapped[-1])
+        self._residents.grow(seq, num_blocks)
+
+    def start_over(self, seq: Sequence) -> list[int]:
+        """Have a sequence, if it still runs, compute all of it again; the blocks that nobody holds any more."""
+        blocks = seq.blocks
+        if seq.row >= 0:
+            self.requeue(seq)
+        return self._memory.forget_unheld(blocks)
+
     def requeue(self, seq: Sequence) -> None:
         """Let a running sequence wait, with the forks that it did not start yet, and compute all of it again."""
         self._residents.leave(seq)

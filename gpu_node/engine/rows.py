@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
+from penstock.gpu_node.engine.steps import Ints, Rows, Step
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
-
-Ints = NDArray[np.int32]
-Rows = NDArray[np.intp]
 
 _SETTINGS: dict[str, type[np.generic]] = {
     "temperature": np.float32,
@@ -29,69 +27,6 @@ _SETTINGS: dict[str, type[np.generic]] = {
     "choice": np.int32,
     "num_seen_prompt": np.int32,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Who computes what in a step: `seqs[i]` its tokens from starts[i] to ends[i]; those of `sampled` get one more."""
-
-    seqs: list[Sequence]
-    rows: Rows
-    starts: Ints
-    ends: Ints
-    sampled: Ints
-    """Which of `seqs` sample, ascending."""
-    sampled_seqs: list[Sequence]
-    sampled_rows: Rows
-    sampled_ends: Ints
-    num_prefill_tokens: int
-    """Tokens computed for sequences that lacked more than their newest one."""
-    named_blocks: list[int]
-    """Blocks that this step fills and that the prefix cache already knows."""
-    copies: Ints
-    """[num_copies, 2]: what is copied from block to block before all that."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are computed."""
-        return int((self.ends - self.starts).sum())
-
-    @property
-    def num_tokens_running(self) -> int:
-        """Tokens that are computed for those who still run."""
-        counts = (self.ends - self.starts).tolist()
-        return sum(count for seq, count in zip(self.seqs, counts, strict=True) if seq.row >= 0)
-
-
-def step_of(
-    seqs: list[Sequence],
-    rows: Rows,
-    starts: Ints,
-    ends: Ints,
-    num_tokens: Ints,
-    *,
-    named_blocks: list[int],
-    copies: Ints,
-) -> Step:
-    """The step in which sequences of so many tokens get from starts to ends; whoever gets to its end samples."""
-    sampled = (ends == num_tokens).nonzero()[0]
-    sampled_rows, sampled_ends, sampled_seqs = rows, ends, seqs
-    if len(sampled) < len(seqs):
-        sampled_rows, sampled_ends, sampled_seqs = rows[sampled], ends[sampled], [seqs[i] for i in sampled]
-    is_prefill = num_tokens - starts > 1
-    return Step(
-        seqs=seqs,
-        rows=rows,
-        starts=starts,
-        ends=ends,
-        sampled=sampled.astype(np.int32),
-        sampled_seqs=sampled_seqs,
-        sampled_rows=sampled_rows,
-        sampled_ends=sampled_ends,
-        num_prefill_tokens=int((ends - starts)[is_prefill].sum()),
-        named_blocks=named_blocks,
-        copies=copies,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +50,17 @@ class RowTable:
     """Tokens, progress, block tables and sampling settings by row.
 
     0 <= num_computed < num_tokens <= limit and num_computed <= capacity, the tokens that the blocks held have room for.
-    The prefix cache was told of the blocks of the first num_named tokens.
+    The prefix cache was told of the blocks of the first num_named tokens. Behind a row's tokens stand num_drafted
+    drafted ones, which the next step may compute.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
         self._unused = list(range(max_rows - 1, -1, -1))
         self._block_size = block_size
-        self.num_tokens, self.num_computed, self.num_named, self.capacity, self.limit, self._num_prompt_tokens = (
+        self.num_tokens, self.num_drafted, self.num_computed, self.num_named, self.capacity, self.limit = (
             np.zeros(max_rows, dtype=np.int32) for _ in range(6)
         )
+        self._num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
         # Pages of these that no sequence is long enough to reach are never touched, so they cost nothing.
         self._tokens = np.zeros((max_rows, max_model_len), dtype=np.int32)
         self._block_tables = np.full((max_rows, -(-max_model_len // block_size)), NULL_BLOCK, dtype=np.int32)
@@ -143,7 +80,7 @@ class RowTable:
         num_tokens = len(seq.token_ids)
         self._tokens[row, :num_tokens] = seq.token_ids
         self.num_tokens[row] = num_tokens
-        self.num_computed[row] = self.num_named[row] = self.capacity[row] = 0
+        self.num_drafted[row] = self.num_computed[row] = self.num_named[row] = self.capacity[row] = 0
         self.limit[row] = seq.max_num_tokens
         self._num_prompt_tokens[row] = seq.num_prompt_tokens
         self._adapters[row] = seq.place
@@ -190,11 +127,22 @@ class RowTable:
         """Put another block in the place of one that a running sequence has."""
         self._block_tables[seq.row, at] = seq.blocks[at] = block
 
-    def append(self, rows: Rows, tokens: Ints) -> None:
-        """Add a token to each of some rows."""
-        at = self.num_tokens[rows]
+    def append(self, rows: Rows, at: Ints, tokens: Ints) -> None:
+        """Add a token to each of some rows at its end, or several to a row in their order."""
         self._tokens[rows, at] = tokens
         self.num_tokens[rows] = at + 1
+
+    def put_draft(self, seq: Sequence, draft: list[int]) -> int:
+        """Put drafted tokens behind a running sequence's own; their number."""
+        num_tokens, num_drafted = self.num_tokens[seq.row], len(draft)
+        self._tokens[seq.row, num_tokens : num_tokens + num_drafted] = draft
+        self.num_drafted[seq.row] = num_drafted
+        return num_drafted
+
+    def last_tokens(self, step: Step) -> Ints:
+        """[num_samples]: the token that each sample of a step is drawn behind."""
+        tokens: Ints = self._tokens[step.sampled_rows, step.sampled_ends - 1]
+        return tokens
 
     def set_tokens(self, rows: Rows, at: Ints, tokens: Ints) -> None:
         """Say what tokens at some places are that were still to come."""
@@ -212,7 +160,7 @@ class RowTable:
         """A step as the runner sees it; nothing in it changes while the step runs."""
         rows, starts, ends = step.rows, step.starts, step.ends
         query_starts, owners, positions = self._ordinals[: len(rows) + 1], rows, starts
-        if len(step.sampled) < len(rows) or step.num_prefill_tokens:
+        if len(step.sampled) != len(rows) or step.num_prefill_tokens:
             counts = ends - starts
             query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
             np.cumsum(counts, out=query_starts[1:])
@@ -226,7 +174,7 @@ class RowTable:
             query_starts=query_starts,
             context_lens=ends,
             block_tables=self._block_tables[:, :width][rows],
-            sample_tokens=query_starts[step.sampled + 1] - 1,
+            sample_tokens=query_starts[step.sampled] + step.sampled_ends - starts[step.sampled] - 1,
             sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
             copies=step.copies,
             adapters=adapters if adapters.max() > NO_ADAPTER else None,
@@ -236,10 +184,11 @@ class RowTable:
         settings = self._settings_for(seqs, rows)
         position = num_tokens - settings.num_prompt_tokens
         seen = banned = settings.none
-        if settings.are_penalised:
-            seen = tuple(self.tokens_of(seq) if seq.is_penalised else NO_TOKENS for seq in seqs)
-        if settings.have_bans:
-            banned = tuple(seq.banned_ids(self.tokens_of(seq)) if seq.has_bans else NO_TOKENS for seq in seqs)
+        if settings.are_penalised or settings.have_bans:
+            tokens = [self._tokens[seq.row, :count] for seq, count in zip(seqs, num_tokens.tolist(), strict=True)]
+            both = list(zip(seqs, tokens, strict=True))
+            seen = tuple(so_far if seq.is_penalised else NO_TOKENS for seq, so_far in both)
+            banned = tuple(seq.banned_ids(so_far) if seq.has_bans else NO_TOKENS for seq, so_far in both)
         return SamplingRows(
             **settings.values,
             position=position,

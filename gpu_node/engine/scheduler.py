@@ -7,6 +7,7 @@ import numpy as np
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.admission import Admission, Grants, PrefixHits
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
+from penstock.gpu_node.engine.drafts import Drafts
 from penstock.gpu_node.engine.limits import Limits, StepSize, within
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts
@@ -14,8 +15,10 @@ from penstock.gpu_node.engine.progress import Landed, Progress
 from penstock.gpu_node.engine.queues import Queues, leave_group
 from penstock.gpu_node.engine.residents import Residents
 from penstock.gpu_node.engine.retreat import Retreat
-from penstock.gpu_node.engine.rows import Ints, Rows, RowTable, Step, step_of
+from penstock.gpu_node.engine.rows import RowTable
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.speculation import Speculation
+from penstock.gpu_node.engine.steps import Ints, Step, step_of
 from penstock.gpu_node.engine.suspects import Suspects
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 
@@ -34,7 +37,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, memory: KvMemory, limits: Limits, costs: PreemptionCosts, *, discipline: Discipline | None = None
+        self,
+        memory: KvMemory,
+        limits: Limits,
+        costs: PreemptionCosts,
+        *,
+        discipline: Discipline | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.queues = Queues()
         discipline = discipline or FirstComeFirstServed()
@@ -45,6 +54,7 @@ class Scheduler:
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._residents = Residents(memory, self._rows, limits.block_size)
         self._suspects = Suspects()
+        self.drafts = Drafts(self._residents, memory, speculation or Speculation(0), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
         self._progress = Progress(self._residents)
         parties = self._residents, self.queues
@@ -119,6 +129,7 @@ class Scheduler:
         """Decide the next step, or None when there is nothing to do."""
         self._residents.own_last_blocks()
         self._retreat.make_way()
+        self.drafts.write(0 if self._suspects.has_any else self.max_step_tokens)
         preemptions_before = self.num_preemptions
         step = self._decide()
         if step is not None:
@@ -153,19 +164,22 @@ class Scheduler:
         """Note that a step was computed and what it sampled; whoever ends by that leaves."""
         self._suspects.landed(step)
         self._step_size.landed()
-        landed = Landed(step.sampled_seqs, tokens.tolist(), set(), [])
-        for i in self._progress.land(step, tokens):
-            seq = step.sampled_seqs[i]
+        standing, tokens, samples, poisoned = self.drafts.settle(step, tokens)
+        landed = Landed(standing.sampled_seqs, tokens.tolist(), samples, set(), [])
+        for i in self._progress.land(standing, tokens):
+            seq = standing.sampled_seqs[i]
             if landed.token_ids[i] == FAILED_TOKEN:
                 landed.broken_blocks.extend(self._discard(seq))
             else:
                 self.remove(seq)
             landed.ended.add(seq)
+        for seq in poisoned:
+            landed.broken_blocks.extend(self._retreat.start_over(seq))
         if self._in_flight is step:
             self._in_flight = None
         elif (ahead := self._in_flight) is not None:
             # What it fills can only be named now.
-            self._name_full_blocks(ahead.seqs, ahead.rows, ahead.ends, ahead.named_blocks)
+            self._residents.name_filled(ahead.seqs, ahead.rows, ahead.ends, ahead.named_blocks)
         return landed
 
     def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
@@ -211,7 +225,8 @@ class Scheduler:
         if not num_decoding or self._limits.max_prefill_beside_decode >= most:
             return most
         waiting = int(to_compute.sum()) - num_decoding + self.queues.num_tokens_waiting
-        return min(most, num_decoding + self._limits.prefill_beside_decode(waiting))
+        num_drafted = int(self._rows.num_drafted[rows].sum())
+        return min(most, num_decoding + num_drafted + self._limits.prefill_beside_decode(waiting))
 
     def _decide(self) -> Step | None:
         """The step that running sequences and newcomers get out of a budget; None where nobody gets anything."""
@@ -234,21 +249,14 @@ class Scheduler:
     def _schedule_running(self, budget: int, named: list[int]) -> Ints:
         """How far each of the running sequences gets that get something; the others are the last ones."""
         rows, table = self._residents.rows, self._rows
-        ends = within(budget, table.num_computed[rows], table.num_tokens[rows])
+        ends = within(budget, table.num_computed[rows], table.num_tokens[rows] + table.num_drafted[rows])
         short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
         if short:
             ends = self._make_room(short, ends)
         rows = self._residents.rows[: len(ends)]
         known = ends if self._progress.assumed is None else table.num_known(rows, ends)
-        self._name_full_blocks(self.running, rows, known, named)
+        self._residents.name_filled(self.running, rows, known, named)
         return ends
-
-    def _name_full_blocks(self, seqs: list[Sequence], rows: Rows, ends: Ints, named: list[int]) -> None:
-        """Offer to the prefix cache what sequences fill by getting so far; their tokens are known by then."""
-        filling = ends - self._rows.num_named[rows] >= self._limits.block_size
-        for i in filling.nonzero()[0].tolist():
-            if seqs[i].row >= 0:
-                self._residents.name_full_blocks(seqs[i], int(ends[i]), named)
 
     def _make_room(self, short: list[int], ends: Ints) -> Ints:
         """Give blocks to those of the running that lack them; how far those get that still run."""
@@ -256,21 +264,11 @@ class Scheduler:
         num_running = len(self.running)
         for i in short:
             if seqs[i].row >= 0:
-                self._grow(seqs[i], self._residents.num_blocks(int(ends[i])) - len(seqs[i].blocks))
+                self._retreat.grow(seqs[i], self._residents.num_blocks(int(ends[i])) - len(seqs[i].blocks))
         if len(self.running) == num_running:
             return ends
         kept: Ints = ends[np.array([seq.row >= 0 for seq in seqs])]
         return kept
-
-    def _grow(self, seq: Sequence, num_blocks: int) -> None:
-        """Find blocks for a running sequence: preempt, at last itself; one that runs alone may have the host's."""
-        device, host = self._memory.device, self._memory.host
-        while num_blocks > device.num_free and len(self.running) > 1:
-            if self._retreat.preempt_next() is seq:
-                return
-        while num_blocks > device.num_free + host.num_free and self.queues.swapped:
-            self._admission.recompute(self.queues.swapped[-1])
-        self._residents.grow(seq, num_blocks)
 
     def _admit(self, budget: int, ends: Ints, named: list[int]) -> Ints:
         """Let others run with the budget that is left; how far each of all running ones gets."""
@@ -294,6 +292,4 @@ class Scheduler:
         """Drop a sequence whose computation failed; the blocks that nobody holds any more, now unknown to all."""
         if seq.row >= 0:
             self.remove(seq)
-        blocks = [block for block in seq.blocks if self._memory.ref_count(block) == 0]
-        self._memory.forget(blocks)
-        return blocks
+        return self._memory.forget_unheld(seq.blocks)

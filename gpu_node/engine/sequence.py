@@ -13,6 +13,7 @@ from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
 from penstock.gpu_node.engine.scores import PromptScores
+from penstock.gpu_node.engine.speculation import Drafter
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Sequence:
     adapter: Adapter | None = None
     place: int = NO_ADAPTER
     """Where the runner has its adapter while it runs."""
+    drafter: Drafter | None = None
+    """Guesses what it says next, once that may pay."""
     prompt_scores: PromptScores | None = None
     """What its request wants to know of the prompt."""
     root_hash: bytes = ROOT_HASH

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Step
 
 _MAX_STRIKES = 3
 

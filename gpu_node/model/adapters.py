@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import StoredTensor, read_safetensors
-from penstock.gpu_node.model.protocol import LowRank
+from penstock.gpu_node.model.low_rank import LowRank
 from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
 from penstock.gpu_node.model.tensors import rows_by_part
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.low_rank import LowRank
 from penstock.gpu_node.model.spec import MatrixName
 
 if TYPE_CHECKING:
@@ -164,18 +165,6 @@ class StepResult:
     """Of the plan's scored tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """What an adapter adds to one part of a layer's matrix: up @ down."""
-
-    part: int
-    """Which of the parts that the spec names."""
-    down: NDArray[np.float32]
-    """[rank, columns]"""
-    up: NDArray[np.float32]
-    """[rows, rank], the adapter's factor included."""
-
-
 class Adapter(Protocol):
     """A low-rank adapter of the model, ready to be given to its runner."""
 
@@ -233,6 +222,10 @@ class ModelRunner(Protocol):
     def cache_sizes(self) -> CacheSizes:
         """What the KV cache holds."""
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether a step may sample behind more of its tokens than it has sequences."""
+
     def bind_thread(self) -> None:
         """Let the calling thread, which does nothing but wait for steps, run where the runner has most of it."""
 
@@ -273,7 +266,7 @@ class RunnerOptions:
     cpu_offload_gib: float = 0.0
     max_num_batched_tokens: int = 512
     deterministic: bool = False
-    """Whether a card may add in no order but one."""
+    """Whether a card may not cut contexts by the size of the batch, nor sums of products at all."""
     lora: Mapping[str, Path] = field(default_factory=dict)
     """Adapters by name."""
     lora_dir: Path | None = None

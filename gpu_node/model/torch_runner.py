@@ -50,6 +50,11 @@ class TorchRunner:
         """What the KV cache holds."""
         return self._sizes
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Any of a step's tokens may be sampled behind."""
+        return True
+
     def bind_thread(self) -> None:
         """Nothing to do: steps run on a thread of their own."""
 

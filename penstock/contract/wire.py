@@ -95,6 +95,10 @@ class NodePressure:
     """Of these, tokens found computed, on both tiers."""
     swap_hit_tokens: int = 0
     """Of these, tokens that the host had."""
+    drafted_tokens: int = 0
+    """Tokens computed ahead because a sequence would probably say them,"""
+    accepted_tokens: int = 0
+    """and those of them that it said."""
     num_failed_steps: int = 0
     num_memory_failures: int = 0
     max_step_tokens: int = 0

@@ -44,7 +44,7 @@ class AheadRunner:
         self._thread.submit(self._runner.zero_blocks, block_ids).result()
 
     def _step(self, plan: StepPlan) -> StepResult:
-        said, self._said = self._said, np.zeros(len(plan.sample_seqs), np.int32)
+        said, self._said = self._said, np.zeros(len(plan.sample_tokens), np.int32)
         ids = plan.token_ids.copy()
         to_come = ids < 0
         ids[to_come] = np.maximum(said[-1 - ids[to_come]], 0)

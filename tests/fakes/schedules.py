@@ -13,9 +13,9 @@ from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts, PreemptionName
-from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import StepPlan
 
 BLOCK_SIZE = 4

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model.checkpoint import Checkpoint
 from penstock.gpu_node.model.description import Description
-from penstock.gpu_node.model.protocol import Adapter, LowRank
+from penstock.gpu_node.model.low_rank import LowRank
+from penstock.gpu_node.model.protocol import Adapter
 from penstock.gpu_node.model.spec import MatrixName
 from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.kernels.cpu.library import LowRankRows, NativeModel, Place, Slot

@@ -48,6 +48,11 @@ class NativeRunner:
         """What the KV cache holds."""
         return self._sizes
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Any of a step's tokens may be sampled behind."""
+        return True
+
     def bind_thread(self) -> None:
         """Keep the calling thread on the core that the model's own threads leave free, if they leave one."""
         if self._core is not None:

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.gpu_node.engine.blocks import block_hash
 from penstock.gpu_node.engine.discipline import FirstComeFirstServed
-from penstock.gpu_node.engine.rows import Step
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
