@@ -202,7 +202,7 @@ class Scheduler:
                 self._retreat.requeue(seq)
             else:
                 self._residents.unname(seq)
-        for seq in [seq for seq in self.queues.swapped if not (named | copied).isdisjoint(seq.blocks)]:
+        for seq in [seq for seq in self.queues.swapped if not copied.isdisjoint(seq.blocks)]:
             self._admission.recompute(seq)
         if guilty is not None:
             self._step_size.restore()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
+from penstock.gpu_node.engine.discipline import FirstComeFirstServed
 from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
@@ -109,7 +111,10 @@ def test_with_a_failed_step_goes_the_one_that_was_planned_ahead_of_it(for_memory
     scheduler.check_integrity()
     assert memory.num_held == memory.device.num_cached == 0
     assert [scheduler.tokens_of(seq).min() for seq in scheduler.queues] == [0, 100, 100, 200]
-    assert scheduler.schedule() is not None and scheduler.schedule_ahead() is None, "until it is clear who failed"
+    again, _ = _launched(scheduler)
+    assert again.seqs[0].request_id == "one" and _land(scheduler, again, *[1000] * len(again.sampled)) == ["one"]
+    _launched(scheduler)
+    assert scheduler.schedule_ahead() is None, "until it is clear who failed"
 
 
 def test_what_needs_room_or_tokens_waits_for_the_step() -> None:
@@ -127,6 +132,26 @@ def test_what_needs_room_or_tokens_waits_for_the_step() -> None:
     first, _ = _launched(scheduler)
     assert scheduler.schedule_ahead() is None
     _land(scheduler, first, FAILED_TOKEN)
+
+
+class _Urgent(FirstComeFirstServed):
+    """Whoever waits presses."""
+
+    def pressing(self, waiting: Iterable[Sequence], running: list[Sequence]) -> tuple[Sequence, list[Sequence]] | None:
+        seq = next(iter(waiting), None)
+        return None if seq is None else (seq, running[::-1])
+
+
+def test_who_presses_is_made_way_for_when_the_step_has_landed() -> None:
+    scheduler, _ = new_scheduler(4, max_num_seqs=1, budget=64, discipline=_Urgent())
+    runs, presses = (new_sequence(name, 3, 9, first_token=100 * i) for i, name in enumerate("rp"))
+    scheduler.add(runs)
+    first, _ = _launched(scheduler)
+    scheduler.add(presses)
+    assert scheduler.schedule_ahead() is None and scheduler.num_preemptions == 0
+    _land(scheduler, first, 1000)
+    _launched(scheduler)
+    assert scheduler.num_preemptions == 1
 
 
 CONFIGS: list[dict[str, Any]] = [
@@ -279,3 +304,11 @@ def test_what_a_row_that_was_not_finite_left_reaches_nobody(make_engine: MakeEng
         engine.add("good", [5] * 20, params, seed=0)
         assert tuple(tokens_of(drain(engine), "good")) == good
         check_idle(engine)
+
+
+def test_prompts_that_are_computed_in_several_steps_are_scored_once(make_engine: MakeEngine, alone: Engine) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True, seed=1, n=2, logprobs=1, prompt_logprobs=1)
+    prompts = [list(range(20, 65)), list(range(100, 119))]
+    want, engine = alone.generate(prompts, params), make_engine(**NATIVE, max_num_batched_tokens=16, max_num_seqs=8)
+    engine._runner = ahead = AheadRunner(engine._runner)
+    assert engine.generate(prompts, params) == want and ahead.num_ahead > 0
