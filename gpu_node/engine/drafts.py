@@ -39,6 +39,8 @@ class Drafts:
 
     def __init__(self, residents: Residents, memory: KvMemory, speculation: Speculation, block_size: int) -> None:
         self.speculation = speculation
+        self.num_written = 0
+        """Tokens that stand drafted behind those of the running sequences."""
         self._residents = residents
         self._table = residents.table
         self._memory = memory
@@ -53,7 +55,7 @@ class Drafts:
         if not self.speculation.max_draft_tokens:
             return
         table, rows = self._table, self._residents.rows
-        table.num_drafted[rows] = 0
+        table.num_drafted[rows] = self.num_written = 0
         to_compute = table.num_tokens[rows] - table.num_computed[rows]
         decoding = (to_compute == 1).nonzero()[0]
         most = (max_step_tokens - int(to_compute.sum())) // 2
@@ -67,7 +69,7 @@ class Drafts:
                 continue
             drafter = seq.drafter = seq.drafter or Drafter(PromptLookup(seq.max_num_tokens))
             if i in on_trial or self.speculation.pays(drafter, least_odds):
-                most -= self._draft(seq, drafter, most, least_odds)
+                self.num_written += self._draft(seq, drafter, most - self.num_written, least_odds)
 
     def _draft(self, seq: Sequence, drafter: Drafter, most: int, least_odds: float) -> int:
         """Have a sequence draft; how many tokens it did."""

@@ -229,7 +229,9 @@ class RunnerOptions:
     cpu_offload_gib: float = 0.0
     max_num_batched_tokens: int = 512
     deterministic: bool = False
-    """Whether a card may add in no order but one."""
+    """Whether a card may not cut contexts by the size of the batch, nor sums of products at all."""
+    weight_cache: bool = True
+    """Whether packed weights lie in a file that the machine's processes share."""
 
 
 @dataclass(frozen=True, slots=True)

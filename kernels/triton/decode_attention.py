@@ -191,13 +191,9 @@ def decode_attention(
     _decode[(num_rows, num_kv_heads, splits)](
         *(out, partial, weight, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, seqs),
-        *(biases, scale * LOG2_E.value, 0 if biases is None else biases.stride(0), block_tables.stride(0)),
-        *cache_strides(cache),
-        GROUP=group,
+        *scales_and_strides(cache, block_tables, scale, biases),
         GROUP_PAD=padded(group, 16),
-        BLOCK=cache.block_size,
-        QUANTISED=cache.k_scales is not None,
-        BIASED=biases is not None,
+        **kinds_of(cache, group, biases),
         **cut,
         **head,
         **launch.options,
@@ -206,6 +202,20 @@ def decode_attention(
         _merge[(num_rows, num_heads)](
             out, partial, weight, context_lens, query_starts, seqs, **cut, **head, num_warps=2
         )
+
+
+def scales_and_strides(
+    cache: PagedCache, block_tables: Tensor, scale: float, biases: Tensor | None
+) -> tuple[Tensor | float | None, ...]:
+    """What attention kernels want to know behind their tables, from `biases` on to where the host's blocks lie."""
+    by_bias = biases, scale * LOG2_E.value, 0 if biases is None else biases.stride(0)
+    return *by_bias, block_tables.stride(0), *cache_strides(cache)
+
+
+def kinds_of(cache: PagedCache, group: int, biases: Tensor | None) -> dict[str, int | bool]:
+    """What attention kernels are compiled anew for; group: query heads to a key head."""
+    has_scales, has_biases = cache.k_scales is not None, biases is not None
+    return {"GROUP": group, "BLOCK": cache.block_size, "QUANTISED": has_scales, "BIASED": has_biases}
 
 
 def cache_strides(cache: PagedCache) -> tuple[int, ...]:

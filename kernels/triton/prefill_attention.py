@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.paged_cache import PagedCache
-from penstock.kernels.triton.decode_attention import LOG2_E, block_offset, cache_strides
+from penstock.kernels.triton.decode_attention import LOG2_E, block_offset, kinds_of, scales_and_strides
 from penstock.kernels.triton.launches import Launch, attention_launch, padded
 
 QUERY_TILE = 64
@@ -132,48 +132,15 @@ def _prefill(
     begin = tl.maximum(prefix + offset - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
     # Tiles below the diagonal are seen whole by every row; a window's lower edge is another diagonal.
     whole_end = begin if WINDOW > 0 else (prefix + offset + 1) // TILE * TILE
-    for j in range(begin, whole_end, TILE):
-        state = _attend_tile(
-            *(
-                state,
-                j,
-                queries,
-                positions,
-                context,
-                biases,
-                head * bias_stride,
-                scale,
-                table,
-                k,
-                v,
-                k_scales,
-                v_scales,
-                head // GROUP,
-            ),
-            *(block_stride, head_stride, scale_block_stride, scale_head_stride, host_from, host_jump, host_scale_jump),
-            *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, BIASED, False),
-        )
-    for j in range(whole_end, tl.minimum(prefix + offset + ROWS, context), TILE):
-        state = _attend_tile(
-            *(
-                state,
-                j,
-                queries,
-                positions,
-                context,
-                biases,
-                head * bias_stride,
-                scale,
-                table,
-                k,
-                v,
-                k_scales,
-                v_scales,
-                head // GROUP,
-            ),
-            *(block_stride, head_stride, scale_block_stride, scale_head_stride, host_from, host_jump, host_scale_jump),
-            *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, BIASED, True),
-        )
+    for part in tl.static_range(2):
+        first, last = (begin, whole_end) if part == 0 else (whole_end, tl.minimum(prefix + offset + ROWS, context))
+        for j in range(first, last, TILE):
+            state = _attend_tile(
+                *(state, j, queries, positions, context, biases, head * bias_stride, scale, table),
+                *(k, v, k_scales, v_scales, head // GROUP, block_stride, head_stride),
+                *(scale_block_stride, scale_head_stride, host_from, host_jump, host_scale_jump),
+                *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, BIASED, part == 1),
+            )
     _, total, acc = state
     # Rows behind the last query may have seen nothing.
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -213,16 +180,12 @@ def prefill_attention(
     _prefill[(len(tiles), num_heads)](
         *(out, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, tiles),
-        *(biases, scale * LOG2_E.value, 0 if biases is None else biases.stride(0), block_tables.stride(0)),
-        *cache_strides(cache),
-        GROUP=group,
+        *scales_and_strides(cache, block_tables, scale, biases),
         HEAD=head_dim,
         HEAD_PAD=padded(head_dim, 16),
-        BLOCK=cache.block_size,
         ROWS=QUERY_TILE,
         TILE=launch.tile,
         WINDOW=window,
-        QUANTISED=cache.k_scales is not None,
-        BIASED=biases is not None,
+        **kinds_of(cache, group, biases),
         **launch.options,
     )

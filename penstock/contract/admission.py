@@ -18,6 +18,10 @@ JOB_BYTES = 2_048
 """What a job takes in Redis beside its request, its log and its result."""
 LOG_BYTES_PER_TOKEN = 45
 """A token of a log takes 96 bytes when it comes alone and 30 when four come together; few jobs write all they may."""
+BYTES_PER_LOGPROB = 14
+"""In a log: id, value, and a text of a few bytes."""
+REQUEST_BYTES_PER_TOKEN = 3
+"""Of a prompt, as text or as ids."""
 MAX_WAIT_MS = 60_000
 """A job that would wait longer than this for its turn is told to come back."""
 MIN_RETRY_AFTER_MS = 1_000
@@ -70,7 +74,14 @@ def estimate_bytes(job: Job, request_bytes: int) -> int:
     """Bytes that a job may come to hold in Redis: its request, its record, and a log of all the tokens it may have."""
     params = job.params
     output = params.max_tokens if params.max_tokens is not None else PREDICTED_OUTPUT_TOKENS
-    return request_bytes + JOB_BYTES + params.n * output * LOG_BYTES_PER_TOKEN
+    token_bytes = LOG_BYTES_PER_TOKEN + _logprob_bytes(params.logprobs)
+    of_prompt = request_bytes // REQUEST_BYTES_PER_TOKEN * _logprob_bytes(params.prompt_logprobs)
+    return request_bytes + JOB_BYTES + params.n * output * token_bytes + of_prompt
+
+
+def _logprob_bytes(num_logprobs: int | None) -> int:
+    """What is said of a token beside it, with so many alternatives."""
+    return 0 if num_logprobs is None else (1 + num_logprobs) * BYTES_PER_LOGPROB
 
 
 def decide(pressure: PoolPressure, *, cost: int, priority: int, admitted_since: int = 0) -> None:

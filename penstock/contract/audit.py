@@ -164,6 +164,8 @@ def _differences(chunks: Sequence[Chunk], result: Result) -> Iterator[str]:
     said = [chunk for chunk in chunks if chunk.outcome is None]
     if result.cuts != tuple((chunk.choice, len(chunk.token_ids), len(chunk.text)) for chunk in said):
         yield f"it was cut into {len(result.cuts)} chunks, the log into {len(said)} or others"
+    if result.prompt_logprobs != tuple(entry for chunk in said for entry in chunk.prompt_logprobs):
+        yield "what it says of the prompt differs"
     for choice in result.choices:
         own = [chunk for chunk in said if chunk.choice == choice.index]
         told = Choice(

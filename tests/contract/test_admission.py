@@ -16,13 +16,15 @@ from penstock.contract.admission import (
     MIN_RETRY_AFTER_MS,
     PREDICTED_OUTPUT_TOKENS,
     decide,
+    estimate_bytes,
     estimate_cost,
     prompt_bytes,
 )
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
-from penstock.contract.job import MAX_TOKENS_LIMIT, Message, Priority, SamplingParams
+from penstock.contract.job import MAX_TOKENS_LIMIT, Chunk, Message, Priority, SamplingParams
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.tools import ToolCall
-from penstock.contract.wire import NodePressure, PoolPressure, PoolRecord
+from penstock.contract.wire import NodePressure, PoolPressure, PoolRecord, encode_chunk
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
 UNLIMITED = PoolRecord("m", "acme/model", bytes_per_token=4.0)
@@ -68,6 +70,20 @@ def test_prompt_is_measured_in_utf8_bytes() -> None:
         prompt_bytes(new_job(messages=(Message(role="user", content="hé"), Message(role="system", content="")))) == 13
     )
     assert prompt_bytes(new_job(prompt_token_ids=(1, 2))) == 0
+
+
+@pytest.mark.parametrize("num", [0, 5, 20])
+def test_what_is_said_of_tokens_takes_the_memory_that_is_charged_for_it(num: int) -> None:
+    def charged(**params: Any) -> int:
+        return estimate_bytes(new_job(params=SamplingParams(max_tokens=100, **params)), 300)
+
+    entry = TokenLogprobs((40_000,) * (1 + num), (-1.5,) * (1 + num), (b" word",) * (1 + num))
+    logged = 100 * (
+        len(encode_chunk(Chunk("j", 0, 0, 0, (7,), "x", logprobs=(entry,))))
+        - len(encode_chunk(Chunk("j", 0, 0, 0, (7,), "x")))
+    )
+    for asked in ({"logprobs": num}, {"prompt_logprobs": num}):
+        assert 0.5 * logged < charged(**asked) - charged() < 1.5 * logged
 
 
 def test_tools_and_calls_cost_what_they_are_long_but_no_chat_is_refused_for_them() -> None:

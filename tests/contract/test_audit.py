@@ -15,6 +15,7 @@ from penstock.contract.broker.admin import AdminBroker, Story
 from penstock.contract.broker.node import Emission
 from penstock.contract.errors import BusyError, NotFoundError
 from penstock.contract.job import Choice, Chunk, Outcome, Priority, Usage
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.wire import NodePressure
 
 DONE = Outcome("done")
@@ -245,6 +246,24 @@ def test_log_of_two_choices_is_in_order_each_by_itself() -> None:
     assert findings_of(Story(job.id, None, tuple(log), None)) == []
     late = wire.encode_chunk(Chunk(job.id, 3, 1, 1, (5,)))
     assert [f.name for f in findings_of(Story(job.id, None, (*log, late), None))] == ["behind_the_end"]
+
+
+def test_a_result_says_of_tokens_what_the_log_said() -> None:
+    job, prompt, said = new_job(), TokenLogprobs((5, 6), (-0.5, -1.0), (b"p", b"q")), (-0.25, -2.0)
+    likely = TokenLogprobs((1, 2), said, (b"a", b"b"))
+    log = [
+        wire.encode_chunk(Chunk(job.id, 0, prompt_logprobs=(prompt,))),
+        wire.encode_chunk(Chunk(job.id, 1, 0, 0, (1,), "a", "stop", Usage(1, 1), logprobs=(likely,))),
+    ]
+
+    def found(told: TokenLogprobs, of_prompt: tuple[TokenLogprobs, ...]) -> list[str]:
+        choice = Choice(0, "a", (1,), "stop", (told,))
+        result = results.encode_result((choice,), Usage(1, 1), [(0, 0, 0), (0, 1, 1)], of_prompt)
+        return [f.detail for f in findings_of(Story(job.id, Outcome("done"), tuple(log), result))]
+
+    assert found(likely, (prompt,)) == []
+    assert found(TokenLogprobs((1, 2), (-0.25, -3.0), (b"a", b"b")), (prompt,)) == ["choice 0 differs"]
+    assert found(likely, ()) == ["what it says of the prompt differs"]
 
 
 async def test_swept_and_expired_jobs_leave_nothing_to_find(queue: Queue, broker: AdminBroker) -> None:

@@ -80,7 +80,9 @@ def _integers(weight: Tensor, bits: int, group: int, symmetric: bool, shuffled: 
     groups = np.arange(columns) // group
     if shuffled:
         groups = np.random.default_rng(0).permutation(groups)
-    values = weight.numpy()
+    values = weight.numpy().copy()
+    # A row that is nowhere below 0 has zeros of 0.
+    values[1] = np.abs(values[1])
     scales, zeros = (np.empty((rows, groups.max() + 1)) for _ in range(2))
     for g in range(groups.max() + 1):
         part = values[:, groups == g]
@@ -98,10 +100,9 @@ def _integers(weight: Tensor, bits: int, group: int, symmetric: bool, shuffled: 
 def _gptq(weight: Tensor, given: Any) -> tuple[Packed, Tensor]:
     bits = given["bits"]
     made = _integers(weight, bits, given["group"], given["symmetric"], given.get("shuffled", False), torch.float16)
-    zeros = (made.zeros - given["offset"]) % (1 << bits)
     packed = {
         "qweight": words(made.numbers, bits).T,
-        "qzeros": words(zeros.T, bits),
+        "qzeros": words(made.zeros.T, bits) - given["offset"] * words(np.ones((1, 32 // bits), np.int64), bits),
         "scales": made.scales.T,
         "g_idx": torch.from_numpy(made.groups.astype(np.int32)),
     }

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.protocol import SamplingRows, TokenMasks
+from penstock.kernels.reference.philox import sampling_uniform
 from penstock.kernels.reference.sampler import NO_BIASES, NO_TOKENS, SamplingRow, choose, uniform_of
 
 MAX_SHIFT = 1e-6
@@ -148,3 +149,16 @@ def _logits(draw: st.DrawFn, vocab: int) -> NDArray[np.float32]:
     odd = draw(st.sampled_from([0.0] * 7 + [-np.inf, -np.inf, -np.inf, np.inf, np.nan]))
     logits[draw(st.integers(0, vocab - 1))] += odd
     return logits.astype(np.float32)
+
+
+def level_draws(count: int = 12, vocab: int = 4096) -> tuple[SamplingCase, list[int]]:
+    """Rows whose tokens are all alike, so that each chooses by its random number alone; and what they choose."""
+    rng = np.random.default_rng(0)
+    names: dict[str, Any] = {
+        "seed": rng.integers(0, 1 << 64, count, dtype=np.uint64),
+        "choice": rng.integers(0, 16, count),
+        "position": rng.integers(0, 1 << 20, count),
+    }
+    rows = rows_of(count, **names)
+    uniform = sampling_uniform(rows.seed, rows.choice, rows.position)
+    return SamplingCase(np.zeros((count, vocab), np.float32), rows), (uniform * vocab).astype(int).tolist()

@@ -20,8 +20,6 @@ from penstock.gpu_node.model.layers import LayerWeights, Product
 _log = logging.getLogger(__name__)
 _NUM_BUFFERS = 2
 _ALIGNED = 256
-PIECE_BYTES = 16 << 20
-"""A layer's pinned memory is taken in pieces: torch's allocator would round all of it up to a power of two."""
 _GIB = 1 << 30
 
 
@@ -44,7 +42,7 @@ class OffloadedLayers:
         self._offload_gib = offload_gib
         self._device = device
         self._buffers: list[Tensor] = []
-        self._hosts: list[list[Tensor]] = []
+        self._hosts: list[Tensor] = []
         self._offloaded: frozenset[int] = frozenset()
         self._layers = list(map(self._kept, range(num_layers), layers))
         count, mib = len(self._hosts), len(self._buffers[0]) / (1 << 20)
@@ -68,8 +66,7 @@ class OffloadedLayers:
         with self._device.on_side():
             freed.hold()
             buffer = self._buffers[k % _NUM_BUFFERS]
-            for part, piece in zip(_pieces(buffer), self._hosts[k], strict=True):
-                part.copy_(piece, non_blocking=True)
+            buffer.copy_(self._hosts[k], non_blocking=True)
             return self._device.mark()
 
     def _kept(self, i: int, layer: LayerWeights) -> LayerWeights:
@@ -97,15 +94,8 @@ class OffloadedLayers:
             return place.copy_(tensor)
 
         packed = _mapped(layer, pack)
-        host = [self._device.pinned(len(part), dtype=torch.uint8) for part in _pieces(buffer)]
-        for piece, part in zip(host, _pieces(buffer), strict=True):
-            piece.copy_(part)
-        self._hosts.append(host)
+        self._hosts.append(self._device.pinned_run(len(buffer), dtype=torch.uint8).copy_(buffer))
         return packed
-
-
-def _pieces(buffer: Tensor) -> list[Tensor]:
-    return [buffer[at : at + PIECE_BYTES] for at in range(0, len(buffer), PIECE_BYTES)]
 
 
 def _spread(count: int, num_layers: int) -> list[int]:

@@ -23,7 +23,7 @@ from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
 
-_OnDevice = tuple[Tensor, Tensor] | None
+_OnHost = tuple[Tensor, Tensor] | None
 """The arrays of `Logprobs`."""
 FIXED_SPLITS = 8
 """Of contexts, where a row's sums must not depend on how many others there are."""
@@ -142,16 +142,22 @@ class GpuRunner:
             self._tokens[:rows] = sample(logits[:rows], step.rules, self._no_marks)
         return logits
 
-    def _logprobs(self, plan: StepPlan, logits: Tensor) -> tuple[_OnDevice, _OnDevice]:
+    def _logprobs(self, plan: StepPlan, logits: Tensor) -> tuple[_OnHost, _OnHost]:
         """Those of the sampling rows and of the scored tokens, where anybody wants them."""
         rows, wanted, scored = len(plan.sample_tokens), plan.sampling.num_logprobs, plan.scored
         logprobs = scores = None
         if wanted is not None:
-            logprobs = logprobs_of(logits[:rows], self._tokens[:rows], wanted)
+            logprobs = self._sent(*logprobs_of(logits[:rows], self._tokens[:rows], wanted))
         if scored is not None:
             targets = torch.from_numpy(scored.targets).to(self._device.torch)
-            scores = logprobs_of(logits[rows:], targets, scored.num_logprobs)
+            scores = self._sent(*logprobs_of(logits[rows:], targets, scored.num_logprobs))
         return logprobs, scores
+
+    def _sent(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Where they are on the host once the step is done: who fetched them then would wait for the next one."""
+        there = ids.to(torch.int32), values
+        first, second = (self._device.pinned(*x.shape, dtype=x.dtype).copy_(x, non_blocking=True) for x in there)
+        return first, second
 
     def _logits(self, step: StepInputs) -> Tensor:
         given = step.token_ids
@@ -208,13 +214,13 @@ class _Flight:
         self._tokens = torch.empty(0, dtype=torch.int32)
         self.rest: Callable[[], None] | None = None
         """What is still to be given to the device."""
-        self._logprobs: tuple[_OnDevice, _OnDevice] = None, None
+        self._logprobs: tuple[_OnHost, _OnHost] = None, None
 
     def land(self, tokens: Tensor, done: Mark) -> None:
         """Say where its tokens are, once `done` is reached."""
         self._tokens, self._done = tokens, done
 
-    def note_logprobs(self, logprobs: _OnDevice, scores: _OnDevice) -> None:
+    def note_logprobs(self, logprobs: _OnHost, scores: _OnHost) -> None:
         """Keep those of its sampling rows and of its scored tokens."""
         self._logprobs = logprobs, scores
 

@@ -2,7 +2,7 @@
 
 A matrix is kept by inputs: `qweight` [inputs / n, outputs] with n numbers of a column in each word, `qzeros`
 [groups, outputs / n], `scales` [groups, outputs] and `g_idx`, the group of each input: with `desc_act` any.
-The format `gptq` keeps every zero less one (0 as the largest), `gptq_v2` as it is.
+The format `gptq` keeps words of zeros less a word of ones, `gptq_v2` as they are.
 https://github.com/AutoGPTQ/AutoGPTQ, https://github.com/ModelCloud/GPTQModel
 """
 
@@ -18,33 +18,39 @@ from penstock.gpu_node.model.checkpoint import FindStored, ReadScaled
 from penstock.gpu_node.model.methods.parts import KINDS, Method, Parts, by_any_groups, unpacked
 from penstock.gpu_node.model.scaled import ScaledTensor
 
-_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+_ONE_LESS = {"gptq": True, "gptq_v2": False}
+_ONES = {4: 0x11111111, 8: 0x01010101}
+"""A one for each number of a word."""
 
 
 def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
     bits, form = settings["bits"], settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if bits not in KINDS:
         raise ConfigError(f"gptq of {bits} bits is not read; read: 4, 8")
-    if form not in _ZERO_OFFSETS:
-        raise ConfigError(f"gptq in the format {form} is not read; read: {', '.join(_ZERO_OFFSETS)}")
+    if form not in _ONE_LESS:
+        raise ConfigError(f"gptq in the format {form} is not read; read: {', '.join(_ONE_LESS)}")
     group_size = int(settings["group_size"])
     if settings.get("dynamic"):
         raise ConfigError("gptq with settings of single modules (dynamic) is not read")
 
     def read(name: str, find: FindStored) -> ScaledTensor | None:
         parts = Parts(name, find)
-        return None if parts.find("qweight") is None else _read(parts, bits, group_size, _ZERO_OFFSETS[form])
+        return (
+            None
+            if parts.find("qweight") is None
+            else _read(parts, bits, group_size, _ONES[bits] if _ONE_LESS[form] else 0)
+        )
 
     return read
 
 
-def _read(parts: Parts, bits: int, group_size: int, zero_offset: int) -> ScaledTensor:
+def _read(parts: Parts, bits: int, group_size: int, missing: int) -> ScaledTensor:
     numbers = unpacked(parts.integers("qweight").T, bits)
-    packed_zeros = unpacked(parts.integers("qzeros"), bits)
+    # Whole words are one less in each number, and borrow where one was 0: added as words, they wrap back.
+    packed_zeros = unpacked(parts.integers("qzeros") + np.int32(missing), bits)
     scales = parts.floats("scales", *packed_zeros.shape).T
     middle = 1 << (bits - 1)
-    # In the type that they are kept in, so that they wrap.
-    zeros = ((packed_zeros.T + np.uint8(zero_offset)) & np.uint8((1 << bits) - 1)).astype(np.float32) - middle
+    zeros = packed_zeros.T.astype(np.float32) - middle
     tensor = ScaledTensor(
         name=parts.name,
         kind=KINDS[bits],

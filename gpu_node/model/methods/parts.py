@@ -86,7 +86,8 @@ def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
 
 def by_any_groups(tensor: ScaledTensor, groups: NDArray[np.int32]) -> ScaledTensor:
     """A matrix each of whose columns is of any group of those that it has scales for. groups: [columns]."""
-    if np.array_equal(groups, np.arange(tensor.shape[1]) // tensor.group):
+    # Some writers leave an index of zeros where columns are in order.
+    if not groups.any() or np.array_equal(groups, np.arange(tensor.shape[1]) // tensor.group):
         return tensor
     num_groups = tensor.scales.shape[1]
     if len(groups) != tensor.shape[1] or groups.min() < 0 or groups.max() >= num_groups:

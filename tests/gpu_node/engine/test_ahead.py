@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fakes.ahead_runner import AheadRunner
-from fakes.engine_runs import check_idle, tokens_of
+from fakes.engine_runs import check_idle, drain, tokens_of
 from fakes.faulty_runner import FaultyRunner
 from fakes.schedules import BLOCK_SIZE, EOS, check_plan, new_scheduler, new_sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine import Engine, StepOutput
+from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
+from penstock.gpu_node.engine.discipline import FirstComeFirstServed
 from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
@@ -107,7 +111,10 @@ def test_with_a_failed_step_goes_the_one_that_was_planned_ahead_of_it(for_memory
     scheduler.check_integrity()
     assert memory.num_held == memory.device.num_cached == 0
     assert [scheduler.tokens_of(seq).min() for seq in scheduler.queues] == [0, 100, 100, 200]
-    assert scheduler.schedule() is not None and scheduler.schedule_ahead() is None, "until it is clear who failed"
+    again, _ = _launched(scheduler)
+    assert again.seqs[0].request_id == "one" and _land(scheduler, again, *[1000] * len(again.sampled)) == ["one"]
+    _launched(scheduler)
+    assert scheduler.schedule_ahead() is None, "until it is clear who failed"
 
 
 def test_what_needs_room_or_tokens_waits_for_the_step() -> None:
@@ -127,10 +134,31 @@ def test_what_needs_room_or_tokens_waits_for_the_step() -> None:
     _land(scheduler, first, FAILED_TOKEN)
 
 
+class _Urgent(FirstComeFirstServed):
+    """Whoever waits presses."""
+
+    def pressing(self, waiting: Iterable[Sequence], running: list[Sequence]) -> tuple[Sequence, list[Sequence]] | None:
+        seq = next(iter(waiting), None)
+        return None if seq is None else (seq, running[::-1])
+
+
+def test_who_presses_is_made_way_for_when_the_step_has_landed() -> None:
+    scheduler, _ = new_scheduler(4, max_num_seqs=1, budget=64, discipline=_Urgent())
+    runs, presses = (new_sequence(name, 3, 9, first_token=100 * i) for i, name in enumerate("rp"))
+    scheduler.add(runs)
+    first, _ = _launched(scheduler)
+    scheduler.add(presses)
+    assert scheduler.schedule_ahead() is None and scheduler.num_preemptions == 0
+    _land(scheduler, first, 1000)
+    _launched(scheduler)
+    assert scheduler.num_preemptions == 1
+
+
 CONFIGS: list[dict[str, Any]] = [
     {"num_kv_blocks": 200, "max_num_seqs": 16},
     {"num_kv_blocks": 14, "num_swap_blocks": 24, "preemption": "swap", "scheduling_policy": "priority"},
     {"num_kv_blocks": 14, "max_num_batched_tokens": 24, "max_num_seqs": 6, "scheduling_policy": "fair"},
+    {"num_kv_blocks": 60, "speculative": "ngram"},
 ]
 
 
@@ -225,3 +253,63 @@ def test_faults_that_pass_end_nobody(make_engine: MakeEngine, alone: Engine) -> 
         for i, choice in _ends(want):
             assert tokens_of(got, i, choice) == tokens_of(want, i, choice)
         assert 1 < engine.stats().num_failed_steps <= faulty.num_failures and ahead.num_ahead > 10
+
+
+def test_one_that_fails_wherever_it_runs_ends_alone(make_engine: MakeEngine, alone: Engine) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    batch = [([300 + i, *range(20, 40)], params, 1, None, 0) for i in range(6)]
+    want, engine = _run(alone, batch), make_engine(**NATIVE)
+    faulty = FaultyRunner(
+        engine._runner, lambda at, plan: RuntimeError() if at == "forward" and 303 in plan.token_ids else None
+    )
+    engine._runner = AheadRunner(faulty)
+    for i, (prompt, *_) in enumerate(batch):
+        engine.add(str(i), prompt, params, seed=i)
+    got = []
+    while engine.has_work():
+        with suppress(RuntimeError):
+            got += engine.step()
+    check_idle(engine)
+    assert {i: end[0] for (i, _), end in _ends(got).items()} == {
+        str(i): "error" if i == 3 else "length" for i in range(6)
+    }
+    for i in (0, 1, 2, 4, 5):
+        assert tokens_of(got, str(i)) == tokens_of(want, str(i))
+
+
+def test_who_takes_over_from_a_node_that_planned_ahead_says_the_rest(make_engine: MakeEngine, alone: Engine) -> None:
+    prompt, params = list(range(20, 50)), SamplingParams(max_tokens=20, ignore_eos=True)
+    want, engine = _run(alone, [(prompt, params, 1, None, 0)]), make_engine(**NATIVE)
+    engine._runner = ahead = AheadRunner(engine._runner)
+    engine.add("0", prompt, params, seed=0)
+    outputs = [output for _ in range(9) for output in engine.step()]
+    said = tuple(tokens_of(outputs, "0"))
+    assert 0 < len(said) < 20 and ahead.num_ahead > len(said) - 1
+    text = "".join(output.text for output in outputs)
+    alone.add("0", prompt, params, seed=0, resume=[ResumedChoice(said, text, None)])
+    assert [*said, *tokens_of(drain(alone), "0")] == tokens_of(want, "0")
+
+
+def test_what_a_row_that_was_not_finite_left_reaches_nobody(make_engine: MakeEngine) -> None:
+    engine, params = make_engine(num_kv_blocks=6), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    good = engine.generate([[5] * 20], params)[0].choices[0].token_ids
+    embedding = engine._runner._decoder._weights.embedding  # type: ignore[attr-defined]
+    kept = embedding[300].clone()
+    engine._runner = AheadRunner(engine._runner)
+    for _ in range(3):
+        embedding[300] = torch.nan
+        engine.add("bad", [10] * 20 + [300], params, seed=0)
+        bad = drain(engine)
+        embedding[300] = kept
+        assert [(output.finish_reason, output.token_ids) for output in bad] == [("error", ())]
+        engine.add("good", [5] * 20, params, seed=0)
+        assert tuple(tokens_of(drain(engine), "good")) == good
+        check_idle(engine)
+
+
+def test_prompts_that_are_computed_in_several_steps_are_scored_once(make_engine: MakeEngine, alone: Engine) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True, seed=1, n=2, logprobs=1, prompt_logprobs=1)
+    prompts = [list(range(20, 65)), list(range(100, 119))]
+    want, engine = alone.generate(prompts, params), make_engine(**NATIVE, max_num_batched_tokens=16, max_num_seqs=8)
+    engine._runner = ahead = AheadRunner(engine._runner)
+    assert engine.generate(prompts, params) == want and ahead.num_ahead > 0

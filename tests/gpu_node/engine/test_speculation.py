@@ -22,7 +22,8 @@ from penstock.gpu_node.engine.speculation import Drafter, Speculation
 from penstock.gpu_node.engine.step_cost import StepCost
 
 MakeEngine = Callable[..., Engine]
-Said = dict[tuple[str, int], tuple[list[int], str, str | None, list[TokenLogprobs]]]
+Likely = list[TokenLogprobs]
+Said = dict[tuple[str, int], tuple[list[int], str, str | None, Likely, Likely]]
 TIGHT: dict[str, Any] = {"max_num_seqs": 6, "num_kv_blocks": 14, "num_swap_blocks": 10, "max_num_batched_tokens": 48}
 
 options = st.fixed_dictionaries(
@@ -36,7 +37,8 @@ options = st.fixed_dictionaries(
         "stop": st.sampled_from([("e",), ("th", "ate")]),
         "stop_token_ids": st.just(tuple(range(3, 60))),
         "ignore_eos": st.booleans(),
-        "logprobs": st.just(2),
+        "logprobs": st.integers(0, 3),
+        "prompt_logprobs": st.integers(0, 2),
     },
 )
 guided = st.fixed_dictionaries(
@@ -77,14 +79,25 @@ def _add(engine: Engine, wanted: list[tuple[list[int], int, dict[str, Any]]]) ->
 def _said(outputs: list[StepOutput]) -> Said:
     said: Said = {}
     for output in outputs:
-        tokens, text, _, logprobs = said.setdefault((output.request_id, output.choice), ([], "", None, []))
+        tokens, text, _, likely, of_prompt = said.setdefault((output.request_id, output.choice), ([], "", None, [], []))
         assert output.position == len(tokens)
         said[output.request_id, output.choice] = (
             [*tokens, *output.token_ids],
             text + output.text,
             output.finish_reason,
-            [*logprobs, *output.logprobs],
+            [*likely, *output.logprobs],
+            [*of_prompt, *output.prompt_logprobs],
         )
+    return _by_request(said)
+
+
+def _by_request(said: Said) -> Said:
+    """The prompt's come with whichever choice is first."""
+    for request_id in {request_id for request_id, _ in said}:
+        own = sorted(key for key in said if key[0] == request_id)
+        of_prompt = [entry for key in own for entry in said[key][4]]
+        for key in own:
+            said[key] = (*said[key][:4], of_prompt)
     return said
 
 

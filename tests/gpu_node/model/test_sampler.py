@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.sampling import SamplingCase, rows_of, sampling_cases
+from fakes.sampling import SamplingCase, level_draws, rows_of, sampling_cases
 from hypothesis import given, settings
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -19,6 +19,11 @@ from penstock.gpu_node.model.sampler import sample
 @given(sampling_cases())
 def test_tokens_are_the_references(case: SamplingCase) -> None:
     assert case.disagreements(sample(torch.from_numpy(case.logits.copy()), case.rows)) == []
+
+
+def test_a_row_draws_the_number_that_every_sampler_draws() -> None:
+    case, want = level_draws()
+    assert sample(torch.from_numpy(case.logits), case.rows).tolist() == want
 
 
 def _processed(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:

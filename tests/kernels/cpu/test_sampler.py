@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes.sampling import SamplingCase, row_of, rows_of, sampling_cases
+from fakes.sampling import SamplingCase, level_draws, row_of, rows_of, sampling_cases
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
@@ -32,6 +32,11 @@ def _tokens(kernels: Single, case: SamplingCase) -> NDArray[np.int32]:
 @given(sampling_cases())
 def test_tokens_are_the_references(kernels: Single, case: SamplingCase) -> None:
     assert case.disagreements(_tokens(kernels, case)) == []
+
+
+def test_a_row_draws_the_number_that_every_sampler_draws(kernels: Single) -> None:
+    case, want = level_draws()
+    assert _tokens(kernels, case).tolist() == want
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000, 49152])

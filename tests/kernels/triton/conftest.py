@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from fakes import interpreter
@@ -12,6 +15,26 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 if not HAS_CARD:
     interpreter.mend()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def poisoned() -> Iterator[None]:
+    """New memory is full of NaN and -1: an output that a kernel does not write shows."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "empty_like"):
+            patch.setattr(torch, name, _poisoned(getattr(torch, name)))
+        yield
+
+
+def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*args: Any, **options: Any) -> torch.Tensor:
+        tensor = make(*args, **options)
+        if tensor.numel() and not tensor.is_meta:
+            whole = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+            whole.view(torch.uint8).fill_(255)
+        return tensor
+
+    return made
 
 
 @pytest.fixture(scope="session")

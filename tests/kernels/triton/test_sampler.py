@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.sampling import SamplingCase, rows_of, sampling_cases
+from fakes.sampling import SamplingCase, level_draws, rows_of, sampling_cases
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
@@ -32,6 +32,11 @@ def _tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
 @given(case=sampling_cases(max_kinds=1))
 def test_tokens_are_the_references(case: SamplingCase, device: torch.device) -> None:
     assert case.disagreements(_tokens(case, device)) == []
+
+
+def test_a_row_draws_the_number_that_every_sampler_draws(device: torch.device) -> None:
+    case, want = level_draws()
+    assert _tokens(case, device).tolist() == want
 
 
 RULES: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from fakes.runner_options import runner_options
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import Checkpoint
 from penstock.gpu_node.model.families import family_of
+from penstock.gpu_node.model.gpu import load
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.profile import bytes_left, run_largest_step
+from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.source import ModelSource
 from penstock.gpu_node.model.tensors import DecoderTensors
@@ -56,12 +59,40 @@ def test_the_cache_gets_what_the_largest_step_leaves_of_a_share_of_the_card() ->
     assert bytes_left(reserved=9 * GIB, **plain) == (90 - 20) * GIB
 
 
-def test_the_largest_step_leaves_no_trace(tiny_model: Path) -> None:
-    config = json.loads((tiny_model / "config.json").read_text())
+@pytest.mark.parametrize("utilization", [0.5, 0.9])
+def test_a_card_without_a_number_of_blocks_is_filled(
+    utilization: float, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the CPU were a card of 1 MiB, of which a quarter is taken and a step takes another one."""
+    mib = 1 << 20
+    for name, value in {"mem_get_info": (3 * mib // 4, mib), "memory_reserved": 0, "memory_allocated": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(load, "peak_bytes", lambda *_: mib // 4)
+    device, layout, decoder = _parts(tiny_model)
+    device.is_card = True
+    options = runner_options(num_blocks=None, max_num_seqs=4, gpu_memory_utilization=utilization)
+    given: Any = SimpleNamespace(spec=decoder.spec, max_model_len=64), options, decoder, layout, device
+    sampling = (8 * FIRST_ROWS + 4 * 4) * decoder.spec.vocab_size
+    left = int(mib * utilization) - mib // 2 - sampling
+    if left < 2 * layout.block_bytes:
+        with pytest.raises(ConfigError, match=f"gpu_memory_utilization {utilization} leaves no block"):
+            load._sizes(*given)
+    else:
+        num_blocks = load._sizes(*given).num_device_blocks
+        assert 0 <= left - (num_blocks + 1) * layout.block_bytes < layout.block_bytes
+
+
+def _parts(folder: Path) -> tuple[Device, KvLayout, GpuDecoder]:
+    config = json.loads((folder / "config.json").read_text())
     spec = family_of(config).spec_of(config)
     device = Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    tensors = DecoderTensors(Checkpoint.open(ModelSource(tiny_model)), spec)
+    tensors = DecoderTensors(Checkpoint.open(ModelSource(folder)), spec)
     weights = load_weights(tensors, spec, torch.float32, lambda _: None, device.torch)
-    pool = KvPool(KvLayout(spec, 16, torch.float32), 1, 0, device)
-    run_largest_step(GpuDecoder(spec, weights, 64), pool, num_tokens=37, num_samples=2)
+    return device, KvLayout(spec, 16, torch.float32), GpuDecoder(spec, weights, 64)
+
+
+def test_the_largest_step_leaves_no_trace(tiny_model: Path) -> None:
+    device, layout, decoder = _parts(tiny_model)
+    pool = KvPool(layout, 1, 0, device)
+    run_largest_step(decoder, pool, num_tokens=37, num_samples=2)
     assert not any(cache.k.any() or cache.v.any() for cache in pool.layers)

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
-from penstock.gpu_node.model.gpu import offload
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.linear import linear_of
 from penstock.gpu_node.model.gpu.offload import OffloadedLayers
@@ -137,8 +136,7 @@ def test_no_buffer_is_read_before_its_copy_nor_filled_before_it_was_read(count: 
 
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_the_matrices_of_a_layer_are_there_in_every_pass(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "PIECE_BYTES", 5000)
+def test_the_matrices_of_a_layer_are_there_in_every_pass(quantization: str) -> None:
     layers = [_layer(quantization) for _ in range(NUM_LAYERS)]
     x = torch.randn(3, HIDDEN)
     wants = [_run(layer, x) for layer in layers]

@@ -158,14 +158,35 @@ def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
 
 
 def test_masks_may_be_written_while_the_step_runs(tiny_model: Path) -> None:
+    """One with prompts, and one that is replayed."""
     runner = _runner(tiny_model, "gpu")
     allowed = np.zeros(384, bool)
     allowed[[7, 300]] = True
     rows = rows_of(2, seed=[1, 2], mask=[None, allowed])
     assert rows.masks is not None
-    late = TokenMasks(np.array([False, True]), 384)
-    tracks = [Track([5, 6, 7], [1]), Track([9, 9], [2])]
-    flight = runner.submit(plan_of([(track, track.left) for track in tracks], replace(rows, masks=late)))
-    late.words[:] = rows.masks.words
-    late.finish()
-    assert flight.result().tokens[1] in (7, 300)
+    prompts = [Track([5, 6, 7], [1]), Track([9, 9], [2])]
+    for tracks in (prompts, [Track([*track.token_ids, 5], track.blocks, len(track.token_ids)) for track in prompts]):
+        late = TokenMasks(np.array([False, True]), 384)
+        flight = runner.submit(plan_of([(track, track.left) for track in tracks], replace(rows, masks=late)))
+        late.words[:] = rows.masks.words
+        late.finish()
+        assert flight.result().tokens[1] in (7, 300)
+
+
+def test_a_deterministic_runner_cuts_a_context_the_same_in_any_company(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a context is cut into more parts the fewer there are."""
+    monkeypatch.setattr("penstock.kernels.triton.decode_attention.num_multiprocessors", lambda _: 132)
+    one, other = Track([5, 6, 7], [1], 2), Track([5, 6], [2], 1)
+    by = {}
+    for deterministic in (False, True):
+        runner = _runner(tiny_model, "gpu", deterministic=deterministic)
+        cuts: set[int] = set()
+        monkeypatch.setattr(
+            runner._decoder, "logits", lambda *given, cuts=cuts: cuts.add(given[-1]) or torch.zeros(1, 1)
+        )
+        for company in ([], [other] * 20):
+            runner.logits(plan_of([(track, 1) for track in (one, *company)]))
+        by[deterministic] = len(cuts)
+    assert by == {False: 2, True: 1}
