@@ -37,7 +37,9 @@ class NodeSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_", use_attribute_docstrings=True)
 
     model: str = Field(min_length=1)
-    """Hub id with optional @revision, a folder, or a .gguf file."""
+    """Hub id with optional :FILE.gguf and @revision, a folder, or a .gguf file."""
+    revision: str | None = None
+    """Of a model of the hub: branch, tag or commit."""
     redis_url: str = Field(min_length=1)
     """Redis of the pool."""
     name: str = Field(default_factory=lambda: slug(socket.gethostname()), pattern=NAME_PATTERN)
@@ -105,6 +107,8 @@ class NodeSettings(Settings):
     """Most tokens that a sequence has computed ahead in one step."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of the model; else all cores that the process may use."""
+    weight_cache: bool = True
+    """Whether the native runner's packed weights lie in a file of the cache folder that the machine's nodes map."""
 
     drain_s: float = Field(20.0, ge=0.0)
     """After SIGTERM: how long running jobs may go on before the rest is given back."""

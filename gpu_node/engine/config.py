@@ -33,7 +33,9 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = Field(min_length=1)
-    """Hub id with optional `@revision`, a folder, or a `.gguf` file."""
+    """Hub id with optional `:FILE.gguf` and `@revision`, a folder, or a `.gguf` file."""
+    revision: str | None = None
+    """Of a model of the hub: branch, tag or commit."""
     runner: Literal["auto", "gpu", "native", "torch"] = "auto"
     """`gpu`: a CUDA device; `native`: the C++ kernels; `auto`: a device where there is one, else those or torch."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -81,6 +83,8 @@ class EngineConfig(BaseModel):
     max_draft_tokens: int = Field(8, ge=1, le=64)
     """Most tokens that a sequence drafts for a step."""
     num_threads: int | None = Field(None, ge=1)
+    weight_cache: bool = True
+    """Whether the native runner's packed weights lie in a file that all processes of the machine map."""
     deterministic: bool = False
     """On a card contexts are cut in one way whatever the batch, and products not split along their sums, some percent
     slower; on the CPU every sum is in one order in any case."""

@@ -37,6 +37,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
         max_num_batched_tokens=config.max_num_batched_tokens,
         deterministic=config.deterministic,
         num_threads=config.num_threads,
+        weight_cache=config.weight_cache,
         lora=config.lora,
         lora_dir=config.lora_dir,
         max_loras=config.num_adapter_places,
@@ -45,4 +46,4 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
     # On a thread that ends: torch keeps a team of its own for every thread that lives, and teams that are more than the
     # cores stop spinning at their barriers, which costs a step 40 % of its speed.
     with ThreadPoolExecutor(1, "penstock-load") as loader:
-        return loader.submit(load_model, config.model, options, progress).result()
+        return loader.submit(load_model, config.model, options, progress, revision=config.revision).result()

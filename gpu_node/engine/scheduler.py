@@ -143,11 +143,12 @@ class Scheduler:
     def schedule_ahead(self) -> Step | None:
         """Decide the step behind one that still runs, or None where that one should land first.
 
-        It should where what it samples must be known, where somebody had to give way, and while it is uncertain who
-        makes steps fail. Whoever turns out to have ended computes a token more than it needed to, which is dropped.
+        It should where what it samples or how much of its drafts stands must be known, where somebody had to give way,
+        and while it is uncertain who makes steps fail. Whoever turns out to have ended computes a token more than it
+        needed to, which is dropped.
         """
         step = self._in_flight
-        if step is None or self._suspects.has_any or not self._rows.can_plan_past(step):
+        if step is None or self.drafts.num_written or self._suspects.has_any or not self._rows.can_plan_past(step):
             return None
         self._progress.assume(step)
         self._in_flight = None
@@ -225,8 +226,7 @@ class Scheduler:
         if not num_decoding or self._limits.max_prefill_beside_decode >= most:
             return most
         waiting = int(to_compute.sum()) - num_decoding + self.queues.num_tokens_waiting
-        num_drafted = int(self._rows.num_drafted[rows].sum())
-        return min(most, num_decoding + num_drafted + self._limits.prefill_beside_decode(waiting))
+        return min(most, num_decoding + self.drafts.num_written + self._limits.prefill_beside_decode(waiting))
 
     def _decide(self) -> Step | None:
         """The step that running sequences and newcomers get out of a budget; None where nobody gets anything."""
@@ -249,7 +249,10 @@ class Scheduler:
     def _schedule_running(self, budget: int, named: list[int]) -> Ints:
         """How far each of the running sequences gets that get something; the others are the last ones."""
         rows, table = self._residents.rows, self._rows
-        ends = within(budget, table.num_computed[rows], table.num_tokens[rows] + table.num_drafted[rows])
+        num_wanted = table.num_tokens[rows]
+        if self.drafts.num_written:
+            num_wanted += table.num_drafted[rows]
+        ends = within(budget, table.num_computed[rows], num_wanted)
         short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
         if short:
             ends = self._make_room(short, ends)

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
+from penstock.contract.errors import InvariantError
 from penstock.gpu_node.model.protocol import Logprobs
 
 
@@ -30,5 +31,7 @@ class PromptScores:
     def add(self, first: int, rows: Logprobs) -> None:
         """Take in rows behind the tokens from `first` on; what was known before is known already."""
         num_known = self.num_scored - first
+        if num_known < 0:
+            raise InvariantError(f"tokens from {first} on are scored, but only {self.num_scored} before them")
         self.parts.append(Logprobs(rows.token_ids[num_known:], rows.values[num_known:]))
         self.num_scored = max(self.num_scored, first + len(rows.values))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import StoredTensor, read_safetensors
+from penstock.gpu_node.model.checkpoint import StoredTensor, mapped, read_safetensors
 from penstock.gpu_node.model.low_rank import LowRank
 from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
 from penstock.gpu_node.model.tensors import rows_by_part
@@ -81,7 +81,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     rank, factor = _rank_and_factor(config)
     if rank > max_rank:
         raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
-    stored = read_safetensors(weights)
+    stored = dict(read_safetensors(weights, mapped(weights)))
     pairs: dict[tuple[int, MatrixName], tuple[_Pair, ...]] = {}
     for layer in range(spec.num_layers):
         for matrix in MATRICES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -53,6 +53,10 @@ class StoredTensor:
         order = rows if self.row_order is None else self.row_order[rows]
         return replace(self, shape=shape, row_order=order)
 
+    def span(self, start: int, end: int) -> StoredTensor:
+        """A matrix's rows from `start` up to `end` as a tensor of their own; its rows are stored in order."""
+        return replace(self, shape=(end - start, self.shape[1]), data=self.data[start:end])
+
     def to_float32(self) -> NDArray[np.float32]:
         """A copy of the values, in `shape` and in Hugging Face's order of rows."""
         values = _DECODERS[self.kind](self.data) if self.kind in _DECODERS else _dequantised(self)
@@ -68,8 +72,10 @@ ReadScaled: TypeAlias = Callable[[str, FindStored], ScaledTensor | None]
 class Checkpoint:
     """The tensors of a model by name."""
 
-    def __init__(self, find: FindStored, read_scaled: ReadScaled | None = None) -> None:
+    def __init__(self, find: FindStored, maps: Iterable[mmap.mmap], read_scaled: ReadScaled | None = None) -> None:
+        """`maps`: the files that the tensors are in."""
         self._find = find
+        self._maps = tuple(maps)
         self._read_scaled = read_scaled
 
     @classmethod
@@ -78,11 +84,11 @@ class Checkpoint:
 
         `read_scaled` finds the quantised matrices of checkpoints that have some.
         """
-        files = weight_files(source)
-        if source.gguf is None:
-            tensors = {name: tensor for path in files for name, tensor in read_safetensors(path).items()}
-            return cls(tensors.get, read_scaled)
-        return cls(_GgufFile(source.gguf).find)
+        maps = {path: mapped(path) for path in weight_files(source)}
+        if source.gguf is not None:
+            return cls(_GgufFile(source.gguf, maps[source.gguf]).find, maps.values())
+        tensors = {name: tensor for path, content in maps.items() for name, tensor in read_safetensors(path, content)}
+        return cls(tensors.get, maps.values(), read_scaled)
 
     def get(self, name: str, *shape: int) -> Stored:
         """The tensor of a name. Raises ConfigError when it is missing or of another shape than the config says."""
@@ -92,6 +98,11 @@ class Checkpoint:
         if tensor.shape != shape:
             raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
         return tensor
+
+    def release(self) -> None:
+        """Let go of the pages that were read; what is needed again is read again."""
+        for content in self._maps:
+            content.madvise(mmap.MADV_DONTNEED)
 
     def _scaled(self, name: str) -> ScaledTensor | None:
         matrix = name.removesuffix(".weight")
@@ -127,25 +138,25 @@ def weight_files(source: ModelSource) -> list[Path]:
     raise ConfigError(f"{folder} has no .safetensors weights")
 
 
-def mapped(path: Path) -> NDArray[np.uint8]:
+def mapped(path: Path) -> mmap.mmap:
     """A file's bytes, read-only. Raises ConfigError for an empty one."""
     with path.open("rb") as file:
         try:
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError as error:
             raise ConfigError(f"{path} is empty") from error
 
 
-def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file by name, mapped. Raises ConfigError for a file that is cut short or of another kind."""
-    content = mapped(path)
+def read_safetensors(path: Path, mapped: mmap.mmap) -> Iterable[tuple[str, StoredTensor]]:
+    """The tensors of one mapped file by name. Raises ConfigError for a file that is cut short or of another kind."""
+    content = np.frombuffer(mapped, np.uint8)
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     if 8 + header_bytes > len(content):
         raise ConfigError(f"{path} is cut short or no safetensors file")
     try:
         header: dict[str, dict[str, Any]] = json.loads(content[8 : 8 + header_bytes].tobytes())
         header.pop("__metadata__", None)
-        return {name: _safetensor(name, entry, content[8 + header_bytes :]) for name, entry in header.items()}
+        return [(name, _safetensor(name, entry, content[8 + header_bytes :])) for name, entry in header.items()]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -169,8 +180,8 @@ def _rows(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
 class _GgufFile:
     """Finds the tensors of a GGUF file by Hugging Face's names."""
 
-    def __init__(self, path: Path) -> None:
-        self._content = mapped(path)
+    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
+        self._content = np.frombuffer(mapped, np.uint8)
         try:
             self._header = read_header(self._content.data)
             self._interleaved, self._names = _conventions(self._header)

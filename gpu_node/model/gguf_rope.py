@@ -26,7 +26,7 @@ _FIELDS = {
 
 def with_rope_scaling(config: dict[str, Any], gguf: Path) -> dict[str, Any]:
     """A config with a file's scaling of positions in it. Raises ConfigError for a file that cannot be read."""
-    content = mapped(gguf)
+    content = np.frombuffer(mapped(gguf), np.uint8)
     try:
         header = read_header(content.data)
     except ConfigError as error:

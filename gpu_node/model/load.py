@@ -22,9 +22,12 @@ from penstock.gpu_node.model.source import ModelSource, Progress, resolve_model
 _log = logging.getLogger(__name__)
 
 
-def load_model(model: str, options: RunnerOptions, progress: Progress) -> LoadedModel:
-    """Find, check and load a model. Raises ConfigError naming what is missing or not supported."""
-    source = resolve_model(model, progress)
+def load_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> LoadedModel:
+    """Find, check and load a model, of the hub's a `revision`.
+
+    Raises ConfigError naming what is missing or not supported.
+    """
+    source = resolve_model(model, progress, revision)
     config = _read_json(source.folder / "config.json")
     if source.gguf is not None:
         config = with_rope_scaling(config, source.gguf)

@@ -267,6 +267,8 @@ class RunnerOptions:
     max_num_batched_tokens: int = 512
     deterministic: bool = False
     """Whether a card may not cut contexts by the size of the batch, nor sums of products at all."""
+    weight_cache: bool = True
+    """Whether packed weights lie in a file that the machine's processes share."""
     lora: Mapping[str, Path] = field(default_factory=dict)
     """Adapters by name."""
     lora_dir: Path | None = None

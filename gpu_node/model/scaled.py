@@ -43,6 +43,11 @@ class ScaledTensor:
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], zeros=zeros)
 
+    def span(self, start: int, end: int) -> ScaledTensor:
+        """Its rows from `start` up to `end` as a matrix of their own."""
+        zeros = None if self.zeros is None else self.zeros[start:end]
+        return replace(self, numbers=self.numbers[start:end], scales=self.scales[start:end], zeros=zeros)
+
     def to_float32(self) -> Floats:
         """The values."""
         values = _FP8_VALUES[self.numbers] if self.kind == "fp8" else self.numbers.astype(np.float32)

@@ -10,9 +10,8 @@ from pathlib import Path
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.cache import built_once, samples
 from penstock.gpu_node.model.gguf import dequantise_gguf, describe_gguf
+from penstock.gpu_node.model.hub import HubModel, downloaded
 
-_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "*.model"]
-_NOT_WEIGHTS = ["original/*", "onnx/*", "metal/*"]
 _CONVERTER_VERSION = 2
 """Goes up when the converters write other files than before, so that no node goes on with the older ones."""
 
@@ -29,22 +28,25 @@ class ModelSource:
     gguf: Path | None = None
 
 
-def resolve_model(model: str, progress: Progress) -> ModelSource:
-    """The files of a model given as a folder, a `.gguf` file or a hub id with optional `@revision`.
+def resolve_model(model: str, progress: Progress, revision: str | None = None) -> ModelSource:
+    """The files of a model given as a folder, a `.gguf` file or a name of the hub (`HubModel`).
 
     What a GGUF file says of config and tokenizer is written to the cache folder once. Raises ConfigError when there is
     no such model.
     """
     path = Path(model).expanduser()
+    is_local = path.exists() or model.startswith((".", "/", "~")) or (model.endswith(".gguf") and ":" not in model)
+    if not is_local:
+        path = downloaded(HubModel.parse(model, revision), lambda fraction: progress("download", fraction))
+    elif revision is not None:
+        raise ConfigError(f"revision {revision} is for models of the hub, {model} is a path")
     if path.is_dir():
         return ModelSource(path)
-    if model.endswith(".gguf"):
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path}")
-        return ModelSource(built_once(_cached_name(path), lambda folder: describe_gguf(path, folder, progress)), path)
-    if model.startswith((".", "/", "~")):
+    if path.suffix != ".gguf":
         raise ConfigError(f"there is no folder {path}")
-    return ModelSource(_downloaded(model, progress))
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    return ModelSource(built_once(_cached_name(path), lambda folder: describe_gguf(path, folder, progress)), path)
 
 
 def dequantised_folder(source: ModelSource, progress: Progress) -> Path:
@@ -63,19 +65,3 @@ def _cached_name(gguf: Path) -> str:
     for sample in samples(gguf):
         digest.update(sample)
     return f"{gguf.stem}-{digest.hexdigest()}-v{_CONVERTER_VERSION}"
-
-
-def _downloaded(model: str, progress: Progress) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    repo_id, _, revision = model.partition("@")
-    progress("download", 0.0)
-    try:
-        folder = snapshot_download(
-            repo_id, revision=revision or None, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_WEIGHTS
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"cannot get model {model} from the hub: {error}") from error
-    progress("download", 1.0)
-    return Path(folder)

@@ -29,11 +29,15 @@ class StoredNorm:
 
 
 class DecoderTensors:
-    """Finds them. Every method raises ConfigError naming a tensor that is missing or not of the config's shape."""
+    """Finds them. Who asks for one that is missing or not of the config's shape gets a ConfigError naming it."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
         self._checkpoint = checkpoint
         self._spec = spec
+
+    def release(self) -> None:
+        """Let go of the checkpoint's pages that were read."""
+        self._checkpoint.release()
 
     def embedding(self) -> Stored:
         """[vocab, hidden]."""

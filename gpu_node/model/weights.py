@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,17 +38,19 @@ def load_weights(
     linear: MakeLinear = plain_linear,
     gather: Callable[[Iterator[LayerWeights]], Iterable[LayerWeights]] = tuple,
 ) -> DecoderWeights:
-    """Read, fuse and convert a checkpoint, onto the CPU where no device is named.
+    """Read, fuse and convert a checkpoint layer by layer, onto the CPU where no device is named.
 
     `linear` keeps the layers' matrices; embedding and head stay as they are. `gather` gets each layer as it is read.
     Raises ConfigError naming a tensor that is missing or of another shape.
     """
     convert = _Converter(dtype, spec.norm_eps, device, linear)
     embedding = convert.tensor(tensors.embedding())
+    tensors.release()
 
     def layers() -> Iterator[LayerWeights]:
         for layer in range(spec.num_layers):
             yield _load_layer(tensors, convert, layer)
+            tensors.release()
             progress((layer + 1) / spec.num_layers)
 
     return DecoderWeights(
@@ -89,8 +92,18 @@ class _Converter:
             return torch.from_numpy(stored.to_float32()).to(self._device, self._dtype)
         return torch.from_numpy(stored.data.copy()).view(kind).reshape(stored.shape).to(self._device, self._dtype)
 
+    def rows(self, parts: tuple[Stored, ...]) -> Tensor:
+        """The parts' rows one after the other, copied once where they can be."""
+        plain = [part for part in parts if isinstance(part, StoredTensor) and part.row_order is None]
+        kinds = {part.kind for part in parts}
+        kind = _FLOATS.get(kinds.pop())
+        if kinds or kind is None or len(plain) < len(parts) or len(parts[0].shape) == 1:
+            return torch.cat([self.tensor(part) for part in parts])
+        data = torch.from_numpy(np.concatenate([part.data for part in plain]))
+        return data.view(kind).to(self._device, self._dtype)
+
     def linear(self, stored: StoredLinear) -> Product:
-        return self._make_linear(stored, lambda parts: torch.cat([self.tensor(part) for part in parts]))
+        return self._make_linear(stored, self.rows)
 
     def norm(self, stored: StoredNorm) -> Norm:
         bias = None if stored.bias is None else self.tensor(stored.bias)

@@ -152,6 +152,7 @@ class NativeModel:
         """`cores`, one for each thread, says where its own stay; the first is left to whoever waits for steps."""
         self._library = _open(library)
         self._spec = spec
+        self._kept: dict[tuple[Slot, int], NDArray[np.uint8]] = {}
         self._handle = c.c_void_p()
         places = (c.c_int32 * len(cores))(*cores) if cores else None
         self._check(self._library.penstock_model_new(c.byref(spec), num_threads, places, c.byref(self._handle)))
@@ -163,7 +164,23 @@ class NativeModel:
 
     def allocate(self, slot: Slot, layer: int, weights: Format, rows: int, columns: int) -> None:
         """Make room for a matrix of zeros."""
-        self._check(self._library.penstock_matrix_new(self._handle, layer, slot, weights, rows, columns))
+        self._check(self._library.penstock_matrix_new(self._handle, layer, slot, weights, rows, columns, None))
+
+    def use(self, slot: Slot, layer: int, weights: Format, rows: int, columns: int, packed: NDArray[np.uint8]) -> None:
+        """Read a matrix where it lies: `packed`, on a multiple of 64 bytes, is what `packed` said of such a one."""
+        self._kept[slot, layer] = packed
+        address = packed.ctypes.data
+        self._check(self._library.penstock_matrix_new(self._handle, layer, slot, weights, rows, columns, address))
+
+    def packed(self, slot: Slot, layer: int) -> NDArray[np.uint8]:
+        """The bytes of a matrix in the order of its panels; they go away with it."""
+        count = c.c_size_t()
+        address = self._library.penstock_matrix_bytes(self._handle, layer, slot, c.byref(count))
+        return np.ctypeslib.as_array(c.cast(address, c.POINTER(c.c_uint8)), (count.value,))
+
+    def release(self, slot: Slot, layer: int) -> None:
+        """Free a matrix; there must be another before the next step."""
+        self.allocate(slot, layer, Format.BF16, 0, 0)
 
     def fill(
         self,
@@ -254,7 +271,8 @@ def _open(path: Path) -> Any:
         "penstock_isa": (c.c_char_p, []),
         "penstock_model_new": (c.c_char_p, [pointer, number, pointer, pointer]),
         "penstock_model_free": (None, [pointer]),
-        "penstock_matrix_new": (c.c_char_p, [pointer, *[number] * 5]),
+        "penstock_matrix_new": (c.c_char_p, [pointer, *[number] * 5, pointer]),
+        "penstock_matrix_bytes": (pointer, [pointer, number, number, pointer]),
         "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer, pointer]),
         "penstock_vector_fill": (None, [pointer, number, number, pointer, c.c_size_t]),
         "penstock_bias_fill": (c.c_char_p, [pointer, *[number] * 4, pointer, number]),

@@ -22,8 +22,9 @@ GATEWAY_START_TIMEOUT_S = 60.0
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id[@revision], folder or .gguf file; default: the demo model.")
+        str | None, typer.Argument(help="Hub id[:FILE.gguf][@revision], folder or .gguf file; default: the demo model.")
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model of the hub.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
@@ -47,6 +48,7 @@ def serve(
 ) -> None:
     """Serve a model on this machine, all in one."""
     flags = {
+        "--revision": revision,
         "--dtype": dtype,
         "--quantization": quantization,
         "--kv-cache-dtype": kv_cache_dtype,

@@ -17,9 +17,10 @@ _SMALL: dict[str, Any] = {
     "max_model_len": None,
     "max_num_seqs": 4,
     "num_threads": None,
+    "weight_cache": False,
 }
 
 
 def runner_options(**wanted: Any) -> RunnerOptions:
-    """Of the torch runner in float32 with eight blocks, but for what is wanted otherwise."""
+    """Of the torch runner in float32 with eight blocks and nothing cached, but for what is wanted otherwise."""
     return RunnerOptions(**_SMALL | wanted)

@@ -24,5 +24,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     architectures = config.get("architectures") or ["none"]
     family = families().get(architectures[0])
     if family is None:
-        raise ConfigError(f"architecture {architectures[0]} is not supported; supported: {', '.join(families())}")
+        # Where there is an auto_map, the checkpoint brings Python code that computes it.
+        own_code = "; code that a checkpoint brings (trust_remote_code) is never run" if config.get("auto_map") else ""
+        supported = ", ".join(families())
+        raise ConfigError(f"architecture {architectures[0]} is not supported; supported: {supported}{own_code}")
     return family

@@ -7,8 +7,11 @@ import logging
 from penstock.gpu_node.model.cache import cache_folder
 from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.native.adapters import NativeAdapters
+from penstock.gpu_node.model.native.packed_file import PackedWriter
 from penstock.gpu_node.model.native.packing import Packer
+from penstock.gpu_node.model.native.positions import set_positions
 from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.gpu_node.model.native.weight_cache import packed_once
 from penstock.gpu_node.model.protocol import RunnerOptions
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
@@ -47,12 +50,21 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     native_spec = _native_spec(described, options, sizes.num_blocks, kv_format)
     cores = cores_to_stay_on(threads)
     model = NativeModel(library, native_spec, threads, cores)
-    quantization = _quantization(spec, options.quantization)
-    formats = Packer(model, described, quantization, progress, turned=bool(native_spec.turned)).pack()
-    arithmetic = _arithmetic(isa, formats, kv_format, turned=bool(native_spec.turned))
+    quantization, turned = _quantization(spec, options.quantization), bool(native_spec.turned)
+
+    def pack(keep: PackedWriter | None) -> set[Format]:
+        return Packer(model, described, quantization, progress, turned=turned, keep=keep).pack()
+
+    layout = f"{library.stem}-{quantization}{'-turned' if turned else ''}"
+    cached = packed_once(described, layout, pack) if options.weight_cache else None
+    if cached is not None:
+        cached.give_to(model)
+    formats = pack(None) if cached is None else cached.formats
+    set_positions(model, described)
+    arithmetic = _arithmetic(isa, formats, kv_format, turned=turned)
     facts = arithmetic, sizes.num_device_blocks, threads, sizes.num_host_blocks
     _log.info("native runner %s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
-    adapters = NativeAdapters(model, described, turned=bool(native_spec.turned))
+    adapters = NativeAdapters(model, described, turned=turned)
     core = cores[0] if cores else None
     return NativeRunner(model, adapters, sizes, vocab_size=spec.vocab_size, core=core), arithmetic
 

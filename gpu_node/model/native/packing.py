@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.checkpoint import Checkpoint, Stored
 from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.native.formats import format_of, rows_of
-from penstock.gpu_node.model.positions import alibi_biases, rope_angles
+from penstock.gpu_node.model.native.packed_file import PackedWriter
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.tensors import DecoderTensors, StoredLinear, StoredNorm
 from penstock.kernels.cpu.library import Format, NativeModel, Place, Slot, Vector
 
-_CHUNK_TOKENS = 64
-"""kChunk of src/attention.h."""
+_SLAB_BYTES = 16 << 20
+"""Of a vocabulary's table, in float32, that is read at a time."""
 _NORM_BIASES = {
     Vector.ATTENTION_NORM: Vector.ATTENTION_NORM_BIAS,
     Vector.MLP_NORM: Vector.MLP_NORM_BIAS,
@@ -27,14 +27,22 @@ _Gains: TypeAlias = NDArray[np.float32] | None
 
 
 class Packer:
-    """Lays a model out for the kernels."""
+    """Lays a checkpoint out for the kernels, matrix by matrix: what was read is let go of before the next is."""
 
     def __init__(
-        self, model: NativeModel, described: Description, quantization: str, progress: Progress, *, turned: bool
+        self,
+        model: NativeModel,
+        described: Description,
+        quantization: str,
+        progress: Progress,
+        *,
+        turned: bool,
+        keep: PackedWriter | None = None,
     ) -> None:
+        """With `keep` the weights go there, and are the model's no more."""
         self._model = model
+        self._keep = keep
         self._spec = described.spec
-        self._max_model_len = described.max_model_len
         self._tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), described.spec)
         self._quantization = quantization
         self._turned = turned
@@ -48,11 +56,10 @@ class Packer:
             self._pack_layer(layer)
             self._progress("load", (layer + 1) / (spec.num_layers + 1))
         gains = self._set_norm(Vector.FINAL_NORM, 0, tensors.final_norm())
-        self._fuse(Slot.HEAD, 0, StoredLinear((tensors.head(),)), gains)
+        self._pack_table(Slot.HEAD, tensors.head(), gains)
         # Only as long as the norm does not go into the head are tied ones the same.
         if not spec.tied_head or gains is not None:
-            self._fuse(Slot.EMBEDDING, 0, StoredLinear((tensors.embedding(),)))
-        self._set_positions()
+            self._pack_table(Slot.EMBEDDING, tensors.embedding(), None)
         self._progress("load", 1.0)
         return self._formats
 
@@ -60,8 +67,7 @@ class Packer:
         tensors, attention_norm = self._tensors, self._tensors.attention_norm(layer)
         self._fuse(Slot.QKV, layer, tensors.qkv(layer), self._set_norm(Vector.ATTENTION_NORM, layer, attention_norm))
         for vector, weight in zip((Vector.Q_NORM, Vector.K_NORM), tensors.head_norms(layer) or (), strict=False):
-            self._model.set_vector(vector, layer, weight.to_float32())
-        self._model.set_window(layer, self._spec.windows[layer] or 0)
+            self._set_vector(vector, layer, weight.to_float32())
         self._fuse(Slot.OUT, layer, tensors.out(layer))
         gains = self._set_norm(Vector.MLP_NORM, layer, tensors.mlp_norm(layer) or attention_norm)
         pack_inner = self._interleave if self._spec.is_gated else self._fuse
@@ -80,34 +86,59 @@ class Packer:
     def _fill(
         self, slot: Slot, layer: int, linear: StoredLinear, places: list[tuple[Place, int]], gains: _Gains
     ) -> None:
-        self._allocate(slot, layer, linear.weights)
+        weights = self._allocate(slot, layer, linear.weights)
         for part, (place, first) in zip(linear.weights, places, strict=True):
-            source, data, order = rows_of(part)
-            self._model.fill(slot, layer, source, data, first=first, place=place, row_order=order, gains=gains)
+            self._pack_rows(slot, layer, part, place, first, gains)
         for bias, (place, first) in zip(linear.biases, places, strict=False):
-            self._model.set_bias(slot, layer, bias.to_float32(), first=first, place=place)
+            values = bias.to_float32()
+            self._model.set_bias(slot, layer, values, first=first, place=place)
+            if self._keep is not None:
+                self._keep.add_bias(slot, layer, values, first, place)
+        self._finish(slot, layer, linear.weights, weights)
 
-    def _allocate(self, slot: Slot, layer: int, parts: tuple[Stored, ...]) -> None:
+    def _pack_table(self, slot: Slot, table: Stored, gains: _Gains) -> None:
+        """A matrix with a row for each token: large, and of nothing that concerns all rows together."""
+        weights = self._allocate(slot, 0, (table,))
+        rows, columns = table.shape
+        slab_rows = max(1, _SLAB_BYTES // (4 * columns))
+        for first in range(0, rows, slab_rows):
+            self._pack_rows(slot, 0, table.span(first, min(first + slab_rows, rows)), Place.PLAIN, first, gains)
+        self._finish(slot, 0, (table,), weights)
+
+    def _pack_rows(self, slot: Slot, layer: int, part: Stored, place: Place, first: int, gains: _Gains) -> None:
+        source, data, order = rows_of(part)
+        self._model.fill(slot, layer, source, data, first=first, place=place, row_order=order, gains=gains)
+        self._tensors.release()
+
+    def _finish(self, slot: Slot, layer: int, parts: tuple[Stored, ...], weights: Format) -> None:
+        if self._keep is not None:
+            rows, columns = _rows_and_columns(parts)
+            self._keep.add_matrix(slot, layer, weights, rows, columns, self._model.packed(slot, layer))
+            self._model.release(slot, layer)
+
+    def _allocate(self, slot: Slot, layer: int, parts: tuple[Stored, ...]) -> Format:
         # Rows of a turned embedding are read one at a time, and an error in one stays in the sum of all layers.
         precise = self._turned and slot is Slot.EMBEDDING
         weights = Format.BF16 if precise else format_of(parts, self._quantization)
         if not precise:
             self._formats.add(weights)
-        self._model.allocate(slot, layer, weights, sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self._model.allocate(slot, layer, weights, *_rows_and_columns(parts))
+        return weights
 
     def _set_norm(self, vector: Vector, layer: int, norm: StoredNorm) -> _Gains:
         """Give a norm its weights; a turned model's go into the matrix behind it, for which they come back."""
         gains = norm.weight.to_float32()
-        self._model.set_vector(vector, layer, np.ones_like(gains) if self._turned else gains)
+        self._set_vector(vector, layer, np.ones_like(gains) if self._turned else gains)
         if norm.bias is not None:
-            self._model.set_vector(_NORM_BIASES[vector], layer, norm.bias.to_float32())
+            self._set_vector(_NORM_BIASES[vector], layer, norm.bias.to_float32())
         return gains if self._turned else None
 
-    def _set_positions(self) -> None:
-        rope = self._spec.rope
-        if rope is None:
-            num_positions = -(-self._max_model_len // _CHUNK_TOKENS) * _CHUNK_TOKENS
-            self._model.set_vector(Vector.POSITION_BIASES, 0, alibi_biases(self._spec, num_positions))
-            return
-        for vector, table in zip((Vector.COS, Vector.SIN), rope_angles(rope, self._max_model_len), strict=True):
-            self._model.set_vector(vector, 0, table)
+    def _set_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
+        self._model.set_vector(vector, layer, values)
+        if self._keep is not None:
+            self._keep.add_vector(vector, layer, values)
+
+
+def _rows_and_columns(parts: tuple[Stored, ...]) -> tuple[int, int]:
+    """Of the matrix that the parts' rows make."""
+    return sum(part.shape[0] for part in parts), parts[0].shape[1]

@@ -78,8 +78,16 @@ PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, c
 
 PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
 
-PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, int format, int rows, int columns) {
-  return guarded([&] { model->matrix((Slot)slot, layer) = Matrix((Format)format, rows, columns); });
+// `packed`: null for zeros to fill, else what penstock_matrix_bytes once showed of such a matrix; it must outlive the model.
+PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, int format, int rows, int columns,
+                                             uint8_t* packed) {
+  return guarded([&] { model->matrix((Slot)slot, layer) = Matrix((Format)format, rows, columns, packed); });
+}
+
+PENSTOCK_API const uint8_t* penstock_matrix_bytes(Model* model, int layer, int slot, size_t* count) {
+  const Matrix& matrix = model->matrix((Slot)slot, layer);
+  *count = matrix.num_bytes();
+  return matrix.bytes.data();
 }
 
 // Packs `count` rows of `row_bytes` each, on all threads; `row_order` and `gains` may be null.

@@ -19,16 +19,22 @@ class Buffer {
   explicit Buffer(size_t count) : count_(count) {
     if (count == 0) return;
     data_ = static_cast<T*>(allocate(num_bytes()));
+    owns_ = true;
   }
+  // Of memory that somebody else keeps for longer.
+  Buffer(T* data, size_t count) : data_(data), count_(count) {}
   Buffer(Buffer&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
+      : data_(std::exchange(other.data_, nullptr)),
+        count_(std::exchange(other.count_, 0)),
+        owns_(std::exchange(other.owns_, false)) {}
   Buffer& operator=(Buffer&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(count_, other.count_);
+    std::swap(owns_, other.owns_);
     return *this;
   }
   ~Buffer() {
-    if (data_) release(data_, num_bytes());
+    if (owns_) release(data_, num_bytes());
   }
 
   T* data() const { return data_; }
@@ -62,6 +68,7 @@ class Buffer {
 
   T* data_ = nullptr;
   size_t count_ = 0;
+  bool owns_ = false;
 };
 
 }  // namespace penstock

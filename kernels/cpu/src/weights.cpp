@@ -183,8 +183,8 @@ void widen_row(Source source, const uint8_t* data, int columns, float* out) {
   }
 }
 
-Matrix::Matrix(Format format, int rows, int columns) : format(format), rows(rows), columns(columns) {
-  bytes = Buffer<uint8_t>(num_panels() * panel_bytes());
+Matrix::Matrix(Format format, int rows, int columns, uint8_t* packed) : format(format), rows(rows), columns(columns) {
+  bytes = packed ? Buffer<uint8_t>(packed, num_bytes()) : Buffer<uint8_t>(num_bytes());
 }
 
 size_t Matrix::panel_bytes() const {

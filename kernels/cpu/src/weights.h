@@ -37,11 +37,13 @@ struct Matrix {
   Buffer<float> bias;  // of padded rows, or empty
 
   Matrix() = default;
-  Matrix(Format format, int rows, int columns);
+  // Of zeros; or, with `packed`, of num_bytes() that were packed before and that somebody else keeps.
+  Matrix(Format format, int rows, int columns, uint8_t* packed = nullptr);
 
   int padded_columns() const { return round_up(columns, kGroup); }
   int num_panels() const { return (rows + kPanel - 1) / kPanel; }
   size_t panel_bytes() const;
+  size_t num_bytes() const { return num_panels() * panel_bytes(); }
   const uint8_t* panel(int i) const { return bytes.data() + i * panel_bytes(); }
 
   // Packs source row `data` of `columns` numbers as row `row`. Reads only numbers that are there.

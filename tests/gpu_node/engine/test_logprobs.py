@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fakes.ahead_runner import AheadRunner
+from fakes.faulty_runner import FaultyRunner
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -108,6 +111,32 @@ def test_the_same_through_preemption(make_engine: Callable[..., Engine], runner:
             assert len(mine) == len(theirs) > 0
             for a, b in zip(mine, theirs, strict=True):
                 np.testing.assert_allclose(a.values, b.values, rtol=0, atol=0 if runner == "native" else 1e-4)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_the_same_through_failed_steps(make_engine: Callable[..., Engine], is_ahead: bool) -> None:
+    """Also with steps that are planned before the tokens ahead of them are known."""
+    settings, rng = RUNNERS["native"][0], random.Random(1)
+    sizes = {"max_num_batched_tokens": 24, "max_num_seqs": 12, "num_kv_blocks": 24, "num_swap_blocks": 20}
+    params = [SamplingParams(max_tokens=15, n=2, seed=i, logprobs=1, prompt_logprobs=1) for i in range(6)]
+    want = make_engine(**settings).generate(PROMPTS, params)
+    engine = make_engine(**settings, **sizes, preemption="swap")
+    errors = [RuntimeError(), MemoryError(), *[None] * 18]
+    faulty = FaultyRunner(engine._runner, lambda at, _: rng.choice(errors) if at == "forward" else None)
+    engine._runner = AheadRunner(faulty) if is_ahead else faulty
+    for i, (prompt, wanted) in enumerate(zip(PROMPTS, params, strict=True)):
+        engine.add(str(i), prompt, wanted, seed=i)
+    outputs: list[StepOutput] = []
+    while engine.has_work():
+        with suppress(RuntimeError, MemoryError):
+            outputs += engine.step()
+    assert engine.stats().num_failed_steps > 2
+    for i, generation in enumerate(want):
+        own = [output for output in outputs if output.request_id == str(i)]
+        assert [entry for output in own for entry in output.prompt_logprobs] == list(generation.prompt_logprobs)
+        for choice in generation.choices:
+            said = [entry for output in own if output.choice == choice.index for entry in output.logprobs]
+            assert said == list(choice.logprobs)
 
 
 def _outputs(engine: Engine) -> list[StepOutput]:

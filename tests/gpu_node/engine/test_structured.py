@@ -60,7 +60,13 @@ def _params(form: str | None, **options: Any) -> SamplingParams:
 def make(request: pytest.FixtureRequest, tiny_model: Path) -> Callable[..., Engine]:
     """Makes an engine on each runner."""
     dtype = {"torch": "float32", "native": "bfloat16"}[request.param]
-    plain = {"model": str(tiny_model), "runner": request.param, "dtype": dtype, "num_kv_blocks": 400}
+    plain = {
+        "model": str(tiny_model),
+        "runner": request.param,
+        "dtype": dtype,
+        "num_kv_blocks": 400,
+        "weight_cache": False,
+    }
     return lambda **settings: Engine(EngineConfig(**plain | settings))
 
 

@@ -21,7 +21,7 @@ from penstock.gpu_node.model.protocol import StepPlan
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 43 + i)] for i in range(8)]
 PARAMS = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, seed=3, n=2)
-NATIVE = {"runner": "native", "dtype": "bfloat16"}
+NATIVE = {"runner": "native", "dtype": "bfloat16", "weight_cache": False}
 TIGHT: dict[str, Any] = {"num_kv_blocks": 24, "num_swap_blocks": 40, "preemption": "swap", "max_num_seqs": 12}
 MAX_FAILURES = 400
 

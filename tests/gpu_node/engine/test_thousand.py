@@ -119,7 +119,7 @@ def _check(together: _Answers, alone: Engine, requests: list[_Request]) -> None:
     ],
 )
 def test_a_thousand_requests_end_as_each_would_alone(make_engine: MakeEngine, settings: dict[str, Any]) -> None:
-    native = {"runner": "native", "dtype": "bfloat16"}
+    native = {"runner": "native", "dtype": "bfloat16", "weight_cache": False}
     engine = make_engine(**native | TIGHT | {"num_kv_blocks": 24} | settings)
     requests = _requests(random.Random(0), 1000, engine.vocab_size, max_prompt=80)
     together = _run_together(engine, requests)

@@ -176,7 +176,13 @@ def test_quantised_weights_of_every_family_mean_what_the_references_say(
 def test_choices_survive_preemption_and_prefix_hits_to_the_token(
     tiny_model: Path, best_library: Path, quantization: str, kv_cache_dtype: str
 ) -> None:
-    plain = {"model": str(tiny_model), "runner": "native", "dtype": "bfloat16", "max_num_seqs": 16}
+    plain = {
+        "model": str(tiny_model),
+        "runner": "native",
+        "dtype": "bfloat16",
+        "max_num_seqs": 16,
+        "weight_cache": False,
+    }
     arithmetic = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     greedy, drawn = (SamplingParams(temperature=t, max_tokens=20, seed=5, ignore_eos=True) for t in (0.0, 1.0))
     tokens = []
@@ -198,7 +204,13 @@ def test_choices_survive_preemption_and_prefix_hits_to_the_token(
 def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_ties_only(
     family: Family, best_library: Path, name: str
 ) -> None:
-    plain = {"model": str(family(name)), "runner": "native", "dtype": "bfloat16", "max_num_seqs": 50}
+    plain = {
+        "model": str(family(name)),
+        "runner": "native",
+        "dtype": "bfloat16",
+        "max_num_seqs": 50,
+        "weight_cache": False,
+    }
     greedy, tokens = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), []
     for limits in (
         {"num_kv_blocks": 64, "num_swap_blocks": 64, "preemption": "swap", "max_num_batched_tokens": 96},
@@ -217,7 +229,8 @@ def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_
 
 def _greedy(folder: Path, count: int, **settings: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Prompts and what an engine goes on with, 16 tokens each."""
-    engine = Engine(EngineConfig(model=str(folder), dtype="bfloat16", kv_cache_tokens=2048, **settings))
+    plain = {"dtype": "bfloat16", "kv_cache_tokens": 2048, "weight_cache": False}
+    engine = Engine(EngineConfig(model=str(folder), **plain | settings))
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     generations = engine.generate(mixed_prompts(engine, count), params)
     return [(generation.prompt_token_ids, generation.choices[0].token_ids) for generation in generations]

@@ -1,0 +1,23 @@
+"""What the kernels know of positions, which is the spec's and no checkpoint's."""
+
+from __future__ import annotations
+
+from penstock.gpu_node.model.description import Description
+from penstock.gpu_node.model.positions import alibi_biases, rope_angles
+from penstock.kernels.cpu.library import NativeModel, Vector
+
+_CHUNK_TOKENS = 64
+"""kChunk of src/attention.h."""
+
+
+def set_positions(model: NativeModel, described: Description) -> None:
+    """Each layer's window, and the angles by which positions turn or the biases that they give scores."""
+    spec = described.spec
+    for layer, window in enumerate(spec.windows):
+        model.set_window(layer, window or 0)
+    if spec.rope is None:
+        num_positions = -(-described.max_model_len // _CHUNK_TOKENS) * _CHUNK_TOKENS
+        model.set_vector(Vector.POSITION_BIASES, 0, alibi_biases(spec, num_positions))
+        return
+    for vector, table in zip((Vector.COS, Vector.SIN), rope_angles(spec.rope, described.max_model_len), strict=True):
+        model.set_vector(vector, 0, table)

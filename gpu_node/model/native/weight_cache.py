@@ -1,0 +1,120 @@
+"""One copy of a model's packed weights for all processes of a machine: a file of the cache, packed by the first."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+from penstock.gpu_node.model.cache import cache_folder
+from penstock.gpu_node.model.checkpoint import weight_files
+from penstock.gpu_node.model.description import Description
+from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter
+from penstock.gpu_node.model.revision import revision_of
+from penstock.kernels.cpu.library import Format
+
+_log = logging.getLogger(__name__)
+_UNUSED_S = 7 * 24 * 60 * 60
+"""Files that no process opened for so long go when another one is written."""
+_SUFFIX = ".weights"
+_PART = ".part"
+
+
+def packed_once(
+    described: Description, layout: str, pack: Callable[[PackedWriter], Iterable[Format]]
+) -> PackedWeights | None:
+    """The cached file of a model's weights in a `layout`.
+
+    Where there is none, `pack` has a writer write all of it and answers the formats. Of processes that start together
+    one packs, the others wait for it. Where the folder cannot be used: a warning, and None.
+    """
+    key = _key(described, layout)
+    name = re.sub(r"[^\w.-]+", "-", (described.source.gguf or described.source.folder.resolve()).name)
+    path = cache_folder() / "weights" / f"{name}-{key}{_SUFFIX}"
+    try:
+        return _opened(path, key) or _packed(path, key, pack, 2 * _num_bytes(described))
+    except OSError as error:
+        _log.warning("packed weights are not shared with other processes: %s", error)
+        return None
+
+
+def _key(described: Description, layout: str) -> str:
+    """Of all that the packed bytes depend on: files, kernels, and the code that reads and packs."""
+    code = blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        code.update(path.read_bytes())
+    changed_ns = [path.stat().st_mtime_ns for path in weight_files(described.source)]
+    return revision_of(described.source, repr((layout, described.spec, code.hexdigest(), changed_ns)))
+
+
+def _num_bytes(described: Description) -> int:
+    return sum(path.stat().st_size for path in weight_files(described.source))
+
+
+def _opened(path: Path, key: str) -> PackedWeights | None:
+    try:
+        found = PackedWeights.open(path, key)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        _log.warning("packed weights are made anew: %s %s", path, error)
+        return None
+    # So that it does not count as unused; another's file is not ours to touch.
+    with suppress(OSError):
+        os.utime(path)
+    return found
+
+
+def _packed(path: Path, key: str, pack: Callable[[PackedWriter], Iterable[Format]], room: int) -> PackedWeights | None:
+    """Packs into a file beside, whose lock says that its writer lives, and moves it to its place whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(_PART)
+    while True:
+        # The lock ends with the file's being closed, or with the process.
+        with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(file.fileno(), part):
+                # Whoever had the lock before has moved or removed it.
+                continue
+            found = _opened(path, key)
+            try:
+                if found is None:
+                    _sweep(path.parent, time.time() - _UNUSED_S)
+                    _want_room(path.parent, room)
+                    file.truncate(0)
+                    writer = PackedWriter(file, key)
+                    writer.finish(pack(writer))
+                    part.rename(path)
+            finally:
+                part.unlink(missing_ok=True)
+        return found or PackedWeights.open(path, key)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _want_room(folder: Path, num_bytes: int) -> None:
+    """Others may need the disk too: it is not filled up to the last byte before the try fails."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise OSError(f"{folder} has {free >> 20} MiB free, want {num_bytes >> 20}")
+
+
+def _sweep(folder: Path, before_s: float) -> None:
+    """Remove what was not used since a time. Processes that map a removed file keep it."""
+    for path in folder.iterdir():
+        # Another process may sweep at the same time.
+        with suppress(OSError):
+            if path.suffix in (_SUFFIX, _PART) and path.stat().st_mtime < before_s:
+                path.unlink()

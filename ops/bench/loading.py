@@ -1,0 +1,231 @@
+"""`PYTHONPATH=ops:tests python -m bench.loading`: memory and time of loading, and what two nodes share.
+
+A large model is made for it: random, in the shape of a Llama, safetensors in shards.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import machine, peers
+
+RESULTS = Path(__file__).parent / "results"
+FOLDER = peers.BUILD / "bench" / "loading"
+MIB = 1 << 20
+LARGE: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 1536,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+}
+SETTINGS = (("native", "auto"), ("native", "int8"), ("native", "int4"), ("torch", "auto"))
+SMALL_GGUF, SMALL_FOLDER, LARGE_FOLDER = "SmolLM2, GGUF Q4_1", "SmolLM2, bf16", "random Llama, bf16 in shards"
+SHARED_SETTINGS = ((SMALL_GGUF, "auto"), (SMALL_FOLDER, "auto"), (LARGE_FOLDER, "auto"))
+FIRST, AGAIN, PRIVATE = "packs", "maps", "keeps its own"
+
+HEAD = """# Loading, {date}
+
+`PYTHONPATH=ops:tests PYTHONSAFEPATH=1 .venv/bin/python -m bench.loading` on {cpu}, {cores} cores,
+{revision}. Every line is a process of its own that loads a model and runs one step; checkpoints are in the page cache.
+*Packs*: the first process, which writes the cached file; *maps*: any later one; *keeps its own*: `--no-weight-cache`.
+Memory is what the process grew by since its modules were imported, at the most and in the end; ÷ is the most by the
+size of the weights as they run. A mapped table of embeddings that is not the head's too counts by the few rows that
+were read. torch's lines include what it allocates for itself at the first product, and a packed head beside a tied
+embedding.
+
+| model | runner | weights | start | weights, MiB | most, MiB | ÷ | in the end, MiB | load, s | first step, ms |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+SHARED = """
+## Two nodes on one machine
+
+Both at once, after a step. A proportional size (PSS) counts a page by half where two processes map it.
+
+| model | weights | weights, MiB | each: RSS, MiB | each: PSS, MiB | both together, MiB | without a shared file |
+|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A process that has loaded a model, and what it says of that."""
+
+    process: subprocess.Popen[str]
+    figures: dict[str, float]
+
+    def rollup_mib(self, field: str) -> float:
+        """Of /proc/…/smaps_rollup."""
+        return _kib(Path(f"/proc/{self.process.pid}/smaps_rollup").read_text(), field) / 1024
+
+
+def start(model: Path, runner: str, quantization: str, cache: Path, *, shares: bool) -> Loaded:
+    """Load a model in a process that stays."""
+    command = [sys.executable, "-m", "bench.loading", str(model), runner, quantization, str(int(shares))]
+    env = os.environ | {"PENSTOCK_CACHE": str(cache)}
+    process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return Loaded(process, json.loads(process.stdout.readline()))
+
+
+def end(loaded: Loaded) -> None:
+    """Let it go."""
+    loaded.process.communicate()
+
+
+def child(model: str, runner: str, quantization: str, shares: str) -> None:
+    """Loads, runs a step, says what that took, and waits until its input ends."""
+    from fakes.plans import logits_alone
+
+    from penstock.gpu_node.model.load import load_model
+    from penstock.gpu_node.model.protocol import RunnerOptions
+
+    if runner == "torch":
+        importlib.import_module("penstock.gpu_node.model.torch_load")
+    options = RunnerOptions(
+        runner=runner,
+        dtype="bfloat16",
+        quantization=quantization,
+        kv_cache_dtype="auto",
+        block_size=16,
+        num_blocks=8,
+        kv_cache_gib=1.0,
+        max_model_len=128,
+        max_num_seqs=1,
+        num_threads=None,
+        weight_cache=shares == "1",
+    )
+    before_kib, started_s = _status("VmRSS"), time.perf_counter()
+    loaded: Any = load_model(model, options, lambda _stage, _fraction: None).runner
+    loaded_s = time.perf_counter()
+    logits_alone(loaded, [5])
+    stepped_s = time.perf_counter()
+    figures = {
+        "most_mib": (_status("VmHWM") - before_kib) / 1024,
+        "end_mib": (_status("VmRSS") - before_kib) / 1024,
+        "load_s": loaded_s - started_s,
+        "step_ms": (stepped_s - loaded_s) * 1e3,
+    }
+    print(json.dumps(figures), flush=True)
+    sys.stdin.read()
+
+
+def _status(field: str) -> int:
+    return _kib(Path("/proc/self/status").read_text(), field)
+
+
+def _kib(text: str, field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    if found is None:
+        raise LookupError(field)
+    return int(found[1])
+
+
+def models() -> dict[str, Path]:
+    """The demo model's file, its weights in bfloat16, and a large one that is made at the first run."""
+    from penstock.cli.demo_model import demo_model
+    from penstock.gpu_node.model.source import dequantised_folder, resolve_model
+
+    gguf = demo_model()
+    source = resolve_model(str(gguf), lambda _stage, _fraction: None)
+    large = FOLDER / "large"
+    if not large.is_dir():
+        _make_large(large)
+    folder = dequantised_folder(source, lambda _stage, _fraction: None)
+    return {SMALL_GGUF: gguf, SMALL_FOLDER: folder, LARGE_FOLDER: large}
+
+
+def _make_large(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_default_dtype(torch.bfloat16)
+    model = LlamaForCausalLM(LlamaConfig(**LARGE))
+    building = folder.with_name(".large")
+    model.save_pretrained(building, max_shard_size="200MB")
+    building.rename(folder)
+
+
+@contextmanager
+def fresh_cache() -> Iterator[Path]:
+    """A cache folder in which nothing is packed yet."""
+    from penstock.gpu_node.model.cache import cache_folder
+
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        for kept in ("native", "models"):
+            (Path(folder) / kept).symlink_to(cache_folder() / kept)
+        yield Path(folder)
+
+
+def loadings(name: str, model: Path, runner: str, quantization: str) -> Iterator[str]:
+    """Lines of the first table."""
+    with fresh_cache() as cache:
+        starts = {PRIVATE: False} if runner == "torch" else {FIRST: True, AGAIN: True, PRIVATE: False}
+        for start_name, shares in starts.items():
+            loaded = start(model, runner, quantization, cache, shares=shares)
+            end(loaded)
+            weights_mib = packed_mib(cache) if runner == "native" else _stored_mib(model)
+            figures = loaded.figures
+            yield (
+                f"| {name} | {runner} | {quantization} | {start_name} | {weights_mib:.0f} | {figures['most_mib']:.0f} "
+                f"| {figures['most_mib'] / weights_mib:.2f} | {figures['end_mib']:.0f} | {figures['load_s']:.2f} "
+                f"| {figures['step_ms']:.0f} |"
+            )
+
+
+def sharing(name: str, model: Path, quantization: str) -> str:
+    """A line of the second table."""
+    with fresh_cache() as cache:
+        end(start(model, "native", quantization, cache, shares=True))
+        sizes = {}
+        for shares in (True, False):
+            pair = [start(model, "native", quantization, cache, shares=shares) for _ in range(2)]
+            sizes[shares] = [(loaded.rollup_mib("Rss"), loaded.rollup_mib("Pss")) for loaded in pair]
+            for loaded in pair:
+                end(loaded)
+        (rss, pss), _ = sizes[True]
+        together, apart = (sum(pss for _, pss in sizes[shares]) for shares in (True, False))
+        weights_mib = packed_mib(cache)
+        return f"| {name} | {quantization} | {weights_mib:.0f} | {rss:.0f} | {pss:.0f} | {together:.0f} | {apart:.0f} |"
+
+
+def packed_mib(cache: Path) -> float:
+    """What was packed there."""
+    return sum(path.stat().st_size for path in (cache / "weights").iterdir()) / MIB
+
+
+def _stored_mib(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / MIB
+
+
+def main() -> None:
+    """Writes results/loading.md."""
+    known = models()
+    lines = [HEAD.format(revision=machine.revision(), **machine.describe())]
+    for name, model in known.items():
+        for runner, quantization in SETTINGS:
+            if runner == "native" or model.is_dir():
+                lines += [f"{line}\n" for line in loadings(name, model, runner, quantization)]
+    lines.append(SHARED)
+    for name, quantization in SHARED_SETTINGS:
+        lines.append(f"{sharing(name, known[name], quantization)}\n")
+    (RESULTS / "loading.md").write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    child(*sys.argv[1:]) if len(sys.argv) > 1 else main()

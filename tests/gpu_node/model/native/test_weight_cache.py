@@ -1,0 +1,269 @@
+"""One packed copy for all processes of a machine: what it holds, who makes it, and what is done where it cannot be."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+from unittest import mock
+
+import numpy as np
+import pytest
+from fakes.native import built
+from fakes.plans import logits_alone
+from fakes.runner_options import runner_options
+from numpy.typing import NDArray
+
+from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.native import load as native_load
+from penstock.gpu_node.model.native.packing import Packer
+from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.kernels.cpu.library import Format
+from penstock.kernels.cpu.probe import Isa
+
+Load: TypeAlias = Callable[..., NativeRunner]
+Make: TypeAlias = Callable[..., Path]
+Logits: TypeAlias = NDArray[np.float32]
+DAY_S = 24 * 60 * 60
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of packed weights, which nobody has made yet."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weights"
+
+
+@pytest.fixture(scope="module")
+def library(isa: Isa) -> Path:
+    """The kernels, which the cache of the machine keeps."""
+    return built(isa)
+
+
+@pytest.fixture
+def load(isa: Isa, library: Path, cache: Path) -> Load:
+    """Loads a model the way two nodes of a machine do."""
+
+    def load(folder: Path, **options: Any) -> NativeRunner:
+        with (
+            mock.patch.object(native_load, "best_isa", lambda flags: isa),
+            mock.patch.object(native_load, "library_path", lambda *_: library),
+        ):
+            wanted = {"runner": "native", "dtype": "bfloat16", "num_threads": 1, "weight_cache": True} | options
+            runner = load_model(str(folder), runner_options(**wanted), lambda stage, fraction: None).runner
+        assert isinstance(runner, NativeRunner)
+        return runner
+
+    return load
+
+
+@pytest.fixture
+def packings() -> Iterator[list[Packer]]:
+    """Counts how often a model was packed."""
+    packed: list[Packer] = []
+    pack = Packer.pack
+
+    def counted(packer: Packer) -> set[Format]:
+        packed.append(packer)
+        return pack(packer)
+
+    with mock.patch.object(Packer, "pack", counted):
+        yield packed
+
+
+def _logits(runner: NativeRunner) -> Logits:
+    return logits_alone(runner, [5, 9, 60, 3, 17, 8])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int8_group", "int4"])
+def test_mapped_weights_compute_bitwise_what_private_ones_do(
+    llama: Make, load: Load, cache: Path, packings: list[Packer], quantization: str
+) -> None:
+    folder = llama(tie_word_embeddings=quantization == "none")
+    want = _logits(load(folder, quantization=quantization, weight_cache=False))
+    for _ in range(2):
+        np.testing.assert_array_equal(_logits(load(folder, quantization=quantization)), want)
+    assert len(packings) == 2
+    (path,) = cache.iterdir()
+    assert str(path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "falcon rw"])
+def test_biases_norms_and_positions_come_back_too(family: Make, load: Load, name: str) -> None:
+    folder = family(name)
+    want = _logits(load(folder, quantization="int8", weight_cache=False))
+    for _ in range(2):
+        np.testing.assert_array_equal(_logits(load(folder, quantization="int8")), want)
+
+
+def _cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _of_others(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(b"some other file." + content[16:])
+
+
+def _damaged_header(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[50] ^= 1
+    path.write_bytes(content)
+
+
+def _damaged_table(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-20] + bytes(20))
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [_cut_short, _of_others, _damaged_header, _damaged_table, _empty])
+def test_a_file_that_is_not_whole_is_made_anew(
+    llama: Make, load: Load, cache: Path, packings: list[Packer], harm: Callable[[Path], None]
+) -> None:
+    want = _logits(load(llama()))
+    (path,) = cache.iterdir()
+    # A process that maps a file keeps it as it was: the next one gets another.
+    shutil.copy(path, copy := path.with_name("copy"))
+    copy.rename(path)
+    harm(path)
+    np.testing.assert_array_equal(_logits(load(llama())), want)
+    _logits(load(llama()))
+    assert len(packings) == 2
+
+
+def test_a_file_of_other_weights_is_not_taken_for_these(
+    llama: Make, load: Load, cache: Path, packings: list[Packer]
+) -> None:
+    load(llama())
+    (path,) = cache.iterdir()
+    other = llama(equal_logits=True)
+    load(other)
+    (its_path,) = set(cache.iterdir()) - {path}
+    os.replace(path, its_path)
+    want = _logits(load(other, weight_cache=False))
+    np.testing.assert_array_equal(_logits(load(other)), want)
+    assert len(packings) == 4
+
+
+def test_changed_files_and_other_formats_have_files_of_their_own(
+    llama: Make, load: Load, cache: Path, tmp_path: Path, packings: list[Packer]
+) -> None:
+    folder = Path(shutil.copytree(llama(), tmp_path / "copy"))
+    load(folder)
+    load(folder, quantization="int4")
+    (weights,) = folder.glob("*.safetensors")
+    os.utime(weights, ns=(0, 0))
+    load(folder)
+    assert len(packings) == len(list(cache.iterdir())) == 3
+
+
+def _no_folder(cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.write_text("a file where the folder should be")
+
+
+def _full_disk(cache: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+def _little_room(_cache: Path) -> None:
+    shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 10)  # type: ignore[assignment, return-value]
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"), [(_no_folder, "Not a directory"), (_full_disk, "too large"), (_little_room, "0 MiB free")]
+)
+def test_where_nothing_can_be_cached_weights_are_private_and_a_line_says_why(
+    llama: Make,
+    load: Load,
+    cache: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    harm: Callable[[Path], None],
+    reason: str,
+) -> None:
+    folder, limits = llama(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(shutil, "disk_usage", shutil.disk_usage)
+    want = _logits(load(folder, weight_cache=False))
+    harm(cache)
+    try:
+        runner = load(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    np.testing.assert_array_equal(_logits(runner), want)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert re.search(f"not shared with other processes.*{reason}", line)
+    assert not cache.is_dir() or not list(cache.iterdir())
+
+
+def test_what_nobody_opened_for_long_goes_when_another_is_written(llama: Make, load: Load, cache: Path) -> None:
+    load(llama())
+    (old,) = cache.iterdir()
+    left_over = cache / "of-a-process-that-died.part"
+    left_over.touch()
+    for path in (old, left_over):
+        os.utime(path, (time.time() - 8 * DAY_S,) * 2)
+    load(llama(equal_logits=True))
+    assert not old.exists() and not left_over.exists()
+    (kept,) = cache.iterdir()
+    os.utime(kept, (time.time() - 8 * DAY_S,) * 2)
+    load(llama(equal_logits=True))
+    load(llama())
+    assert kept.exists()
+
+
+_CHILD = """
+import sys, logging
+from fakes.runner_options import runner_options
+from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.native.packing import Packer
+from fakes.plans import logits_alone
+pack = Packer.pack
+def told(packer):
+    print("packs", flush=True)
+    if "dies" in sys.argv: sys.stdin.read()
+    return pack(packer)
+Packer.pack = told
+options = runner_options(runner="native", dtype="bfloat16", num_threads=1, weight_cache=True)
+runner = load_model(sys.argv[1], options, lambda stage, fraction: None).runner
+print("ready", logits_alone(runner, [5, 9, 60, 3]).tobytes().hex(), flush=True)
+"""
+
+
+def _start(folder: Path, cache: Path, *, dies: bool = False) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _CHILD, str(folder), *(["dies"] if dies else [])]
+    tests = Path(__file__).parents[3]
+    env = os.environ | {"PYTHONPATH": str(tests), "PENSTOCK_CACHE": str(cache.parent)}
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_that_start_together_pack_once_also_when_the_first_dies(
+    llama: Make, cache: Path, best_library: Path
+) -> None:
+    native = cache.parent / "native"
+    native.mkdir(parents=True)
+    (native / best_library.name).symlink_to(best_library)
+    folder = llama()
+    first = _start(folder, cache, dies=True)
+    assert first.stdout is not None and first.stdout.readline() == "packs\n"
+    others = [_start(folder, cache) for _ in range(2)]
+    first.kill()
+    first.communicate()
+    said = [process.communicate(timeout=120)[0].splitlines() for process in others]
+    assert sorted(len(lines) for lines in said) == [1, 2]
+    assert said[0][-1] == said[1][-1]
+    (path,) = cache.iterdir()
+    assert path.suffix == ".weights"
