@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.lookup import MATCHES, PromptLookup
 from penstock.gpu_node.engine.step_cost import StepCost
 from penstock.gpu_node.model.protocol import ModelRunner, StepResult
+
+if TYPE_CHECKING:
+    from penstock.gpu_node.engine.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 
