@@ -36,6 +36,9 @@ def serve(
     scheduling_policy: Annotated[
         str | None, typer.Option(help="Who is served first: fcfs, priority, sjf or fair (the default).")
     ] = None,
+    speculative: Annotated[
+        str | None, typer.Option(help="ngram: compute ahead what a text will probably repeat; off (the default).")
+    ] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
     ] = None,
@@ -53,6 +56,7 @@ def serve(
         "--quantization": quantization,
         "--kv-cache-dtype": kv_cache_dtype,
         "--scheduling-policy": scheduling_policy,
+        "--speculative": speculative,
         "--kv-cache-gib": f"{kv_cache_gib:g}",
     }
     arguments = tuple(word for flag, value in flags.items() if value is not None for word in (flag, value))
