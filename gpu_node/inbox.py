@@ -168,8 +168,8 @@ class Inbox:
 
     async def _encode(self, request: Request) -> list[int]:
         """A request's tokens, once all else is prepared; what takes long is done side by side, on threads."""
-        if request.params.structured_outputs is not None:
-            await asyncio.to_thread(self._worker.prepare, request.params)
+        if request.params.structured_outputs is not None or request.adapter is not None:
+            await asyncio.to_thread(self._worker.prepare, request.params, request.adapter)
         if _num_chars(request) <= MAX_CHARS_ON_LOOP:
             return _encode(self._tokenizer, request)
         return await asyncio.to_thread(_encode, self._tokenizer, request)
@@ -189,6 +189,7 @@ class Inbox:
             priority=taken.urgency,
             tenant=taken.tenant,
             weight=taken.weight,
+            adapter=request.adapter,
         )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.
         asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job))

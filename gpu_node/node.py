@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from penstock.contract import crash, keys
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 JOIN_PATIENCE_S = 60.0
 LEAVE_PATIENCE_S = 5.0
+ANNOUNCE_S = 2.0
+"""How often the folder of adapters is looked at."""
 
 
 class Node:
@@ -99,7 +102,8 @@ class Node:
                 ready.set()
             log.info("node serves", extra={"node_id": self.node_id, "pool": self._settings.pool_name})
             async with _background(self._heartbeat_forever(), self._outbox.run()):
-                async with _background(self._take_forever(), self._listen(), self._relief.run()):
+                serving = self._take_forever(), self._listen(), self._relief.run(), self._announce_forever()
+                async with _background(*serving):
                     await self._until_stopped()
                 await self._drain()
             with suppress(UnavailableError):
@@ -110,7 +114,7 @@ class Node:
 
     async def _join(self) -> None:
         settings, engine = self._settings, self._engine
-        record = PoolRecord(
+        self._record = PoolRecord(
             pool=settings.pool_name,
             model=settings.model_name,
             aliases=settings.aliases,
@@ -120,10 +124,11 @@ class Node:
             reasoning_parser=settings.reasoning_parser or engine.tokenizer.reasoning_parser,
             created_s=int(time.time()),
             revision=engine.revision,
+            adapters=await asyncio.to_thread(engine.adapters),
         )
         # Where two nodes' limits differ, one would fail what the other has accepted.
         schema = settings.schema_fields | {"max_model_len": engine.max_model_len}
-        await self._broker.join(schema, record)
+        await self._broker.join(schema, self._record)
         await self._heartbeat.beat()
         await self._broker.sweep()
 
@@ -148,6 +153,15 @@ class Node:
             except SweptError:
                 # The heartbeat finds out too, and rejoins.
                 await asyncio.sleep(0.1)
+
+    async def _announce_forever(self) -> None:
+        """Adapters may be put into their folder, or taken out of it, at any time."""
+        while True:
+            await asyncio.sleep(ANNOUNCE_S)
+            adapters = await asyncio.to_thread(self._engine.adapters)
+            if adapters != self._record.adapters:
+                self._record = replace(self._record, adapters=adapters)
+                await patiently(lambda: self._broker.announce(self._record), math.inf)
 
     async def _listen(self) -> None:
         channel = keys.doorbell(self._settings.pool_name, self.node_id)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 from pydantic_settings import SettingsConfigDict
 
+from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.job import NAME_PATTERN
 from penstock.contract.policy import PolicyName
 from penstock.contract.settings import Settings
@@ -92,6 +93,14 @@ class NodeSettings(Settings):
     """Most tokens in one step."""
     max_prefill_beside_decode: int = Field(192, ge=1)
     """Most tokens of prompts in a step in which others decode, who all wait for it; a long backlog may have more."""
+    lora: tuple[Annotated[str, StringConstraints(pattern=LORA_PATTERN)], ...] = ()
+    """NAME=PATH of a low-rank adapter in PEFT's format, checked at the start; may be repeated."""
+    lora_dir: Path | None = None
+    """Folder of more of them, each in a folder of its name; one is read when it is first asked for."""
+    max_loras: int = Field(8, ge=1)
+    """Adapters that one step may compute with; the least recently used one gives its place to another."""
+    max_lora_rank: int = Field(16, ge=1, le=512)
+    """Highest rank of an adapter."""
     speculative: Literal["ngram", "off"] = "off"
     """ngram: compute ahead what followed when a text last said the same, as far as that pays; never changes tokens."""
     max_draft_tokens: int = Field(8, ge=1, le=64)

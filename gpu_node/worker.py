@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import Priority, SamplingParams
 from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ class EngineLike(Protocol):
     def revision(self) -> str:
         """What must be equal for another node to continue a job token-exact."""
 
-    def add(
+    def add(  # noqa: PLR0913  all that a request is
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
@@ -53,10 +54,14 @@ class EngineLike(Protocol):
         priority: int = Priority.STANDARD,
         tenant: str = "default",
         weight: float = 1.0,
+        adapter: AdapterRef | None = None,
     ) -> None:
         """Queues a request; raises RequestError for one that can never run."""
 
-    def prepare(self, params: SamplingParams) -> None:
+    def adapters(self) -> dict[str, str]:
+        """The adapters that requests may name as of now, and their digests; may take long, on any thread."""
+
+    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None) -> None:
         """Does ahead of `add` what takes long, on any thread; raises RequestError for what could never run."""
 
     def abort(self, request_id: str) -> None:
@@ -136,7 +141,7 @@ class EngineWorker:
         self._wake.set()
         return future
 
-    def add(
+    def add(  # noqa: PLR0913  all that a request is
         self,
         request_id: str,
         token_ids: Sequence[int],
@@ -147,6 +152,7 @@ class EngineWorker:
         priority: int = Priority.STANDARD,
         tenant: str = "default",
         weight: float = 1.0,
+        adapter: AdapterRef | None = None,
     ) -> Future[None]:
         """Queues a request; the future carries the engine's refusal."""
         return self.call(
@@ -157,12 +163,13 @@ class EngineWorker:
                 priority=priority,
                 tenant=tenant,
                 weight=weight,
+                adapter=adapter,
             )
         )
 
-    def prepare(self, params: SamplingParams) -> None:
+    def prepare(self, params: SamplingParams, adapter: AdapterRef | None) -> None:
         """Does ahead of `add` what would keep the engine's thread from its steps; on the caller's own."""
-        self._engine.prepare(params)
+        self._engine.prepare(params, adapter)
 
     def abort(self, request_id: str) -> None:
         """Forgets a request before the next step."""

@@ -16,7 +16,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """Every model that a live node serves, under each of its names."""
+    """Every model that a live node serves, under each of its names, and its adapters."""
     client: AsyncClient = request.app.state.client
     return {"object": "list", "data": list(_models(await client.pools()).values())}
 
@@ -35,17 +35,26 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
 
 
 def _models(pools: Mapping[str, ServedPool]) -> dict[str, dict[str, Any]]:
-    models = {}
+    models: dict[str, dict[str, Any]] = {}
     for record in pools.values():
         if not record.is_alive:
             continue
-        for name in (record.model, *record.aliases):
-            models[name] = {
-                "id": name,
-                "object": "model",
-                "created": record.created_s,
-                "owned_by": "penstock",
-                "root": record.model,
-                "max_model_len": record.max_model_len,
-            }
-    return models
+        models |= {name: _model(name, record) for name in (record.model, *record.aliases)}
+    adapters = {
+        name: _model(name, record) | {"parent": record.model}
+        for record in pools.values()
+        if record.is_alive
+        for name in record.adapters
+    }
+    return adapters | models
+
+
+def _model(name: str, record: ServedPool) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": record.created_s,
+        "owned_by": "penstock",
+        "root": record.model,
+        "max_model_len": record.max_model_len,
+    }

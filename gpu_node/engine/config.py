@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from penstock.contract.adapters import AdapterName
 from penstock.contract.policy import PolicyName
 from penstock.gpu_node.engine.eviction import EvictionName
 from penstock.gpu_node.engine.preemption import PreemptionName
@@ -69,6 +71,13 @@ class EngineConfig(BaseModel):
     """`tenant`: tenants do not share cached prefixes."""
     prefix_eviction: EvictionName = "lru"
     """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
+    lora: dict[AdapterName, Path] = {}
+    """Low-rank adapters by name: folders in PEFT's format; NAME=PATH as a text does too."""
+    lora_dir: Path | None = None
+    """Holds more of them, each in a folder of its name, which is read when it is first asked for."""
+    max_loras: int = Field(8, ge=1)
+    """Adapters that one step may compute with; the least recently used one gives its place to another."""
+    max_lora_rank: int = Field(16, ge=1, le=512)
     speculative: Literal["ngram", "off"] = "off"
     """`ngram`: sequences draft what followed when they last said the same, if that pays; tokens stay the same."""
     max_draft_tokens: int = Field(8, ge=1, le=64)
@@ -90,6 +99,16 @@ class EngineConfig(BaseModel):
                 raise ValueError(f"{theirs} is another name for {ours}: give one of them")
         return {THEIR_NAMES.get(name, name): value for name, value in given.items()}
 
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            return given
+        pairs = [text.partition("=")[::2] for text in given]
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("names an adapter twice")
+        return dict(pairs)
+
     @model_validator(mode="after")
     def _limits_agree(self) -> Self:
         if self.num_kv_blocks is not None and self.kv_cache_tokens is not None:
@@ -100,6 +119,11 @@ class EngineConfig(BaseModel):
                 f"({self.max_num_seqs}), or sequences that decode would starve"
             )
         return self
+
+    @property
+    def num_adapter_places(self) -> int:
+        """Adapters that the runner keeps; none where it could never get one."""
+        return self.max_loras if self.lora or self.lora_dir is not None else 0
 
     @property
     def wanted_blocks(self) -> int | None:

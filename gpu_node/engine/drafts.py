@@ -19,7 +19,7 @@ from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.residents import Residents
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculation import Drafter, Speculation
-from penstock.gpu_node.engine.steps import Ints, Rows, Step
+from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
@@ -63,20 +63,19 @@ class Drafts:
             return
         least_odds = self.speculation.begin(len(decoding))
         on_trial = self.speculation.on_trial(len(decoding))
-        if least_odds > 1 and not on_trial:
-            return
-        rooms = self._rooms(rows[decoding])
-        for i, (at, room) in enumerate(zip(decoding.tolist(), rooms, strict=True)):
-            seq = self._residents.seqs[at]
-            if room <= 0 or most <= 0 or seq.guide is not None:
+        for i in range(len(decoding)) if least_odds <= 1 else on_trial:
+            seq = self._residents.seqs[decoding[i]]
+            if seq.guide is not None:
                 continue
             drafter = seq.drafter = seq.drafter or Drafter(PromptLookup(seq.max_num_tokens))
-            if self.speculation.pays(drafter, least_odds) or i in on_trial:
-                news = table.tokens_of(seq)[len(drafter.lookup) :]
-                draft = self.speculation.draft(drafter, news, min(room, most), least_odds)
-                num_drafted = table.put_draft(seq, _up_to(seq.end_rule.end_ids, draft))
-                most -= num_drafted
-                self.num_written += num_drafted
+            if i in on_trial or self.speculation.pays(drafter, least_odds):
+                self.num_written += self._draft(seq, drafter, most - self.num_written, least_odds)
+
+    def _draft(self, seq: Sequence, drafter: Drafter, most: int, least_odds: float) -> int:
+        """Have a sequence draft; how many tokens it did."""
+        news = self._table.tokens_of(seq)[len(drafter.lookup) :]
+        draft = self.speculation.draft(drafter, news, most, least_odds)
+        return self._table.put_draft(seq, _up_to(seq.end_rule.end_ids, draft[: self._room(seq)])) if draft else 0
 
     def settle(self, step: Step, tokens: Ints) -> Settled:
         """Part what stands of a step's samples from what does not."""
@@ -107,14 +106,14 @@ class Drafts:
         stands: NDArray[np.bool_] = num_wrong == num_wrong[firsts]
         return stands
 
-    def _rooms(self, rows: Rows) -> list[int]:
-        """How many tokens each may draft."""
-        table, most = self._table, self.speculation.max_draft_tokens
-        num_tokens = table.num_tokens[rows]
-        rooms = np.minimum(table.limit[rows] - num_tokens - 1, most)
-        if self._memory.device.num_free < len(self._residents.seqs) * (2 + most // self._block_size):
-            rooms = np.minimum(rooms, table.capacity[rows] - num_tokens)
-        return list(map(int, rooms))
+    def _room(self, seq: Sequence) -> int:
+        """How many tokens a sequence may draft."""
+        table, num_tokens = self._table, int(self._table.num_tokens[seq.row])
+        room = int(table.limit[seq.row]) - num_tokens - 1
+        most_blocks = 2 + self.speculation.max_draft_tokens // self._block_size
+        if self._memory.device.num_free < len(self._residents.seqs) * most_blocks:
+            room = min(room, int(table.capacity[seq.row]) - num_tokens)
+        return max(0, room)
 
 
 def _up_to(end_ids: frozenset[int], draft: list[int]) -> list[int]:

@@ -5,34 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError, RequestError
 from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.gpu_node.engine.adapter_places import AdapterPlaces
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
 from penstock.gpu_node.engine.flight import Flights, Meter
-from penstock.gpu_node.engine.guides import Guides
 from penstock.gpu_node.engine.limits import Limits
-from penstock.gpu_node.engine.loading import load
 from penstock.gpu_node.engine.logprobs import logprobs_of, note_scores, scored_tokens
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.offline import Prompt, gather, run, spread
+from penstock.gpu_node.engine.offline import Adapters, Prompt, gather, run, spread
 from penstock.gpu_node.engine.preemption import PreemptionCosts
 from penstock.gpu_node.engine.progress import Landed
 from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume, request_limits
+from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume
 from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
+from penstock.gpu_node.engine.served_model import ServedModel
 from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.speculation import speculation_of
 from penstock.gpu_node.engine.steps import Step
-from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.engine.trail import MemoryTrail
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan
 
 
-class Engine:
+class Engine(ServedModel):
     """Continuous batching over one model. One thread owns it; `stats` and the tokenizer may be used from others."""
 
     def __init__(self, config: EngineConfig, *, progress: Callable[[str, float], None] | None = None) -> None:
@@ -40,19 +40,17 @@ class Engine:
 
         Raises ConfigError for a model that is missing, unsupported or too large for the KV cache it would need.
         """
-        self._model = load(config, progress or (lambda stage, fraction: None))
+        super().__init__(config, progress or (lambda stage, fraction: None))
         self._runner = self._model.runner
-        self._tokenizer = Tokenizer(self._model.folder, vocab_size=self._model.vocab_size)
         sizes = self._runner.cache_sizes
         pools, caches = (sizes.num_device_blocks, sizes.num_host_blocks), config.enable_prefix_caching
         self._memory = KvMemory(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
         self._block_size = config.block_size
         self._salts_by_tenant = config.prefix_cache_salt == "tenant"
-        self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
         self._costs = PreemptionCosts(config.preemption, sizes.block_bytes)
-        self._guides = Guides(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
         limits = Limits.of(config, self._limits.max_model_len)
-        self._discipline, drafts = discipline_of(config), speculation_of(config, self._runner)
+        self._places = AdapterPlaces(config.num_adapter_places)
+        self._discipline, drafts = discipline_of(config, self._places), speculation_of(config, self._runner)
         self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline, speculation=drafts)
         self._trail = MemoryTrail(self._scheduler, self._memory)
         self._requests: dict[str, LiveRequest] = {}
@@ -76,11 +74,13 @@ class Engine:
         priority: int = Priority.STANDARD,
         tenant: str = "default",
         weight: float = 1.0,
+        adapter: AdapterRef | None = None,
     ) -> None:
         """Queue a request; its `n` choices share the prompt's blocks. Policies look at class, tenant and weight.
 
-        Only requests of one `cache_salt` share cached prefixes. `resume` says how far an earlier node got with each
-        choice: it goes on behind that, text that was not logged yet first, and stays closed if it has a finish reason.
+        Only requests of one `cache_salt` and adapter share cached prefixes. `resume` says how far an earlier node got
+        with each choice: it goes on behind that, text that was not logged yet first, and stays closed if it has a
+        finish reason.
         Raises RequestError or PromptTooLongError naming the field, ConflictError for an id that is already here.
         """
         if request_id in self._requests:
@@ -91,15 +91,12 @@ class Engine:
             self._trail.refused()
             raise
         check_resume(resume, params, self._limits)
-        root_hash = salted_root(cache_salt, tenant if self._salts_by_tenant else None)
-        request = LiveRequest(request_id, prompt_token_ids, params, seed, root_hash, tenant, weight, priority)
+        found = self._find(adapter)
+        salts = cache_salt, tenant if self._salts_by_tenant else None, None if found is None else found.digest
+        root_hash = salted_root(*salts)
+        request = LiveRequest(request_id, prompt_token_ids, params, seed, root_hash, tenant, weight, priority, found)
         request.open(resume, self._limits, self._tokenizer, self._guides)
         self._enqueue(request)
-
-    def prepare(self, params: SamplingParams) -> None:
-        """Do what `add` would take long for, on any thread. Raises RequestError for what could never run."""
-        if params.structured_outputs is not None:
-            self._guides.prepare(params.structured_outputs)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and give its blocks back; nothing happens when it is not here."""
@@ -154,15 +151,16 @@ class Engine:
         return self._trail.lines()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams], *, adapters: Adapters = None
     ) -> list[Generation]:
         """Run prompts (texts, token ids or chats) to their end, batched; results in the prompts' order.
 
-        Raises RequestError when other requests are in the engine, whose outputs would be lost.
+        `adapters` names one for all or one for each. Raises RequestError when other requests are in the engine, whose
+        outputs would be lost.
         """
         if self._requests:
             raise RequestError("generate needs an engine without other requests")
-        batch = spread(prompts, params, self._tokenizer)
+        batch = spread(prompts, params, adapters, self._tokenizer)
         return gather(batch, run(self, batch))
 
     def check_integrity(self) -> None:
@@ -170,29 +168,9 @@ class Engine:
         self._scheduler.check_integrity()
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens that prompt and output of one choice may have together."""
-        return self._limits.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the model's output; token ids are below it."""
-        return self._limits.vocab_size
-
-    @property
     def num_kv_tokens(self) -> int:
         """Tokens that the KV cache holds, swap space not counted."""
         return self._memory.device.num_total * self._block_size
-
-    @property
-    def revision(self) -> str:
-        """Names weights, tokenizer and dtype: engines of equal revision continue each other's choices."""
-        return self._model.revision
 
     def _enqueue(self, request: LiveRequest) -> None:
         if not request.live:
@@ -247,6 +225,7 @@ class Engine:
                 self._flights.launch(self._runner, step, self._plan)
 
     def _plan(self, step: Step) -> StepPlan:
+        self._places.hand_over(self._runner)
         plan = self._scheduler.plan(step)
         self._guides.write(plan.sampling.masks)
         scored = scored_tokens(step, plan)

@@ -38,6 +38,10 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
         deterministic=config.deterministic,
         num_threads=config.num_threads,
         weight_cache=config.weight_cache,
+        lora=config.lora,
+        lora_dir=config.lora_dir,
+        max_loras=config.num_adapter_places,
+        max_lora_rank=config.max_lora_rank,
     )
     # On a thread that ends: torch keeps a team of its own for every thread that lives, and teams that are more than the
     # cores stop spinning at their barriers, which costs a step 40 % of its speed.

@@ -18,7 +18,7 @@ _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 _HASH_SHIFT = 20
 _MAX_PLACES_LOG2 = 16
 _PLACES_PER_TOKEN = 4 * len(_SIZES)
-_FEW = 32
+_FEW = 12
 
 
 class PromptLookup:
@@ -55,8 +55,9 @@ class PromptLookup:
     def find(self) -> tuple[int, int]:
         """Where what followed a run like the last one begins, and which of MATCHES the run is; (0, 0) for none."""
         tokens, end = self._tokens, len(self._tokens)
-        for size, place in reversed(list(zip(_SIZES, self._places_of(end), strict=False))):
-            at = self._places[place]
+        places = self._places_of(end)
+        for i in range(len(places) - 1, -1, -1):
+            size, at = _SIZES[i], self._places[places[i]]
             if at >= size and tokens[at - size : at] == tokens[end - size :]:
                 is_long = size == _SIZES[-1] and at >= _LONG and tokens[at - _LONG : at] == tokens[end - _LONG :]
                 return at, MATCHES.index(_LONG if is_long else size)
@@ -77,8 +78,9 @@ class PromptLookup:
         return places
 
     def _index_many(self, begin: int, end: int) -> None:
-        tokens, places = np.array(self._tokens, dtype=np.int64), np.frombuffer(self._places, dtype=np.int32)
+        first = max(0, begin - _SIZES[-1])
+        tokens, places = np.array(self._tokens[first:], dtype=np.int64), np.frombuffer(self._places, dtype=np.int32)
         for size in _SIZES:
             ends = np.arange(max(begin, size), end)
-            mixed = sum((tokens[ends - i] + 1) * _FACTORS[i - 1] for i in range(1, size + 1))
+            mixed = sum((tokens[ends - first - i] + 1) * _FACTORS[i - 1] for i in range(1, size + 1))
             places[mixed >> _HASH_SHIFT & self._mask] = ends

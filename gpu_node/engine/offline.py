@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
 from penstock.contract.logprobs import TokenLogprobs
@@ -12,21 +13,45 @@ from penstock.gpu_node.engine.records import Generation, StepOutput
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
-Batch: TypeAlias = list[tuple[list[int], SamplingParams]]
+Adapters: TypeAlias = str | Sequence[str | None] | None
 
 
-def spread(prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams], tokenizer: Tokenizer) -> Batch:
-    """Each prompt's tokens with its parameters. Raises RequestError when the two lists differ in length."""
+class Asked(NamedTuple):
+    """One request of a batch."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    adapter: str | None
+
+
+def spread(
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    adapters: Adapters,
+    tokenizer: Tokenizer,
+) -> list[Asked]:
+    """Each prompt's tokens with what goes with it. Raises RequestError when the lists differ in length."""
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(wanted) != len(prompts):
-        raise RequestError(f"{len(prompts)} prompts but {len(wanted)} sampling params", param="params")
-    return [(_tokens_of(prompt, tokenizer), one) for prompt, one in zip(prompts, wanted, strict=True)]
+    named = [adapters] * len(prompts) if adapters is None or isinstance(adapters, str) else list(adapters)
+    for name, given in (("params", wanted), ("adapters", named)):
+        if len(given) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(given)} {name}", param=name)
+    tokens = (_tokens_of(prompt, tokenizer) for prompt in prompts)
+    return [Asked(*one) for one in zip(tokens, wanted, named, strict=True)]
 
 
 class Steps(Protocol):
     """What a batch needs of an engine."""
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, seed: int) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        adapter: AdapterRef | None,
+    ) -> None:
         """Queue a request."""
 
     def abort(self, request_id: str) -> None:
@@ -39,12 +64,13 @@ class Steps(Protocol):
         """What one step gave."""
 
 
-def run(engine: Steps, batch: Batch) -> list[StepOutput]:
+def run(engine: Steps, batch: list[Asked]) -> list[StepOutput]:
     """All that an engine says to a batch, whose requests are named by their index; what fails leaves none of them."""
     outputs: list[StepOutput] = []
     try:
-        for i, (prompt, wanted) in enumerate(batch):
-            engine.add(str(i), prompt, wanted, seed=seed_of(str(i), wanted))
+        for i, (prompt, wanted, name) in enumerate(batch):
+            adapter = None if name is None else AdapterRef(name=name)
+            engine.add(str(i), prompt, wanted, seed=seed_of(str(i), wanted), adapter=adapter)
         while engine.has_work():
             outputs += engine.step()
     except BaseException:
@@ -54,7 +80,7 @@ def run(engine: Steps, batch: Batch) -> list[StepOutput]:
     return outputs
 
 
-def gather(batch: Batch, outputs: Sequence[StepOutput]) -> list[Generation]:
+def gather(batch: list[Asked], outputs: Sequence[StepOutput]) -> list[Generation]:
     """The finished choices of each prompt; requests are named by their index in the batch."""
     by_choice: dict[tuple[str, int], list[StepOutput]] = {}
     usages: dict[str, Usage] = {}
@@ -72,7 +98,7 @@ def gather(batch: Batch, outputs: Sequence[StepOutput]) -> list[Generation]:
             usage=usages[str(i)],
             prompt_logprobs=prompt_logprobs.get(str(i), ()),
         )
-        for i, (prompt, params) in enumerate(batch)
+        for i, (prompt, params, _) in enumerate(batch)
     ]
 
 

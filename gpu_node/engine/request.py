@@ -21,7 +21,7 @@ from penstock.gpu_node.engine.records import ResumedChoice, StepOutput
 from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.tokenizer import Tokenizer
-from penstock.gpu_node.model.protocol import LoadedModel
+from penstock.gpu_node.model.protocol import Adapter, LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class LiveRequest:
     tenant: str = "default"
     weight: float = 1.0
     priority: int = int(Priority.STANDARD)
+    adapter: Adapter | None = None
     completion_tokens: int = 0
     live: dict[int, LiveChoice] = field(default_factory=dict)
     first: Sequence | None = None
@@ -246,6 +247,7 @@ def open_choice(
         weight=request.weight,
         priority=request.priority,
         urgency=request.priority,
+        adapter=request.adapter,
         prompt_scores=request.prompt_scores,
     )
     return LiveChoice(request, seq, output, owed=text[len(resumed.text) :])

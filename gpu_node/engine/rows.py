@@ -13,7 +13,7 @@ from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
-from penstock.gpu_node.model.protocol import NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
 
 _SETTINGS: dict[str, type[np.generic]] = {
     "temperature": np.float32,
@@ -64,6 +64,7 @@ class RowTable:
         # Pages of these that no sequence is long enough to reach are never touched, so they cost nothing.
         self._tokens = np.zeros((max_rows, max_model_len), dtype=np.int32)
         self._block_tables = np.full((max_rows, -(-max_model_len // block_size)), NULL_BLOCK, dtype=np.int32)
+        self._adapters = np.full(max_rows, NO_ADAPTER, dtype=np.int32)
         self._settings = {name: np.zeros(max_rows, dtype) for name, dtype in _SETTINGS.items()}
         self._last = self._gather_settings([], np.empty(0, dtype=np.intp))
         self._ordinals = np.arange(max_rows + 1, dtype=np.int32)
@@ -82,6 +83,7 @@ class RowTable:
         self.num_drafted[row] = self.num_computed[row] = self.num_named[row] = self.capacity[row] = 0
         self.limit[row] = seq.max_num_tokens
         self._num_prompt_tokens[row] = seq.num_prompt_tokens
+        self._adapters[row] = seq.place
         for name, value in _settings_of(seq).items():
             self._settings[name][row] = value
 
@@ -165,6 +167,7 @@ class RowTable:
             owners = np.repeat(rows, counts)
             positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
         width = -(-int(ends.max()) // self._block_size)
+        adapters = self._adapters[rows]
         return StepPlan(
             token_ids=self._tokens[owners, positions],
             positions=positions,
@@ -174,6 +177,7 @@ class RowTable:
             sample_tokens=query_starts[step.sampled] + step.sampled_ends - starts[step.sampled] - 1,
             sampling=self._sampling_rows(step.sampled_seqs, step.sampled_rows, step.sampled_ends),
             copies=step.copies,
+            adapters=adapters if adapters.max() > NO_ADAPTER else None,
         )
 
     def _sampling_rows(self, seqs: list[Sequence], rows: Rows, num_tokens: Ints) -> SamplingRows:

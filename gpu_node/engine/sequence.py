@@ -14,7 +14,7 @@ from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
 from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.speculation import Drafter
-from penstock.gpu_node.model.protocol import NO_LOGPROBS
+from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
 
 if TYPE_CHECKING:
     from penstock.contract.job import SamplingParams
@@ -38,6 +38,9 @@ class Sequence:
     """Tokens that must not follow each other."""
     guide: Guide | None = None
     """Keeps its text to a form."""
+    adapter: Adapter | None = None
+    place: int = NO_ADAPTER
+    """Where the runner has its adapter while it runs."""
     drafter: Drafter | None = None
     """Guesses what it says next, once that may pay."""
     prompt_scores: PromptScores | None = None

@@ -17,6 +17,7 @@ from penstock.contract.policy import (
     learned_hold_ms,
     victims_of,
 )
+from penstock.gpu_node.engine.adapter_places import AdapterPlaces, ByAdapter
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
 from penstock.gpu_node.engine.predict import LengthPredictor
@@ -121,12 +122,13 @@ class ByPolicy:
                 self._hold_ms = learned_hold_ms(self._hold_ms, used, seq.cost)
 
 
-def discipline_of(config: EngineConfig) -> Discipline:
+def discipline_of(config: EngineConfig, places: AdapterPlaces) -> Discipline:
     """What an engine's settings say."""
-    if config.scheduling_policy == "fcfs":
-        return FirstComeFirstServed()
-    policy = Policy(config.scheduling_policy, config.aging_ms, config.bypass_ms)
-    return ByPolicy(policy, lambda: time.monotonic() * 1e3)
+    discipline: Discipline = FirstComeFirstServed()
+    if config.scheduling_policy != "fcfs":
+        policy = Policy(config.scheduling_policy, config.aging_ms, config.bypass_ms)
+        discipline = ByPolicy(policy, lambda: time.monotonic() * 1e3)
+    return ByAdapter(discipline, places) if config.num_adapter_places else discipline
 
 
 def note_held(running: Iterable[Sequence], held_ms: float, block_size: int) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.lookup import MATCHES, PromptLookup
 from penstock.gpu_node.engine.step_cost import StepCost
 from penstock.gpu_node.model.protocol import ModelRunner, StepResult
+
+if TYPE_CHECKING:
+    from penstock.gpu_node.engine.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 
@@ -23,13 +26,15 @@ _COMMON_TRIES = 3.0
 """What all sequences' odds count for in one's own."""
 _FADE = 0.85
 _COMMON_FADE = 0.995
-_MARGIN = 1.15
+_MARGIN = 1.3
 """A drafted token must be worth so many times what it costs: plans of steps with drafts cost a little as well."""
 _TRIAL_SHARE = 0.005
 """Of a step's time, for drafts that say how often drafts stand where they do not pay."""
 _MAX_TRIALS = 4.0
 _LOOKS = 2
-"""Sequences that a step looks at for such a draft."""
+"""Sequences that a step looks at for such a draft,"""
+_LOOK_COST = 0.25
+"""and what each of these looks counts for, in tokens drafted."""
 _LEAST_TRIAL_MATCH = 2
 
 
@@ -112,27 +117,32 @@ class Speculation:
         if self._trials < 1:
             return set()
         self._turn += _LOOKS
+        self._trials -= _LOOKS * _LOOK_COST
         return {at % num_decoding for at in range(self._turn, self._turn + _LOOKS)}
 
     def pays(self, drafter: Drafter, least_odds: float) -> bool:
         """Whether a sequence would draft if it found the best of matches."""
-        if drafter.as_of != self._num_verified:
-            drafter.odds, drafter.as_of = drafter.own.among(self._common_odds), self._num_verified
-        return max(drafter.odds) >= least_odds
+        return max(self._odds_of(drafter)) >= least_odds
 
     def draft(self, drafter: Drafter, news: NDArray[np.int32], room: int, least_odds: float) -> list[int]:
         """Up to `room` tokens that a sequence will probably say next; `news` it said since it was asked last."""
+        room = min(room, self.max_draft_tokens)
         drafter.lookup.extend(news)
         at, drafter.match = drafter.lookup.find()
         if not at:
             return []
-        odds, count, likely = drafter.odds[drafter.match], 0, 1.0
+        odds, count, likely = self._odds_of(drafter)[drafter.match], 0, 1.0
         while count < room and (likely := likely * odds) >= least_odds:
             count += 1
         if not count and drafter.match >= _LEAST_TRIAL_MATCH and self._trials >= 1:
             self._trials -= 1
             count = 1
         return drafter.lookup.following(at, count) if count else []
+
+    def _odds_of(self, drafter: Drafter) -> list[float]:
+        if drafter.as_of != self._num_verified:
+            drafter.odds, drafter.as_of = drafter.own.among(self._common_odds), self._num_verified
+        return drafter.odds
 
     def verified(self, drafter: Drafter, num_drafted: int, num_accepted: int) -> None:
         """A step said which of the tokens drafted last stand."""

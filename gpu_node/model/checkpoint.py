@@ -87,7 +87,7 @@ class Checkpoint:
         maps = {path: mapped(path) for path in weight_files(source)}
         if source.gguf is not None:
             return cls(_GgufFile(source.gguf, maps[source.gguf]).find, maps.values())
-        tensors = {name: tensor for path, content in maps.items() for name, tensor in _read_safetensors(path, content)}
+        tensors = {name: tensor for path, content in maps.items() for name, tensor in read_safetensors(path, content)}
         return cls(tensors.get, maps.values(), read_scaled)
 
     def get(self, name: str, *shape: int) -> Stored:
@@ -147,7 +147,8 @@ def mapped(path: Path) -> mmap.mmap:
             raise ConfigError(f"{path} is empty") from error
 
 
-def _read_safetensors(path: Path, mapped: mmap.mmap) -> Iterable[tuple[str, StoredTensor]]:
+def read_safetensors(path: Path, mapped: mmap.mmap) -> Iterable[tuple[str, StoredTensor]]:
+    """The tensors of one mapped file by name. Raises ConfigError for a file that is cut short or of another kind."""
     content = np.frombuffer(mapped, np.uint8)
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     if 8 + header_bytes > len(content):

@@ -13,6 +13,7 @@ from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.positions import rope_angles
 from penstock.gpu_node.model.protocol import StepPlan
 from penstock.gpu_node.model.spec import Activation, ModelSpec
+from penstock.gpu_node.model.torch_adapters import AdaptedRows, TorchAdapters
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -27,6 +28,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
         self._spec = spec
         self._weights = weights
+        self.adapters = TorchAdapters(spec, weights.embedding.dtype)
         self._activation = _ACTIVATIONS[spec.activation]
         self._rotation = None
         if spec.rope is not None:
@@ -38,25 +40,28 @@ class Decoder:
 
     def logits(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor:
         """Store the step's keys and values; the logits after some of its `tokens`, [tokens, vocab] in float32."""
-        groups, slots = attention.groups(plan), attention.slots(plan)
+        groups, slots, adapted = attention.groups(plan), attention.slots(plan), self.adapters.rows_of(plan)
         positions = torch.from_numpy(plan.positions)
         angles = None if self._rotation is None else tuple(table[positions].unsqueeze(1) for table in self._rotation)
         # The residual stream stays in float32: rounded after each layer, SmolLM2's bfloat16 logits err twice as much.
         x = functional.embedding(torch.from_numpy(plan.token_ids), self._weights.embedding).float()
         for i, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
-            q, k, v = self._qkv(x, layer, angles)
+            q, k, v = self._qkv(x, i, layer, angles, adapted)
             cache.store(k, v, slots)
             attended = attention.attend(q, cache, groups, self._spec.windows[i])
             if i == self._spec.num_layers - 1:
                 # Behind the last attention a token matters only where its logits are wanted.
-                x, attended = x[tokens], attended[tokens]
-            x = self._behind_attention(x, layer.out(attended.flatten(1)), layer)
+                x, attended, adapted = x[tokens], attended[tokens], adapted.at(tokens)
+            attended = attended.flatten(1)
+            x = self._behind_attention(x, adapted.add(i, "out", attended, layer.out(attended)), i, layer, adapted)
         return self._weights.head(self._weights.final_norm(x)).float()
 
-    def _qkv(self, x: Tensor, layer: LayerWeights, angles: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(
+        self, x: Tensor, at: int, layer: LayerWeights, angles: tuple[Tensor, ...] | None, adapted: AdaptedRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim]."""
-        spec = self._spec
-        fused = layer.qkv(layer.attention_norm(x)).view(len(x), -1, spec.head_dim)
+        spec, normed = self._spec, layer.attention_norm(x)
+        fused = adapted.add(at, "qkv", normed, layer.qkv(normed)).view(len(x), -1, spec.head_dim)
         q, k, v = fused.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
         if layer.head_norms is not None:
             q, k = (norm(heads) for norm, heads in zip(layer.head_norms, (q, k), strict=True))
@@ -64,19 +69,24 @@ class Decoder:
             q, k = (_rotate(heads, *angles) for heads in (q, k))
         return q.contiguous(), k, v
 
-    def _behind_attention(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+    def _behind_attention(
+        self, x: Tensor, attended: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows
+    ) -> Tensor:
         """The rest of a layer. x: what came into it, attended: what its attention adds, both [num_tokens, hidden]."""
         if self._spec.parallel_residual:
-            return x + attended + self._mlp(x, layer)
+            return x + attended + self._mlp(x, at, layer, adapted)
         x = x + attended
-        return x + self._mlp(x, layer)
+        return x + self._mlp(x, at, layer, adapted)
 
-    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        inner = layer.mlp_in(layer.mlp_norm(x))
+    def _mlp(self, x: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
+        normed = layer.mlp_norm(x)
+        inner = adapted.add(at, "mlp_in", normed, layer.mlp_in(normed))
         if self._spec.is_gated:
             gate, up = inner.chunk(2, dim=-1)
-            return layer.mlp_out(self._activation(gate) * up)
-        return layer.mlp_out(self._activation(inner))
+            gated = self._activation(gate) * up
+        else:
+            gated = self._activation(inner)
+        return adapted.add(at, "mlp_out", gated, layer.mlp_out(gated))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

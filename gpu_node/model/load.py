@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.adapter_library import AdapterLibrary
 from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.gguf_rope import with_rope_scaling
@@ -31,6 +32,7 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     if source.gguf is not None:
         config = with_rope_scaling(config, source.gguf)
     described = _describe(source, config, options)
+    adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
     runner, arithmetic = _load(described, options, progress)
     return LoadedModel(
         runner=runner,
@@ -38,6 +40,7 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
         vocab_size=described.spec.vocab_size,
         max_model_len=described.max_model_len,
         eos_token_ids=_eos_token_ids(source.folder, config),
+        adapters=adapters,
         arithmetic=arithmetic,
         revision=revision_of(source, arithmetic),
     )

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.gpu_node.model.low_rank import LowRank
+from penstock.gpu_node.model.spec import MatrixName
+
+if TYPE_CHECKING:
+    from penstock.contract.adapters import AdapterRef
 
 NULL_BLOCK = 0
 """Padding of block tables; never written by a sequence, always finite."""
 
 NO_COPIES = np.empty((0, 2), dtype=np.int32)
+
+NO_ADAPTER = -1
 
 FAILED_TOKEN = -1
 """Stands for a row whose logits were not finite: that row failed, the others did not."""
@@ -132,6 +140,8 @@ class StepPlan:
     sampling: SamplingRows
     copies: NDArray[np.int32] = field(default_factory=lambda: NO_COPIES)
     """[num_copies, 2]: from which block to which one; done in order, before anything of the step is stored or read."""
+    adapters: NDArray[np.int32] | None = None
+    """[num_seqs]: the place of each sequence's adapter in the runner, or NO_ADAPTER; None where nobody has one."""
     scored: ScoredTokens | None = None
 
     @property
@@ -153,6 +163,27 @@ class StepResult:
     """Of the sampling rows, where one of them wants any; a failed one's mean nothing."""
     scores: Logprobs | None = None
     """Of the plan's scored tokens."""
+
+
+class Adapter(Protocol):
+    """A low-rank adapter of the model, ready to be given to its runner."""
+
+    @property
+    def digest(self) -> str:
+        """Of its content: adapters of one digest give the same tokens."""
+
+    def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
+        """What it adds to a layer's matrix, part by part."""
+
+
+class AdapterSource(Protocol):
+    """Where adapters come from; safe for use by several threads."""
+
+    def digests(self) -> dict[str, str]:
+        """What there is, by name."""
+
+    def find(self, wanted: AdapterRef) -> Adapter:
+        """An adapter. Raises NotFoundError for an unknown name, RequestError for one that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +238,12 @@ class ModelRunner(Protocol):
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Forget what blocks hold once steps in flight are done, so that a NaN in them reaches no later one."""
 
+    def set_adapter(self, place: int, adapter: Adapter) -> None:
+        """Put an adapter in a place, from 0 to `max_loras`, instead of what was there.
+
+        Steps that were submitted before still compute with that.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
@@ -232,6 +269,13 @@ class RunnerOptions:
     """Whether a card may not cut contexts by the size of the batch, nor sums of products at all."""
     weight_cache: bool = True
     """Whether packed weights lie in a file that the machine's processes share."""
+    lora: Mapping[str, Path] = field(default_factory=dict)
+    """Adapters by name."""
+    lora_dir: Path | None = None
+    """Holds more of them, each in a folder of its name."""
+    max_loras: int = 0
+    """Places for adapters that one step may compute with."""
+    max_lora_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +288,7 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    adapters: AdapterSource
     arithmetic: str
     """Names the runner, its kernels and the formats it computes in: what tokens depend on besides the model's files."""
     revision: str

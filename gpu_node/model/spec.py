@@ -8,6 +8,9 @@ from typing import Any, Literal, TypeAlias
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 NormKind: TypeAlias = Literal["rms", "layer"]
+MatrixName: TypeAlias = Literal["qkv", "out", "mlp_in", "mlp_out"]
+"""The matrices of a layer, as runners multiply with them."""
+MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,23 @@ class ModelSpec:
     def is_gated(self) -> bool:
         """Whether the MLP's activation is of a gate that its other input is multiplied by."""
         return len(self.names.mlp_in) > 1
+
+    def parts_of(self, matrix: MatrixName) -> tuple[tuple[str, int], ...]:
+        """The tensors whose rows make up a layer's matrix, as checkpoints name them, and how many rows each has."""
+        names = self.names
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if matrix == "qkv":
+            sizes = (queries, keys, keys) if len(names.qkv) > 1 else (queries + 2 * keys,)
+            return tuple(zip(names.qkv, sizes, strict=True))
+        if matrix == "mlp_in":
+            return tuple((name, self.intermediate_size) for name in names.mlp_in)
+        return ((names.out if matrix == "out" else names.mlp_out, self.hidden_size),)
+
+    def columns_of(self, matrix: MatrixName) -> int:
+        """Numbers that a layer's matrix multiplies with."""
+        if matrix == "out":
+            return self.num_heads * self.head_dim
+        return self.intermediate_size if matrix == "mlp_out" else self.hidden_size
 
 
 @dataclass(frozen=True, slots=True)

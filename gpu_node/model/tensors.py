@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.gpu_node.model.checkpoint import Checkpoint, Stored
-from penstock.gpu_node.model.spec import ModelSpec
+from penstock.gpu_node.model.spec import MatrixName, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,36 +72,25 @@ class DecoderTensors:
 
     def qkv(self, layer: int) -> StoredLinear:
         """Queries [num_heads * head_dim, hidden], keys and values [num_kv_heads * head_dim, hidden]."""
-        spec = self._spec
-        kv_size = spec.num_kv_heads * spec.head_dim
-        sizes = spec.num_heads * spec.head_dim, kv_size, kv_size
-        names = [name.format(layer=layer) for name in spec.names.qkv]
-        if len(names) == len(sizes):
-            return self._linear(names, sizes, spec.hidden_size, has_bias=spec.qkv_bias)
-        fused = self._linear(names, (sum(sizes),), spec.hidden_size, has_bias=spec.qkv_bias)
+        stored = self._linear("qkv", layer, has_bias=self._spec.qkv_bias)
+        if len(self._spec.names.qkv) > 1:
+            return stored
         return StoredLinear(
-            tuple(part for weight in fused.weights for part in self._unfused(weight)),
-            tuple(part for bias in fused.biases for part in self._unfused(bias)),
+            tuple(part for weight in stored.weights for part in self._unfused(weight)),
+            tuple(part for bias in stored.biases for part in self._unfused(bias)),
         )
 
     def out(self, layer: int) -> StoredLinear:
         """[hidden, num_heads * head_dim]."""
-        spec = self._spec
-        name, columns = spec.names.out.format(layer=layer), spec.num_heads * spec.head_dim
-        return self._linear([name], (spec.hidden_size,), columns, has_bias=spec.out_bias)
+        return self._linear("out", layer, has_bias=self._spec.out_bias)
 
     def mlp_in(self, layer: int) -> StoredLinear:
         """[intermediate, hidden] for each input of the MLP's activation."""
-        spec = self._spec
-        names = [name.format(layer=layer) for name in spec.names.mlp_in]
-        sizes = (spec.intermediate_size,) * len(names)
-        return self._linear(names, sizes, spec.hidden_size, has_bias=spec.mlp_bias)
+        return self._linear("mlp_in", layer, has_bias=self._spec.mlp_bias)
 
     def mlp_out(self, layer: int) -> StoredLinear:
         """[hidden, intermediate]."""
-        spec = self._spec
-        name = spec.names.mlp_out.format(layer=layer)
-        return self._linear([name], (spec.hidden_size,), spec.intermediate_size, has_bias=spec.mlp_bias)
+        return self._linear("mlp_out", layer, has_bias=self._spec.mlp_bias)
 
     def _table(self, name: str) -> Stored:
         return self._checkpoint.get(f"{name}.weight", self._spec.vocab_size, self._spec.hidden_size)
@@ -110,16 +100,21 @@ class DecoderTensors:
         has_bias = self._spec.norm == "layer"
         return StoredNorm(weight, self._checkpoint.get(f"{name}.bias", self._spec.hidden_size) if has_bias else None)
 
-    def _linear(self, names: list[str], sizes: tuple[int, ...], columns: int, *, has_bias: bool) -> StoredLinear:
-        get, parts = self._checkpoint.get, tuple(zip(names, sizes, strict=True))
+    def _linear(self, matrix: MatrixName, layer: int, *, has_bias: bool) -> StoredLinear:
+        get, columns = self._checkpoint.get, self._spec.columns_of(matrix)
+        parts = [(name.format(layer=layer), rows) for name, rows in self._spec.parts_of(matrix)]
         return StoredLinear(
-            tuple(get(f"{name}.weight", size, columns) for name, size in parts),
-            tuple(get(f"{name}.bias", size) for name, size in parts if has_bias),
+            tuple(get(f"{name}.weight", rows, columns) for name, rows in parts),
+            tuple(get(f"{name}.bias", rows) for name, rows in parts if has_bias),
         )
 
     def _unfused(self, fused: Stored) -> tuple[Stored, ...]:
         """Queries, keys and values of a tensor that keeps them by key head."""
-        spec = self._spec
-        by_head = np.arange(fused.shape[0], dtype=np.int32).reshape(spec.num_kv_heads, -1, spec.head_dim)
-        split = (by_head[:, :-2].ravel(), by_head[:, -2].ravel(), by_head[:, -1].ravel())
-        return tuple(fused.take_rows(rows, len(rows), *fused.shape[1:]) for rows in split)
+        return tuple(fused.take_rows(rows, len(rows), *fused.shape[1:]) for rows in rows_by_part(self._spec))
+
+
+def rows_by_part(spec: ModelSpec) -> tuple[NDArray[np.int32], ...]:
+    """Which rows of a tensor that keeps them by key head are the queries', the keys' and the values'."""
+    num_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    by_head = np.arange(num_rows, dtype=np.int32).reshape(spec.num_kv_heads, -1, spec.head_dim)
+    return by_head[:, :-2].ravel(), by_head[:, -2].ravel(), by_head[:, -1].ravel()

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.gpu_node.model.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.decoder import Decoder
 from penstock.gpu_node.model.logprobs import logprobs_of, to_numpy
-from penstock.gpu_node.model.protocol import CacheSizes, Logprobs, SamplingRows, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Logprobs, SamplingRows, StepPlan, StepResult
 from penstock.gpu_node.model.sampler import sample
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
@@ -69,6 +69,10 @@ class TorchRunner:
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear blocks in every layer."""
         self._thread.submit(self._zero, list(block_ids)).result()
+
+    def set_adapter(self, place: int, adapter: Adapter) -> None:
+        """Put an adapter in a place, behind the steps that were submitted."""
+        self._thread.submit(self._decoder.adapters.set, place, adapter).result()
 
     @torch.inference_mode()
     def _logits(self, plan: StepPlan, tokens: Tensor) -> Tensor:

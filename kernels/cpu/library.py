@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +109,7 @@ class NativePlan(c.Structure):
         *((name, c.c_void_p) for name in ("top_k", "choice", "position", "seed")),
         *((name, c.c_void_p) for name in ("seen", "num_seen", "num_seen_prompt", "banned", "num_banned")),
         *((name, c.c_void_p) for name in ("biased", "biases", "num_biased", "masks", "masks_written")),
+        ("adapters", c.c_void_p),
         ("num_copies", c.c_int32),
         *((name, c.c_void_p) for name in ("copies", "tokens", "logits", "times_ms")),
         *((name, c.c_void_p) for name in ("num_logprobs", "logprob_ids", "logprobs")),
@@ -117,6 +118,24 @@ class NativePlan(c.Structure):
         *((name, c.c_void_p) for name in ("score_ids", "scores")),
         ("scores_width", c.c_int32),
     ]
+
+
+class _LowRankPart(c.Structure):
+    """LowRankPart of src/low_rank.h."""
+
+    _fields_ = [
+        *((name, c.c_int32) for name in ("place", "first", "count", "rank")),
+        *((name, c.c_void_p) for name in ("down", "up")),
+    ]
+
+
+class LowRankRows(NamedTuple):
+    """What an adapter adds to rows of a matrix: up @ down. down: [rank, columns]; up: [rows, rank]; contiguous."""
+
+    place: Place
+    first: int
+    down: NDArray[np.float32]
+    up: NDArray[np.float32]
 
 
 _NO_MEMORY = b"std::bad_alloc"
@@ -204,6 +223,13 @@ class NativeModel:
         values = np.ascontiguousarray(values, dtype=np.float32)
         self._library.penstock_vector_fill(self._handle, layer, vector, values.ctypes.data, values.size)
 
+    def set_adapter(
+        self, place: int, slot: Slot, layer: int, parts: Sequence[LowRankRows], gains: NDArray[np.float32] | None
+    ) -> None:
+        """Say what the adapter in a place adds to a filled matrix; no step may be running. gains: as for `fill`."""
+        factors, call = None if gains is None else gains.ctypes.data, self._library.penstock_adapter_set
+        self._check(call(self._handle, place, layer, slot, low_rank_table(parts), len(parts), factors))
+
     def start(self, plan: NativePlan) -> None:
         """Start a step on the model's threads; what the plan points to must stay until `wait` is back.
 
@@ -229,6 +255,15 @@ class NativeModel:
             raise KernelError(error.decode(errors="replace"))
 
 
+def low_rank_table(parts: Sequence[LowRankRows]) -> c.Array[_LowRankPart]:
+    """Parts as the kernels read them, as long as the parts live."""
+    table = (_LowRankPart * len(parts))()
+    for row, (where, first, down, up) in zip(table, parts, strict=True):
+        row.place, row.first, row.count, row.rank = where, first, len(up), len(down)
+        row.down, row.up = down.ctypes.data, up.ctypes.data
+    return table
+
+
 def _open(path: Path) -> Any:
     library = c.CDLL(str(path))
     pointer, number = c.c_void_p, c.c_int
@@ -242,6 +277,7 @@ def _open(path: Path) -> Any:
         "penstock_vector_fill": (None, [pointer, number, number, pointer, c.c_size_t]),
         "penstock_bias_fill": (c.c_char_p, [pointer, *[number] * 4, pointer, number]),
         "penstock_window_set": (None, [pointer, number, number]),
+        "penstock_adapter_set": (c.c_char_p, [pointer, *[number] * 3, pointer, number, pointer]),
         "penstock_step_start": (c.c_char_p, [pointer, pointer]),
         "penstock_step_wait": (None, [pointer]),
         "penstock_clear_blocks": (None, [pointer, pointer, number]),

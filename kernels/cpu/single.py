@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu.library import Format, KvFormat, Place, Source
+from penstock.kernels.cpu.library import Format, KvFormat, LowRankRows, Place, Source, low_rank_table
 from penstock.kernels.reference.sampler import SamplingRow
 
 Floats = NDArray[np.float32]
@@ -66,6 +66,13 @@ class Single:
         shape = (len(data), x.shape[1])
         call = self._library.penstock_single_multiply
         call(weights, source, *shape, *_rows(data), _at(x), len(x), num_threads, _at(out))
+        return out
+
+    def add_low_rank(self, out: Floats, x: Floats, parts: Sequence[LowRankRows]) -> Floats:
+        """Rows of products with what some parts of an adapter add. out: [rows, outputs]; x: [rows, columns]."""
+        x, out = _aligned(x), _aligned(out).copy()
+        shape, table = (out.shape[1], x.shape[1]), low_rank_table(parts)
+        self._library.penstock_single_low_rank(*shape, table, len(parts), _at(x), len(x), _at(out))
         return out
 
     def quantise(self, row: Floats) -> tuple[float, NDArray[np.int8], int]:
@@ -226,6 +233,7 @@ def _open(path: Path) -> Any:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "repack": (None, [*[number] * 4, pointer, c.c_size_t, pointer]),
         "multiply": (None, [*[number] * 4, pointer, c.c_size_t, pointer, number, number, pointer]),
+        "low_rank": (None, [number, number, pointer, number, pointer, number, pointer]),
         "quantise": (real, [pointer, number, pointer, pointer]),
         "exp": (None, [pointer, number, pointer]),
         "silu": (None, [pointer, number, pointer]),

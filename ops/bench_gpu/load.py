@@ -31,6 +31,7 @@ class Whole:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
 
 
 class OneByOne:

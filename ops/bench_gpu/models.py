@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
@@ -93,7 +94,8 @@ def make_model(
     num_blocks = int(0.8 * free) // layout.block_bytes
     sizes = CacheSizes(num_blocks, 0, layout.block_bytes)
     pool = KvPool(layout, num_blocks, 0, device)
-    runner = GpuRunner(decoder, pool, sizes, Limits(max_num_seqs, max_model_len, BLOCK_SIZE), device)
+    no_adapters = GpuAdapters(spec, 0, 0, dtype, device.torch)
+    runner = GpuRunner(decoder, no_adapters, pool, sizes, Limits(max_num_seqs, max_model_len, BLOCK_SIZE), device)
     per_layer = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + spec.num_heads * spec.head_dim
     rows = spec.num_layers * (per_layer + 3 * spec.intermediate_size) + spec.vocab_size
     num_weights = rows * spec.hidden_size

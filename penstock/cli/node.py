@@ -40,7 +40,7 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
     """A setting as the command takes it: None where it is not given, so that the environment is asked."""
     if name == "model":
         return Parameter(name, _KIND, default=None, annotation=Annotated[str | None, typer.Argument(help=_help(field))])
-    kind: Any = list[str] if name == "aliases" else field.annotation
+    kind: Any = list[str] if name in ("aliases", "lora") else field.annotation
     panel = "The pool's, the same for all its nodes" if name in POOL_WIDE else None
     option = typer.Option(*_FLAGS.get(name, ()), help=_help(field), rich_help_panel=panel)
     return Parameter(name, _KIND, default=None, annotation=Annotated[kind | None, option])

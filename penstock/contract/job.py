@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.logprobs import MAX_LOGPROBS, TokenLogprobs
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.structured import StructuredOutputs
@@ -132,6 +133,8 @@ class Job(_Door):
     messages: tuple[Message, ...] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: Tools | None = None
     """What a chat's assistant may call."""
+    adapter: AdapterRef | None = None
+    """The adapter that the model runs with."""
     params: SamplingParams = SamplingParams()
     tenant: Name = "default"
     priority: Priority = Priority.STANDARD

@@ -12,6 +12,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract import packed_logprobs
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, SamplingParams, TokenId, Usage
 from penstock.contract.packing import Pack, WireError, checked_map, pack, unpack_all
@@ -29,13 +30,14 @@ class Request:
     prompt_token_ids: tuple[TokenId, ...] | None = None
     messages: tuple[Message, ...] | None = None
     tools: Tools | None = None
+    adapter: AdapterRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRecord:
     """A served model as clients see it: penstock:pools. `max_token_bytes`: most text of one token, 0 where unknown.
 
-    The parsers say in what form the model writes tool calls and reasoning (`tools.py`).
+    The parsers say in what form the model writes tool calls and reasoning (`tools.py`). `adapters`: name → digest.
     """
 
     pool: str
@@ -48,6 +50,7 @@ class PoolRecord:
     max_token_bytes: int = 0
     tool_parser: str = "none"
     reasoning_parser: str = "none"
+    adapters: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +228,8 @@ def encode_request(job: Job) -> bytes:
         fields["tokens"] = job.prompt_token_ids
     elif job.messages is not None:
         fields["messages"] = [m.model_dump(exclude_defaults=True) for m in job.messages]
-    if job.tools is not None:
-        fields["tools"] = job.tools
+    extras = {"tools": job.tools, "adapter": job.adapter and job.adapter.model_dump()}
+    fields |= {name: value for name, value in extras.items() if value is not None}
     params = job.params.model_dump(exclude_defaults=True)
     if "logit_bias" in params:
         # Maps have no keys but texts.
@@ -243,7 +246,8 @@ def decode_request(data: bytes) -> Request:
     if sum(prompt is not None for prompt in prompts.values()) != 1:
         raise WireError("a request has exactly one prompt")
     try:
-        return _request_adapter.validate_python({"params": m.get("params"), "tools": m.get("tools"), **prompts})
+        given = {name: m.get(name) for name in ("params", "tools", "adapter")}
+        return _request_adapter.validate_python(given | prompts)
     except ValidationError as error:
         raise WireError(f"not a request: {_first_problem(error)}") from error
 

@@ -123,8 +123,8 @@ class AsyncClient:
         ConflictError (id or idempotency key of another request), UnavailableError (no node, or Redis stays away).
         """
         self._courier.require_open()
-        record = await self._choose(options.get("model"), options.get("job_id"))
-        job = build_job(prompt, options, record.pool, self._tenant)
+        record = await self._choose(options)
+        job = build_job(prompt, options, record, self._tenant)
         cost = estimate_cost(job, record, (await self.pressure(job.pool)).nodes)
         await self._courier.ask(lambda _: self._inbox.greet(job.pool))
         await self._door(job.pool).admit(cost, job.priority)
@@ -167,13 +167,14 @@ class AsyncClient:
         """Cancels a job; answers its state; see `AsyncJob.cancel`."""
         return await self._source(job_id, tenant).cancel()
 
-    async def _choose(self, model: str | None, job_id: str | None) -> ServedPool:
+    async def _choose(self, options: SubmitOptions) -> ServedPool:
+        names, adapter = (options.get("model"), options.get("job_id")), options.get("adapter")
         pools = await self.pools()
         try:
-            return choose_pool(pools.values(), model, job_id)
+            return choose_pool(pools.values(), *names, adapter=adapter)
         except (NotFoundError, UnavailableError):
             # Its first node may have joined since.
-            return choose_pool((await self.pools(renewed=True)).values(), model, job_id)
+            return choose_pool((await self.pools(renewed=True)).values(), *names, adapter=adapter)
 
     def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):

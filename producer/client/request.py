@@ -10,11 +10,13 @@ from typing import Any, TypedDict
 import uuid_utils
 from pydantic import ValidationError
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.terms import Terms
+from penstock.contract.wire import PoolRecord
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message]
 """Text, token ids, or the messages of a chat."""
@@ -24,7 +26,9 @@ class SubmitOptions(TypedDict, total=False):
     """What may be said about a job beside its prompt: how it is queued, and how it is sampled."""
 
     model: str | None
-    """A served model, pool or alias; not needed where only one model is served."""
+    """A served model, pool or alias, or an adapter of one; not needed where only one model is served."""
+    adapter: str | None
+    """One of the model's low-rank adapters; naming it as the model does the same."""
     params: SamplingParams | None
     """All of the sampling at once, in place of the single arguments below."""
     priority: Priority
@@ -68,29 +72,36 @@ class SubmitOptions(TypedDict, total=False):
 
 
 _OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools"})
-_ELSEWHERE = frozenset({"model", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"})
+_ELSEWHERE = frozenset(
+    {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
+)
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
 """Fields of a job that callers know by another name."""
 
 
-def choose_pool(pools: Iterable[ServedPool], model: str | None, job_id: str | None = None) -> ServedPool:
-    """The pool that serves `model` (one of its shards by lot, or the one a job id names); without a model, the only
-    one there is.
+def choose_pool(
+    pools: Iterable[ServedPool], model: str | None, job_id: str | None = None, *, adapter: str | None = None
+) -> ServedPool:
+    """The pool that serves `model` (one of its shards by lot, or the one a job id names) or an adapter of that name;
+    without a model, the only one there is.
 
     A pool without a live node is chosen where no other fits: it may be back in a moment, and is not unknown.
     """
     fitting = list(pools)
     if not fitting:
         raise UnavailableError("no model is served at the moment", code="no_node")
-    names = ", ".join(sorted({pool.model for pool in _live_or_all(fitting)}))
+    shown = _live_or_all(fitting)
+    names = ", ".join(sorted({pool.model for pool in shown}.union(*(pool.adapters for pool in shown))))
     if job_id is not None:
         fitting = [p for p in fitting if p.pool == pool_of(job_id)]
         if not fitting:
             raise NotFoundError(f"job_id {job_id!r} names no served pool", code="model_not_found", param="job_id")
     if model is not None:
-        fitting = [p for p in fitting if model in (p.pool, p.model, *p.aliases)]
+        fitting = [p for p in fitting if model in names_of(p)] or [p for p in fitting if model in p.adapters]
     if not fitting:
         raise NotFoundError(f"model {model!r} is not served; served: {names}", code="model_not_found", param="model")
+    if adapter is not None:
+        fitting = _with_adapter(fitting, adapter)
     served = _live_or_all(fitting)
     if model is None and len({pool.model for pool in served}) > 1:
         raise RequestError(f"model must be named; served: {names}", param="model")
@@ -102,13 +113,28 @@ def _live_or_all(pools: list[ServedPool]) -> list[ServedPool]:
     return [pool for pool in pools if pool.is_alive] or pools
 
 
-def build_job(prompt: Prompt, options: SubmitOptions, pool: str, tenant: str) -> Job:
-    """A checked job; raises RequestError naming the argument at fault."""
+def names_of(pool: PoolRecord) -> tuple[str, ...]:
+    """What a pool's model may be called."""
+    return pool.pool, pool.model, *pool.aliases
+
+
+def _with_adapter(pools: list[ServedPool], adapter: str) -> list[ServedPool]:
+    fitting = [pool for pool in pools if adapter in pool.adapters]
+    if not fitting:
+        names = ", ".join(sorted({name for pool in pools for name in pool.adapters})) or "none"
+        message = f"adapter {adapter!r} is not served; served: {names}"
+        raise NotFoundError(message, code="model_not_found", param="adapter")
+    return fitting
+
+
+def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> Job:
+    """A checked job for a pool; raises RequestError naming the argument at fault."""
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
     sampling = {name: value for name, value in options.items() if name not in _OF_JOB | _ELSEWHERE}
     try:
         return Job(
-            id=options.get("job_id") or f"{pool}.{uuid_utils.uuid7()}",
+            id=options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
+            adapter=_adapter_of(options, record),
             tenant=options.get("tenant") or tenant,
             params=_sampling_params(options.get("params"), sampling),
             deadline_ms=_duration_ms(options.get("deadline_s"), "deadline_s"),
@@ -131,6 +157,16 @@ def request_error(error: ValidationError) -> RequestError:
         return RequestError(f"unknown parameter: {param}", code="unknown_parameter", param=param)
     message = first["msg"].removeprefix("Value error, ")
     return RequestError(f"{param}: {message}" if param else message, param=param or None)
+
+
+def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None:
+    """The adapter that is named, as the model or beside it; its digest sees to it that all nodes use the same one."""
+    model, name = options.get("model"), options.get("adapter")
+    as_model = model if model is not None and model not in names_of(record) else None
+    if name is not None and as_model not in (None, name):
+        raise RequestError(f"model {as_model!r} is an adapter, and adapter names another one", param="adapter")
+    name = name or as_model
+    return None if name is None else AdapterRef(name=name, digest=record.adapters[name])
 
 
 def _prompt_field(prompt: Prompt) -> dict[str, Any]:

@@ -39,7 +39,7 @@ SCHEMA = {
     "aging_ms": 10**9,
     "bypass_ms": 0,
 }
-RECORD = PoolRecord(POOL, "acme/model", max_model_len=2048)
+RECORD = PoolRecord(POOL, "acme/model", max_model_len=2048, adapters={"sql": "0" * 32})
 
 
 def new_id(pool: str = POOL) -> str:

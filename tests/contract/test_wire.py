@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract import results, wire
+from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
@@ -70,6 +71,10 @@ def test_terminal_chunk_is_never_encoded_here() -> None:
             b"\xa9arguments\xa2{}\x83\xa4role\xa4tool\xa7content\xa0\xactool_call_id\xa1c\xa5tools\xba"
             + TOOLS.encode(),
         ),
+        (
+            {"prompt": "hi", "adapter": AdapterRef(name="a", digest="0" * 32)},
+            b"\xa6prompt\xa2hi\xa7adapter\x82\xa4name\xa1a\xa6digest\xd9\x20" + b"0" * 32,
+        ),
     ],
 )
 def test_request_bytes(prompt: dict[str, Any], golden: bytes) -> None:
@@ -107,11 +112,13 @@ def test_result_bytes() -> None:
 
 
 def test_pool_record_bytes() -> None:
-    data = wire.encode_record(PoolRecord("m", "acme/model", ("alias",), 2048, 2.5, 7, "r1", 32, "hermes", "think"))
+    data = wire.encode_record(
+        PoolRecord("m", "acme/model", ("alias",), 2048, 2.5, 7, "r1", 32, "hermes", "think", {"sql": "02"})
+    )
     assert data == (
-        b"\x8b\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
+        b"\x8c\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
         b"\xafbytes_per_token\xcb\x40\x04\x00\x00\x00\x00\x00\x00\xa9created_s\x07\xa8revision\xa2r1"
-        b"\xafmax_token_bytes\x20\xabtool_parser\xa6hermes\xb0reasoning_parser\xa5think"
+        b"\xafmax_token_bytes\x20\xabtool_parser\xa6hermes\xb0reasoning_parser\xa5think\xa8adapters\x81\xa3sql\xa202"
     )
 
 
@@ -179,6 +186,9 @@ tools = st.lists(
 )
 prompts = st.one_of(
     st.fixed_dictionaries({"prompt": texts}),
+    st.fixed_dictionaries(
+        {"prompt": texts, "adapter": st.builds(AdapterRef, name=st.from_regex(NAME_PATTERN, fullmatch=True))}
+    ),
     st.fixed_dictionaries({"prompt_token_ids": st.lists(small_ints, min_size=1).map(tuple)}),
     st.fixed_dictionaries({"messages": messages.map(tuple)}),
     st.fixed_dictionaries({"messages": st.lists(called | gave, min_size=1).map(tuple), "tools": tools.map(json.dumps)}),

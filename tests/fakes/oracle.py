@@ -33,7 +33,7 @@ class Oracle(Speculation):
         drafter.lookup.extend(news)
         so_far = drafter.lookup.following(0, len(drafter.lookup))
         text = next((text for text in self.texts if list(text[: len(so_far)]) == so_far), so_far)
-        draft = list(text[len(so_far) : len(so_far) + self.rng.randint(0, room)])
+        draft = list(text[len(so_far) : len(so_far) + self.rng.randint(0, min(room, self.max_draft_tokens))])
         if draft and self.rng.random() < 0.4:
             draft[self.rng.randrange(len(draft))] = self.rng.randrange(3, 300)
         return draft

@@ -10,7 +10,7 @@ from fakes.sampling import rows_of
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
+from penstock.gpu_node.model.protocol import NO_ADAPTER, SamplingRows, StepPlan
 
 
 @dataclass
@@ -20,6 +20,7 @@ class Track:
     token_ids: Sequence[int]
     blocks: Sequence[int]
     done: int = 0
+    adapter: int = NO_ADAPTER
 
     @property
     def left(self) -> int:
@@ -32,6 +33,7 @@ def plan_of(
     """A step in which each track advances by a number of tokens; with `sampling`, all of them sample."""
     parts = list(parts)
     spans = [range(track.done, track.done + count) for track, count in parts]
+    adapters = np.array([track.adapter for track, _ in parts], np.int32)
     tables = np.zeros((len(parts), max(len(track.blocks) for track, _ in parts)), np.int32)
     for row, (track, _) in zip(tables, parts, strict=True):
         row[: len(track.blocks)] = track.blocks
@@ -45,6 +47,7 @@ def plan_of(
         sample_tokens=query_starts[1:] - 1 if sampling else np.empty(0, np.int32),
         sampling=sampling or rows_of(0),
         copies=np.array(copies, np.int32).reshape(-1, 2),
+        adapters=adapters if (adapters != NO_ADAPTER).any() else None,
     )
 
 

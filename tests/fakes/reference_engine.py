@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
 from penstock.contract.logprobs import TokenLogprobs
@@ -159,6 +160,7 @@ class ReferenceEngine:
         priority: int = 1,
         tenant: str = "default",
         weight: float = 1.0,
+        adapter: AdapterRef | None = None,
     ) -> None:
         """Queues a request."""
         self.callers.append((priority, tenant, weight))
@@ -171,8 +173,12 @@ class ReferenceEngine:
                 live.said, live.released = text_of(live.tokens), len(logged.text)
                 self._live.append(live)
 
-    def prepare(self, params: SamplingParams) -> None:
+    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None) -> None:
         """Nothing takes long."""
+
+    def adapters(self) -> dict[str, str]:
+        """It has none."""
+        return {}
 
     def abort(self, request_id: str) -> None:
         """Forgets a request."""

@@ -39,11 +39,11 @@ class RealWork(Work):
         return list(self.undisturbed)
 
 
-async def undisturbed(client: AsyncClient, options: dict[str, Any]) -> RealWork:
+async def undisturbed(client: AsyncClient, options: dict[str, Any], pool: str = POOL) -> RealWork:
     """The job as it goes when nobody is killed, then ready to be submitted once more under another id."""
-    job = await client.submit(PROMPT, job_id=f"{POOL}.{uuid7()}", **options)
+    job = await client.submit(PROMPT, job_id=f"{pool}.{uuid7()}", **options)
     result = await job.result()
-    return RealWork({"job_id": f"{POOL}.{uuid7()}", **options}, undisturbed=result.choices)
+    return RealWork({"job_id": f"{pool}.{uuid7()}", **options}, undisturbed=result.choices)
 
 
 def start_node(url: str, name: str) -> NodeProcess:

@@ -15,6 +15,7 @@ import openai
 import pytest
 import uvicorn
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import Priority, SamplingParams, Usage
@@ -28,6 +29,8 @@ from penstock.producer.client import AsyncClient
 
 T = TypeVar("T")
 MODEL = "acme/echo"
+DIGEST = "0123456789abcdef" * 2
+"""Of its only adapter, echo-tuned."""
 MAX_MODEL_LEN = 256
 START_TIMEOUT_S = 20.0
 
@@ -70,6 +73,7 @@ class EchoEngine:
         self.revision = "echo"
         self.step_s = 0.0
         self.last_params: SamplingParams | None = None
+        self.last_adapter: AdapterRef | None = None
         self._live: list[_Live] = []
         self._num_steps = 0
 
@@ -84,14 +88,18 @@ class EchoEngine:
         priority: int = Priority.STANDARD,
         tenant: str = "default",
         weight: float = 1.0,
+        adapter: AdapterRef | None = None,
     ) -> None:
         if len(prompt_token_ids) >= self.max_model_len:
             raise PromptTooLongError(f"prompt has {len(prompt_token_ids)} tokens, too many", param="prompt")
-        self.last_params = params
+        self.last_params, self.last_adapter = params, adapter
         self._live += [_Live(request_id, choice, prompt_token_ids, params) for choice in range(params.n)]
 
-    def prepare(self, params: SamplingParams) -> None:
+    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None) -> None:
         pass
+
+    def adapters(self) -> dict[str, str]:
+        return {"echo-tuned": DIGEST}
 
     def abort(self, request_id: str) -> None:
         self._live = [live for live in self._live if live.request_id != request_id]

@@ -164,7 +164,7 @@ def test_text_parts_are_joined(api):
 
 
 def test_models_are_listed_under_all_their_names(api):
-    assert {model.id for model in api.models.list()} == {MODEL, "echo-alias"}
+    assert {model.id for model in api.models.list()} == {MODEL, "echo-alias", "echo-tuned"}
     model = api.models.retrieve(MODEL)
     assert (model.id, model.object, model.owned_by) == (MODEL, "model", "penstock")
     assert api.completions.create(model="echo-alias", prompt="a").choices[0].text == "a"

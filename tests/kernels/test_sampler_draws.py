@@ -90,7 +90,7 @@ def _logits(seed: int) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("rules", COMBINATIONS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10_000, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_tokens_come_as_often_as_they_are_likely(sampler: str, rules: str, count: int) -> None:
     logits, row = _logits(8), SamplingRow(seed=5, **COMBINATIONS[rules])
     counts = np.bincount(SAMPLERS[sampler](logits, row, count), minlength=VOCAB)

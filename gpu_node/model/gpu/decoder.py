@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.norm import Norm
@@ -37,7 +38,9 @@ class GpuDecoder:
         """Of activations and logits."""
         return self._weights.embedding.dtype
 
-    def logits(self, step: StepInputs, ids: Tensor, layers: list[PagedCache], splits: int) -> Tensor:
+    def logits(
+        self, step: StepInputs, ids: Tensor, layers: list[PagedCache], splits: int, adapted: AdaptedRows = NOT_ADAPTED
+    ) -> Tensor:
         """Store the step's keys and values; the logits behind the tokens that it samples at, [num_samples, vocab].
 
         ids: [num_tokens], all of them known; splits: of the contexts of sequences that decode.
@@ -47,11 +50,14 @@ class GpuDecoder:
         residual, delta = functional.embedding(ids, weights.embedding).float(), None
         for i, (layer, cache) in enumerate(zip(weights.layers, layers, strict=True)):
             normed = _add_norm(residual, delta, layer.attention_norm)
-            attended = self._attend(step, layer.qkv(normed), cache, layer, spec.windows[i], splits)
+            qkv = adapted.add(i, "qkv", normed, layer.qkv(normed))
+            attended = self._attend(step, qkv, cache, layer, spec.windows[i], splits).flatten(1)
             if i == spec.num_layers - 1:
                 # Behind the last attention a token matters only where something is sampled from it.
                 residual, attended, normed = (x[step.sampling] for x in (residual, attended, normed))
-            delta = self._behind_attention(residual, normed, layer.out(attended.flatten(1)), layer)
+                adapted = adapted.at_samples()
+            added = adapted.add(i, "out", attended, layer.out(attended))
+            delta = self._behind_attention(residual, normed, added, i, layer, adapted)
         return weights.head(_add_norm(residual, delta, weights.final_norm))
 
     def _attend(
@@ -70,17 +76,20 @@ class GpuDecoder:
             prefill_attention(*given, step.tiles, scale=scale, window=window, biases=self._biases)
         return out
 
-    def _behind_attention(self, residual: Tensor, normed: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+    def _behind_attention(
+        self, residual: Tensor, normed: Tensor, attended: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows
+    ) -> Tensor:
         """What the rest of a layer adds to the residual stream, of which all but the last term may be in it already."""
         if not self.spec.parallel_residual:
-            return self._mlp(_add_norm(residual, attended, layer.mlp_norm), layer)
+            return self._mlp(_add_norm(residual, attended, layer.mlp_norm), at, layer, adapted)
         if layer.mlp_norm is not layer.attention_norm:
             normed = _add_norm(residual, None, layer.mlp_norm)
-        return attended + self._mlp(normed, layer)
+        return attended + self._mlp(normed, at, layer, adapted)
 
-    def _mlp(self, normed: Tensor, layer: LayerWeights) -> Tensor:
-        inner, activation = layer.mlp_in(normed), self.spec.activation
-        return layer.mlp_out(gate_mul(inner, activation) if self.spec.is_gated else activate(inner, activation))
+    def _mlp(self, normed: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows) -> Tensor:
+        inner, activation = adapted.add(at, "mlp_in", normed, layer.mlp_in(normed)), self.spec.activation
+        gated = gate_mul(inner, activation) if self.spec.is_gated else activate(inner, activation)
+        return adapted.add(at, "mlp_out", gated, layer.mlp_out(gated))
 
 
 def _add_norm(residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:

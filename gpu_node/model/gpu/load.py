@@ -12,6 +12,7 @@ import torch
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import Checkpoint
 from penstock.gpu_node.model.description import Description, cache_sizes, num_host_blocks
+from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.graphs import bucket_sizes
@@ -48,12 +49,13 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     gather = stream if options.cpu_offload_gib else tuple
     weights = load_weights(tensors, spec, _DTYPES[name], told, device.torch, keep, gather)
     decoder = GpuDecoder(spec, weights, described.max_model_len)
+    adapters = GpuAdapters(spec, options.max_loras, options.max_lora_rank, _DTYPES[name], device.torch)
     sizes = _sizes(described, options, decoder, layout, device)
     pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
     limits = Limits(options.max_num_seqs, described.max_model_len, options.block_size, options.deterministic)
     if options.deterministic:
         _forbid_split_sums()
-    runner = GpuRunner(decoder, pool, sizes, limits, device)
+    runner = GpuRunner(decoder, adapters, pool, sizes, limits, device)
     if device.is_card:
         # What steps need beside the graphs is compiled before the first one comes.
         run_largest_step(decoder, pool, options.max_num_batched_tokens, options.max_num_seqs)

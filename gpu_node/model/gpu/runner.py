@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows, GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device, Mark
 from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
@@ -18,7 +19,7 @@ from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, places_of
 from penstock.gpu_node.model.logprobs import logprobs_of, to_numpy
-from penstock.gpu_node.model.protocol import CacheSizes, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import Adapter, CacheSizes, StepPlan, StepResult
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
@@ -48,8 +49,17 @@ class GpuRunner:
 
     max_in_flight = 2
 
-    def __init__(self, decoder: GpuDecoder, pool: KvPool, sizes: CacheSizes, limits: Limits, device: Device) -> None:
+    def __init__(
+        self,
+        decoder: GpuDecoder,
+        adapters: GpuAdapters,
+        pool: KvPool,
+        sizes: CacheSizes,
+        limits: Limits,
+        device: Device,
+    ) -> None:
         self._decoder = decoder
+        self._adapters = adapters
         self._pool = pool
         self._sizes = sizes
         self._limits = limits
@@ -95,7 +105,8 @@ class GpuRunner:
         # What rows look at is sent before the step, because it waits for what the device was given.
         is_late, is_marked = plan.sampling.masks is not None, bool((places >= 0).any())
         rules = self._row_marks.write(plan.sampling, places) if is_marked and not is_late else None
-        logits = self._run(tray, pack_step(plan, self._limits.block_size))
+        arrays = pack_step(plan, self._limits.block_size)
+        logits = self._run(tray, arrays, self._adapters.rows_of(plan, arrays[8]))
 
         @torch.inference_mode()
         def choose() -> None:
@@ -120,7 +131,8 @@ class GpuRunner:
         tray.wait()
         arrays = pack_step(plan, self._limits.block_size)
         arrays[8] = np.arange(len(plan.token_ids), dtype=np.int32)
-        logits: NDArray[np.float32] = self._logits(self._arrived(tray, arrays)).float().cpu().numpy()
+        adapted = self._adapters.rows_of(plan, arrays[8])
+        logits: NDArray[np.float32] = self._logits(self._arrived(tray, arrays), adapted).float().cpu().numpy()
         return logits
 
     @torch.inference_mode()
@@ -128,15 +140,21 @@ class GpuRunner:
         """Clear blocks in every layer."""
         self._pool.zero(block_ids)
 
-    def _run(self, tray: _Tray, arrays: list[Ints]) -> Tensor:
-        if not self._graphs.can_run(arrays):
-            return self._compute(self._arrived(tray, arrays))
+    @torch.inference_mode()
+    def set_adapter(self, place: int, adapter: Adapter) -> None:
+        """Put an adapter in a place, behind the steps that were submitted."""
+        self._adapters.set(place, adapter)
+
+    def _run(self, tray: _Tray, arrays: list[Ints], adapted: AdaptedRows) -> Tensor:
+        # A graph knows of no adapters: who has none would pay for them.
+        if adapted is not NOT_ADAPTED or not self._graphs.can_run(arrays):
+            return self._compute(self._arrived(tray, arrays), adapted)
         arrays = self._graphs.padded(arrays)
         return self._graphs.run(tray.packed(arrays), arrays)
 
-    def _compute(self, step: StepInputs) -> Tensor:
+    def _compute(self, step: StepInputs, adapted: AdaptedRows = NOT_ADAPTED) -> Tensor:
         """The logits; rows that look at nothing else have chosen their tokens."""
-        logits = self._logits(step)
+        logits = self._logits(step, adapted)
         if len(step.rules):
             rows = len(step.rules)
             self._tokens[:rows] = sample(logits[:rows], step.rules, self._no_marks)
@@ -159,7 +177,7 @@ class GpuRunner:
         first, second = (self._device.pinned(*x.shape, dtype=x.dtype).copy_(x, non_blocking=True) for x in there)
         return first, second
 
-    def _logits(self, step: StepInputs) -> Tensor:
+    def _logits(self, step: StepInputs, adapted: AdaptedRows) -> Tensor:
         given = step.token_ids
         earlier = self._tokens[(-1 - given).clamp(min=0)]
         # A row that failed has -1 for a token; nobody wants what it would say next.
@@ -167,7 +185,7 @@ class GpuRunner:
         splits = FIXED_SPLITS
         if not self._limits.deterministic and len(step.decoding):
             splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
-        return self._decoder.logits(step, ids, self._pool.layers, splits)
+        return self._decoder.logits(step, ids, self._pool.layers, splits, adapted)
 
     def _arrived(self, tray: _Tray, arrays: list[Ints]) -> StepInputs:
         arrival = torch.empty(size_of(arrays), dtype=torch.int32, device=self._device.torch)

@@ -6,6 +6,7 @@ import logging
 
 from penstock.gpu_node.model.cache import cache_folder
 from penstock.gpu_node.model.description import Description, cache_sizes
+from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.packed_file import PackedWriter
 from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.positions import set_positions
@@ -63,7 +64,9 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     arithmetic = _arithmetic(isa, formats, kv_format, turned=turned)
     facts = arithmetic, sizes.num_device_blocks, threads, sizes.num_host_blocks
     _log.info("native runner %s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
-    return NativeRunner(model, sizes, vocab_size=spec.vocab_size, core=cores[0] if cores else None), arithmetic
+    adapters = NativeAdapters(model, described, turned=turned)
+    core = cores[0] if cores else None
+    return NativeRunner(model, adapters, sizes, vocab_size=spec.vocab_size, core=core), arithmetic
 
 
 def _check(described: Description, options: RunnerOptions) -> None:

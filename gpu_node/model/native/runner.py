@@ -9,7 +9,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.protocol import CacheSizes, Logprobs, SamplingRows, StepPlan, StepResult, TokenMasks
+from penstock.gpu_node.model.native.adapters import NativeAdapters
+from penstock.gpu_node.model.protocol import (
+    Adapter,
+    CacheSizes,
+    Logprobs,
+    SamplingRows,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 from penstock.kernels.cpu.library import NativeModel, NativePlan
 
 
@@ -18,9 +27,18 @@ class NativeRunner:
 
     max_in_flight = 1
 
-    def __init__(self, model: NativeModel, sizes: CacheSizes, *, vocab_size: int, core: int | None = None) -> None:
+    def __init__(
+        self,
+        model: NativeModel,
+        adapters: NativeAdapters,
+        sizes: CacheSizes,
+        *,
+        vocab_size: int,
+        core: int | None = None,
+    ) -> None:
         """`core` is the one that the model's own threads leave free."""
         self._model = model
+        self._adapters = adapters
         self._sizes = sizes
         self._vocab_size = vocab_size
         self._core = core
@@ -47,7 +65,7 @@ class NativeRunner:
         outputs = _Outputs(tokens, *self._logprobs(plan), times_ms)
         self._model.start(
             NativePlan(
-                *(*_step(plan), *_addresses(*ragged)),
+                *(*_step(plan), *_addresses(*ragged), *_addresses(plan.adapters)),
                 *(len(plan.copies), *_addresses(plan.copies, tokens, None, times_ms)),
                 **_wanted_logprobs(plan, outputs),
             )
@@ -58,8 +76,8 @@ class NativeRunner:
         """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
         logits = np.empty((len(plan.token_ids), self._vocab_size), dtype=np.float32)
         times_ms = np.zeros(3, dtype=np.float32)
-        copies = len(plan.copies), *_addresses(plan.copies)
-        self._model.start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *copies, *_addresses(None, logits, times_ms)))
+        rest = *_addresses(plan.adapters), len(plan.copies), *_addresses(plan.copies)
+        self._model.start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *rest, *_addresses(None, logits, times_ms)))
         self._model.wait()
         return logits
 
@@ -71,6 +89,11 @@ class NativeRunner:
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear blocks in every layer."""
         self._model.clear_blocks(block_ids)
+
+    def set_adapter(self, place: int, adapter: Adapter) -> None:
+        """Put an adapter in a place, once no step runs."""
+        self._model.wait()
+        self._adapters.set(place, adapter)
 
     def close(self) -> None:
         """End the threads and free the memory."""

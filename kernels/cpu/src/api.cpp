@@ -111,6 +111,12 @@ PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, i
 
 PENSTOCK_API void penstock_window_set(Model* model, int layer, int window) { model->layer(layer).window = window; }
 
+// Nothing may be running. `gains` as for a matrix.
+PENSTOCK_API const char* penstock_adapter_set(Model* model, int place, int layer, int slot, const LowRankPart* parts,
+                                              int num_parts, const float* gains) {
+  return guarded([&] { model->set_adapter(place, layer, (Slot)slot, parts, num_parts, gains); });
+}
+
 PENSTOCK_API const char* penstock_step_start(Model* model, const Plan* plan) {
   return guarded([&] { model->start(*plan); });
 }

@@ -20,10 +20,11 @@ void prepare(std::vector<Inputs>& inputs, Input input, int rows, int columns, Fo
   }
 }
 
-// Has `write(activations, row)` called for each row; the activations to multiply with.
+// Has `write(activations, row)` called for each row, where it `repeats` by each thread; the activations to multiply with.
 template <class Write>
-Activations& fill_rows(Member& member, std::vector<Inputs>& inputs, Input input, Format format, int rows, const Write& write) {
-  if (rows <= kRowsToRepeat) {
+Activations& fill_rows(Member& member, std::vector<Inputs>& inputs, Input input, Format format, int rows, bool repeats,
+                       const Write& write) {
+  if (repeats) {
     Activations& own = inputs[member.index()][input][(int)format];
     for (int i = 0; i < rows; ++i) write(own, i);
     return own;
@@ -125,6 +126,7 @@ void Model::reserve() {
   qkv_.reserve((size_t)rows * qkv_stride_);
   attended_.reserve((size_t)rows * attended_stride_);
   gated_.reserve((size_t)rows * gated_stride_);
+  if (plan_.adapters) inner_.reserve((size_t)rows * inner_stride_);
   const int head_rows = (int)head_tokens_.size();
   for (const Layer& layer : layers_) {
     const bool is_last = &layer == &layers_.back();
@@ -167,50 +169,59 @@ void Model::embed(Member& member) {
   });
 }
 
-bool Model::norm_into(Activations& left, int row, int token, const Norm& norm) {
-  thread_local std::vector<float> normed;
-  normed.resize(hidden_stride_);
+// The thread's own until the next one.
+const float* Model::normed(int token, const Norm& norm, bool* finite) const {
+  thread_local std::vector<float> row;
+  row.resize(hidden_stride_);
   const float *x = hidden_row(token), *weight = norm.weight.data();
   const int padded = hidden_stride_, count = spec_.hidden;
-  const bool finite = spec_.has_layer_norms
-                          ? layer_norm(x, weight, norm.bias.data(), padded, count, spec_.norm_eps, normed.data())
-                          : rms_norm(x, weight, padded, count, spec_.norm_eps, normed.data());
-  left.set_row(row, normed.data());
-  return finite;
+  *finite = spec_.has_layer_norms
+                ? layer_norm(x, weight, norm.bias.data(), padded, count, spec_.norm_eps, row.data())
+                : rms_norm(x, weight, padded, count, spec_.norm_eps, row.data());
+  return row.data();
 }
+
+// What adapters make of a row all threads need, but only one of them writes it.
+bool Model::repeats(int rows) const { return rows <= kRowsToRepeat && !plan_.adapters; }
 
 void Model::run_layer(Member& member, int index) {
   Layer& layer = layers_[index];
-  const Activations& normed =
-      fill_rows(member, inputs_, kNormed, layer.qkv.format, plan_.num_tokens,
-           [&](Activations& left, int i) { norm_into(left, i, i, layer.attention_norm); });
-  multiply(member, normed, layer.qkv, [&](int first, int count, int panel, const float* out) {
+  const int num_tokens = plan_.num_tokens;
+  const Activations& left = fill_rows(
+      member, inputs_, kNormed, layer.qkv.format, num_tokens, repeats(num_tokens), [&](Activations& left, int i) {
+        bool finite;
+        const float* x = normed(i, layer.attention_norm, &finite);
+        left.set_row(i, x);
+        shrink(i, i, index, Slot::kQkv, x);
+      });
+  multiply(member, left, layer.qkv, [&](int first, int count, int panel, float* out) {
+    expand(first, count, all_tokens_, index, Slot::kQkv, panel, out);
     for (int r = 0; r < count; ++r) std::copy_n(out + r * kPanel, kPanel, qkv_row(first + r) + panel * kPanel);
   });
   attend_all(member, index);
   // Behind the last attention a token matters only where its logits are wanted.
   if (index + 1 < spec_.num_layers) {
-    run_tail(member, layer, all_tokens_, inputs_);
+    run_tail(member, index, all_tokens_, inputs_);
   } else if (!head_tokens_.empty()) {
-    run_tail(member, layer, head_tokens_, last_inputs_);
+    run_tail(member, index, head_tokens_, last_inputs_);
   }
 }
 
 // What follows the attention, for the tokens `rows`.
-void Model::run_tail(Member& member, Layer& layer, const std::vector<int>& rows,
-                     std::vector<Inputs>& inputs) {
+void Model::run_tail(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
   if (spec_.is_parallel) {
     // First what still reads the hidden state as the attention has read it.
-    add_mlp(member, layer, rows, inputs);
-    add_attended(member, layer, rows, inputs);
+    add_mlp(member, index, rows, inputs);
+    add_attended(member, index, rows, inputs);
   } else {
-    add_attended(member, layer, rows, inputs);
-    add_mlp(member, layer, rows, inputs);
+    add_attended(member, index, rows, inputs);
+    add_mlp(member, index, rows, inputs);
   }
 }
 
-void Model::add_product(Member& member, const Activations& left, const Matrix& right, const std::vector<int>& rows) {
-  multiply(member, left, right, [&](int first, int count, int panel, const float* out) {
+void Model::add_product(Member& member, const Activations& left, int index, Slot slot, const std::vector<int>& rows) {
+  multiply(member, left, matrix(slot, index), [&](int first, int count, int panel, float* out) {
+    expand(first, count, rows, index, slot, panel, out);
     for (int r = 0; r < count; ++r) {
       float* h = hidden_row(rows[first + r]) + panel * kPanel;
       for (int j = 0; j < kPanel; j += kLanes) store(h + j, load(h + j) + load(out + r * kPanel + j));
@@ -218,33 +229,44 @@ void Model::add_product(Member& member, const Activations& left, const Matrix& r
   });
 }
 
-void Model::add_attended(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
-  const Activations& attended =
-      fill_rows(member, inputs, kAttended, layer.out.format, (int)rows.size(),
-           [&](Activations& left, int i) { left.set_row(i, attended_row(rows[i])); });
-  add_product(member, attended, layer.out, rows);
+void Model::add_attended(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
+  const int num_rows = (int)rows.size();
+  const Activations& attended = fill_rows(member, inputs, kAttended, layers_[index].out.format, num_rows,
+                                          repeats(num_rows), [&](Activations& left, int i) {
+                                            left.set_row(i, attended_row(rows[i]));
+                                            shrink(i, rows[i], index, Slot::kOut, attended_row(rows[i]));
+                                          });
+  add_product(member, attended, index, Slot::kOut, rows);
 }
 
-void Model::add_mlp(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
+void Model::add_mlp(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
+  Layer& layer = layers_[index];
   const int num_rows = (int)rows.size();
-  const Activations& normed =
-      fill_rows(member, inputs, kNormed, layer.mlp_in.format, num_rows,
-           [&](Activations& left, int i) { norm_into(left, i, rows[i], layer.mlp_norm); });
-  multiply(member, normed, layer.mlp_in, [&](int first, int count, int panel, const float* out) {
+  const Activations& left = fill_rows(
+      member, inputs, kNormed, layer.mlp_in.format, num_rows, repeats(num_rows), [&](Activations& left, int i) {
+        bool finite;
+        const float* x = normed(rows[i], layer.mlp_norm, &finite);
+        left.set_row(i, x);
+        shrink(i, rows[i], index, Slot::kMlpIn, x);
+      });
+  multiply(member, left, layer.mlp_in, [&](int first, int count, int panel, float* out) {
+    expand(first, count, rows, index, Slot::kMlpIn, panel, out);
     for (int r = 0; r < count; ++r) activate(out + r * kPanel, panel, gated_row(first + r));
   });
 
-  const Activations& gated = fill_rows(member, inputs, kGated, layer.mlp_out.format, num_rows, [&](Activations& left, int i) {
-    thread_local std::vector<float> turned;
-    const float* row = gated_row(i);
-    if (spec_.turned) {
-      turned.resize(gated_stride_);
-      gated_turn_.apply(row, turned.data());
-      row = turned.data();
-    }
-    left.set_row(i, row);
-  });
-  add_product(member, gated, layer.mlp_out, rows);
+  const Activations& gated = fill_rows(
+      member, inputs, kGated, layer.mlp_out.format, num_rows, repeats(num_rows), [&](Activations& left, int i) {
+        thread_local std::vector<float> turned;
+        const float* row = gated_row(i);
+        if (spec_.turned) {
+          turned.resize(gated_stride_);
+          gated_turn_.apply(row, turned.data());
+          row = turned.data();
+        }
+        left.set_row(i, row);
+        shrink(i, rows[i], index, Slot::kMlpOut, row);
+      });
+  add_product(member, gated, index, Slot::kMlpOut, rows);
 }
 
 // One panel of the MLP's inner products to its part of the row that the second matrix reads.

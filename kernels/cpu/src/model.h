@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "fill.h"
 #include "kv_cache.h"
+#include "low_rank.h"
 #include "norm.h"
 #include "sampler.h"
 #include "team.h"
@@ -63,6 +64,7 @@ struct Plan {
   const int32_t* num_biased;
   const uint32_t* const* masks;  // by row, null where it may choose any token
   const int32_t* masks_written;  // not 0 once they are all written, which others do while the step runs
+  const int32_t* adapters;  // by sequence: the place of its adapter, -1 where it has none; null where nobody has
   int32_t num_copies;
   const int32_t* copies;  // [num_copies, 2]: whole blocks, in order, before all else
   int32_t* tokens;  // out: [num_samples]
@@ -90,6 +92,10 @@ struct QueryTile {
 };
 
 enum class Slot : int { kQkv = 0, kOut = 1, kMlpIn = 2, kMlpOut = 3, kEmbedding = 4, kHead = 5 };
+constexpr int kLayerSlots = 4;
+
+// What an adapter adds to the matrices of one layer.
+using AdaptedLayer = std::array<LowRank, kLayerSlots>;
 
 // What the rows of a tile bring along; see QueryRows.
 struct RowInputs {
@@ -116,6 +122,9 @@ class Model {
   // Sets a matrix's biases from row `first` of a part on; those that it has not keep zero.
   void set_bias(Slot slot, int layer, Place place, int first, const float* values, int count);
 
+  // Says what the adapter in a place adds to a layer's matrix, whose rows are all there; no parts for nothing.
+  void set_adapter(int place, int layer, Slot slot, const LowRankPart* parts, int num_parts, const float* gains);
+
   Norm final_norm;
   Buffer<float> cos, sin;  // [max_position, rotary_dim / 2]
   Buffer<float> position_biases;  // [num_heads, max_position to whole chunks], where nothing rotates
@@ -141,10 +150,14 @@ class Model {
   void run(Member& member);
   void embed(Member& member);
   void run_layer(Member& member, int index);
-  void run_tail(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs);
-  void add_attended(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs);
-  void add_mlp(Member& member, Layer& layer, const std::vector<int>& rows, std::vector<Inputs>& inputs);
-  void add_product(Member& member, const Activations& left, const Matrix& right, const std::vector<int>& rows);
+  void run_tail(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_attended(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_mlp(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_product(Member& member, const Activations& left, int index, Slot slot, const std::vector<int>& rows);
+  const LowRank* low_rank(int token, int index, Slot slot) const;
+  void shrink(int row, int token, int index, Slot slot, const float* x);
+  void expand(int first, int count, const std::vector<int>& rows, int index, Slot slot, int panel, float* out) const;
+  bool repeats(int rows) const;
   void activate(const float* inner, int panel, float* row) const;
   void attend_all(Member& member, int layer);
   void attend_by_span(Member& member, int layer);
@@ -154,7 +167,7 @@ class Model {
   Context context_of(const QueryTile& tile, int layer, int head) const;
   QueryRows query_rows(const QueryTile& tile, int layer, int head, RowInputs& inputs) const;
   void write_rows(const QueryTile& tile, int head, const RowState* states);
-  bool norm_into(Activations& left, int row, int token, const Norm& norm);
+  const float* normed(int token, const Norm& norm, bool* finite) const;
   void project_head(Member& member);
   void note_logits(Member& member, int first, int rows, int panel, float* out);
   void choose(Member& member);
@@ -171,17 +184,20 @@ class Model {
   float* qkv_row(int row) const { return qkv_.data() + (size_t)row * qkv_stride_; }
   float* attended_row(int row) const { return attended_.data() + (size_t)row * attended_stride_; }
   float* gated_row(int row) const { return gated_.data() + (size_t)row * gated_stride_; }
+  float* inner_row(int row) const { return inner_.data() + (size_t)row * inner_stride_; }
   int slot_of(int token) const;
   int first_seen(int position, int layer) const;
 
   const Spec spec_;
   Team team_;
   std::vector<Layer> layers_;
+  std::vector<std::vector<AdaptedLayer>> adapters_;  // [places][layers]
   const KvCache cache_;
   const Turn hidden_turn_, gated_turn_;
   const int hidden_stride_, qkv_stride_, attended_stride_, gated_stride_, logits_stride_, biases_stride_;
 
   Plan plan_{};
+  int inner_stride_ = 0;  // largest rank of a matrix of an adapter so far
   bool decodes_only_ = false;
   bool fills_block_ = false;
   bool splits_spans_ = false;
@@ -196,6 +212,7 @@ class Model {
   std::vector<Best> bests_;       // [threads][head tokens]
   std::vector<char> poisoned_;    // of each head token: its hidden state is not finite
   Buffer<float> hidden_, qkv_, attended_, gated_, logits_;
+  Buffer<float> inner_;  // what rows of the product under way shrank to
   Buffer<RowState> partials_;
   // One for each thread, of which all but the first are for few rows.
   std::vector<Inputs> inputs_, last_inputs_;  // `last`: of the last layer's rows behind its attention

@@ -56,7 +56,9 @@ void Model::reserve_head() {
 
 void Model::project_head(Member& member) {
   member.for_each(num_chosen_, [&](int i) {
-    poisoned_[i] = !norm_into(head_in_, i, head_tokens_[i], final_norm);
+    bool finite;
+    head_in_.set_row(i, normed(head_tokens_[i], final_norm, &finite));
+    poisoned_[i] = !finite;
   });
   multiply(member, head_in_, head, [&](int first, int count, int panel, float* out) {
     note_logits(member, first, count, panel, out);
@@ -114,7 +116,10 @@ int32_t Model::choose_one(int row) {
 void Model::score(Member& member) {
   for (int first = 0; first < plan_.num_scored; first += kScoredAtOnce) {
     const int rows = std::min(kScoredAtOnce, plan_.num_scored - first);
-    member.for_each(rows, [&](int i) { norm_into(scored_in_, i, head_tokens_[num_chosen_ + first + i], final_norm); });
+    member.for_each(rows, [&](int i) {
+      bool finite;
+      scored_in_.set_row(i, normed(head_tokens_[num_chosen_ + first + i], final_norm, &finite));
+    });
     multiply(member, scored_in_, head, [&](int begin, int count, int panel, const float* out) {
       for (int r = 0; r < count; ++r) {
         std::copy_n(out + r * kPanel, kPanel, scored_logits_.data() + (size_t)(begin + r) * logits_stride_ + panel * kPanel);

@@ -107,6 +107,10 @@ PENSTOCK_INLINE Ints widen_u16(const void* p) {
   const __m128i* words = (const __m128i*)p;
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(words)), _mm256_cvtepu16_epi32(_mm_loadu_si128(words + 1))};
 }
+PENSTOCK_INLINE Floats load_bf16(const uint16_t* p) {
+  const Ints bits = shift_left(widen_u16(p), 16);
+  return {_mm256_castsi256_ps(bits.a), _mm256_castsi256_ps(bits.b)};
+}
 PENSTOCK_INLINE Ints lane_numbers() {
   return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
 }

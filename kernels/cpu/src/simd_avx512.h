@@ -61,6 +61,7 @@ PENSTOCK_INLINE Ints operator|(Ints a, Ints b) { return {_mm512_or_si512(a.v, b.
 PENSTOCK_INLINE Ints shift_left(Ints a, int bits) { return {_mm512_slli_epi32(a.v, bits)}; }
 PENSTOCK_INLINE Ints widen_u8(const void* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
 PENSTOCK_INLINE Ints widen_u16(const void* p) { return {_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))}; }
+PENSTOCK_INLINE Floats load_bf16(const uint16_t* p) { return {_mm512_castsi512_ps(shift_left(widen_u16(p), 16).v)}; }
 PENSTOCK_INLINE Ints lane_numbers() {
   return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
 }

@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "logprobs.h"
+#include "low_rank.h"
 #include "norm.h"
 #include "sampler.h"
 #include "turn.h"
@@ -41,6 +42,25 @@ void penstock_single_repack(int format, int source, int rows, int columns, const
                             float* out) {
   const Matrix matrix = packed(format, source, rows, columns, data, row_bytes);
   for (int i = 0; i < rows; ++i) matrix.get_row(i, out + (size_t)i * columns);
+}
+
+// Adds to out, [rows, outputs], what parts of an adapter make of x, [rows, columns].
+void penstock_single_low_rank(int outputs, int columns, const LowRankPart* parts, int num_parts, const float* x,
+                              int rows, float* out) {
+  const Matrix matrix(Format::kBf16, outputs, columns);
+  const LowRank low(parts, num_parts, matrix, {nullptr, nullptr, nullptr});
+  std::vector<float> padded(matrix.padded_columns()), inner(low.rank()), panel(kPanel);
+  for (int r = 0; r < rows; ++r) {
+    std::copy_n(x + (size_t)r * columns, columns, padded.data());
+    low.shrink(padded.data(), inner.data());
+    for (int p = 0; p < matrix.num_panels(); ++p) {
+      float* some = out + (size_t)r * outputs + p * kPanel;
+      const int width = std::min(kPanel, outputs - p * kPanel);
+      std::copy_n(some, width, panel.data());
+      low.expand(inner.data(), p, panel.data());
+      std::copy_n(panel.data(), width, some);
+    }
+  }
 }
 
 // x: [rows, columns], weights: [outputs, columns], out: [rows, outputs].

@@ -116,6 +116,10 @@ class NodeBroker:
             field, theirs = answer[1].decode(), answer[2].decode()
             message = f"pool {self._pool} runs with {field}={theirs}, this node with {schema[field]}"
             raise ConfigError(message, param=field)
+        await self.announce(record)
+
+    async def announce(self, record: PoolRecord) -> None:
+        """Tells clients what the pool serves."""
         with translated():
             await cast(Any, self._redis.eval(_ANNOUNCE, 1, keys.POOLS, self._pool, wire.encode_record(record)))
 

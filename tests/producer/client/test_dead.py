@@ -20,6 +20,7 @@ PROMPTS: list[dict[str, Any]] = [
     {"prompt": "hello"},
     {"prompt_token_ids": (1, 2, 3)},
     {"messages": (Message(role="user", content="hello"),)},
+    {"prompt": "hello", "adapter": {"name": "sql", "digest": "0" * 32}},
 ]
 
 

@@ -1,0 +1,58 @@
+"""A loaded model as requests see it: what they are checked against and prepared with, on any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.contract.adapters import AdapterRef
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.guides import Guides
+from penstock.gpu_node.engine.loading import load
+from penstock.gpu_node.engine.request import request_limits
+from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.model.protocol import Adapter
+
+
+class ServedModel:
+    """A model with its tokenizer, limits, forms of text and adapters."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
+        """Load it. Raises ConfigError."""
+        self._model = load(config, progress)
+        self._tokenizer = Tokenizer(self._model.folder, vocab_size=self._model.vocab_size)
+        self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
+        self._guides = Guides(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
+
+    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None) -> None:
+        """Do what `add` would take long for, on any thread. Raises RequestError for what could never run."""
+        if params.structured_outputs is not None:
+            self._guides.prepare(params.structured_outputs)
+        self._find(adapter)
+
+    def adapters(self) -> dict[str, str]:
+        """The adapters that requests may name as of now, and their digests."""
+        return self._model.adapters.digests()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens that prompt and output of one choice may have together."""
+        return self._limits.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's output; token ids are below it."""
+        return self._limits.vocab_size
+
+    @property
+    def revision(self) -> str:
+        """Names weights, tokenizer and dtype: engines of equal revision continue each other's choices."""
+        return self._model.revision
+
+    def _find(self, adapter: AdapterRef | None) -> Adapter | None:
+        return None if adapter is None else self._model.adapters.find(adapter)

@@ -1,0 +1,104 @@
+"""The adapters that a node can serve: some named at the start, others by their folder's name in a shared folder."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from penstock.contract.adapters import NAME_PATTERN, AdapterRef
+from penstock.contract.errors import ConfigError, NotFoundError, RequestError
+from penstock.gpu_node.model.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, digest_of, read_adapter
+from penstock.gpu_node.model.spec import ModelSpec
+
+_MAX_READ = 64
+"""Adapters that stay mapped, those read last; whoever uses one keeps it."""
+_Stamp = tuple[tuple[int, int], ...]
+"""Size and time of an adapter's files: as long as it stays, so does what they hold."""
+
+
+class AdapterLibrary:
+    """Finds adapters by name and reads them; safe for use by several threads."""
+
+    def __init__(self, spec: ModelSpec, named: Mapping[str, Path], folder: Path | None, max_rank: int) -> None:
+        """Raises ConfigError for an adapter of `named` that cannot be used, and for a folder that is none."""
+        self._spec = spec
+        self._named = dict(named)
+        self._folder = folder
+        self._max_rank = max_rank
+        self._digests: dict[Path, tuple[_Stamp, str]] = {}
+        self._read: dict[str, Adapter] = {}
+        self._lock = threading.Lock()
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"lora_dir {folder} is not a folder")
+        for name, path in self._named.items():
+            try:
+                self._adapter(name, path)
+            except ConfigError as error:
+                raise ConfigError(f"lora {name}: {error.message}") from error
+
+    def digests(self) -> dict[str, str]:
+        """What each adapter holds, by name, as of now."""
+        found = {}
+        with self._lock:
+            for name, path in self._folders():
+                try:
+                    found[name] = self._digest(path)
+                except (ConfigError, OSError):
+                    continue  # being copied there, or taken away
+        return found
+
+    def find(self, wanted: AdapterRef) -> Adapter:
+        """The adapter of a name and, if one is given, of a digest.
+
+        Raises NotFoundError for a name that is not there, and RequestError saying what is wrong with an adapter.
+        """
+        # Without the lock: another thread may be reading a large one.
+        if (known := self._read.get(wanted.digest)) is not None:
+            return known
+        with self._lock:
+            folders = dict(self._folders())
+            if wanted.name not in folders:
+                names = ", ".join(sorted(folders)) or "none"
+                message = f"adapter {wanted.name!r} is not here; there are: {names}"
+                raise NotFoundError(message, code="adapter_not_found", param="adapter")
+            try:
+                adapter = self._adapter(wanted.name, folders[wanted.name])
+            except (ConfigError, OSError) as error:
+                message = f"adapter {wanted.name!r} cannot be used: {error}"
+                raise RequestError(message, code="adapter_unusable", param="adapter") from error
+        if wanted.digest not in ("", adapter.digest):
+            message = f"adapter {wanted.name!r} is not the one any more that the job was submitted with"
+            raise RequestError(message, code="adapter_changed", param="adapter")
+        return adapter
+
+    def _adapter(self, name: str, folder: Path) -> Adapter:
+        digest = self._digest(folder)
+        if (known := self._read.get(digest)) is not None:
+            return known
+        adapter = read_adapter(folder, name, digest, self._spec, self._max_rank)
+        if len(self._read) == _MAX_READ:
+            del self._read[next(iter(self._read))]
+        self._read[digest] = adapter
+        return adapter
+
+    def _digest(self, folder: Path) -> str:
+        files = ((folder / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).is_file())
+        stamp = tuple((file.st_size, file.st_mtime_ns) for file in files)
+        known = self._digests.get(folder)
+        if known is None or known[0] != stamp:
+            known = self._digests[folder] = stamp, digest_of(folder)
+        return known[1]
+
+    def _folders(self) -> Iterator[tuple[str, Path]]:
+        """Of all adapters by name; those that were named hide those of the shared folder."""
+        yield from self._named.items()
+        try:
+            paths = [] if self._folder is None else sorted(self._folder.iterdir())
+        except OSError:
+            paths = []  # it is away for the moment
+        for path in paths:
+            is_one = path.name not in self._named and re.fullmatch(NAME_PATTERN, path.name)
+            if is_one and (path / CONFIG_FILE).is_file():
+                yield path.name, path

@@ -1,0 +1,162 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) in PEFT's format: read, checked against the model, named by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.checkpoint import StoredTensor, mapped, read_safetensors
+from penstock.gpu_node.model.low_rank import LowRank
+from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
+from penstock.gpu_node.model.tensors import rows_by_part
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLE_FILE = "adapter_model.bin"
+_PREFIX = "base_model.model."
+_KINDS = {"bfloat16", "float16", "float32"}
+_UNSUPPORTED = (
+    *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
+    *("rank_pattern", "alpha_pattern", "layer_replication", "fan_in_fan_out", "alora_invocation_tokens"),
+    *("arrow_config", "megatron_config"),
+)
+"""Fields of a config that change what an adapter computes."""
+_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Ways in which training may have begun that leave the base model's weights as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    part: int
+    down: StoredTensor
+    up: StoredTensor
+    row_order: NDArray[np.int32] | None
+    """Of the rows of `up`, where the checkpoint keeps them in another order than the runners."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """An adapter's tensors, mapped from its file."""
+
+    name: str
+    digest: str
+    """Of its config and weights: adapters of one digest give the same tokens."""
+    rank: int
+    _factor: float
+    _pairs: Mapping[tuple[int, MatrixName], tuple[_Pair, ...]]
+
+    def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
+        """What it adds to a layer's matrix, part by part; () where it leaves it as it is."""
+        return tuple(self._low_rank(pair) for pair in self._pairs.get((layer, matrix), ()))
+
+    def _low_rank(self, pair: _Pair) -> LowRank:
+        up = pair.up.to_float32() if pair.row_order is None else pair.up.to_float32()[pair.row_order]
+        return LowRank(pair.part, pair.down.to_float32(), up * np.float32(self._factor))
+
+
+def digest_of(folder: Path) -> str:
+    """32 hex digits over an adapter's config and every byte of its weights. Raises ConfigError for a missing file."""
+    digest = hashlib.blake2b(json.dumps(_config_of(folder), sort_keys=True).encode(), digest_size=16)
+    with _weights_of(folder).open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank: int) -> Adapter:
+    """An adapter of the model that `spec` describes; `digest` is what `digest_of` says of it.
+
+    Raises ConfigError naming what is missing, not supported, of another shape, or meant for another model.
+    """
+    config, weights = _config_of(folder), _weights_of(folder)
+    rank, factor = _rank_and_factor(config)
+    if rank > max_rank:
+        raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
+    stored = dict(read_safetensors(weights, mapped(weights)))
+    pairs: dict[tuple[int, MatrixName], tuple[_Pair, ...]] = {}
+    for layer in range(spec.num_layers):
+        for matrix in MATRICES:
+            found = tuple(_pairs_of(stored, spec, layer, matrix, rank))
+            if found:
+                pairs[layer, matrix] = found
+    if stored:
+        raise ConfigError(f"{WEIGHTS_FILE} has {next(iter(stored))}, for which this model has no matrix of a layer")
+    if not pairs:
+        raise ConfigError(f"{WEIGHTS_FILE} has no tensors")
+    return Adapter(name, digest, rank, factor, pairs)
+
+
+def _pairs_of(
+    stored: dict[str, StoredTensor], spec: ModelSpec, layer: int, matrix: MatrixName, rank: int
+) -> Iterator[_Pair]:
+    """Take what is meant for a matrix out of `stored`."""
+    is_fused = matrix == "qkv" and len(spec.names.qkv) == 1
+    order = np.concatenate(rows_by_part(spec)) if is_fused else None
+    for part, (name, rows) in enumerate(spec.parts_of(matrix)):
+        base = _PREFIX + name.format(layer=layer)
+        down_name, up_name = f"{base}.lora_A.weight", f"{base}.lora_B.weight"
+        if down_name in stored or up_name in stored:
+            down = _take(stored, down_name, (rank, spec.columns_of(matrix)))
+            yield _Pair(part, down, _take(stored, up_name, (rows, rank)), order)
+
+
+def _take(stored: dict[str, StoredTensor], name: str, shape: tuple[int, int]) -> StoredTensor:
+    tensor = stored.pop(name, None)
+    if tensor is None:
+        raise ConfigError(f"{WEIGHTS_FILE} has no {name}")
+    if tensor.shape != shape:
+        raise ConfigError(f"{name} has shape {list(tensor.shape)}, model and config say {list(shape)}")
+    if tensor.kind not in _KINDS:
+        raise ConfigError(f"{name} is stored as {tensor.kind}; supported: {', '.join(sorted(_KINDS))}")
+    return tensor
+
+
+def _rank_and_factor(config: Mapping[str, Any]) -> tuple[int, float]:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"{CONFIG_FILE}: peft_type {kind!r} is not supported, only LORA")
+    for name in _UNSUPPORTED:
+        if config.get(name):
+            raise ConfigError(f"{CONFIG_FILE}: {name} is not supported")
+    if config.get("bias", "none") != "none":
+        raise ConfigError(f"{CONFIG_FILE}: bias {config['bias']!r} is not supported, only none")
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        start = config["init_lora_weights"]
+        raise ConfigError(f"{CONFIG_FILE}: init_lora_weights {start!r} is not supported, it changes the base model too")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise ConfigError(f"{CONFIG_FILE}: r is {rank!r}, want a whole number of at least 1")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ConfigError(f"{CONFIG_FILE}: lora_alpha is {alpha!r}, want a number")
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return config
+
+
+def _weights_of(folder: Path) -> Path:
+    path = folder / WEIGHTS_FILE
+    if path.is_file():
+        return path
+    if (folder / _PICKLE_FILE).is_file():
+        raise ConfigError(f"{folder} has only {_PICKLE_FILE}, a pickle, which can run code; want {WEIGHTS_FILE}")
+    raise ConfigError(f"there is no {path}")

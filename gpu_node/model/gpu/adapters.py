@@ -1,0 +1,95 @@
+"""Adapters on a card: one table for each matrix with room for all places, multiplied by Triton's kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.gpu_node.model.protocol import Adapter, StepPlan
+from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
+from penstock.kernels.triton.lora import add_lora, lora_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """down: [places, ranks of all parts, in]; up: [places, out, the same ranks], zeros where nothing is added."""
+
+    down: Tensor
+    up: Tensor
+    factors: Tensor
+
+
+_Tables: TypeAlias = dict[tuple[int, MatrixName], _Table]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Which rows of a step have which adapter."""
+
+    tables: _Tables
+    tiles: Tensor | None
+    tiles_at_samples: Tensor | None
+
+    def add(self, layer: int, matrix: MatrixName, x: Tensor, out: Tensor) -> Tensor:
+        """Add to the products of some rows what their adapters say, in place. x: [rows, in]; out: [rows, out]."""
+        if self.tiles is not None:
+            table = self.tables[layer, matrix]
+            add_lora(out, x, table.down, table.up, table.factors, self.tiles)
+        return out
+
+    def at_samples(self) -> AdaptedRows:
+        """The same where only rows that sample are left."""
+        return AdaptedRows(self.tables, self.tiles_at_samples, self.tiles_at_samples)
+
+
+NOT_ADAPTED = AdaptedRows({}, None, None)
+"""Of a step in which nobody has an adapter."""
+
+
+class GpuAdapters:
+    """The adapters that a runner has at the moment, by place."""
+
+    def __init__(
+        self, spec: ModelSpec, num_places: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._spec = spec
+        self._max_rank = max_rank
+        self._device = device
+        layers = range(spec.num_layers if num_places else 0)
+        self._tables = {(at, matrix): self._table(matrix, num_places, dtype) for at in layers for matrix in MATRICES}
+
+    def set(self, place: int, adapter: Adapter) -> None:
+        """Put an adapter in a place, behind the steps that were submitted."""
+        for (layer, matrix), table in self._tables.items():
+            down, up = (torch.zeros(half.shape[1:]) for half in (table.down, table.up))
+            firsts = list(accumulate((rows for _, rows in self._spec.parts_of(matrix)), initial=0))
+            for part in adapter.low_ranks(layer, matrix):
+                (rows, rank), rank_at, first = part.up.shape, self._max_rank * part.part, firsts[part.part]
+                down[rank_at : rank_at + rank] = torch.from_numpy(part.down)
+                up[first : first + rows, rank_at : rank_at + rank] = torch.from_numpy(part.up)
+            table.down[place].copy_(down)
+            table.up[place].copy_(up)
+
+    def rows_of(self, plan: StepPlan, sampling: NDArray[np.int32]) -> AdaptedRows:
+        """Who has which in a step whose logits are wanted behind some of its tokens."""
+        if plan.adapters is None:
+            return NOT_ADAPTED
+        places = np.repeat(plan.adapters, np.diff(plan.query_starts))
+        return AdaptedRows(self._tables, self._tiles(places), self._tiles(places[sampling]))
+
+    def _tiles(self, places: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(lora_tiles(places)).to(self._device)
+
+    def _table(self, matrix: MatrixName, num_places: int, dtype: torch.dtype) -> _Table:
+        parts = self._spec.parts_of(matrix)
+        ranks, rows = self._max_rank * len(parts), sum(rows for _, rows in parts)
+        shapes = (num_places, ranks, self._spec.columns_of(matrix)), (num_places, rows, ranks)
+        down, up = (torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
+        # The adapters' factors are in `up`.
+        return _Table(down, up, torch.ones(num_places, dtype=torch.float32, device=self._device))

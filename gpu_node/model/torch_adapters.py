@@ -1,0 +1,73 @@
+"""Adapters beside a torch runner's products: the rows of each adapter are multiplied together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.gpu_node.model.low_rank import LowRank
+from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, StepPlan
+from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Adds to the outputs from `first` on. down: [rank, in]; up: [rows, rank]."""
+
+    first: int
+    down: Tensor
+    up: Tensor
+
+
+_Weights: TypeAlias = dict[tuple[int, MatrixName], tuple[_Part, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Which rows of a step have which adapter."""
+
+    groups: tuple[tuple[_Weights, Tensor], ...]
+
+    def add(self, layer: int, matrix: MatrixName, x: Tensor, out: Tensor) -> Tensor:
+        """Add to the products of some rows what their adapters say, in place. x: [rows, in]; out: [rows, out]."""
+        for weights, rows in self.groups:
+            for part in weights.get((layer, matrix), ()):
+                more = (x[rows] @ part.down.T) @ part.up.T
+                out[rows, part.first : part.first + len(part.up)] += more
+        return out
+
+    def at(self, tokens: Tensor) -> Self:
+        """The same where only some tokens are left, [num_left]."""
+        left = ((weights, torch.isin(tokens, rows).nonzero().flatten()) for weights, rows in self.groups)
+        return type(self)(tuple(left))
+
+
+class TorchAdapters:
+    """The adapters that a runner has at the moment, by place."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self._spec = spec
+        self._dtype = dtype
+        self._weights: dict[int, _Weights] = {}
+
+    def set(self, place: int, adapter: Adapter) -> None:
+        """Put an adapter in a place."""
+        named = ((layer, matrix) for layer in range(self._spec.num_layers) for matrix in MATRICES)
+        self._weights[place] = {at: tuple(self._part(at[1], part) for part in adapter.low_ranks(*at)) for at in named}
+
+    def rows_of(self, plan: StepPlan) -> AdaptedRows:
+        """Who has which in a step."""
+        if plan.adapters is None:
+            return AdaptedRows(())
+        places = np.repeat(plan.adapters, np.diff(plan.query_starts))
+        present = sorted({*places.tolist()} - {NO_ADAPTER})
+        return AdaptedRows(tuple((self._weights[at], torch.from_numpy(np.flatnonzero(places == at))) for at in present))
+
+    def _part(self, matrix: MatrixName, part: LowRank) -> _Part:
+        firsts = list(accumulate((rows for _, rows in self._spec.parts_of(matrix)), initial=0))
+        return _Part(firsts[part.part], *(torch.from_numpy(half).to(self._dtype) for half in (part.down, part.up)))

@@ -1,0 +1,55 @@
+"""Jobs with adapters on real nodes: taken over token-exact, and a broken adapter ends nobody else's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fakes.node_process import NodeProcess
+from fakes.random_adapters import make_adapter
+from fakes.tiny_model import make_tiny_model
+from faults.real_takeover import undisturbed
+from faults.takeover import Lane
+from faults.work import PROMPT, check_settled
+from redis.asyncio import Redis
+from transformers import AutoModelForCausalLM
+
+from penstock.contract.errors import JobFailedError, NotFoundError
+from penstock.kernels.cpu.probe import best_isa, cpu_flags
+from penstock.producer.client import AsyncClient
+
+pytestmark = pytest.mark.timeout(300)
+
+POOL = "adapted"
+NUM_TOKENS = 1500
+KILLED_AT = 200
+
+
+@pytest.mark.skipif(best_isa(cpu_flags()) is None, reason="no native kernels on this CPU")
+async def test_a_job_with_an_adapter_goes_on_token_exact(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    model, adapters = make_tiny_model(tmp_path / "tiny"), tmp_path / "adapters"
+    base = AutoModelForCausalLM.from_pretrained(model)
+    make_adapter(adapters / "tuned", base, seed=1)
+    broken = make_adapter(adapters / "broken", base)
+    (broken / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
+
+    def start(name: str) -> NodeProcess:
+        fast = {"runner": "native", "dtype": "bfloat16", "num_threads": 1, "num_kv_blocks": 256}
+        return NodeProcess(redis_url, model=model, pool=POOL, name=name, lease_ms=3000, lora_dir=adapters, **fast)
+
+    options = {"temperature": 1.0, "seed": 7, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    async with Lane(redis, redis_url, POOL, start) as lane, AsyncClient(redis_url) as client:
+        plain = await undisturbed(client, options, POOL)
+        with pytest.raises(JobFailedError, match="peft_type 'IA3' is not supported") as caught:
+            await (await client.submit(PROMPT, adapter="broken")).result()
+        assert caught.value.code == "adapter_unusable"
+        with pytest.raises(NotFoundError, match="served: broken, tuned"):
+            await client.submit(PROMPT, adapter="other")
+        hit = None
+        while hit is None:
+            work = await undisturbed(client, options | {"adapter": "tuned"}, POOL)
+            hit = await lane.run(work, KILLED_AT, NUM_TOKENS)
+            work.check()
+        assert work.expected()[0].token_ids != plain.expected()[0].token_ids
+        await check_settled(redis, POOL)

@@ -1,0 +1,121 @@
+"""Adapters beside the native products: close to merged weights, and bit for bit the same in any company."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes.plans import Track, logits_of_step
+from fakes.random_adapters import make_adapter, merge
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from penstock.gpu_node.model.adapters import read_adapter
+from penstock.gpu_node.model.families import family_of
+from penstock.gpu_node.model.native.runner import NativeRunner
+from penstock.gpu_node.model.protocol import NO_ADAPTER
+
+LoadNative = Callable[..., NativeRunner]
+VOCAB = 131
+NUM_PLACES = 3
+ODD: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 33, "initializer_range": 0.1}
+"""Sizes that fill no panel."""
+
+
+def _model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(dtype)
+
+
+@torch.inference_mode()
+def _logits(model: Any, token_ids: list[int]) -> NDArray[np.float32]:
+    logits: NDArray[np.float32] = model(torch.tensor([token_ids])).logits[0].float().numpy()
+    return logits
+
+
+def _set(runner: NativeRunner, place: int, base: Any, folder: Path) -> None:
+    spec_of = family_of({"architectures": base.config.architectures}).spec_of
+    runner.set_adapter(place, read_adapter(folder, "a", "", spec_of(base.config.to_dict()), 64))
+
+
+def _error(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
+    return float(np.sqrt(np.square(got - want).mean() / np.square(want - want.mean(-1, keepdims=True)).mean()))
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("odd llama", "none"), ("odd llama", "int8"), ("falcon 40b", "int4"), ("gpt-neox", "none")],
+)
+def test_an_adapter_is_as_good_as_merged(
+    llama: Callable[..., Path],
+    family: Callable[..., Path],
+    load_native: LoadNative,
+    tmp_path: Path,
+    name: str,
+    quantization: str,
+) -> None:
+    """Quantised weights err by themselves: with an adapter, which is not quantised, no more than without."""
+    folder = llama(**ODD) if name == "odd llama" else family(name, initializer_range=0.1)
+    base = _model(folder)
+    runner = load_native(folder, quantization=quantization, num_threads=2)
+    ids = random.Random(0).choices(range(VOCAB), k=80)
+    adapter = make_adapter(tmp_path / "adapter", base, rank=6, seed=1)
+    _set(runner, 1, base, adapter)
+    got, plain = logits_of_step(runner, [(Track(ids, range(1, 6), adapter=1), 80), (Track(ids, range(6, 11)), 80)])
+    want = _logits(merge(_model(folder), adapter), ids)
+    assert _error(got, want) <= max(0.02, 1.5 * _error(plain, _logits(base, ids)))
+    assert _error(plain, want) > 0.5
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    chunk=st.sampled_from([1, 5, 33]),
+    num_others=st.sampled_from([0, 1, 5]),
+    num_threads=st.sampled_from([1, 3]),
+    quantization=st.sampled_from(["none", "int8"]),
+)
+def test_logits_do_not_depend_on_whose_adapters_keep_company(
+    llama: Callable[..., Path],
+    load_native: LoadNative,
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    chunk: int,
+    num_others: int,
+    num_threads: int,
+    quantization: str,
+) -> None:
+    folder, rng = llama(), random.Random(seed)
+    base = _model(folder)
+    runners = [load_native(folder, quantization=quantization, num_threads=threads) for threads in (1, num_threads)]
+    for place in range(NUM_PLACES):
+        only = ("", "up_proj", "v_proj")[place]
+        adapter = make_adapter(
+            tmp_path_factory.mktemp("adapters") / "a", base, rank=1 + 3 * place, seed=place, only=only
+        )
+        for runner in runners:
+            _set(runner, place, base, adapter)
+    sequences = [rng.choices(range(VOCAB), k=rng.randint(1, 40)) for _ in range(1 + num_others)]
+    wearers = [rng.randint(NO_ADAPTER, NUM_PLACES - 1) for _ in sequences]
+    alone = [
+        logits_of_step(runners[0], [(Track(ids, (1, 2, 3), adapter=wearer), len(ids))])[0]
+        for ids, wearer in zip(sequences, wearers, strict=True)
+    ]
+    tracks = [
+        Track(ids, range(1 + 3 * i, 4 + 3 * i), adapter=wearer)
+        for i, (ids, wearer) in enumerate(zip(sequences, wearers, strict=True))
+    ]
+    parts: list[list[NDArray[np.float32]]] = [[] for _ in tracks]
+    while any(track.left for track in tracks):
+        step = [(i, rng.randint(1, min(chunk, track.left))) for i, track in enumerate(tracks) if track.left]
+        rng.shuffle(step)
+        for (i, _), got in zip(step, logits_of_step(runners[1], [(tracks[i], n) for i, n in step]), strict=True):
+            parts[i].append(got)
+    for got, want in zip(parts, alone, strict=True):
+        np.testing.assert_array_equal(np.concatenate(got), want)

@@ -1,0 +1,157 @@
+"""Adapters in PEFT's format on the torch runner: as good as merged into the weights, in batches of several."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes.plans import Track, logits_of_step
+from fakes.random_adapters import make_adapter, merge
+from fakes.random_families import make_family_model
+from fakes.runner_options import runner_options
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from penstock.contract.adapters import AdapterRef
+from penstock.contract.errors import ConfigError, NotFoundError, RequestError
+from penstock.gpu_node.model.load import load_model
+
+MAX_LOGIT_ERROR = 2e-4
+Family = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    @cache
+    def make(name: str) -> Path:
+        return make_family_model(tmp_path_factory.mktemp("family"), name)
+
+    return make
+
+
+def _model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def _logits(model: Any, token_ids: list[int]) -> NDArray[np.float32]:
+    return np.asarray(model(torch.tensor([token_ids])).logits[0])
+
+
+def _load(folder: Path, **options: Any) -> Any:
+    wanted = runner_options(num_blocks=60, max_loras=4, max_lora_rank=8, **options)
+    return load_model(str(folder), wanted, lambda stage, fraction: None)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "falcon 40b", "falcon rw", "gpt-neox"])
+def test_a_mixed_batch_says_what_each_merged_model_says(family: Family, tmp_path: Path, name: str) -> None:
+    base = _model(family(name))
+    folders = [
+        make_adapter(tmp_path / "all", base, seed=1),
+        make_adapter(tmp_path / "some", base, seed=2, rank=8, dtype="bfloat16", only="query_key_value", use_rslora=True)
+        if "query_key_value" in str(base)
+        else make_adapter(tmp_path / "some", base, seed=2, rank=8, dtype="bfloat16", only="v_proj", use_rslora=True),
+    ]
+    loaded = _load(family(name), lora_dir=tmp_path)
+    for place, folder in enumerate(folders):
+        loaded.runner.set_adapter(place, loaded.adapters.find(AdapterRef(name=folder.name)))
+    token_ids = [random.Random(seed).choices(range(384), k=60) for seed in range(4)]
+    tracks = [Track(ids, range(1 + 4 * i, 5 + 4 * i), adapter=i % 3 - 1) for i, ids in enumerate(token_ids)]
+    cut = [logits_of_step(loaded.runner, [(track, count) for track in tracks]) for count in (41, 1, 18)]
+    models = [base, *(merge(_model(family(name)), folder) for folder in folders)]
+    for i, ids in enumerate(token_ids):
+        want = _logits(models[i % 3], ids)
+        np.testing.assert_allclose(np.concatenate([part[i] for part in cut]), want, rtol=0, atol=MAX_LOGIT_ERROR)
+    assert np.abs(_logits(models[0], token_ids[0]) - _logits(models[1], token_ids[0])).max() > 1
+
+
+def test_a_place_may_get_another_adapter(family: Family, tmp_path: Path) -> None:
+    base = _model(family("llama"))
+    folders = [
+        make_adapter(tmp_path / str(seed), base, seed=seed, only=only) for seed, only in ((1, ""), (2, "o_proj"))
+    ]
+    loaded = _load(family("llama"), lora={folder.name: folder for folder in folders})
+    ids = random.Random(0).choices(range(384), k=20)
+    for folder in folders:
+        loaded.runner.set_adapter(2, loaded.adapters.find(AdapterRef(name=folder.name)))
+        (got,) = logits_of_step(loaded.runner, [(Track(ids, (1, 2), adapter=2), 20)])
+        np.testing.assert_allclose(got, _logits(merge(_model(family("llama")), folder), ids), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias 'all'"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        ({"r": 9}, "max_lora_rank 8"),
+        ({"r": 2}, "has shape"),
+        ({"r": 0}, "r is 0"),
+        ({"lora_alpha": "high"}, "lora_alpha is 'high'"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(
+    family: Family, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = make_adapter(tmp_path / "one", _model(family("llama")), only="q_proj")
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        _load(family("llama"), lora={"one": folder})
+    with pytest.raises(RequestError, match=message) as caught:
+        _load(family("llama"), lora_dir=tmp_path).adapters.find(AdapterRef(name="one"))
+    assert caught.value.code == "adapter_unusable"
+
+
+def _rename(folder: Path, old: str, new: str) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file({name.replace(old, new): tensor for name, tensor in load_file(path).items()}, path)
+
+
+def test_a_broken_file_is_refused_and_others_are_not(family: Family, tmp_path: Path) -> None:
+    base = _model(family("llama"))
+    for name in ("good", "lost", "foreign", "half", "pickled", "cut"):
+        make_adapter(tmp_path / name, base, only="q_proj")
+    _rename(tmp_path / "foreign", "q_proj", "w_proj")
+    _rename(tmp_path / "half", "layers.1.self_attn.q_proj.lora_A", "layers.1.self_attn.k_proj.lora_A")
+    (tmp_path / "lost" / "adapter_model.safetensors").unlink()
+    (tmp_path / "pickled" / "adapter_model.safetensors").rename(tmp_path / "pickled" / "adapter_model.bin")
+    with (tmp_path / "cut" / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    library = _load(family("llama"), lora_dir=tmp_path).adapters
+    messages = {"lost": "there is no", "foreign": "w_proj", "half": "has no", "pickled": "pickle", "cut": "cut short"}
+    for name, message in messages.items():
+        with pytest.raises(RequestError, match=message):
+            library.find(AdapterRef(name=name))
+    assert library.find(AdapterRef(name="good")).rank == 4
+    with pytest.raises(NotFoundError, match=r"'other' is not here; there are: cut, foreign, good, half, lost, pickled"):
+        library.find(AdapterRef(name="other"))
+
+
+def test_an_adapter_is_known_by_its_content(family: Family, tmp_path: Path) -> None:
+    base = _model(family("llama"))
+    library = _load(family("llama"), lora_dir=tmp_path).adapters
+    assert library.digests() == {}
+    for name, seed in (("one", 1), ("same", 1), ("other", 2)):
+        make_adapter(tmp_path / name, base, seed=seed, only="q_proj")
+    digests = library.digests()
+    assert digests["one"] == digests["same"] != digests["other"]
+    kept = library.find(AdapterRef(name="one", digest=digests["one"]))
+    (tmp_path / "one" / "adapter_model.safetensors").unlink()
+    (tmp_path / "other" / "adapter_model.safetensors").rename(tmp_path / "one" / "adapter_model.safetensors")
+    assert library.digests()["one"] == digests["other"]
+    assert library.find(AdapterRef(name="one", digest=digests["one"])) is kept, "for jobs that began with it"
+    with pytest.raises(RequestError, match="not the one any more") as caught:
+        library.find(AdapterRef(name="one", digest="0" * 32))
+    assert caught.value.code == "adapter_changed"
