@@ -215,7 +215,7 @@ def _stored_mib(folder: Path) -> float:
 
 def main() -> None:
     """Writes results/loading.md."""
-    known = models()
+    known, others = models(), machine.ForeignCpu()
     lines = [HEAD.format(revision=machine.revision(), **machine.describe())]
     for name, model in known.items():
         for runner, quantization in SETTINGS:
@@ -224,6 +224,7 @@ def main() -> None:
     lines.append(SHARED)
     for name, quantization in SHARED_SETTINGS:
         lines.append(f"{sharing(name, known[name], quantization)}\n")
+    lines.append(f"\nMeanwhile others took {others.share():.0%} of the CPU; times are longer by that, memory is not.\n")
     (RESULTS / "loading.md").write_text("".join(lines))
 
 
