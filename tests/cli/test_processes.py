@@ -53,7 +53,8 @@ def quiet(_name: str, _line: str) -> None:
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
+        # Gone, or gone between the file's being opened and being read.
         return False
 
 

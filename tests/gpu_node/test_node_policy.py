@@ -29,6 +29,8 @@ from penstock.gpu_node.worker import EngineLike
 
 POOL = "ref"
 PATIENCE_S = 20.0
+# Torch's last bits depend on the batch, which is enough for a drawn token to be another one now and then.
+NATIVE: dict[str, Any] = {"runner": "native", "dtype": "bfloat16"}
 
 
 @pytest.fixture
@@ -87,9 +89,7 @@ async def test_an_interactive_job_finds_room_where_batch_jobs_hold_it_all(
 async def test_a_full_engine_serves_an_interactive_job_at_once_and_nobodys_tokens_change(
     redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
 ) -> None:
-    # Torch's last bits depend on the batch, which is enough for a drawn token to be another one now and then.
-    native = {"runner": "native", "dtype": "bfloat16"}
-    engine = make_engine(**native, scheduling_policy="fair", num_kv_blocks=24, num_swap_blocks=24)
+    engine = make_engine(**NATIVE, scheduling_policy="fair", num_kv_blocks=24, num_swap_blocks=24)
     batch = [new_job(Priority.BATCH, max_tokens=170) for _ in range(6)]
     urgent = new_job(Priority.INTERACTIVE)
     async with running(redis_url, engine, lease_ms=15_000) as node:
@@ -103,7 +103,7 @@ async def test_a_full_engine_serves_an_interactive_job_at_once_and_nobodys_token
             await until(broker, job, "done")
         assert len(node.ledger) == 0
     assert engine.stats().num_preemptions > 0
-    alone = make_engine(**native)
+    alone = make_engine(**NATIVE)
     for job in (*batch, urgent):
         log = [chunk for start in (0, 1000) for chunk in await broker.log(job.id, start)]
         assert by_choice(log) == by_choice_alone(alone, job)
@@ -114,16 +114,16 @@ async def test_a_job_larger_than_its_nodes_whole_cache_runs_there_by_turns(
 ) -> None:
     """So no job that a pool accepts is too large for all of its nodes."""
     job = new_job(Priority.STANDARD, max_tokens=120, n=8, temperature=0.9)
-    async with running(redis_url, make_engine(num_kv_blocks=20, max_model_len=256), lease_ms=15_000):
+    async with running(redis_url, make_engine(**NATIVE, num_kv_blocks=20, max_model_len=256), lease_ms=15_000):
         await broker.submit(job, cost=8 * 130)
         await until(broker, job, "done")
-    assert by_choice(await broker.log(job.id, 0, 2000)) == by_choice_alone(make_engine(), job)
+    assert by_choice(await broker.log(job.id, 0, 2000)) == by_choice_alone(make_engine(**NATIVE), job)
 
 
 async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobodys_tokens_change(
     redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
 ) -> None:
-    sizes = {"scheduling_policy": "fair", "max_model_len": 256}
+    sizes = {**NATIVE, "scheduling_policy": "fair", "max_model_len": 256}
     crowded, roomy = make_engine(num_kv_blocks=24, **sizes), make_engine(num_kv_blocks=80, **sizes)
     step = crowded.step
     crowded.step = lambda: (time.sleep(0.005), step())[1]  # type: ignore[method-assign]
@@ -144,7 +144,7 @@ async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobody
                 await until(broker, job, "done")
     moves = [(await broker.status(job.id, "default")).preemptions for job in (patient, *urgent)]
     assert moves == [1, 0, 0]
-    alone = make_engine()
+    alone = make_engine(**NATIVE)
     for job in (patient, *urgent):
         log = await broker.log(job.id, 0)
         assert by_choice(log) == by_choice_alone(alone, job)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.contract.adapters import AdapterRef
 from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
 
@@ -56,7 +57,7 @@ class ClockEngine:
         self._live: dict[str, _Live] = {}
         self._num_steps = self._num_tokens = 0
 
-    def add(
+    def add(  # noqa: PLR0913  all that a request is
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
@@ -67,9 +68,13 @@ class ClockEngine:
         priority: int = Priority.STANDARD,
         tenant: str = "default",
         weight: float = 1.0,
+        adapter: AdapterRef | None = None,
     ) -> None:
         added_ns = time.monotonic_ns()
         self._live[request_id] = _Live(request_id, prompt_token_ids, params.max_tokens or 16, added_ns)
+
+    def adapters(self) -> dict[str, str]:
+        return {}
 
     def abort(self, request_id: str) -> None:
         self._live.pop(request_id, None)
