@@ -58,8 +58,8 @@ def main() -> None:
         "",
         f"Each load runs on an engine with `--speculative ngram` and on one without by turns, {REPEATS} times each, "
         "and gives the same tokens; medians of tokens a second, and the median of the turns' ratios. *Copies*: chats "
-        "that ask for a text or code of the prompt again. *Stories*: chats that ask for something new. Both greedy; at most "
-        f"{OUTPUT} tokens. *Mix*: the offline mix of `bench.workload`, random tokens, 64 requests, greedy, "
+        "that ask for a text or code of the prompt again. *Stories*: chats that ask for something new. Both greedy; "
+        f"at most {OUTPUT} tokens. *Mix*: the offline mix of `bench.workload`, random tokens, 64 requests, greedy, "
         "which soon repeats itself.",
         "",
         "| weights | load | at once | tokens/s off | tokens/s on | on ÷ off | drafted ÷ tokens | accepted ÷ drafted |",
