@@ -22,7 +22,6 @@ class _Table:
 
     down: Tensor
     up: Tensor
-    factors: Tensor
 
 
 _Tables: TypeAlias = dict[tuple[int, MatrixName], _Table]
@@ -40,7 +39,7 @@ class AdaptedRows:
         """Add to the products of some rows what their adapters say, in place. x: [rows, in]; out: [rows, out]."""
         if self.tiles is not None:
             table = self.tables[layer, matrix]
-            add_lora(out, x, table.down, table.up, table.factors, self.tiles)
+            add_lora(out, x, table.down, table.up, self.tiles)
         return out
 
     def at_samples(self) -> AdaptedRows:
@@ -91,5 +90,4 @@ class GpuAdapters:
         ranks, rows = self._max_rank * len(parts), sum(rows for _, rows in parts)
         shapes = (num_places, ranks, self._spec.columns_of(matrix)), (num_places, rows, ranks)
         down, up = (torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
-        # The adapters' factors are in `up`.
-        return _Table(down, up, torch.ones(num_places, dtype=torch.float32, device=self._device))
+        return _Table(down, up)
