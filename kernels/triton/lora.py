@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 import triton
@@ -72,11 +74,10 @@ def _expand(
 
 def lora_tiles(adapters: NDArray[np.int32]) -> NDArray[np.int32]:
     """Runs of rows of one adapter, [num_tiles, 3]: adapter, first row, rows. adapters: [rows], -1 for none."""
-    starts = np.flatnonzero(np.diff(adapters, prepend=-2))
-    ends = np.append(starts[1:], len(adapters))
+    edges = np.flatnonzero(np.diff(adapters, prepend=-2, append=-2)).tolist()
     runs = [
-        (int(adapters[start]), first, min(_ROWS, int(end) - first))
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        (int(adapters[start]), first, min(_ROWS, end - first))
+        for start, end in pairwise(edges)
         if adapters[start] >= 0
         for first in range(start, end, _ROWS)
     ]

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.gpu_node.model.protocol import Adapter, StepPlan
+from penstock.gpu_node.model.gpu.inputs import StepInputs
+from penstock.gpu_node.model.protocol import Adapter
 from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
-from penstock.kernels.triton.lora import add_lora, lora_tiles
+from penstock.kernels.triton.lora import add_lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +74,11 @@ class GpuAdapters:
             table.down[place].copy_(down)
             table.up[place].copy_(up)
 
-    def rows_of(self, plan: StepPlan, sampling: NDArray[np.int32]) -> AdaptedRows:
-        """Who has which in a step whose logits are wanted behind some of its tokens."""
-        if plan.adapters is None:
+    def rows_of(self, step: StepInputs[Tensor]) -> AdaptedRows:
+        """Who has which in a step."""
+        if not len(step.adapter_tiles):
             return NOT_ADAPTED
-        places = np.repeat(plan.adapters, np.diff(plan.query_starts))
-        return AdaptedRows(self._tables, self._tiles(places), self._tiles(places[sampling]))
-
-    def _tiles(self, places: NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(lora_tiles(places)).to(self._device)
+        return AdaptedRows(self._tables, step.adapter_tiles, step.sampled_adapter_tiles)
 
     def _table(self, matrix: MatrixName, num_places: int, dtype: torch.dtype) -> _Table:
         parts = self._spec.parts_of(matrix)
