@@ -1,18 +1,22 @@
 """Every Redis key and channel, its type, its life and its only writers.
 
 All keys of a pool share the hash tag `{pool}`, so that a script stays in one cluster slot. P is `penstock:{pool}`.
-Times are Redis milliseconds. `end` is the one function of the scripts that closes a
-job, `ring` the one that wakes a node; audit may write all of them.
+Times are Redis milliseconds. Of the functions of the scripts, `end` (of finish, cancel and all that find a job over)
+closes a job, `requeue` (of give_back, beat, sweep) queues one again, `let_in` (of take, sweep) queues one whose time
+has come, and `ring` wakes a node; audit may write all of them.
 
     key                    type    writers                              holds; life
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
-    P:back:<p>:<tenant>    zset    give_back, sweep; take, end          ids given back or let in, by submitted ms
-    P:later                zset    submit; take, sweep, end             ids of jobs with not_before, by when it comes
-    P:wait:<p>             zset    submit, give_back, sweep; take, end  all queued ids by submitted ms
-    P:due                  zset    submit, give_back, sweep; take, end  queued ids by deadline
-    P:turn:<p>             zset    submit, give_back, sweep; take, end  tenants with queued jobs, by virtual time
-    P:vtime:<p>            string  take                                 highest virtual time that anybody started at
-    P:debt:<p>             zset    take, end; submit, give_back, sweep  tenants without queued jobs that are ahead of it
+    P:back:<p>:<tenant>    zset    requeue, let_in; take, end           ids given back or let in, by submitted ms
+    P:later                zset    submit; take, let_in, end            ids of jobs with not_before, by when it comes
+    P:wait:<p>             zset    submit, requeue, let_in; take, end   all queued ids by submitted ms
+    P:due                  zset    submit, requeue, let_in; take, end   queued ids by deadline
+    P:turn:<p>             zset    submit, requeue, let_in; take,       tenants with queued jobs, by virtual time
+                                   finish, end
+    P:vtime:<p>            string  submit, requeue, let_in; take        highest virtual time that anybody started at,
+                                                                        and one more for each tenant that came
+    P:debt:<p>             zset    take, finish, end; submit, requeue,  tenants without queued jobs that are ahead of it
+                                   let_in
     P:head                 hash    take                                 class → when the head of its queue was taken
     P:hold                 hash    take; sweep, leave                   node → what it makes room for, and until when
     P:job:<id>             hash    scripts                              the job's record; result_ttl_ms after its end
@@ -21,17 +25,17 @@ job, `ring` the one that wakes a node; audit may write all of them.
     P:dead                 zset    end; sweep, DeadLetters              dead letters by end; 10,000 for 7 days
     P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
     P:out:<id>             string  finish                               the result (wire.py); result_ttl_ms
-    P:run:<node>           set     take; end, give_back, beat, sweep    ids a node holds
+    P:run:<node>           set     take; requeue, end, beat             ids a node holds
     P:took:<node>          string  take; leave                          last call number and its answer; 1 min
     P:open                 set     submit; end                          ids not yet terminal
     P:tenant:<t>:open      set     submit; end                          the same, of one tenant
-    P:idem:<t>:<hash>      string  submit                               the job's id; idem_ttl_ms after its end
+    P:idem:<t>:<hash>      string  submit; end                          the job's id; idem_ttl_ms after its end
     P:nodes                zset    join, beat, emit; sweep, leave       node → last beat
     P:revs                 zset    join, beat; sweep                    revision → last beat
     P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
     P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
-    P:backlog              hash    submit, take, give_back, sweep, end  queued cost in tokens per class
-    P:queued               hash    submit, take, give_back, sweep, end  the same per tenant; no field where it is 0
+    P:backlog              hash    submit, requeue, let_in, take, end   queued cost in tokens per class
+    P:queued               hash    submit, requeue, let_in, take, end   the same per tenant; no field where it is 0
     P:bytes                hash    submit; end                          bytes that open jobs may come to hold, per class
     P:refused              hash    submit                               cost refused lately, and when; 10 min
     P:rate:<t>             hash    submit                               ms when its next job and token are due

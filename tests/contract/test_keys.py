@@ -1,0 +1,105 @@
+"""The table of keys names as writers those who write them, as far as the scripts' text shows it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from importlib.resources import files
+
+from penstock.contract import keys
+
+READS = re.compile(r"H?(GET|MGET|GETALL|VALS|LEN)|Z(SCORE|COUNT|CARD|(REV)?RANGE(BYSCORE)?)|S(CARD|MEMBERS|RANDMEMBER)")
+OTHER_READS = {"LLEN", "XLEN", "XRANGE", "STRLEN", "EXISTS", "INFO", "TIME", "PUBLISH"}
+NAMED = {"end_job": "end", "ring": "ring", "requeue": "requeue", "let_in": "let_in"}
+"""Functions of the scripts that the table has as writers themselves."""
+SCRIPTS = {
+    path.name.removesuffix(".lua"): path.read_text()
+    for path in files("penstock.contract").joinpath("scripts").iterdir()
+    if path.name.endswith(".lua") and path.name != "audit.lua"
+}
+KEY_FUNCTIONS = dict(re.findall(r"local function (\w+_key)\(\w+\) return P \.\. ':(\w+)", SCRIPTS["prelude"]))
+
+
+def _split(text: str) -> list[str]:
+    """Text at its commas outside of brackets, up to the bracket that closes what is around it."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        if depth < 0:
+            break
+        if char == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts]
+
+
+def _key(expression: str, variables: dict[str, str]) -> str | None:
+    if found := re.match(r"P \.\. ':(\w+)", expression):
+        return found[1]
+    if expression == "KEYS[1]":
+        return "schema"
+    word = re.match(r"\w*", expression)
+    assert word is not None
+    return KEY_FUNCTIONS.get(word[0]) or variables.get(word[0])
+
+
+def _writes(text: str) -> set[str]:
+    """The keys that a piece of a script writes by itself, but for writes of nothing, which change none."""
+    variables: dict[str, str] = {}
+    for names, values in re.findall(r"local ([\w, ]+) = (.+)", text):
+        found = zip(names.split(", "), _split(values), strict=False)
+        variables |= {name: key for name, value in found if (key := _key(value, {}))}
+    written = set()
+    for command, rest in re.findall(r"redis\.call\('(\w+)', (?=(.+))", text):
+        key, *values = _split(rest)
+        if not READS.fullmatch(command) and command not in OTHER_READS and values != ["''"]:
+            written.add(_key(key, variables) or key)
+    return written
+
+
+def _functions() -> dict[str, str]:
+    parts = re.split(r"^local function (\w+)", SCRIPTS["prelude"], flags=re.MULTILINE)
+    bodies = {name: body.split("\nend\n")[0] for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+    return {name: body.split("\n")[0] if re.match(r".* end\n", body) else body for name, body in bodies.items()}
+
+
+def _reached(text: str, functions: dict[str, str], seen: frozenset[str]) -> set[str]:
+    """What a piece of a script and the functions that it calls write, but for those that the table names."""
+    written = _writes(text)
+    for name in set(re.findall(r"\b(\w+)\(", text)) & functions.keys() - NAMED.keys() - seen:
+        written |= _reached(functions[name], functions, seen | {name})
+    return written
+
+
+def _found() -> dict[str, set[str]]:
+    functions, writers = _functions(), defaultdict(set)
+    texts = {name: text for name, text in SCRIPTS.items() if name != "prelude"}
+    texts |= {said: functions[name] for name, said in NAMED.items()}
+    for writer, text in texts.items():
+        for key in _reached(text, functions, frozenset()):
+            writers[key].add(writer)
+    # The one loop over names of keys.
+    assert writers.pop("P .. set") == {"sweep"}
+    return dict(writers)
+
+
+def _table() -> dict[str, set[str]]:
+    lines = (keys.__doc__ or "").splitlines()
+    head = next(line for line in lines if line.split()[:2] == ["key", "type"])
+    first, last = head.index("writers"), head.index("holds")
+    said: dict[str, str] = defaultdict(str)
+    name = ""
+    for line in lines[lines.index(head) + 1 : lines.index("    channel")]:
+        if found := re.match(r"    P:(\w+)(:<t>:open)?", line):
+            name = "tenant" if found[2] else found[1]
+        if found or not line[:first].strip():
+            said[name] += " " + line[first:last]
+    return {name: set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", text))) for name, text in said.items()}
+
+
+def test_the_table_names_every_script_that_writes_a_key() -> None:
+    known = SCRIPTS.keys() | NAMED.values()
+    table = {name: writers & known for name, writers in _table().items() if writers != {"scripts"}}
+    found = {name: writers for name, writers in _found().items() if name not in ("job", "count")}
+    assert {name: writers for name, writers in table.items() if writers} == found
