@@ -51,15 +51,17 @@ class Answer(Response):
 
     async def _form_of(self, pool: str) -> AnswerForm:
         """How this answer's text is to be read; raises RequestError for tools that the model cannot call."""
-        order = self._order
-        if self._dialect is not ChatRenderer or order.params.structured_outputs is not None:
+        use = self._order.tool_use
+        if self._dialect is not ChatRenderer or self._order.params.structured_outputs is not None:
             return PLAIN
         record = (await self._client.pools()).get(pool)
-        if order.tools is not None and (record is None or record.tool_parser not in CALL_FORMS):
+        if use.tools is not None and (record is None or record.tool_parser not in CALL_FORMS):
             raise RequestError("tools: no form is known in which this model calls tools", param="tools")
         if record is None:
             return PLAIN
-        return AnswerForm(record.tool_parser if order.tools else "none", record.reasoning_parser)
+        if use.tools is None:
+            return AnswerForm("none", record.reasoning_parser)
+        return AnswerForm(record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named)
 
     async def _renderer(self, jobs: Sequence[AsyncJob]) -> Renderer:
         return self._dialect(

@@ -75,6 +75,6 @@ def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
         idempotency_key=idempotency_key,
         cut_at=place_of(request, body),
         prompt_field=body.prompt_field,
-        tools=body.offered_tools(),
+        tool_use=body.tool_use(),
         echoes=body.echoes,
     )

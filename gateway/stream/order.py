@@ -12,6 +12,7 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 LEAVE_TIMEOUT_S = 5.0
 """Redis may be away when the caller is gone too; the queue then ends unheard jobs by itself."""
@@ -42,8 +43,8 @@ class Order:
     """Where a stream of before goes on; its job is then nobody's to submit."""
     prompt_field: str = "prompt"
     """What the caller calls the prompt, for errors that are about it."""
-    tools: str | None = None
-    """What a chat's assistant may call, as JSON text."""
+    tool_use: ToolUse = NO_TOOLS
+    """What a chat's assistant may call, and must."""
     echoes: bool = False
     """The answer begins with the prompt."""
     reads_all: bool = False
@@ -98,7 +99,9 @@ async def _submit(client: AsyncClient, order: Order, index: int, prompt: Prompt)
         prompt,
         model=order.model,
         params=order.params,
-        tools=order.tools,
+        tools=order.tool_use.tools,
+        tool_choice=order.tool_use.choice,
+        parallel_tool_calls=order.tool_use.parallel,
         priority=order.priority,
         tenant=order.tenant,
         terms=order.terms,

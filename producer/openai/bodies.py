@@ -37,7 +37,7 @@ from penstock.contract.job import (
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import Wire, only
-from penstock.producer.openai.messages import ChatMessage, OfferedTool
+from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse
 
 MAX_PROMPTS = 64
 """Prompts of one completions request: each is a job, and all their ids stand in one response header."""
@@ -147,8 +147,8 @@ class ChatBody(_Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
-    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, only(None, True, False)] = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: Annotated[Any, only(None, [])] = None
     function_call: Annotated[Any, only(None, "none", "auto")] = None
     modalities: Annotated[Any, only(None, ["text"])] = None
@@ -185,11 +185,13 @@ class ChatBody(_Generation):
         """The conversation, as the one prompt of the request."""
         return [[message.turn() for message in self.messages]]
 
-    def offered_tools(self) -> str | None:
-        """What the assistant may call, as JSON text."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools])
+    def tool_use(self) -> ToolUse:
+        """What the assistant may call, and must. The choice is checked where it meets the tools and the model."""
+        choice = "auto" if self.tool_choice is None else self.tool_choice
+        parallel = self.parallel_tool_calls is not False
+        if not self.tools or choice == "none":
+            return ToolUse(None, choice, parallel)
+        return ToolUse(json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools]), choice, parallel)
 
     def params(self) -> SamplingParams:
         """The sampling options. Raises pydantic's ValidationError."""
@@ -264,8 +266,9 @@ class CompletionBody(_Generation):
         """One or several prompts; each becomes a job."""
         return self.prompt
 
-    def offered_tools(self) -> None:
-        """None: only a chat has any."""
+    def tool_use(self) -> ToolUse:
+        """Only a chat has any tools."""
+        return NO_TOOLS
 
     def params(self) -> SamplingParams:
         """The sampling options. Raises pydantic's ValidationError."""

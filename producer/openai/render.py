@@ -17,9 +17,9 @@ _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}
 """The other reasons end in an error, and OpenAI has no word for them."""
 
 
-def finish_reason_of(reason: FinishReason | None, *, has_calls: bool = False) -> str | None:
-    """OpenAI's word."""
-    if reason == "stop" and has_calls:
+def finish_reason_of(reason: FinishReason | None, *, calls: bool = False) -> str | None:
+    """OpenAI's word; `calls`: the choice ended by calls of its own choosing."""
+    if reason == "stop" and calls:
         return "tool_calls"
     return None if reason is None else _FINISH_REASONS.get(reason)
 
@@ -110,7 +110,7 @@ class Renderer:
     def _whole_choice(self, number: int, choice: Choice, prompt: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
         echoed = prompt if self._echoes else ()
         said = self.form.read(ShownText().take_text(echoed) + choice.text)
-        reason = finish_reason_of(choice.finish_reason, has_calls=bool(said.calls))
+        reason = finish_reason_of(choice.finish_reason, calls=bool(said.calls) and not self.form.is_named)
         likely = self._logprobs_of(number, (*echoed, *choice.logprobs) if choice.logprobs else ())
         whole = {**self._whole_of(number, said), "index": number, "logprobs": likely, "finish_reason": reason}
         return whole | {"prompt_logprobs": prompt_logprobs(prompt)} if prompt and not self._echoes else whole

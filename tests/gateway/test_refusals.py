@@ -62,7 +62,7 @@ def error_of(response) -> dict[str, object]:
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         (
             {"tools": [{"type": "function", "function": {"name": "f"}}], "response_format": {"type": "json_object"}},
