@@ -57,8 +57,8 @@ class Order:
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether the answer says more of its tokens than their text."""
-        return self.echoes or self.params.logprobs is not None
+        """Whether the answer says more of its tokens, or the prompt's, than their text."""
+        return self.echoes or self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
     def key_of(self, index: int) -> str | None:
         """The idempotency key of one prompt's job."""

@@ -72,15 +72,14 @@ class Renderer:
         rendered = self._piece_choice(job_index, choice, said, finish_reason, logprobs)
         return {**self._head, "object": self.piece_object, "choices": [rendered], **self._tail}
 
-    def prompt_piece(self, job_index: int, prompt: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        """The next tokens of a job's prompt, at the head of each of its choices, where it is echoed."""
-        if not self._echoes:
-            return None
-        said, shown = (
-            Said(self._prompts[job_index].take_text(prompt)),
-            prompt if self._params.logprobs is not None else (),
-        )
-        choices = [self._piece_choice(job_index, choice, said, None, shown) for choice in range(self._params.n)]
+    def prompt_piece(self, job_index: int, prompt: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The next tokens of a job's prompt, for each of its choices: at their heads if it is echoed, else beside."""
+        said = Said(self._prompts[job_index].take_text(prompt) if self._echoes else "")
+        shown = prompt if self._echoes and self._params.logprobs is not None else ()
+        beside = {} if self._echoes else {"prompt_logprobs": prompt_logprobs(prompt)}
+        choices = [
+            self._piece_choice(job_index, choice, said, None, shown) | beside for choice in range(self._params.n)
+        ]
         return {**self._head, "object": self.piece_object, "choices": choices, **self._tail}
 
     def _piece_choice(

@@ -123,7 +123,6 @@ def test_a_wrong_chat_field_is_named(http, change, param, stream):
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"messages": []}, "messages"),
         ({"max_completion_tokens": 5}, "max_completion_tokens"),
     ],
