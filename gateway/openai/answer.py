@@ -110,7 +110,9 @@ class StreamAnswer(Answer):
             order = self._order
             if order.cut_at is not None:
                 form = await self._form_of(pool_of(order.cut_at.job_id))
-                order = replace(order, reads_all=form != PLAIN or order.tells_tokens)
+                # Of several choices the log alone says which have begun.
+                reads_all = form != PLAIN or order.tells_tokens or order.params.n > 1
+                order = self._order = replace(order, reads_all=reads_all)
             async with open_jobs(self._client, order, has_begun=lambda: writer.started) as jobs:
                 writer.headers[JOB_HEADER] = _names(jobs)
                 await self._relay(jobs, writer)
@@ -123,7 +125,9 @@ class StreamAnswer(Answer):
 
     def _piece_writer(self, renderer: Renderer, jobs: Sequence[AsyncJob]) -> PieceWriter | ReadPieceWriter:
         order, indices = self._order, {job.id: index for index, job in enumerate(jobs)}
-        if renderer.form == PLAIN and not order.tells_tokens:
+        if order.cut_at is not None and not order.reads_all:
+            renderer.go_on()
+        if renderer.form == PLAIN and not order.tells_tokens and not order.reads_all:
             return PieceWriter(renderer, indices)
         return ReadPieceWriter(renderer, indices, after=order.cut_at.index if order.cut_at else -1)
 

@@ -65,6 +65,10 @@ class Renderer:
         self._begun: set[int] = set()
         self._prompts: defaultdict[int, ShownText] = defaultdict(ShownText)
 
+    def go_on(self) -> None:
+        """The answer's only choice began in a stream of before."""
+        self._begun.add(0)
+
     def piece(
         self, job_index: int, choice: int, said: Said, finish_reason: str | None, logprobs: Sequence[TokenLogprobs] = ()
     ) -> dict[str, Any]:
