@@ -145,6 +145,9 @@ class StreamAnswer(Answer):
                 if outcome is not None and failed:
                     raise error_of(outcome)
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
+        if not usages and self._order.cut_at is not None:
+            # It stood in a chunk of before.
+            usages += [result.usage for result in await results_of(jobs) if result.usage is not None]
         num_choices = len(jobs) * self._order.params.n
         self._meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
         if self._include_usage:
