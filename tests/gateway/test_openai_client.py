@@ -6,6 +6,7 @@ import asyncio
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from penstock.contract.job import SamplingParams
 
@@ -223,6 +224,21 @@ def test_the_clients_own_stream_helper_puts_a_stream_together(api):
     with api.chat.completions.stream(model=MODEL, messages=user("hello")) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.content == "hello"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_own_parsing_gets_an_answer_of_the_model_that_it_asked_for(api, stream):
+    class River(BaseModel):
+        name: str
+        length_km: int
+
+    asked = {"model": MODEL, "messages": user('{"name": "Oder", "length_km": 840}'), "response_format": River}
+    if stream:
+        with api.chat.completions.stream(**asked) as events:
+            answer = events.get_final_completion()
+    else:
+        answer = api.chat.completions.parse(**asked)
+    assert answer.choices[0].message.parsed == River(name="Oder", length_km=840)
 
 
 def test_raw_response_names_the_job(api):

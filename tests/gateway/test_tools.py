@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 CALLS = """Wait.
 <tool_call>
@@ -116,6 +117,24 @@ def test_what_the_node_keeps_a_text_to(calling, calling_engine, options, wanted)
     assert (function.name, json.loads(function.parameters)) == ("f", FUNCTION["parameters"])
     said = form.calls.model_dump(exclude={"functions"})
     assert said == {"form": "hermes", "reasoning": "think", "required": False, "parallel": False} | wanted
+
+
+class Add(BaseModel):
+    """Adds."""
+
+    a: int
+    b: int
+
+
+def test_the_clients_own_helpers_parse_the_calls_of_strict_tools(calling):
+    tools = [openai.pydantic_function_tool(Add)]
+    said = 'Well. <tool_call>{"name": "Add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    answer = calling.chat.completions.parse(model=MODEL, messages=user(said), tools=tools)
+    assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == Add(a=1, b=2)
+    with calling.chat.completions.stream(model=MODEL, messages=user(said), tools=tools) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == "Well. "
+    assert message.tool_calls[0].function.parsed_arguments == Add(a=1, b=2)
 
 
 def test_beside_a_strict_function_the_arguments_of_others_are_any_object(calling, calling_engine):
