@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.contract.errors import PenstockError
@@ -13,6 +13,7 @@ from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
+from penstock.producer.openai.problems import rename
 
 LEAVE_TIMEOUT_S = 5.0
 """Redis may be away when the caller is gone too; the queue then ends unheard jobs by itself."""
@@ -41,8 +42,8 @@ class Order:
     idempotency_key: str | None = None
     cut_at: Place | None = None
     """Where a stream of before goes on; its job is then nobody's to submit."""
-    prompt_field: str = "prompt"
-    """What the caller calls the prompt, for errors that are about it."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the caller calls fields of ours where that differs, for errors that are about them."""
     tool_use: ToolUse = NO_TOOLS
     """What a chat's assistant may call, and must."""
     echoes: bool = False
@@ -86,8 +87,8 @@ async def open_jobs(
                 jobs.append(await _submit(client, order, number, prompt))
         yield jobs
     except BaseException as error:
-        if isinstance(error, PenstockError) and error.param == "prompt":
-            error.param = order.prompt_field
+        if isinstance(error, PenstockError):
+            rename(error, order.names)
         is_shared = order.idempotency_key is not None or order.cut_at is not None
         hung_up = isinstance(error, asyncio.CancelledError)
         await _leave(jobs, may_return=is_shared or (hung_up and has_begun()))

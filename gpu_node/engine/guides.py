@@ -75,7 +75,7 @@ class Guides:
             return _matcher(grammar, tokenizer)
         except ValueError as error:
             param = f"structured_outputs.{field}"
-            raise RequestError(f"{param} cannot be kept to: {error}", param=param) from None
+            raise RequestError(f"{param}: cannot be kept to: {error}", param=param) from None
 
     def _compile_calls(self, wanted: WantedCalls, tokenizer: LLTokenizer) -> LLMatcher:
         from llguidance import LLMatcher
@@ -90,7 +90,7 @@ class Guides:
 
         def refusal(at_fault: str, error: ValueError) -> RequestError:
             # The lines behind the first show a grammar that the caller does not know.
-            return RequestError(f"{at_fault} cannot be kept to: {str(error).splitlines()[0]}", param="tools")
+            return RequestError(f"tools: {at_fault} cannot be kept to: {str(error).splitlines()[0]}", param="tools")
 
         try:
             return matcher(wanted)
@@ -99,8 +99,8 @@ class Guides:
                 try:
                     matcher(wanted.model_copy(update={"functions": (function,)}))
                 except ValueError as own:
-                    raise refusal(f"tools: the parameters of {function.name!r}", own) from None
-            raise refusal("tools", error) from None
+                    raise refusal(f"the parameters of {function.name!r}", own) from None
+            raise refusal("they", error) from None
 
     def _new_ll_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer

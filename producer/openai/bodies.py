@@ -126,6 +126,11 @@ class _Generation(Wire):
             raise PydanticCustomError("unsupported_value", "says what structured_outputs says too; send one of them")
         return value
 
+    def names(self) -> dict[str, str]:
+        """What the body calls fields of ours, where that differs."""
+        names = {"prompt": self.prompt_field}
+        return names | {"structured_outputs": "response_format"} if self.response_format is not None else names
+
     def _given(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in SamplingParams.model_fields if name not in _LOGPROBS}
         if self.response_format is not None:
@@ -175,6 +180,11 @@ class ChatBody(_Generation):
         if value and (info.data.get("structured_outputs") or (form and form.structured_outputs())):
             raise PydanticCustomError("unsupported_value", "do not go with a form that the answer must have")
         return value
+
+    def names(self) -> dict[str, str]:
+        """What the body calls fields of ours, where that differs."""
+        is_renamed = self.max_completion_tokens is not None and self.max_tokens is None
+        return super().names() | ({"max_tokens": "max_completion_tokens"} if is_renamed else {})
 
     @property
     def echoes(self) -> bool:
@@ -256,6 +266,10 @@ class CompletionBody(_Generation):
         if value and info.data.get("prompt_logprobs") is not None:
             raise PydanticCustomError("unsupported_value", "shows the prompt's logprobs in place of prompt_logprobs")
         return value
+
+    def names(self) -> dict[str, str]:
+        """What the body calls fields of ours, where that differs."""
+        return super().names() | ({"prompt_logprobs": "echo"} if self.echo else {})
 
     @property
     def echoes(self) -> bool:

@@ -130,6 +130,23 @@ def test_strict_functions_leave_the_model_free(api: openai.OpenAI, form: str) ->
 @pytest.mark.parametrize(
     ("options", "param"),
     [
+        ({"max_completion_tokens": 1 << 20}, "max_completion_tokens"),
+        ({"max_tokens": 1 << 20}, "max_tokens"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "text"}}}},
+            "response_format.json_schema",
+        ),
+    ],
+)
+def test_what_a_node_refuses_is_named_as_it_was_written(api: openai.OpenAI, options: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        api.chat.completions.create(model="hermes", messages=[{"role": "user", "content": "x"}], **options)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": 1}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
