@@ -154,6 +154,8 @@ def test_a_required_call_is_all_of_a_text(guides: Guides, tokenizer: Tokenizer, 
     assert not may("") and not may("Well. " + written(form, THERE)) and not may(written(form, THERE) + " Well.")
     assert not may(written(form, {"to": {"x": 50}, "fast": True})) and not may(written(form, {"to": {"x": 5}}))
     assert not may(written(form, THERE, name="stop"))
+    # Where any space is allowed, some models write nothing else.
+    assert not may(written(form, THERE).replace('"x": 5', '"x":  5'))
     alone = calls(form, parallel=False)
     assert derives(guides, tokenizer, alone, written(form, THERE))
     assert not derives(guides, tokenizer, alone, written(form, THERE, HERE))
@@ -186,6 +188,15 @@ def test_reasoning_stands_before_calls(guides: Guides, tokenizer: Tokenizer, for
     assert may("think_open", f"so <b>?\n</think>{call}") and not may("think_open", call)
     if required:
         assert may("think", f"<think>hm\n</think>\n\n{call}") and not may("none", f"<think>hm</think>{call}")
+
+
+@pytest.mark.parametrize("mark", ["</think>", "<tool_call>"])
+def test_a_mark_that_is_a_token_is_never_spelled(guides: Guides, tokenizer: Tokenizer, mark: str) -> None:
+    spelled = [token_id for char in mark for token_id in tokenizer.encode(char)]
+    guide = guides.new_guide(calls("hermes", reasoning="think_open", required=False))
+    assert guide.take(tokenizer.encode("so " if mark == "</think>" else "so</think>well "))
+    assert guide.take(spelled[:-1])
+    assert guide.take(spelled[-1:]) is (tokenizer.id_of(mark) is None)
 
 
 def test_the_function_whose_parameters_cannot_be_kept_to_is_named(guides: Guides) -> None:
