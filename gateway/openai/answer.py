@@ -52,7 +52,8 @@ class Answer(Response):
     async def _form_of(self, pool: str) -> AnswerForm:
         """How this answer's text is to be read; raises RequestError for tools that the model cannot call."""
         use = self._order.tool_use
-        if self._dialect is not ChatRenderer or self._order.params.structured_outputs is not None:
+        is_formed = self._order.params.structured_outputs is not None and use.tools is None
+        if self._dialect is not ChatRenderer or is_formed:
             return PLAIN
         record = (await self._client.pools()).get(pool)
         if use.tools is not None and (record is None or record.tool_parser not in CALL_FORMS):

@@ -54,6 +54,8 @@ class CallGrammar:
         """The grammar. Raises RequestError for parameters that are no object."""
         functions = [self._function(i, function) for i, function in enumerate(self._wanted.functions)]
         rules = [f"start: {self._reasoning()} {self._body()}", *self._lexemes(), *functions]
+        if self._wanted.answer is not None:
+            rules.append(f"answer: {self._json(json.loads(self._wanted.answer))}")
         return "\n".join([*rules, "function: " + " | ".join(f"f{i}" for i in range(len(functions)))])
 
     def _reasoning(self) -> str:
@@ -61,21 +63,30 @@ class CallGrammar:
         if self._wanted.reasoning == "none":
             return ""
         thought = self._up_to(_THOUGHT, "THOUGHT", "thought")
-        if self._wanted.required:
+        if self._wanted.required or self._wanted.answer is not None:
             thought += " BLANK?"
         return thought if self._wanted.reasoning == "think_open" else f"({self._mark(_THINK)} {thought})?"
 
     def _body(self) -> str:
-        form, required = self._form, self._wanted.required
-        opening = self._mark(form.mark) if required else self._up_to(form.mark, "TEXT", "opening")
+        wanted, mark = self._wanted, self._form.mark
+        if wanted.required:
+            return self._calls(self._mark(mark))
+        if wanted.answer is not None:
+            return f"({self._calls(self._mark(mark))} | answer)"
+        opening = self._up_to(mark, "TEXT", "opening")
+        if self._form.close:
+            return f"({self._marked(opening)}){{0,{MAX_CALLS if wanted.parallel else 1}}} TEXT?"
+        return f"({self._calls(opening)} | TEXT?)"
+
+    def _calls(self, opening: str) -> str:
+        form = self._form
         if form.close:
-            call = f'{opening} "\\n" function "\\n" {self._mark(form.close)}'
-            most = MAX_CALLS if self._wanted.parallel else 1
-            return self._several(call, form.between) if required else f"({call}){{0,{most}}} TEXT?"
+            return self._several(self._marked(opening), form.between)
         calls = self._several("function", form.between)
-        if form.mark:
-            calls = f'{opening} " "? "[" {calls} "]"'
-        return calls if required else f"({calls} | TEXT?)"
+        return f'{opening} " "? "[" {calls} "]"' if form.mark else calls
+
+    def _marked(self, opening: str) -> str:
+        return f'{opening} "\\n" function "\\n" {self._mark(self._form.close)}'
 
     def _several(self, call: str, between: str) -> str:
         return f"{call} ({_quoted(between)} {call}){{0,{MAX_CALLS - 1}}}" if self._wanted.parallel else call
@@ -97,8 +108,10 @@ class CallGrammar:
 
     def _function(self, i: int, function: WantedFunction) -> str:
         head = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self._form.arguments}": '
-        schema = json.dumps(_of_objects(function) | {"x-guidance": self._json_options})
-        return f'f{i}: {_quoted(head)} p{i} "}}"\np{i}: %json {schema}'
+        return f'f{i}: {_quoted(head)} p{i} "}}"\np{i}: {self._json(_of_objects(function))}'
+
+    def _json(self, schema: dict[str, Any]) -> str:
+        return "%json " + json.dumps(schema | {"x-guidance": self._json_options})
 
 
 def _of_objects(function: WantedFunction) -> dict[str, Any]:

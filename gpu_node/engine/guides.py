@@ -69,6 +69,8 @@ class Guides:
 
     def _compile(self, wanted: StructuredOutputs, tokenizer: LLTokenizer) -> LLMatcher:
         if wanted.calls is not None:
+            if wanted.calls.answer is not None:
+                self._compile(StructuredOutputs(json_schema=wanted.calls.answer), tokenizer)
             return self._compile_calls(wanted.calls, tokenizer)
         field, grammar = _grammar_of(wanted)
         try:

@@ -92,7 +92,8 @@ class WantedFunction(BaseModel):
 class WantedCalls(BaseModel):
     """A text with calls of these functions: `required`, nothing but calls behind the reasoning, at least one.
 
-    Otherwise there may be other text too, or nothing else; what begins as a call is one.
+    Otherwise there may be other text too, or nothing else; what begins as a call is one. With an `answer`, the text of
+    a JSON schema, it is calls alone or a JSON value of that schema.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -101,5 +102,6 @@ class WantedCalls(BaseModel):
     reasoning: ReasoningParserName = "none"
     functions: tuple[WantedFunction, ...] = Field(min_length=1, max_length=MAX_TOOLS)
     required: bool = True
+    answer: Annotated[str, StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_object)] | None = None
     parallel: bool = True
     """More than one call, up to MAX_CALLS."""

@@ -32,22 +32,30 @@ def with_choice(job: Job, choice: ToolChoice, *, parallel: bool, record: PoolRec
         return job
     if choice == "none":
         return job.model_copy(update={"tools": None})
-    functions = [tool["function"] for tool in json.loads(job.tools)]
-    if name is not None:
-        functions = [one for one in functions if one["name"] == name]
-        if not functions:
-            raise RequestError(f"tool_choice: the tools have no function {name[:100]!r}", param="tool_choice")
-    # A form that the caller names is one of all the text, and a job that is submitted once more has its calls'.
-    is_strict = job.params.structured_outputs is None and any(one.get("strict") for one in functions)
-    if not is_forced and not is_strict:
+    functions = _chosen(job.tools, name)
+    form = job.params.structured_outputs
+    # One that is submitted once more has its calls' form already.
+    is_formed = form is not None and form.calls is not None
+    if is_formed or not (is_forced or form or any(one.get("strict") for one in functions)):
         return job
+    answer = None if form is None else _answer_of(form, record, is_forced=is_forced)
     calls = WantedCalls(
         **_forms_of(record),
         functions=tuple(_wanted(one, as_described=is_forced or bool(one.get("strict"))) for one in functions),
         required=is_forced,
+        answer=None if is_forced else answer,
         parallel=parallel and name is None,
     )
     return _keeping_to(calls, job, at_fault="tool_choice" if is_forced else "tools")
+
+
+def _chosen(tools: str, name: str | None) -> list[dict[str, Any]]:
+    """The functions that may be called: all, or the one of a name."""
+    functions = [tool["function"] for tool in json.loads(tools)]
+    chosen = functions if name is None else [one for one in functions if one["name"] == name]
+    if not chosen:
+        raise RequestError(f"tool_choice: the tools have no function {str(name)[:100]!r}", param="tool_choice")
+    return chosen
 
 
 def _name_in(choice: ToolChoice) -> str | None:
@@ -80,10 +88,18 @@ def _forms_of(record: PoolRecord) -> dict[str, Any]:
     return {"form": record.tool_parser, "reasoning": record.reasoning_parser}
 
 
+def _answer_of(form: StructuredOutputs, record: PoolRecord, *, is_forced: bool) -> str:
+    """The schema of an answer that calls nothing."""
+    if form.json_schema is None and not form.json_object:
+        raise RequestError("tools: of the forms that an answer may have, JSON alone goes with them", param="tools")
+    if record.tool_parser == "llama3_json" and not is_forced:
+        # Its calls are JSON themselves: not every answer could be told from them.
+        raise RequestError("tools: in this model's form they do not go with a form of the answer", param="tools")
+    return form.json_schema or json.dumps(_ANY_OBJECT)
+
+
 def _keeping_to(calls: WantedCalls, job: Job, *, at_fault: str) -> Job:
     params = job.params
-    if params.structured_outputs is not None:
-        raise RequestError(f"{at_fault}: calls do not go with structured_outputs", param=at_fault)
     if params.min_tokens or params.ignore_eos:
         said = "calls say what ends a text: neither min_tokens nor ignore_eos goes with them"
         raise RequestError(f"{at_fault}: {said}", param=at_fault)

@@ -173,14 +173,6 @@ class ChatBody(_Generation):
             raise PydanticCustomError("unsupported_value", "only allowed when logprobs is true")
         return value
 
-    @field_validator("tools")
-    @classmethod
-    def _free_form(cls, value: list[OfferedTool] | None, info: ValidationInfo) -> list[OfferedTool] | None:
-        form = info.data.get("response_format")
-        if value and (info.data.get("structured_outputs") or (form and form.structured_outputs())):
-            raise PydanticCustomError("unsupported_value", "do not go with a form that the answer must have")
-        return value
-
     def names(self) -> dict[str, str]:
         """What the body calls fields of ours, where that differs."""
         is_renamed = self.max_completion_tokens is not None and self.max_tokens is None

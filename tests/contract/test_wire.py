@@ -174,6 +174,7 @@ wanted_calls = st.builds(
     reasoning=st.sampled_from(get_args(ReasoningParserName)),
     functions=st.lists(functions, min_size=1, max_size=3).map(tuple),
     required=st.booleans(),
+    answer=st.none() | st.just('{"type": "object"}'),
     parallel=st.booleans(),
 )
 forms = st.one_of(

@@ -127,6 +127,20 @@ def test_strict_functions_leave_the_model_free(api: openai.OpenAI, form: str) ->
     assert choice.message.content and choice.message.tool_calls is None
 
 
+def test_an_answer_is_calls_or_what_it_was_asked_to_be(api: openai.OpenAI) -> None:
+    asked = {"tools": [tool(name, strict=True) for name in FUNCTIONS], "response_format": Weather, "seed": 3, "n": 8}
+    asked |= {"messages": [{"role": "user", "content": "the gate"}], "max_tokens": 900}
+    choices = [
+        choice for form in ("hermes", "mistral") for choice in api.chat.completions.parse(model=form, **asked).choices
+    ]
+    assert {choice.finish_reason for choice in choices} == {"stop", "tool_calls"}
+    for choice in choices:
+        if choice.finish_reason == "stop":
+            assert isinstance(choice.message.parsed, Weather) and not choice.message.tool_calls
+        else:
+            check(choice.message.tool_calls)
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [

@@ -64,10 +64,6 @@ def error_of(response) -> dict[str, object]:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f"}}], "response_format": {"type": "json_object"}},
-            "tools",
-        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),

@@ -89,6 +89,7 @@ def test_of_parallel_calls_that_are_not_wanted_the_first_one_comes(calling, stre
 
 FUNCTION = TOOLS[0]["function"]
 STRICT = [{"type": "function", "function": FUNCTION | {"strict": True}}]
+JSON = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"type": "integer"}}}
 OTHER = {"type": "function", "function": {"name": "g"}}
 
 
@@ -105,6 +106,8 @@ OTHER = {"type": "function", "function": {"name": "g"}}
             {"required": True},
         ),
         ({"tools": STRICT}, {"required": False, "parallel": True}),
+        ({"tools": STRICT, "response_format": JSON}, {"answer": '{"type": "integer"}', "parallel": True}),
+        ({"tools": STRICT, "response_format": JSON, "tool_choice": "required"}, {"required": True, "parallel": True}),
     ],
 )
 def test_what_the_node_keeps_a_text_to(calling, calling_engine, options, wanted):
@@ -116,7 +119,9 @@ def test_what_the_node_keeps_a_text_to(calling, calling_engine, options, wanted)
     (function,) = form.calls.functions
     assert (function.name, json.loads(function.parameters)) == ("f", FUNCTION["parameters"])
     said = form.calls.model_dump(exclude={"functions"})
-    assert said == {"form": "hermes", "reasoning": "think", "required": False, "parallel": False} | wanted
+    assert (
+        said == {"form": "hermes", "reasoning": "think", "required": False, "parallel": False, "answer": None} | wanted
+    )
 
 
 class Add(BaseModel):

@@ -177,6 +177,28 @@ def test_a_call_that_is_not_required_is_kept_to_its_schema_and_text_is_free(
         assert may(f"One {written(form, THERE)} two {written(form, HERE)} three.")
 
 
+@pytest.mark.parametrize("form", ["hermes", "mistral"])
+@pytest.mark.parametrize("reasoning", ["none", "think"])
+def test_what_is_no_call_keeps_to_the_answers_schema(
+    guides: Guides, tokenizer: Tokenizer, form: str, reasoning: str
+) -> None:
+    wanted = calls(form, reasoning=reasoning, required=False, answer=json.dumps(Place.model_json_schema()))
+
+    def may(text: str) -> bool:
+        return derives(guides, tokenizer, wanted, text)
+
+    assert may('{"x": 3}') and may(written(form, THERE, HERE))
+    assert not may("") and not may("Well.") and not may('{"x": 30}') and not may('{"x": 3}' + written(form, THERE))
+    assert not may('Well. {"x": 3}') and not may(written(form, {"to": {"x": 50}, "fast": True}))
+    assert may('<think>hm</think>\n\n{"x": 3}') is (reasoning == "think")
+
+
+def test_an_answers_schema_that_cannot_be_kept_to_is_named(guides: Guides) -> None:
+    with pytest.raises(RequestError) as caught:
+        guides.prepare(calls("hermes", required=False, answer='{"type": "text"}'))
+    assert caught.value.param == "structured_outputs.json_schema"
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("required", [True, False])
 def test_reasoning_stands_before_calls(guides: Guides, tokenizer: Tokenizer, form: str, required: bool) -> None:
