@@ -50,6 +50,7 @@ SCHEMA = {
     "max_losses": MAX_LOSSES,
     "progress_chunks": PROGRESS_CHUNKS,
     "reattach_grace_ms": FOREVER_MS,
+    "abandon_after_ms": FOREVER_MS,
 }
 NODES = {"n0": "r1", "n1": "r1", "n2": "r1", "n3": "r2"}
 node_names = st.sampled_from(sorted(NODES))
