@@ -87,7 +87,7 @@ for _, job in ipairs(due) do
   if end_if_over(job, schema, now) then ended = ended + 1 end
 end
 let_in(now)
-redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - MAX_READER_SILENCE_MS)
+redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, schema.abandon_after_ms))
 redis.call('ZREMRANGEBYSCORE', P .. ':revs', '-inf', now - MAX_READER_SILENCE_MS)
 redis.call('ZREMRANGEBYSCORE', P .. ':dead', '-inf', now - DEAD_LIFE_MS)
 flush()
