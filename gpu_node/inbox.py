@@ -20,6 +20,7 @@ from penstock.gpu_node.engine.records import ResumedChoice
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox, outcome_of
+from penstock.gpu_node.relief import Relief
 from penstock.gpu_node.worker import EngineWorker
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ IDLE_TAKE_S = 1.0
 
 
 class Inbox:
-    """Takes jobs for one node; those that cannot run go straight to the outbox."""
+    """Takes jobs for one node; those that cannot run go straight to the outbox, or to a node where they might."""
 
     def __init__(
         self,
@@ -43,17 +44,18 @@ class Inbox:
         tokenizer: Tokenizer,
         bell: Bell,
         outbox: Outbox,
+        relief: Relief,
         *,
-        kv_tokens: int,
-        max_num_seqs: int,
+        room: tuple[int, int],
     ) -> None:
+        """`room`: KV tokens and sequences of the whole node."""
         self._broker = broker
         self._ledger = ledger
         self._worker = worker
         self._tokenizer = tokenizer
-        self._kv_tokens = kv_tokens
-        self._max_num_seqs = max_num_seqs
+        self._kv_tokens, self._max_num_seqs = room
         self._outbox = outbox
+        self._relief = relief
         self._bell = bell
         self._call = 0
         self._nonce = ""
@@ -143,11 +145,19 @@ class Inbox:
         asked = [(job, request) for job, request in opened if request is not None]
         encoded = await asyncio.gather(*(self._encode(request) for _, request in asked), return_exceptions=True)
         for (job, request), token_ids in zip(asked, encoded, strict=True):
-            if isinstance(token_ids, BaseException):
+            if not isinstance(token_ids, BaseException):
+                self._start(job, request, token_ids)
+            elif not _is_for_want_of_adapter(token_ids):
                 self.num_tokenizer_failures += not isinstance(token_ids, PenstockError)
                 self._refuse_for(job, token_ids)  # whatever the tokenizer's library raises concerns this job alone
-            else:
-                self._start(job, request, token_ids)
+        errors = {job: said for (job, _), said in zip(asked, encoded, strict=True) if isinstance(said, BaseException)}
+        await self._hand_on({job: error for job, error in errors.items() if _is_for_want_of_adapter(error)})
+
+    async def _hand_on(self, lacking: dict[HeldJob, BaseException]) -> None:
+        """Another node may have the adapters that these jobs found missing or broken; without one they end here."""
+        jobs = [job for job in lacking if self._ledger.get(job.job_id) is job]
+        for job in await patiently(partial(self._relief.give_back, jobs, "lacking"), math.inf) if jobs else ():
+            self._refuse_for(job, lacking[job])
 
     async def _open(self, job: HeldJob, data: bytes | None) -> Request | None:
         """A job's request, once what an earlier node logged is read; None when the job ends here."""
@@ -207,6 +217,11 @@ class Inbox:
         else:
             log.error("the engine failed at a job", extra={"job_id": job.job_id}, exc_info=error)
             self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
+
+
+def _is_for_want_of_adapter(error: BaseException) -> bool:
+    """Whether it concerns an adapter that is not here, another one by now, or cannot be read."""
+    return isinstance(error, PenstockError) and error.param == "adapter"
 
 
 def _left_of(whole: int, claims: tuple[int, int, int]) -> tuple[int, int, int]:
