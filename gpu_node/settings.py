@@ -154,6 +154,11 @@ class NodeSettings(Settings):
     """How long a node that gave a job back does not take it again."""
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether there are adapters, or a place where some may come to be."""
+        return bool(self.lora) or self.lora_dir is not None
+
+    @property
     def pool_name(self) -> str:
         """The pool this node serves."""
         return self.pool or pool_of_model(self.model)

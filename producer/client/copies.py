@@ -64,10 +64,11 @@ class Copy(Generic[T]):
 
     async def recent(self) -> T:
         """The value, at most `stale_s` older than that: who gets such a one lets it be fetched anew for others."""
-        now_s, held = asyncio.get_running_loop().time(), self._held
-        if held is None or now_s >= held.landed_s + self._ttl_s + self._stale_s:
+        held = self._held
+        late_s = asyncio.get_running_loop().time() - held.landed_s - self._ttl_s if held else inf
+        if held is None or late_s >= self._stale_s:
             return await self.get()
-        if now_s >= held.landed_s + self._ttl_s and self._flight is None:
+        if late_s >= 0 and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.create_task(self._refresh(), name="penstock refresh")
         return held.value
 
