@@ -41,7 +41,9 @@ class Drafts:
         self.speculation = speculation
         self.num_written = 0
         """Tokens that stand drafted behind those of the running sequences."""
-        self._num_looks = 0
+        self._num_writes = 0
+        self._has_hopes = False
+        """Whether anybody found something at the last look."""
         self._residents = residents
         self._table = residents.table
         self._memory = memory
@@ -55,31 +57,35 @@ class Drafts:
         """
         if not self.speculation.max_draft_tokens:
             return
-        table, rows = self._table, self._residents.rows
+        table, seqs, rows = self._table, self._residents.seqs, self._residents.rows
         if self.num_written:
             table.num_drafted[rows] = self.num_written = 0
+        self._num_writes += 1
+        all_look = self._num_writes % (1 + len(seqs) // _SEQS_PER_PAUSE) == 0
+        if not all_look and not self._has_hopes:
+            return
         to_compute = table.num_tokens[rows] - table.num_computed[rows]
         decoding = (to_compute == 1).nonzero()[0].tolist()
         most = (max_step_tokens - int(to_compute.sum())) // 2
         if most <= 0 or not decoding:
             return
         if needs := self.speculation.needs(len(decoding), most):
-            self._choose([self._residents.seqs[i] for i in decoding], needs)
+            self._choose([seqs[i] for i in decoding], needs, all_look=all_look)
 
-    def _choose(self, decoding: list[Sequence], needs: list[float]) -> None:
+    def _choose(self, decoding: list[Sequence], needs: list[float], *, all_look: bool) -> None:
         """Have those draft whose drafts pay; where even the likeliest tokens would not, no more is worked out.
 
-        The more there are, the less a token spares and the longer it takes to look: most look at some steps only.
+        The more there are, the less a token spares and the longer it takes to look: where not all look, those do that
+        found something the last time.
         """
         least = min(need / num for num, need in enumerate(needs, 1))
-        self._num_looks += 1
-        all_look = self._num_looks % (1 + len(decoding) // _SEQS_PER_PAUSE) == 0
         found = []
         for seq in decoding:
             if all_look or (seq.drafter is not None and seq.drafter.has_hopes):
                 drafter = self._look(seq, least)
                 if drafter is not None:
                     found.append((seq, drafter))
+        self._has_hopes = bool(found)
         if not found:
             return
         most = self.speculation.max_draft_tokens
