@@ -19,7 +19,7 @@ _COMMON_TRIES = 3.0
 """What all sequences' odds count for in one's own."""
 _FADE = 0.95
 _COMMON_FADE = 0.998
-_LEAST_CHANCE = 0.05
+_LEAST_CHANCE = 0.2
 
 
 class Odds:

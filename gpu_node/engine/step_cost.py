@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ class Times:
 
     def __init__(self) -> None:
         self.usual: dict[int, float] = {}
+        self._first: dict[int, list[float]] = {}
         self._times_met: dict[int, int] = {}
         self._last_met: dict[int, int] = {}
 
@@ -35,12 +37,11 @@ class Times:
         """A step took so long; `now` counts steps. Whether this makes the count known."""
         met = 1 if self._is_forgotten(count, now) else self._times_met[count] + 1
         self._times_met[count], self._last_met[count] = met, now
-        if met == 1:
-            self.usual[count] = log_time
-        elif met <= _ENOUGH:
-            self.usual[count] = min(log_time, self.usual[count])
-        else:
+        if met > _ENOUGH:
             self.usual[count] += max(1 / met, _PACE) * _news(log_time - self.usual[count])
+            return False
+        self._first[count] = [log_time] if met == 1 else [*self._first[count], log_time]
+        self.usual[count] = median(self._first[count])
         return met == _ENOUGH
 
     def known(self, now: int) -> list[tuple[int, float]]:
@@ -94,9 +95,10 @@ class StepCost:
 
     def _work_out(self, num_seqs: int, most: int) -> list[float]:
         known = self._rows.known(self._now)
-        if not any(num_seqs <= 2 * count <= 2 * num_seqs for count, _ in known):
+        is_plain_known = any(num_seqs <= 2 * count <= 2 * num_seqs for count, _ in known)
+        most = min(most, known[-1][0] * 5 // 4 + 4 - num_seqs) if is_plain_known else 0
+        if most <= 0:
             return []
-        most = min(most, known[-1][0] * 5 // 4 + 4 - num_seqs)
         counts, times = np.array(known).T
         base = times[0]
         # More rows never take less: where they seem to, something held up the fewer.

@@ -269,6 +269,18 @@ def test_what_tokens_cost_is_learnt_by_the_tile_and_through_noise() -> None:
             assert needs[8] > 1.5 * needs[7]
 
 
+@given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 30), st.floats(0, 1e6)), max_size=60), st.integers(1, 99))
+def test_whatever_steps_took_a_draft_may_be_asked_for(steps: list[tuple[int, int, float]], num_seqs: int) -> None:
+    cost = StepCost()
+    for num_running, num_drafted, ms in steps:
+        for _ in range(3):
+            cost.note(num_running, num_drafted, ms, ms - 1.0)
+    needs = cost.needs(num_seqs, 64)
+    assert len(needs) <= 64
+    assert all(need >= 0 for need in needs)
+    assert not needs or needs[-1] < len(needs)
+
+
 def test_what_is_not_known_is_tried_once_plain_steps_are() -> None:
     cost = StepCost()
     assert cost.needs(8, 64) == []
