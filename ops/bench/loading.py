@@ -49,7 +49,7 @@ processes share them and the system may take them back. ÷ is the most by the si
 table of embeddings counts by the few rows that were read. torch reads layers in the first step; its lines include some
 20 MiB of its own, most of it code.
 
-| model | runner | weights | start | weights, MiB | most, MiB | ÷ | end, MiB | anonymous | files | load, s | step 1, ms |
+| model | runner | weights | start | MiB | most, MiB | ÷ | end, MiB | anonymous | files | load, s | step 1, ms |
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """
 SHARED = """
@@ -141,16 +141,15 @@ def _kib(text: str, field: str) -> int:
 
 def models() -> dict[str, Path]:
     """The demo model's file, its weights in bfloat16, and a large one that is made at the first run."""
+    from fakes.dequantised import dequantised
+
     from penstock.cli.demo_model import demo_model
-    from penstock.gpu_node.model.source import dequantised_folder, resolve_model
 
     gguf = demo_model()
-    source = resolve_model(str(gguf), lambda _stage, _fraction: None)
     large = FOLDER / "large"
     if not large.is_dir():
         _make_large(large)
-    folder = dequantised_folder(source, lambda _stage, _fraction: None)
-    return {SMALL_GGUF: gguf, SMALL_FOLDER: folder, LARGE_FOLDER: large}
+    return {SMALL_GGUF: gguf, SMALL_FOLDER: dequantised(gguf), LARGE_FOLDER: large}
 
 
 def _make_large(folder: Path) -> None:
