@@ -1,18 +1,19 @@
 """Every Redis key and channel, its type, its life and its only writers.
 
 All keys of a pool share the hash tag `{pool}`, so that a script stays in one cluster slot. P is `penstock:{pool}`.
-Times are Redis milliseconds. `end` is the one function of the scripts that closes a
-job, `ring` the one that wakes a node; audit may write all of them.
+Times are Redis milliseconds. Of the scripts' functions, `end` closes a job, `back` queues one again (give_back, sweep,
+beat), `let_in` queues one whose time has come (take, sweep), and `ring` wakes a node; audit may write all of them.
 
     key                    type    writers                              holds; life
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
-    P:back:<p>:<tenant>    zset    give_back, sweep; take, end          ids given back or let in, by submitted ms
-    P:later                zset    submit; take, sweep, end             ids of jobs with not_before, by when it comes
-    P:wait:<p>             zset    submit, give_back, sweep; take, end  all queued ids by submitted ms
-    P:due                  zset    submit, give_back, sweep; take, end  queued ids by deadline
-    P:turn:<p>             zset    submit, give_back, sweep; take, end  tenants with queued jobs, by virtual time
-    P:vtime:<p>            string  take                                 highest virtual time that anybody started at
-    P:debt:<p>             zset    take, end; submit, give_back, sweep  tenants without queued jobs that are ahead of it
+    P:back:<p>:<tenant>    zset    back, let_in; take, end              ids given back or let in, by submitted ms
+    P:later                zset    submit; let_in, end                  ids of jobs with not_before, by when it comes
+    P:wait:<p>             zset    submit, back, let_in; take, end      all queued ids by submitted ms
+    P:due                  zset    submit, back, let_in; take, end      ids that wait, by deadline
+    P:turn:<p>             zset    submit, back, let_in; take, end      tenants with queued jobs, by virtual time
+    P:vtime:<p>            string  submit, back, let_in, take           highest virtual time that anybody started at
+    P:debt:<p>             zset    take, finish, back, end, let_in;     tenants without queued jobs that are ahead of it
+                                   submit
     P:head                 hash    take                                 class → when the head of its queue was taken
     P:hold                 hash    take; sweep, leave                   node → what it makes room for, and until when
     P:job:<id>             hash    scripts                              the job's record; result_ttl_ms after its end
@@ -21,7 +22,7 @@ job, `ring` the one that wakes a node; audit may write all of them.
     P:dead                 zset    end; sweep, DeadLetters              dead letters by end; 10,000 for 7 days
     P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
     P:out:<id>             string  finish                               the result (wire.py); result_ttl_ms
-    P:run:<node>           set     take; end, give_back, beat, sweep    ids a node holds
+    P:run:<node>           set     take; end, back                      ids a node holds
     P:took:<node>          string  take; leave                          last call number and its answer; 1 min
     P:open                 set     submit; end                          ids not yet terminal
     P:tenant:<t>:open      set     submit; end                          the same, of one tenant
@@ -30,8 +31,9 @@ job, `ring` the one that wakes a node; audit may write all of them.
     P:revs                 zset    join, beat; sweep                    revision → last beat
     P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
     P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
-    P:backlog              hash    submit, take, give_back, sweep, end  queued cost in tokens per class
-    P:queued               hash    submit, take, give_back, sweep, end  the same per tenant; no field where it is 0
+    P:adapters             hash    node; sweep, leave                   node → what it announced, if it has adapters
+    P:backlog              hash    submit, back, let_in, take, end      queued cost in tokens per class
+    P:queued               hash    submit, back, let_in, take, end      the same per tenant; no field where it is 0
     P:bytes                hash    submit; end                          bytes that open jobs may come to hold, per class
     P:refused              hash    submit                               cost refused lately, and when; 10 min
     P:rate:<t>             hash    submit                               ms when its next job and token are due
@@ -106,6 +108,11 @@ def dead(pool: str) -> str:
 def pressure(pool: str) -> str:
     """Hash: node id to packed pressure record."""
     return f"{prefix(pool)}:pressure"
+
+
+def adapters(pool: str) -> str:
+    """Hash: node id to the pool record that it announced, for those with adapters."""
+    return f"{prefix(pool)}:adapters"
 
 
 def backlog(pool: str) -> str:

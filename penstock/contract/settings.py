@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -45,9 +46,12 @@ class Settings(BaseSettings):
 
 
 class RedisSettings(Settings):
-    """Where Redis is: redis://, rediss:// or unix://; None where it was not said."""
+    """Which Redis; None where it was not said."""
 
     redis_url: str | None = None
+    """redis://, rediss:// or unix://."""
+    redis_server: Path | None = None
+    """The program that is started where there is no URL."""
 
 
 class KeySettings(Settings):

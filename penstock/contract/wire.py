@@ -37,7 +37,8 @@ class Request:
 class PoolRecord:
     """A served model as clients see it: penstock:pools. `max_token_bytes`: most text of one token, 0 where unknown.
 
-    The parsers say in what form the model writes tool calls and reasoning (`tools.py`). `adapters`: name → digest.
+    The parsers say in what form the model writes tool calls and reasoning (`tools.py`). `adapters`: name → digest, of
+    the node that says so, and for who asks what is served of all of them.
     """
 
     pool: str
