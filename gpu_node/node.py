@@ -25,6 +25,7 @@ from penstock.gpu_node.heartbeat import Heartbeat
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.pace import Pace
 from penstock.gpu_node.relief import Relief
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.worker import EngineLike, EngineWorker
@@ -54,7 +55,7 @@ class Node:
         self._outbox = Outbox(
             *(self._broker, self.ledger, self._worker, self._bell),
             max_unsent_bytes=settings.max_unsent_bytes,
-            stream_interval_ms=settings.stream_interval_ms,
+            pace=Pace(settings.stream_interval_ms / 1000),
         )
         self._relief = Relief(
             *(self._broker, self.ledger, self._worker, self._outbox),

@@ -1,16 +1,16 @@
-"""From the engine to Redis: one emit a step for the whole batch, and one finish per job that ended.
+"""From the engine to Redis: one emit for the whole batch, and one finish per job that ended.
 
 While Redis is away or slow, steps pile up in the ledger, and what piled up leaves as one chunk per choice. So do the
-tokens of many streams that come faster than anybody reads: each message costs time that the engine could use.
+tokens of many streams that come faster than anybody reads; see `pace.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from penstock.contract.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
@@ -21,6 +21,7 @@ from penstock.contract.packing import new_pack
 from penstock.gpu_node.bell import Bell
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.pace import Pace
 from penstock.gpu_node.worker import EngineWorker
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 MAX_EMIT_BYTES = 4 << 20
 """Of one emit call, so that a backlog after an outage does not block Redis."""
 MAX_FINISHES_AT_ONCE = 16
-MANY_JOBS = 16
-"""Fewer get their tokens at every step, whatever the interval."""
 _OUTCOMES = {
     "CANCEL": Outcome("cancelled", "cancelled", "the job was cancelled"),
     "UNHEARD": Outcome("cancelled", "unread", "nobody reads this job any more"),
@@ -41,25 +40,16 @@ class Outbox:
     """Sends what the ledger owes, and rings the bell when a job has left room for others."""
 
     def __init__(
-        self,
-        broker: NodeBroker,
-        ledger: Ledger,
-        worker: EngineWorker,
-        bell: Bell,
-        *,
-        max_unsent_bytes: int,
-        stream_interval_ms: float,
+        self, broker: NodeBroker, ledger: Ledger, worker: EngineWorker, bell: Bell, *, max_unsent_bytes: int, pace: Pace
     ) -> None:
-        """MANY_JOBS and more are sent what they gained at most every `stream_interval_ms`."""
         self._broker = broker
         self._ledger = ledger
         self._worker = worker
         self.max_unsent_bytes = max_unsent_bytes
-        self._stream_interval_s = stream_interval_ms / 1000
-        self._flushed_s = -math.inf
+        self._pace = pace
         self._bell = bell
         self._pack = new_pack()
-        self._owed = asyncio.Event()
+        self._owed, self._begun = asyncio.Event(), asyncio.Event()
         self._dirty: dict[str, HeldJob] = {}
         self._emptied = asyncio.Event()
         self.num_finished_cost = 0
@@ -76,8 +66,13 @@ class Outbox:
             except InvariantError as error:
                 log.exception("engine and ledger disagree", extra={"job_id": job.job_id})
                 self.end(job, Outcome("failed", error.code, error.message))
-            self._dirty[job.taken.lease] = job
+            self._owe(job)
+
+    def _owe(self, job: HeldJob) -> None:
+        self._dirty[job.taken.lease] = job
         self._owed.set()
+        if not job.num_acknowledged:
+            self._begun.set()
 
     def _accept(self, job: HeldJob, output: StepOutput) -> None:
         job.add_tokens(output)
@@ -98,8 +93,7 @@ class Outbox:
             job.outcome = outcome
             self._worker.abort(job.taken.lease)
             self._bell.room_grew()
-        self._dirty[job.taken.lease] = job
-        self._owed.set()
+        self._owe(job)
 
     def end_as(self, job_id: str, answer: str) -> None:
         """Ends a job for what Redis says of it: CANCEL, EXPIRED or UNHEARD."""
@@ -131,36 +125,49 @@ class Outbox:
         patience = pauses()
         while True:
             await self._owed.wait()
-            if len(self._dirty) >= MANY_JOBS:
-                await asyncio.sleep(self._flushed_s + self._stream_interval_s - time.monotonic())
-            self._owed.clear()
-            self._flushed_s = time.monotonic()
+            only_first = await self._until_due()
             try:
-                await self.flush()
+                await self.flush(only_first=only_first)
                 patience = pauses()
             except UnavailableError as error:
                 self._ledger.counts.outages += 1
-                self._owed.set()
                 self._pause_engine_if_full()
                 log.warning("redis is away", extra={"reason": error.message})
                 await asyncio.sleep(next(patience))
             self._pause_engine_if_full()
 
-    async def flush(self) -> None:
-        """Sends all that is owed now. Raises UnavailableError; what was not acknowledged stays owed."""
-        batch, self._dirty = self._dirty, {}
+    async def _until_due(self) -> bool:
+        """Returns when something is to leave; whether that is only first tokens."""
+        left_s = self._pace.until_all_s(len(self._dirty), time.monotonic())
+        if left_s <= 0:
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await self._begun.wait()
+                await asyncio.sleep(self._pace.until_first_s(time.monotonic()))
+                return True
+        return False
+
+    async def flush(self, *, only_first: bool = False) -> None:
+        """Sends what is owed now. Raises UnavailableError; what was not acknowledged stays owed."""
+        batch = [job for job in self._dirty.values() if not only_first or not job.num_acknowledged]
+        self._pace.note(time.monotonic(), all_left=not only_first)
+        self._begun.clear()
+        for job in batch:
+            del self._dirty[job.taken.lease]
         try:
-            ending = [job for job in batch.values() if job.outcome is not None]
-            await self._emit([job for job in batch.values() if job.outcome is None])
+            ending = [job for job in batch if job.outcome is not None]
+            await self._emit([job for job in batch if job.outcome is None])
             for start in range(0, len(ending), MAX_FINISHES_AT_ONCE):
                 await _all(*(self._finish(job) for job in ending[start : start + MAX_FINISHES_AT_ONCE]))
         except BaseException:
-            for job in batch.values():
+            for job in batch:
                 if self._ledger.of_lease(job.taken.lease) is not None:
                     self._dirty.setdefault(job.taken.lease, job)
             raise
-        if self._dirty:
-            self._owed.set()
+        finally:
+            if not self._dirty:
+                self._owed.clear()
 
     async def _emit(self, jobs: list[HeldJob]) -> None:
         for part in _parts([(job, job.emission(self._pack)) for job in jobs]):
@@ -208,7 +215,7 @@ class Outbox:
     def _send_again(self, job: HeldJob, index: int) -> None:
         self._ledger.counts.rewinds += 1
         job.send_again_from(index)
-        self._dirty[job.taken.lease] = job
+        self._owe(job)
 
     def _remove(self, job: HeldJob) -> None:
         self._ledger.remove(job)

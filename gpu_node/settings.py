@@ -114,8 +114,8 @@ class NodeSettings(Settings):
     """After SIGTERM: how long running jobs may go on before the rest is given back."""
     stall_after_s: float = Field(120.0, gt=0.0)
     """An engine that has not answered, or has work and made no step, this long hangs; its node ends, others go on."""
-    stream_interval_ms: float = Field(40.0, ge=0.0, le=1000.0)
-    """How often the tokens of 16 and more jobs leave at most; those of fewer leave at every step."""
+    stream_interval_ms: float = Field(100.0, ge=0.0, le=1000.0)
+    """How long a token of one of many streams may wait for others to leave with; those of few wait less."""
     max_unsent_bytes: int = Field(64 << 20, ge=1 << 10)
     """Chunks kept while Redis is away; past it the engine pauses."""
 

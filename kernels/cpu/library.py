@@ -242,6 +242,10 @@ class NativeModel:
         if self._free.alive:
             self._library.penstock_step_wait(self._handle)
 
+    def take_long_turns(self) -> None:
+        """Let the calling thread, which will compute steps, give way as the model's own do; see long_turns.h."""
+        self._library.penstock_take_long_turns()
+
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero blocks of the cache in every layer."""
         blocks = np.array(block_ids, dtype=np.int32)
@@ -269,6 +273,7 @@ def _open(path: Path) -> Any:
     pointer, number = c.c_void_p, c.c_int
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "penstock_isa": (c.c_char_p, []),
+        "penstock_take_long_turns": (None, []),
         "penstock_model_new": (c.c_char_p, [pointer, number, pointer, pointer]),
         "penstock_model_free": (None, [pointer]),
         "penstock_matrix_new": (c.c_char_p, [pointer, *[number] * 5, pointer]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,14 +15,13 @@ from penstock.contract.broker.dead_letters import DeadLetters
 from penstock.contract.broker.figures import FiguresBroker
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
-from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.settings import RedisSettings
 from penstock.contract.terms import Terms
 from penstock.contract.wire import PoolPressure
-from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door, Warmer
+from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import Inbox
@@ -64,22 +62,20 @@ class AsyncClient:
         self._keys = Copy(lambda: self._courier.ask(lambda _: keys.all()), KEYS_TTL_S)
         self.dead = DeadLetterBox(self._courier, DeadLetters(self._redis), self.submit)
         self._doors: dict[str, Door] = {}
-        self._warmer = Warmer(self._pools, self._doors)
-        self._warming: asyncio.Task[None] | None = None
 
     async def connect(self) -> Self:
         """Subscribes; raises UnavailableError when Redis is away. `async with` does it too."""
         if not self._courier.is_open:
             await self._inbox.open()
-            self._warming = asyncio.create_task(self._warmer.run())
         self._courier.is_open = True
         return self
 
     async def close(self) -> None:
         """Ends every stream, task and connection of this client; jobs go on unless they were not `background`."""
         self._courier.is_open = False
-        if self._warming is not None:
-            await cancel_until_done((self._warming,))
+        await self._pools.close()
+        for door in self._doors.values():
+            await door.close()
         await self._inbox.close()
         await self._redis.aclose()
 
@@ -125,10 +121,10 @@ class AsyncClient:
         self._courier.require_open()
         record = await self._choose(options)
         job = build_job(prompt, options, record, self._tenant)
-        cost = estimate_cost(job, record, (await self.pressure(job.pool)).nodes)
+        door = self._door(job.pool)
+        cost = estimate_cost(job, record, (await door.recent()).nodes)
         await self._courier.ask(lambda _: self._inbox.greet(job.pool))
-        await self._door(job.pool).admit(cost, job.priority)
-        self._warmer.want()
+        await door.admit(cost, job.priority)
         return await self._enqueue(
             Submission(job, cost, options.get("channel", False), options.get("terms") or self._terms)
         )
@@ -169,7 +165,7 @@ class AsyncClient:
 
     async def _choose(self, options: SubmitOptions) -> ServedPool:
         names, adapter = (options.get("model"), options.get("job_id")), options.get("adapter")
-        pools = await self.pools()
+        pools = await self._pools.recent()
         try:
             return choose_pool(pools.values(), *names, adapter=adapter)
         except (NotFoundError, UnavailableError):

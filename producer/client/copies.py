@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from penstock.contract import admission
-from penstock.contract.errors import BusyError, PenstockError
+from penstock.contract.broker.tasks import cancel_until_done
+from penstock.contract.errors import BusyError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.contract.keys import NUM_PRIORITIES
 from penstock.contract.wire import PoolPressure
@@ -20,13 +21,11 @@ T = TypeVar("T")
 PRESSURE_TTL_S = 0.25
 POOLS_TTL_S = 1.0
 KEYS_TTL_S = 2.0
-WARM_S = 30.0
-"""For so long after a job's submission the copies it needed are kept fresh, so that the next one waits for none."""
+STALE_S = 2.0
+"""So much longer a submission goes by the copies that it needs, while they are fetched anew for those behind it."""
 _JITTER = 0.2
 RENEWED_S = 0.1
 """Fetches on behalf of those whom a copy that is still good did not help begin at least this far apart."""
-_EARLY_S = 0.05
-"""Copies are fetched anew this long before they run out."""
 
 
 @dataclass(slots=True)
@@ -49,9 +48,11 @@ class _Fetched(Generic[T]):
 class Copy(Generic[T]):
     """A value that is fetched at most once per `ttl_s`, by the first who asks; the others share what comes of it."""
 
-    def __init__(self, fetch: Callable[[], Awaitable[T]], ttl_s: float) -> None:
+    def __init__(self, fetch: Callable[[], Awaitable[T]], ttl_s: float, stale_s: float = STALE_S) -> None:
         self._fetch = fetch
         self._ttl_s = ttl_s
+        self._stale_s = stale_s
+        self._refreshing: asyncio.Task[None] | None = None
         self._flight: _Flight | None = None
         self._held: _Fetched[T] | None = None
         self._last_begun_s = -inf
@@ -61,6 +62,21 @@ class Copy(Generic[T]):
         clock = asyncio.get_running_loop().time
         return await self._first(lambda held: clock() < held.landed_s + self._ttl_s)
 
+    async def recent(self) -> T:
+        """The value, at most `stale_s` older than that: who gets such a one lets it be fetched anew for others."""
+        held = self._held
+        late_s = asyncio.get_running_loop().time() - held.landed_s - self._ttl_s if held else inf
+        if held is None or late_s >= self._stale_s:
+            return await self.get()
+        if late_s >= 0 and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.create_task(self._refresh(), name="penstock refresh")
+        return held.value
+
+    async def close(self) -> None:
+        """Ends a fetch that nobody waits for."""
+        if self._refreshing is not None:
+            await cancel_until_done((self._refreshing,))
+
     async def renewed(self) -> T:
         """The value as of now or later, for whom the copy did not help; raises as `get` does.
 
@@ -69,10 +85,9 @@ class Copy(Generic[T]):
         asked_s = asyncio.get_running_loop().time()
         return await self._first(lambda held: held.begun_s >= asked_s, apart_s=RENEWED_S)
 
-    async def refresh(self) -> None:
-        """Fetch anew although the value may still be good, so that nobody has to wait for it; raises as `get` does."""
-        if self._flight is None:
-            await self._fly()
+    async def _refresh(self) -> None:
+        with suppress(PenstockError):  # left to whoever needs it, and to the error they get
+            await self.get()
 
     async def _first(self, is_good: Callable[[_Fetched[T]], bool], apart_s: float = 0.0) -> T:
         """The value once it is good; what is fetched for that begins `apart_s` behind the last fetch."""
@@ -116,9 +131,24 @@ class Door:
         """The pool's nodes and backlog, at most PRESSURE_TTL_S old."""
         return await self._copy.get()
 
+    async def recent(self) -> PoolPressure:
+        """The same, up to STALE_S older."""
+        return await self._copy.recent()
+
     async def admit(self, cost: int, priority: Priority) -> None:
         """Returns when a job of this cost may be submitted; raises BusyError or UnavailableError when not."""
-        pressure = await self.pressure()
+        try:
+            self._decide(await self.recent(), cost, priority)
+        except (BusyError, UnavailableError):
+            # By what may not be so any more.
+            self._decide(await self.pressure(), cost, priority)
+        self._admitted_cost[priority] += cost
+
+    async def close(self) -> None:
+        """Ends a fetch that nobody waits for."""
+        await self._copy.close()
+
+    def _decide(self, pressure: PoolPressure, cost: int, priority: Priority) -> None:
         admitted_since = sum(self._admitted_cost[: priority + 1])
         try:
             admission.decide(pressure, cost=cost, priority=priority, admitted_since=admitted_since)
@@ -126,45 +156,8 @@ class Door:
             # Or all who are refused now would come back at once.
             error.retry_after_ms = round(error.retry_after_ms * random.uniform(1 - _JITTER, 1 + _JITTER))
             raise
-        self._admitted_cost[priority] += cost
-
-    async def refresh(self) -> None:
-        """Fetch the pressure anew, so that the next job need not wait for it."""
-        await self._copy.refresh()
 
     async def _read(self) -> PoolPressure:
         pressure = await self._fetch()
         self._admitted_cost = [0] * NUM_PRIORITIES
         return pressure
-
-
-class Warmer:
-    """Keeps what a job's submission reads fresh while jobs are submitted now and then."""
-
-    def __init__(self, pools: Copy[Any], doors: Mapping[str, Door]) -> None:
-        self._pools = pools
-        self._doors = doors
-        self._wanted = asyncio.Event()
-        self._until_s = 0.0
-
-    def want(self) -> None:
-        """A job was submitted: more may follow."""
-        self._until_s = asyncio.get_running_loop().time() + WARM_S
-        self._wanted.set()
-
-    async def run(self) -> None:
-        """Until cancelled. What cannot be fetched is left to whoever needs it, and to the error they get."""
-        clock = asyncio.get_running_loop().time
-        pools_due_s = 0.0
-        while True:
-            await self._wanted.wait()
-            if clock() > self._until_s:
-                self._wanted.clear()
-                continue
-            with suppress(PenstockError):
-                if clock() >= pools_due_s:
-                    pools_due_s = clock() + POOLS_TTL_S - PRESSURE_TTL_S
-                    await self._pools.refresh()
-                for door in list(self._doors.values()):
-                    await door.refresh()
-            await asyncio.sleep(PRESSURE_TTL_S - _EARLY_S)

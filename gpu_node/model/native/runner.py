@@ -54,7 +54,10 @@ class NativeRunner:
         return True
 
     def bind_thread(self) -> None:
-        """Keep the calling thread on the core that the model's own threads leave free, if they leave one."""
+        """Keep the calling thread on the core that the model's own threads leave free, if they leave one; see
+        long_turns.h for how it shares that core with others.
+        """
+        self._model.take_long_turns()
         if self._core is not None:
             os.sched_setaffinity(0, {self._core})
 

@@ -72,6 +72,8 @@ extern "C" {
 
 PENSTOCK_API const char* penstock_isa() { return kIsa; }
 
+PENSTOCK_API void penstock_take_long_turns() { take_long_turns(); }
+
 PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, const int32_t* cores, Model** out) {
   return guarded([&] { *out = new Model(*spec, num_threads, cores); });
 }

@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "long_turns.h"
+
 namespace penstock {
 
 class Team;
@@ -99,6 +101,7 @@ class Team {
 
   void serve(int index) {
     pthread_setname_np(pthread_self(), "penstock-cpu");
+    take_long_turns();
     uint32_t seen = 0;
     for (;;) {
       await_launch(seen);

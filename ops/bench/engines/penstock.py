@@ -12,7 +12,7 @@ from bench.engines.stepped import SteppedSession
 from bench.workload import BenchRequest
 
 
-class _Penstock(SteppedSession):
+class PenstockSession(SteppedSession):
     def __init__(self, spec: Spec) -> None:
         from penstock.contract.job import SamplingParams
         from penstock.gpu_node.engine.config import EngineConfig
@@ -24,6 +24,10 @@ class _Penstock(SteppedSession):
     def add(self, i: int, request: BenchRequest) -> None:
         params = self._params(temperature=0, max_tokens=request.num_output, ignore_eos=True)
         self._engine.add(str(i), request.prompt, params, seed=0)
+
+    def bind_thread(self) -> None:
+        """As a node does with the thread that steps."""
+        self._engine.bind_thread()
 
     def has_work(self) -> bool:
         return self._engine.has_work()
@@ -40,8 +44,8 @@ class _Penstock(SteppedSession):
 
 
 @contextmanager
-def open_session(spec: Spec) -> Iterator[_Penstock]:
-    yield _Penstock(spec)
+def open_session(spec: Spec) -> Iterator[PenstockSession]:
+    yield PenstockSession(spec)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from penstock import AsyncClient
 
 
-class _Queued:
+class QueuedSession:
     in_own_process = False
 
-    def __init__(self, client: AsyncClient, runner: asyncio.Runner) -> None:
+    def __init__(self, client: AsyncClient, runner: asyncio.Runner, redis_url: str) -> None:
         self._client = client
+        self.redis_url = redis_url
         self._runner = runner
 
     def run(self, workload: Workload, watch: Stopwatch) -> None:
@@ -59,7 +60,7 @@ def _node(redis_url: str, spec: Spec) -> Iterator[None]:
 
 
 @contextmanager
-def open_session(spec: Spec) -> Iterator[_Queued]:
+def open_session(spec: Spec) -> Iterator[QueuedSession]:
     from penstock import AsyncClient
     from penstock.contract.embedded import EmbeddedRedis
 
@@ -67,7 +68,7 @@ def open_session(spec: Spec) -> Iterator[_Queued]:
         client = AsyncClient(redis.url)
         runner.run(client.connect())
         try:
-            yield _Queued(client, runner)
+            yield QueuedSession(client, runner, redis.url)
         finally:
             runner.run(client.close())
 

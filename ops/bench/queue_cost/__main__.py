@@ -1,17 +1,22 @@
-"""`PYTHONPATH=ops python -m bench.queue_cost [idle|load|http|share]`: what the queue and the gateway cost.
+"""`PYTHONPATH=ops python -m bench.queue_cost [idle|load|http|share|model]`: what the queue and the gateway cost.
 
 `idle`: the way of one job through an idle system. `load`, `http`: CPU per token of each process at 64 streams, read
-from Redis and over HTTP. `share`: an engine whose steps keep two cores busy, bare and behind the queue.
+from Redis and over HTTP. `share`: an engine whose steps keep two cores busy, bare and behind the queue. `model`: the
+same of a real model, into results/queue.md; only where it is named, as it takes ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
 
+from bench.child import Spec
+from bench.queue_cost.bare import serve_bare
 from bench.queue_cost.idle import measure_idle
+from bench.queue_cost.model import measure_model
 from bench.queue_cost.processes import serve_node
 from bench.queue_cost.share import measure_share
 from bench.queue_cost.streams import measure_http, measure_load
@@ -33,6 +38,9 @@ async def measure(what: Sequence[str], num_streams: int, num_tokens: int, steps_
 
 def main() -> None:
     """Runs the measurements that are named, all by default."""
+    if sys.argv[1:2] == ["bare"]:
+        serve_bare(Spec(**json.loads(sys.argv[2])))
+        return
     if sys.argv[1:2] == ["node"]:
         redis_url, step_s, num_busy = sys.argv[2:]
         asyncio.run(serve_node(redis_url, float(step_s), int(num_busy)))
@@ -42,7 +50,10 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--step-ms", type=float, nargs="*", default=[10.0, 0.0])
+    parser.add_argument("--turns", type=int, default=9)
     options = parser.parse_args()
+    if "model" in options.what:
+        measure_model(options.turns)
     asyncio.run(measure(options.what, options.streams, options.tokens, options.step_ms))
 
 

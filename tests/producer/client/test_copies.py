@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.contract.wire import NodePressure, PoolPressure
-from penstock.producer.client.copies import RENEWED_S, Copy, Door, Warmer
+from penstock.producer.client import copies
+from penstock.producer.client.copies import RENEWED_S, Copy, Door
 
 
 class Fetch:
@@ -119,31 +119,57 @@ async def test_the_door_counts_what_it_let_in_by_class() -> None:
         await door.admit(80, Priority.INTERACTIVE)
 
 
-async def test_copies_are_fetched_ahead_of_need_while_jobs_come() -> None:
-    fetched: asyncio.Queue[str] = asyncio.Queue()
-
-    async def pools() -> None:
-        fetched.put_nowait("pools")
-
-    async def pressure() -> PoolPressure:
-        fetched.put_nowait("pressure")
-        return PoolPressure(())
-
-    warmer = Warmer(Copy(pools, ttl_s=60), {"pool": Door(pressure)})
-    running = asyncio.create_task(warmer.run())
-    await asyncio.sleep(0)
-    assert fetched.empty(), "nothing is fetched for a client that submits nothing"
-    warmer.want()
-    async with asyncio.timeout(10):
-        assert [await fetched.get() for _ in range(3)] == ["pools", "pressure", "pressure"]
-    await cancel_until_done((running,))
-
-
-async def test_a_refreshed_copy_needs_no_fetch() -> None:
+async def test_who_gets_an_old_copy_waits_for_none_and_lets_it_be_fetched_for_others() -> None:
     fetch = Fetch()
     fetch.gate.set()
-    copy = Copy(fetch, ttl_s=60)
-    await copy.refresh()
-    await copy.refresh()
-    assert await copy.get() == 2
-    assert fetch.num_calls == 2
+    copy = Copy(fetch, ttl_s=0.01, stale_s=60)
+    assert await copy.recent() == 1
+    await asyncio.sleep(0.02)
+    fetch.gate.clear()
+    assert [await copy.recent() for _ in range(3)] == [1, 1, 1]
+    waiting = asyncio.create_task(copy.get())
+    await asyncio.sleep(0)
+    fetch.gate.set()
+    assert await waiting == 2, "who wants it as of now waits for the one fetch"
+    assert await copy.recent() == 2
+    await copy.close()
+
+
+async def test_a_copy_that_is_too_old_is_waited_for() -> None:
+    fetch = Fetch()
+    fetch.gate.set()
+    copy = Copy(fetch, ttl_s=0.005, stale_s=0.005)
+    assert await copy.recent() == 1
+    await asyncio.sleep(0.02)
+    assert await copy.recent() == 2
+
+
+async def test_an_old_copy_lives_on_while_fetches_fail() -> None:
+    fetch = Fetch()
+    fetch.gate.set()
+    copy = Copy(fetch, ttl_s=0.01, stale_s=60)
+    assert await copy.recent() == 1
+    fetch.error = UnavailableError("away")
+    await asyncio.sleep(0.02)
+    assert await copy.recent() == 1
+    with pytest.raises(UnavailableError):
+        await copy.get()
+    fetch.error = None
+    assert await copy.get() > 2
+    await copy.close()
+
+
+async def test_nobody_is_refused_for_what_was_so_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "PRESSURE_TTL_S", 0.01)
+    nodes = [NodePressure("n", kv_tokens_unclaimed=0, drain_cost_per_s=0.001)]
+
+    async def fetch() -> PoolPressure:
+        return PoolPressure(tuple(nodes), (1000, 1000, 1000))
+
+    door = Door(fetch)
+    with pytest.raises(BusyError):
+        await door.admit(80, Priority.INTERACTIVE)
+    nodes[:] = [NodePressure("n", kv_tokens_unclaimed=10_000, drain_cost_per_s=1e6)]
+    await asyncio.sleep(0.02)
+    await door.admit(80, Priority.INTERACTIVE)
+    await door.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import platform
 import re
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +30,13 @@ from penstock.kernels.cpu.library import Format, Slot
 from penstock.kernels.cpu.probe import Isa
 
 Llama = Callable[..., Path]
+SYS_SCHED_GETATTR = 315  # of x86-64, as the kernels
+LONG_TURN_NS = 100_000_000
 OPTIONS = runner_options(runner="auto", dtype="bfloat16", num_threads=1)
+
+
+def _linux() -> tuple[int, ...]:
+    return tuple(map(int, platform.release().split("-")[0].split(".")[:2]))
 
 
 def _load(folder: Path, **options: Any) -> LoadedModel:
@@ -152,6 +161,14 @@ def _cores() -> dict[int, str]:
     return cores
 
 
+def _turn_ns(task: int) -> int:
+    """How long the scheduler lets a thread run before it looks for another; 0 is the calling one."""
+    attributes = struct.Struct("IIQiIQQQ")
+    buffer = ctypes.create_string_buffer(attributes.size)
+    assert ctypes.CDLL(None).syscall(SYS_SCHED_GETATTR, task, buffer, attributes.size, 0) == 0
+    return int(attributes.unpack(buffer.raw)[5])
+
+
 def test_threads_that_are_as_many_as_the_cores_have_one_each(llama: Llama, this_isa: Isa) -> None:
     before, allowed = _cores(), sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
@@ -171,6 +188,17 @@ def test_threads_that_are_not_as_many_as_the_cores_run_anywhere(llama: Llama, th
     with ThreadPoolExecutor(1) as stepping:
         stepping.submit(loaded.runner.bind_thread).result()
         assert stepping.submit(os.sched_getaffinity, 0).result() == allowed
+
+
+@pytest.mark.skipif(_linux() < (6, 12), reason="turns have one length")
+def test_whoever_computes_lets_others_go_first(llama: Llama, this_isa: Isa) -> None:
+    before = _cores().keys()
+    loaded = _load(llama(), runner="native", num_threads=2)
+    with ThreadPoolExecutor(1) as stepping:
+        stepping.submit(loaded.runner.bind_thread).result()
+        assert stepping.submit(_turn_ns, 0).result() == LONG_TURN_NS
+    assert [_turn_ns(task) for task in _cores() if task not in before] == [LONG_TURN_NS]
+    assert 0 < _turn_ns(0) < LONG_TURN_NS
 
 
 @pytest.mark.parametrize("closes", [False, True])
