@@ -14,7 +14,7 @@ from penstock.gateway.entry import caller_of
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.order import Order, Place
-from penstock.producer.openai.problems import request_error
+from penstock.producer.openai.problems import rename, request_error
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -64,7 +64,9 @@ def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
     try:
         params = body.params()
     except ValidationError as error:
-        raise request_error(error) from None
+        refusal = request_error(error)
+        rename(refusal, body.names())
+        raise refusal from None
     return Order(
         body.model,
         body.prompts(),
@@ -74,7 +76,7 @@ def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
         terms=caller.terms,
         idempotency_key=idempotency_key,
         cut_at=place_of(request, body),
-        prompt_field=body.prompt_field,
-        tools=body.offered_tools(),
+        names=body.names(),
+        tool_use=body.tool_use(),
         echoes=body.echoes,
     )
