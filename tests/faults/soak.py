@@ -28,8 +28,8 @@ POOL = "soak"
 SAMPLE_S = 5.0
 READERS = "readers"
 """This process."""
-_LIBC = ctypes.CDLL(None)
 _PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
+_M_MMAP_THRESHOLD, _MAX_HEAP_BLOCK = -3, 1 << 16
 
 
 class Memory:
@@ -44,9 +44,6 @@ class Memory:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(SAMPLE_S)
-            # Readers receive into buffers of many sizes, and glibc keeps the gaps between them: what is resident grows
-            # for half an hour, what is in use does not. The gaps go back, so that the figure tells of the latter.
-            _LIBC.malloc_trim(0)
             for name, pid in (self._fleet.pids() | {READERS: os.getpid()}).items():
                 self.samples.setdefault(name, []).append((clock(), _resident_kib(pid)))
             with self._fleet.redis.client() as client:
@@ -105,6 +102,13 @@ def report(counts: Counter[str], killed: Counter[str], memory: Memory, args: arg
     record("Soak", row, figures)
 
 
+def keep_heap_whole() -> None:
+    """asyncio receives into 256 KiB that it then cuts to what came. glibc soon takes such blocks from its heap, between
+    small ones that stay: resident memory grows by 0.2 MiB a minute, with no byte more in use. Mapped ones leave no gap.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAX_HEAP_BLOCK)
+
+
 def main() -> None:
     """Reads what is asked for."""
     parser = argparse.ArgumentParser()
@@ -118,6 +122,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
+    keep_heap_whole()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, RedisProcess(Path(folder) / "redis") as redis:
         fleet = Fleet(redis, POOL, num_nodes=3, num_gateways=2)
         try:
