@@ -17,7 +17,9 @@ _SHARED_PREFIX = "PENSTOCK_"
 class Settings(BaseSettings):
     """Base of a room's settings; the room sets its own `env_prefix`, such as `PENSTOCK_NODE_`."""
 
-    model_config = SettingsConfigDict(env_prefix=_SHARED_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix=_SHARED_PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
 
     unchecked_env: ClassVar[frozenset[str]] = frozenset({"PROGRESS"})
     """Variables under the prefix that are no fields: a supervisor asks its children for progress lines."""
@@ -55,9 +57,10 @@ class RedisSettings(Settings):
 
 
 class KeySettings(Settings):
-    """A secret beside Redis that all API keys' digests depend on; the same for gateways and `penstock keys`."""
+    """What gateways and `penstock keys` must agree on beside Redis."""
 
     key_pepper: str = Field("", repr=False)
+    """A secret that all API keys' digests depend on."""
 
 
 def redis_url_of(given: str | None) -> str:
