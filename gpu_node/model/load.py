@@ -74,11 +74,12 @@ def _has_card() -> bool:
 
 
 def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOptions) -> Description:
-    family = family_of(config)
     try:
-        spec = family.spec_of(config)
+        spec = family_of(config).spec_of(config)
     except KeyError as error:
         raise ConfigError(f"{source.folder}/config.json has no {error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{source.folder}/config.json makes no sense: {error}") from error
     if options.max_model_len is not None and options.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len {options.max_model_len} is more than the model's own limit of {spec.max_position} tokens"

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.problems import config_error
 
 _SHARED_PREFIX = "PENSTOCK_"
 
@@ -37,14 +38,14 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, **given: Any) -> Self:
-        """Settings from what was given (None: not given), then the environment, then the defaults."""
+        """Settings from what was given (None: not given), then the environment, then the defaults.
+
+        Raises ConfigError naming the first that is unknown or cannot work.
+        """
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
-            first = error.errors()[0]
-            param = ".".join(str(part) for part in first["loc"])
-            message = first["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"{param}: {message}" if param else message, param=param or None) from error
+            raise config_error(error) from error
 
 
 class RedisSettings(Settings):

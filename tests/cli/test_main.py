@@ -151,6 +151,14 @@ def test_options_reach_the_node_and_what_is_not_given_comes_from_the_environment
     assert first.max_num_seqs == 64
 
 
-def test_a_setting_that_cannot_work_is_named() -> None:
-    done = run("node", "m", "--redis-url", "unix://x", "--swap-space-gib", "-1")
-    assert done.returncode == 2 and done.stderr.startswith("penstock: swap_space_gib: ")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--swap-space-gib", "-1"), "swap_space_gib: "),
+        (("--max-num-batched-tokens", "16"), "max_num_batched_tokens (16) must be at least max_num_seqs (64)"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(options: tuple[str, ...], said: str) -> None:
+    done = run("node", "m", "--redis-url", "unix://x", *options)
+    assert done.returncode == 2 and done.stderr.startswith(f"penstock: {said}")
+    assert len(done.stderr.splitlines()) == 1

@@ -49,6 +49,12 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"intermediate_size": 100}, "gate_proj"),
         ({"num_hidden_layers": 3}, r"model\.layers\.2"),
+        ({"num_hidden_layers": "two"}, r"config\.json makes no sense"),
+        ({"num_attention_heads": 0, "head_dim": None}, r"config\.json makes no sense"),
+        ({"architectures": 5}, r"config\.json makes no sense"),
+        ({"rope_parameters": "far"}, r"config\.json makes no sense"),
+        ({"hidden_size": "a", "head_dim": 16}, "hidden_size is 'a'"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_copy: Path, changes: dict[str, Any], named: str) -> None:
