@@ -13,6 +13,8 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
 
 _SHARED_PREFIX = "PENSTOCK_"
+_SHARED_NAMES = frozenset({"redis_url"})
+"""Have one variable for all rooms, so none of a room's own."""
 
 
 class Settings(BaseSettings):
@@ -30,7 +32,8 @@ class Settings(BaseSettings):
         prefix = str(self.model_config.get("env_prefix", ""))
         if prefix == _SHARED_PREFIX:
             return self
-        known = {name.upper() for name in type(self).model_fields} | self.unchecked_env
+        own = type(self).model_fields.keys() - _SHARED_NAMES
+        known = {name.upper() for name in own} | self.unchecked_env
         for variable in os.environ:
             if variable.startswith(prefix) and variable.removeprefix(prefix) not in known:
                 raise ValueError(f"unknown environment variable {variable}")
