@@ -26,6 +26,7 @@ from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.pace import Pace
+from penstock.gpu_node.reception import Reception
 from penstock.gpu_node.relief import Relief
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.worker import EngineLike, EngineWorker
@@ -62,9 +63,11 @@ class Node:
             kv_tokens=engine.num_kv_tokens,
             max_num_seqs=settings.max_num_seqs,
         )
+        self._reception = Reception(
+            *(self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._relief)
+        )
         self._inbox = Inbox(
-            *(self._broker, self.ledger, self._worker, engine.tokenizer),
-            *(self._bell, self._outbox, self._relief),
+            *(self._broker, self.ledger, self._bell, self._outbox, self._reception),
             room=(engine.num_kv_tokens, settings.max_num_seqs),
         )
         self._heartbeat = Heartbeat(

@@ -57,7 +57,6 @@ from penstock.contract.job import pool_of
 
 POOLS = "penstock:pools"
 API_KEYS = "penstock:keys"
-NUM_PRIORITIES = 3
 
 
 def prefix(pool: str) -> str:

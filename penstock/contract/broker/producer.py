@@ -25,6 +25,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
 from penstock.contract.packing import MAX_BYTES, WireError
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.contract.wire import PoolPressure, PoolRecord
 
@@ -189,7 +190,7 @@ class ProducerBroker:
                 redis.hget(keys.schema(pool), "lease_ms"),
                 redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
                 redis.hgetall(keys.pressure(pool)),
-                redis.hmget(keys.backlog(pool), [str(p) for p in range(keys.NUM_PRIORITIES)]),
+                redis.hmget(keys.backlog(pool), [str(p) for p in range(NUM_PRIORITIES)]),
             )
         alive_since_ms = _alive_since_ms(time, lease_ms)
         alive = [records[node] for node, beat_ms in beats if beat_ms >= alive_since_ms and node in records]
