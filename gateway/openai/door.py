@@ -64,7 +64,7 @@ def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
     try:
         params = body.params()
     except ValidationError as error:
-        raise request_error(error) from None
+        raise request_error(error, body.names()) from None
     return Order(
         body.model,
         body.prompts(),
@@ -74,7 +74,7 @@ def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
         terms=caller.terms,
         idempotency_key=idempotency_key,
         cut_at=place_of(request, body),
-        prompt_field=body.prompt_field,
-        tools=body.offered_tools(),
+        names=body.names(),
+        tool_use=body.tool_use(),
         echoes=body.echoes,
     )

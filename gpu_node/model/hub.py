@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.families import family_of
+from penstock.gpu_node.model.json_object import read_object
 
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 _FOLDERS = ["*/*"]
@@ -95,7 +95,7 @@ def _check_config(model: HubModel, folder: Path) -> None:
     """Before gigabytes are fetched: whether the architecture is one of ours."""
     path = folder / "config.json"
     if path.is_file():
-        family_of(json.loads(path.read_text()))
+        family_of(read_object(path))
 
 
 def _sizes(model: HubModel, folder: Path) -> dict[str, int]:
@@ -114,7 +114,7 @@ def _weight_names(model: HubModel, folder: Path, sizes: Mapping[str, int]) -> li
     """The safetensors of a model in one format only. Raises ConfigError where there are none."""
     index = folder / _INDEX
     if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return sorted(set(read_object(index)["weight_map"].values()))
     names = sorted(sizes) or sorted(path.name for path in folder.iterdir())
     found = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     if found:

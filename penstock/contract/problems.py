@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from penstock.contract.errors import ConfigError, RequestError
+from penstock.contract.errors import ConfigError, PenstockError, RequestError
 
 MAX_NAME_CHARS = 128
 """A field's name may come from a request, so what is echoed of it is bounded."""
@@ -50,6 +51,18 @@ def request_error(error: ValidationError, names: Mapping[str, str] | None = None
     """Of what a caller asked for."""
     problem = problem_of(error, names)
     return RequestError(str(problem), code=problem.code, param=problem.param)
+
+
+def rename(error: PenstockError, names: Mapping[str, str]) -> None:
+    """Name the field at fault as the caller wrote it; `names` tells what it calls our fields, where it differs."""
+    ours = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
+    theirs = names.get(ours)
+    if theirs is None or error.param is None:
+        return
+    param = theirs + error.param.removeprefix(ours)
+    if error.message.startswith(f"{error.param}:"):
+        error.message = param + error.message.removeprefix(error.param)
+    error.param = param
 
 
 def config_error(error: ValidationError) -> ConfigError:

@@ -33,6 +33,7 @@ class _Asked(Wire):
 
 class _ChatRow(ChatBody, _Asked):
     tools: Annotated[Any, only(None, [])] = None
+    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
 
 
 class _CompletionRow(CompletionBody, _Asked):

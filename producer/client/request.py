@@ -17,7 +17,9 @@ from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, Sampli
 from penstock.contract.problems import request_error
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.terms import Terms
+from penstock.contract.tools import ToolChoice
 from penstock.contract.wire import PoolRecord
+from penstock.producer.client.tool_use import with_choice
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message]
 """Text, token ids, or the messages of a chat."""
@@ -46,6 +48,10 @@ class SubmitOptions(TypedDict, total=False):
     job_id: str | None
     tools: Sequence[Mapping[str, Any]] | str | None
     """What the assistant of a chat may call, in OpenAI's form; calls come as the model writes them."""
+    tool_choice: ToolChoice
+    """`auto` by default: the model decides. Otherwise the text is made of calls alone, of any function or of one."""
+    parallel_tool_calls: bool
+    """Whether a text that is kept to calls may have several; so by default."""
     tenant: str | None
     terms: Terms | None
     """The tenant's limits and weight; without limits, and of the client's weight, by default."""
@@ -75,6 +81,7 @@ class SubmitOptions(TypedDict, total=False):
 _OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools"})
 _ELSEWHERE = frozenset(
     {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
+    | {"tool_choice", "parallel_tool_calls"}
 )
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
 """Fields of a job that callers know by another name."""
@@ -133,7 +140,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
     sampling = {name: value for name, value in options.items() if name not in _OF_JOB | _ELSEWHERE}
     try:
-        return Job(
+        job = Job(
             id=options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
             adapter=_adapter_of(options, record),
             tenant=options.get("tenant") or tenant,
@@ -145,6 +152,8 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
         )
     except ValidationError as error:
         raise request_error(error, _ARGUMENT_OF) from error
+    choice, parallel = options.get("tool_choice", "auto"), options.get("parallel_tool_calls", True)
+    return with_choice(job, choice, parallel=parallel, record=record)
 
 
 def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None:

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from penstock.contract.errors import ConfigError, RequestError
-from penstock.contract.problems import MAX_NAME_CHARS, config_error, problem_of, request_error
+from penstock.contract.problems import MAX_NAME_CHARS, config_error, problem_of, rename, request_error
 
 
 class Part(BaseModel):
@@ -66,3 +66,11 @@ def test_settings_are_named_too() -> None:
 
 def test_the_input_is_not_repeated() -> None:
     assert "s3cret" not in str(problem_of(refusal({"parts": [{"size": "s3cret"}]})))
+
+
+def test_an_error_is_renamed_with_what_stands_behind_the_name() -> None:
+    error = RequestError("prompt[1]: is wrong", param="prompt[1]")
+    rename(error, {"prompt": "messages"})
+    assert (error.param, error.message) == ("messages[1]", "messages[1]: is wrong")
+    rename(error, {"prompt": "other"})
+    assert error.param == "messages[1]"

@@ -62,12 +62,8 @@ def error_of(response) -> dict[str, object]:
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f"}}], "response_format": {"type": "json_object"}},
-            "tools",
-        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -123,7 +119,6 @@ def test_a_wrong_chat_field_is_named(http, change, param, stream):
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"messages": []}, "messages"),
         ({"max_completion_tokens": 5}, "max_completion_tokens"),
     ],
@@ -134,10 +129,25 @@ def test_a_wrong_completion_field_is_named(http, change, param):
     assert error_of(response)["param"] == param
 
 
-def test_options_that_contradict_each_other_are_named_in_the_message(http):
-    response = http.post("/v1/completions", json={**TEXT, "min_tokens": 9, "max_tokens": 3})
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"a": "x" * (1 << 16)}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "other"),
+    [
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "max_tokens (3)"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "structured_outputs", "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "response_format", "min_tokens"),
+        ({"response_format": SCHEMA}, "response_format.json_schema", "65536"),
+    ],
+)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_options_that_contradict_each_other_are_named_as_they_were_written(http, change, param, other, path):
+    response = http.post(f"/v1/{path}", json={**(CHAT if "chat" in path else TEXT), **change})
     assert response.status_code == 400
-    assert error_of(response)["message"] == "min_tokens (9) must not exceed max_tokens (3)"
+    error = error_of(response)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ") and other in error["message"]
 
 
 @pytest.mark.parametrize(

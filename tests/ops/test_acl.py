@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -207,6 +209,19 @@ def test_a_role_may_run_each_command_of_its_scripts(role: str) -> None:
     scripts = [(SCRIPTS / f"{name}.lua").read_text() for name in ("prelude", *RUNS[role])]
     needed = {command for script in scripts for command in re.findall(r"redis\.call\('([A-Z]+)'", script)}
     assert needed <= allowed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_protocol_works_for_its_roles_and_nothing_is_refused() -> None:
+    tests = sorted((ROOT / "tests/contract").glob("test_scripts_*.py"))
+    more = [ROOT / f"tests/contract/test_{name}.py" for name in ("audit", "dead_letters", "figures", "pools")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "ops.acting_roles", "-p", "no:cacheprovider"]
+    # Each role's connections take memory, which that test counts to the byte.
+    command += ["-W", "ignore", "-m", "not slow", "-k", "not test_batch_is_refused_at_80_percent"]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    ran = subprocess.run([*command, *tests, *more], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-4000:]
 
 
 DANGEROUS = [

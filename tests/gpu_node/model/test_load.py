@@ -25,7 +25,7 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.positions import rope_angles
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.gpu_node.model.revision import revision_of
-from penstock.gpu_node.model.source import ModelSource, dequantised_folder, resolve_model
+from penstock.gpu_node.model.source import ModelSource, resolve_model
 from penstock.gpu_node.model.spec import Llama3Scaling, Rope
 
 OPTIONS = runner_options()
@@ -277,10 +277,8 @@ def test_a_file_that_was_changed_is_converted_again(some_gguf: Path, monkeypatch
     assert len(set(folders)) == 4
 
 
-def test_a_folder_is_its_own_dequantised_folder(tiny_model: Path) -> None:
-    found = resolve_model(str(tiny_model), lambda stage, fraction: None)
-    assert found == ModelSource(tiny_model)
-    assert dequantised_folder(found, lambda stage, fraction: None) == tiny_model
+def test_a_folder_is_its_own_source(tiny_model: Path) -> None:
+    assert resolve_model(str(tiny_model), lambda stage, fraction: None) == ModelSource(tiny_model)
 
 
 def test_revision_knows_a_gguf_file_by_content_and_arithmetic_not_by_place(tiny_model: Path, tmp_path: Path) -> None:
@@ -295,10 +293,10 @@ def test_revision_knows_a_gguf_file_by_content_and_arithmetic_not_by_place(tiny_
 
 
 @pytest.mark.model
-def test_a_gguf_file_is_converted_once_and_says_what_transformers_says(demo_gguf: Path, demo_model: Path) -> None:
+def test_a_gguf_file_is_described_once_and_says_what_transformers_says(demo_gguf: Path) -> None:
     stages: list[str] = []
+    resolve_model(str(demo_gguf), lambda stage, fraction: None)
     found = resolve_model(str(demo_gguf), lambda stage, fraction: stages.append(stage))
-    assert dequantised_folder(found, lambda stage, fraction: stages.append(stage)) == demo_model
     assert stages == [] and found.gguf == demo_gguf
     assert not list(found.folder.glob("*.safetensors"))
     config = LlamaConfig.from_pretrained(found.folder)

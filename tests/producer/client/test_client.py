@@ -362,7 +362,7 @@ async def test_weight_is_the_clients_or_the_terms(redis_url: str, told_node: Fak
         ("x", {"top_p": 0}, "top_p", "0"),
         ("x", {"n": 17}, "n", "16"),
         ("x", {"max_tokens": 0}, "max_tokens", "1"),
-        ("x", {"max_tokens": 2, "min_tokens": 3}, None, "min_tokens"),
+        ("x", {"max_tokens": 2, "min_tokens": 3}, "min_tokens", "must not exceed max_tokens"),
         ("x", {"stop": ["a"] * 17}, "stop", "16"),
         ("x", {"stop_token_ids": [1, -1]}, "stop_token_ids[1]", "0"),
         ("x", {"temprature": 1}, "temprature", "unknown"),
