@@ -74,8 +74,9 @@ def _has_card() -> bool:
 
 
 def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOptions) -> Description:
+    family = family_of(config)
     try:
-        spec = family_of(config).spec_of(config)
+        spec = family.spec_of(config)
     except KeyError as error:
         raise ConfigError(f"{source.folder}/config.json has no {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
