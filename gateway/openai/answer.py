@@ -120,7 +120,7 @@ class StreamAnswer(Answer):
         except PenstockError as error:
             if not writer.started:
                 raise
-            self._metrics.refusals.labels(error.code).inc()
+            self._metrics.refused(error)
             await writer.write(event(error_body(error)))
         await writer.end()
 

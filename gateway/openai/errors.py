@@ -40,7 +40,7 @@ def _body(message: str, kind: str, code: str, param: str | None) -> dict[str, An
 async def _on_penstock_error(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, PenstockError):
         raise error
-    request.app.state.metrics.refusals.labels(error.code).inc()
+    request.app.state.metrics.refused(error)
     return error_response(error)
 
 

@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from penstock.contract.errors import InvariantError
+from penstock.producer.client import AsyncClient
+
 MODEL = "acme/echo"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": MODEL, "prompt": "hi"}
@@ -284,3 +287,18 @@ def test_refusals_do_not_repeat_what_was_sent(http):
     secret = "s3cret" * 100
     response = http.post("/v1/completions", json={**TEXT, "prompt": {"secret": secret}, "max_tokens": secret})
     assert "s3cret" not in response.text
+
+
+def test_what_is_our_own_fault_stands_in_the_log(http, monkeypatch, caplog) -> None:
+    async def submit(*_: object, **__: object) -> None:
+        raise InvariantError("submit answered nonsense")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncClient, "submit", submit)
+        answer = http.post("/v1/completions", json=TEXT)
+    assert answer.status_code == 500
+    assert error_of(answer)["type"] == "server_error"
+    assert "submit answered nonsense" in caplog.text
+    caplog.clear()
+    http.post("/v1/completions", json=TEXT | {"max_tokens": -1})
+    assert "a request failed" not in caplog.text
