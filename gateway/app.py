@@ -53,8 +53,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.router.routes.extend(generate.ROUTES)
     for room in (models, health, metrics):
         app.include_router(room.router)
-    pepper = KeySettings.load(key_pepper=settings.key_pepper).key_pepper
-    app.add_middleware(Entry, pepper=pepper, is_closed=settings.require_keys)
+    app.add_middleware(Entry, pepper=KeySettings.load().key_pepper, is_closed=settings.require_keys)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

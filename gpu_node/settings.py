@@ -34,7 +34,7 @@ POOL_WIDE = (
 class NodeSettings(Settings):
     """A node's model, cache, place in the pool, and the pool's times and limits."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_")
 
     model: str = Field(min_length=1)
     """Hub id with optional :FILE.gguf and @revision, a folder, or a .gguf file."""

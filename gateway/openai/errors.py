@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from penstock.contract.errors import BusyError, PenstockError, RequestError, UnavailableError
-from penstock.producer.openai.problems import MAX_NAME_CHARS
+from penstock.contract.problems import MAX_NAME_CHARS
 
 
 def error_body(error: PenstockError) -> dict[str, Any]:

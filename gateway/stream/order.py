@@ -10,10 +10,10 @@ from typing import Any
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.problems import rename
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
-from penstock.producer.openai.problems import rename
 
 LEAVE_TIMEOUT_S = 5.0
 """Redis may be away when the caller is gone too; the queue then ends unheard jobs by itself."""

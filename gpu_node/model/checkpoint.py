@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.gguf_header import GgufHeader, GgufTensor, read_header
-from penstock.gpu_node.model.json_object import read_object
 from penstock.gpu_node.model.scaled import ScaledTensor
+from penstock.gpu_node.model.shards import INDEX, shards_of
 from penstock.gpu_node.model.source import ModelSource
 
 _SAFETENSORS_KINDS = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
@@ -137,12 +137,11 @@ def weight_files(source: ModelSource) -> list[Path]:
     if source.gguf is not None:
         return [source.gguf]
     folder = source.folder
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_object(index)["weight_map"].values()))
+    names = shards_of(folder)
+    if names is not None:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise ConfigError(f"{index} names files that are not there: {', '.join(missing)}")
+            raise ConfigError(f"{folder / INDEX} names files that are not there: {', '.join(missing)}")
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if files:

@@ -79,6 +79,8 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
         spec = family.spec_of(config)
     except KeyError as error:
         raise ConfigError(f"{source.folder}/config.json has no {error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{source.folder}/config.json makes no sense: {error}") from error
     if options.max_model_len is not None and options.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len {options.max_model_len} is more than the model's own limit of {spec.max_position} tokens"

@@ -14,6 +14,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
+from penstock.contract.problems import request_error
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.terms import Terms
 from penstock.contract.tools import ToolChoice
@@ -150,22 +151,9 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             **of_job,
         )
     except ValidationError as error:
-        raise request_error(error) from error
+        raise request_error(error, _ARGUMENT_OF) from error
     choice, parallel = options.get("tool_choice", "auto"), options.get("parallel_tool_calls", True)
     return with_choice(job, choice, parallel=parallel, record=record)
-
-
-def request_error(error: ValidationError) -> RequestError:
-    """The first thing that pydantic found wrong, under the name that callers use."""
-    first = error.errors(include_url=False)[0]
-    path = [str(part) for part in first["loc"]]
-    if path:
-        path[0] = _ARGUMENT_OF.get(path[0], path[0])
-    param = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        return RequestError(f"unknown parameter: {param}", code="unknown_parameter", param=param)
-    message = first["msg"].removeprefix("Value error, ")
-    return RequestError(f"{param}: {message}" if param else message, param=param or None)
 
 
 def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Job
+from penstock.contract.problems import problem_of
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolChoice, WantedCalls, WantedFunction
 from penstock.contract.wire import PoolRecord
@@ -77,9 +78,8 @@ def _wanted(function: Mapping[str, Any], *, as_described: bool) -> WantedFunctio
     try:
         return WantedFunction(name=function["name"], parameters=json.dumps(parameters))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        said = f"{first['loc'][0]} of a function: {first['msg'].removeprefix('Value error, ')}"
-        raise RequestError(f"tools: {said}", param="tools") from error
+        problem = problem_of(error)
+        raise RequestError(f"tools: {problem.param} of a function: {problem.said}", param="tools") from error
 
 
 def _forms_of(record: PoolRecord) -> dict[str, Any]:

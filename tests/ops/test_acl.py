@@ -184,6 +184,25 @@ async def test_the_operator_audits_and_makes_keys_that_a_gateway_reads(clients: 
             await KeyStore(clients[role]).all()
 
 
+async def test_the_operator_deals_with_dead_letters(server: Path, clients: dict[str, Redis]) -> None:
+    queue = Queue(clients["admin"])
+    await queue.node("watcher")
+    jobs = [new_job(), new_job()]
+    for job, names in zip(jobs, ("abc", "def"), strict=True):
+        await queue.submit(job)
+        for name in names:
+            node = await queue.node(name)
+            await node.take_one()
+            await queue.kill(node)
+    await (await queue.node("living")).beat([])
+    async with AsyncClient(url_of(server, "admin")) as client:
+        assert {letter.job_id for letter in await client.dead.newest(POOL)} == {job.id for job in jobs}
+        assert (await client.dead.request(jobs[0].id)).prompt == jobs[0].prompt
+        await client.dead.retry(jobs[0].id)
+        assert await client.dead.purge([jobs[1].id]) == 1
+    assert await clients["watcher"].acl_log() == []
+
+
 @pytest.mark.parametrize("role", RUNS)
 def test_a_role_may_run_each_command_of_its_scripts(role: str) -> None:
     allowed = {word[1:].upper() for word in rules_of(role).split() if word.startswith("+")}

@@ -49,6 +49,12 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"intermediate_size": 100}, "gate_proj"),
         ({"num_hidden_layers": 3}, r"model\.layers\.2"),
+        ({"num_hidden_layers": "two"}, r"config\.json makes no sense"),
+        ({"num_attention_heads": 0, "head_dim": None}, r"config\.json makes no sense"),
+        ({"architectures": 5}, "architecture none is not supported"),
+        ({"rope_parameters": "far"}, r"config\.json makes no sense"),
+        ({"hidden_size": "a", "head_dim": 16}, "hidden_size is 'a'"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_copy: Path, changes: dict[str, Any], named: str) -> None:
@@ -75,6 +81,13 @@ def test_sharded_weights_load_and_a_missing_shard_is_named(model_copy: Path) -> 
     assert _load(model_copy).vocab_size == tensors["lm_head.weight"].shape[0]
     (model_copy / "b.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"b\.safetensors"):
+        _load(model_copy)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a.safetensors"]}, {"weight_map": {"a": 1}}])
+def test_an_index_that_names_no_files_is_refused(model_copy: Path, index: dict[str, Any]) -> None:
+    (model_copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"index\.json has no weight_map"):
         _load(model_copy)
 
 
