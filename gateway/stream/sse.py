@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from pydantic_core import to_json
@@ -32,13 +33,21 @@ def event(payload: Mapping[str, Any], event_id: str = "") -> bytes:
 class EventWriter:
     """The body of one 200 response; the status goes out with the first bytes."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(
+        self,
+        send: Send,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`clock` and `sleep`, in seconds, are the time that `watch` goes by."""
         self.started = False
         self.headers = MutableHeaders(headers=_HEADERS)
         self._send = send
         self._silent = True
         self._sending_since_s: float | None = None
-        self._clock = asyncio.get_running_loop().time
+        self._clock = clock
+        self._sleep = sleep
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Sends one or more whole events; waits while the reader takes nothing."""
@@ -60,10 +69,10 @@ class EventWriter:
 
         One clock for a whole stream, because a time-out around each event would cost as much as the event.
         """
-        await asyncio.sleep(first_wait_s)
+        await self._sleep(first_wait_s)
         while self._sending_since_s is None or self._clock() - self._sending_since_s < send_timeout_s:
             if self._silent:
                 async with asyncio.timeout(send_timeout_s):
                     await self.write(KEEP_ALIVE)
             self._silent = self._sending_since_s is None
-            await asyncio.sleep(interval_s)
+            await self._sleep(interval_s)

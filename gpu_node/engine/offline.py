@@ -30,7 +30,9 @@ def spread(
     adapters: Adapters,
     tokenizer: Tokenizer,
 ) -> list[Asked]:
-    """Each prompt's tokens with what goes with it. Raises RequestError when the lists differ in length."""
+    """Each prompt's tokens with what goes with it. Raises RequestError when the lists differ in length or a chat
+    cannot be rendered.
+    """
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     named = [adapters] * len(prompts) if adapters is None or isinstance(adapters, str) else list(adapters)
     for name, given in (("params", wanted), ("adapters", named)):
@@ -106,6 +108,8 @@ def _tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     if prompt and isinstance(prompt[0], Mapping):
+        if not all(isinstance(turn, Mapping) and "role" in turn for turn in prompt):
+            raise RequestError("each message must have a role", param="messages")
         return tokenizer.encode_chat(cast("Sequence[Mapping[str, str]]", prompt))
     return list(cast("Sequence[int]", prompt))
 

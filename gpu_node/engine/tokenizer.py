@@ -50,13 +50,17 @@ class Tokenizer:
         return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: str | None = None) -> list[int]:
-        """Tokens of a chat up to where the assistant speaks. `developer` is read as `system`; `tools` are JSON text."""
+        """Tokens of a chat up to where the assistant speaks. `developer` is read as `system`; `tools` are JSON text.
+
+        Raises RequestError for a chat that the model has no form for or its template refuses.
+        """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
         if tools is not None and not self._template.takes_tools:
             raise RequestError("this model's chat template takes no tools", param="tools")
+        turns, offered = turns_of(messages), None if tools is None else json.loads(tools)
         try:
-            text = self._template.render(turns_of(messages), None if tools is None else json.loads(tools))
+            text = self._template.render(turns, offered)
         except Exception as error:
             # Templates are the model's own code: they refuse what they cannot render by raising what they like.
             raise RequestError(

@@ -144,11 +144,6 @@ class StepPlan:
     """[num_seqs]: the place of each sequence's adapter in the runner, or NO_ADAPTER; None where nobody has one."""
     scored: ScoredTokens | None = None
 
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether anybody wants to know how likely tokens are."""
-        return self.scored is not None or self.sampling.num_logprobs is not None
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

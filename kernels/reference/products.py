@@ -28,13 +28,13 @@ def multiply_int4(x: Tensor, packed: Tensor, scales: Tensor, minima: Tensor) -> 
     return (x.float() @ weight.flatten(1).T).to(x.dtype)
 
 
-def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, factors: Tensor, adapters: Tensor) -> None:
-    """Add to each row what its adapter says, x @ down.T @ up.T by its factor (LoRA, arXiv:2106.09685), in place.
+def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, adapters: Tensor) -> None:
+    """Add to each row what its adapter says, x @ down.T @ up.T (LoRA, arXiv:2106.09685), in place.
 
     out: [rows, outputs]; x: [rows, columns]; down: [num_adapters, rank, columns]; up: [num_adapters, outputs, rank];
-    factors: [num_adapters]; adapters: [rows], -1 for none.
+    adapters: [rows], -1 for none.
     """
     for row, adapter in enumerate(adapters.tolist()):
         if adapter >= 0:
             inner = x[row].float() @ down[adapter].float().T
-            out[row] = (out[row].float() + float(factors[adapter]) * (inner @ up[adapter].float().T)).to(out.dtype)
+            out[row] = (out[row].float() + inner @ up[adapter].float().T).to(out.dtype)

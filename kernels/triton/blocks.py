@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.triton.decode_attention import block_offset
+from penstock.kernels.triton.sending import sent
 
 _WORDS = 4096
 
@@ -33,9 +34,8 @@ def copy_blocks(pool: Tensor, copies: NDArray[np.int32], *, host_from: int = 2**
     words = pool.view(torch.int32)
     num_words = words.shape[1]
     for wave in independent_waves(copies):
-        on_device = torch.from_numpy(wave).to(pool.device)
         grid = (len(wave), triton.cdiv(num_words, _WORDS))
-        _copy[grid](words, on_device, num_words, host_from, host_jump // 4, WORDS=_WORDS)
+        _copy[grid](words, sent(wave, pool.device), num_words, host_from, host_jump // 4, WORDS=_WORDS)
 
 
 def independent_waves(copies: NDArray[np.int32]) -> list[NDArray[np.int32]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 import triton
@@ -47,7 +49,6 @@ def _expand(
     out,
     inner,
     up,
-    factors,
     tiles,
     num_outputs,
     RANK: tl.constexpr,
@@ -67,25 +68,24 @@ def _expand(
     at = out + row[:, None] * num_outputs + o[None, :]
     is_value = (i < count)[:, None] & (o < num_outputs)[None, :]
     before = tl.load(at, mask=is_value, other=0.0).to(tl.float32)
-    more = tl.dot(a, b.to(tl.float32), input_precision="ieee") * tl.load(factors + adapter)
+    more = tl.dot(a, b.to(tl.float32), input_precision="ieee")
     tl.store(at, (before + more).to(out.dtype.element_ty), mask=is_value)
 
 
 def lora_tiles(adapters: NDArray[np.int32]) -> NDArray[np.int32]:
     """Runs of rows of one adapter, [num_tiles, 3]: adapter, first row, rows. adapters: [rows], -1 for none."""
-    starts = np.flatnonzero(np.diff(adapters, prepend=-2))
-    ends = np.append(starts[1:], len(adapters))
+    edges = np.flatnonzero(np.diff(adapters, prepend=-2, append=-2)).tolist()
     runs = [
-        (int(adapters[start]), first, min(_ROWS, int(end) - first))
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        (int(adapters[start]), first, min(_ROWS, end - first))
+        for start, end in pairwise(edges)
         if adapters[start] >= 0
         for first in range(start, end, _ROWS)
     ]
     return np.array(runs, np.int32).reshape(-1, 3)
 
 
-def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, factors: Tensor, tiles: Tensor) -> None:
-    """As `kernels.reference.products.add_lora`, with adapters as `lora_tiles` has them, factors in float32."""
+def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, tiles: Tensor) -> None:
+    """As `kernels.reference.products.add_lora`, with adapters as `lora_tiles` has them."""
     rank, num_columns = down.shape[1:]
     num_outputs = up.shape[1]
     if not len(tiles):
@@ -94,4 +94,4 @@ def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, factors: Tensor, 
     ranks = {"RANK": rank, "RANK_PAD": padded(rank, 16), "ROWS": _ROWS}
     _shrink[(len(tiles),)](inner, x, down, tiles, num_columns, COLUMNS=_COLUMNS, **ranks)
     grid = (len(tiles), triton.cdiv(num_outputs, _OUTPUTS))
-    _expand[grid](out, inner, up, factors, tiles, num_outputs, OUTPUTS=_OUTPUTS, **ranks)
+    _expand[grid](out, inner, up, tiles, num_outputs, OUTPUTS=_OUTPUTS, **ranks)

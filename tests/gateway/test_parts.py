@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -26,14 +27,40 @@ from penstock.producer.openai.reading import Said
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
+class Ticks:
+    """Time that goes on when a test says so: by what whoever sleeps wants to sleep."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.asleep = asyncio.Semaphore(0)
+        self._over = asyncio.Semaphore(0)
+
+    async def sleep(self, seconds: float) -> None:
+        self.asleep.release()
+        await self._over.acquire()
+        self.now_s += seconds
+
+    async def next(self) -> None:
+        """Let a sleep end; back once the next one has begun."""
+        self._over.release()
+        await self.asleep.acquire()
+
+    def writer(self, send: Callable[[Any], Awaitable[None]]) -> EventWriter:
+        return EventWriter(send, clock=lambda: self.now_s, sleep=self.sleep)
+
+
 async def test_a_reader_that_takes_nothing_is_given_up():
     async def stuck(_: object) -> None:
-        await asyncio.sleep(60)
+        await ticks.asleep.acquire()
+        while ticks.now_s < 1000:
+            await ticks.next()
 
-    writer = EventWriter(stuck)
-    watch = writer.watch(first_wait_s=0, interval_s=0.01, send_timeout_s=0.05)
+    ticks = Ticks()
+    writer = ticks.writer(stuck)
+    watch = writer.watch(first_wait_s=5, interval_s=10, send_timeout_s=60)
     with pytest.raises(CallerGoneError):
         await while_there(writer.write(b"data: 1\n\n"), watch)
+    assert ticks.now_s == 65
 
 
 async def test_a_reader_stuck_before_the_first_event_is_given_up():
@@ -51,18 +78,19 @@ async def test_comments_go_out_in_silence_only():
     async def send(message: dict[str, object]) -> None:
         sent.append(message.get("body", b""))
 
-    writer = EventWriter(send)
+    ticks = Ticks()
+    writer = ticks.writer(send)
 
     async def talk_then_rest() -> None:
-        for _ in range(20):
+        await ticks.asleep.acquire()
+        for _ in range(3):
             await writer.write(b"data: 1\n\n")
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(1.5)
+            await ticks.next()
+        for _ in range(2):
+            await ticks.next()
 
     await while_there(talk_then_rest(), writer.watch(first_wait_s=0.4, interval_s=0.4, send_timeout_s=60))
-    talked, rested = sent[:21], sent[21:]
-    assert KEEP_ALIVE not in talked
-    assert set(rested) == {KEEP_ALIVE}
+    assert sent == [b"", *[b"data: 1\n\n"] * 3, *[KEEP_ALIVE] * 2]
 
 
 async def test_work_is_cancelled_and_cleaned_up_when_the_caller_hangs_up():

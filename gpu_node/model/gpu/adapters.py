@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.gpu_node.model.protocol import Adapter, StepPlan
+from penstock.gpu_node.model.gpu.inputs import StepInputs
+from penstock.gpu_node.model.protocol import Adapter
 from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
-from penstock.kernels.triton.lora import add_lora, lora_tiles
+from penstock.kernels.triton.lora import add_lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,6 @@ class _Table:
 
     down: Tensor
     up: Tensor
-    factors: Tensor
 
 
 _Tables: TypeAlias = dict[tuple[int, MatrixName], _Table]
@@ -40,7 +38,7 @@ class AdaptedRows:
         """Add to the products of some rows what their adapters say, in place. x: [rows, in]; out: [rows, out]."""
         if self.tiles is not None:
             table = self.tables[layer, matrix]
-            add_lora(out, x, table.down, table.up, table.factors, self.tiles)
+            add_lora(out, x, table.down, table.up, self.tiles)
         return out
 
     def at_samples(self) -> AdaptedRows:
@@ -76,20 +74,15 @@ class GpuAdapters:
             table.down[place].copy_(down)
             table.up[place].copy_(up)
 
-    def rows_of(self, plan: StepPlan, sampling: NDArray[np.int32]) -> AdaptedRows:
-        """Who has which in a step whose logits are wanted behind some of its tokens."""
-        if plan.adapters is None:
+    def rows_of(self, step: StepInputs[Tensor]) -> AdaptedRows:
+        """Who has which in a step."""
+        if not len(step.adapter_tiles):
             return NOT_ADAPTED
-        places = np.repeat(plan.adapters, np.diff(plan.query_starts))
-        return AdaptedRows(self._tables, self._tiles(places), self._tiles(places[sampling]))
-
-    def _tiles(self, places: NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(lora_tiles(places)).to(self._device)
+        return AdaptedRows(self._tables, step.adapter_tiles, step.sampled_adapter_tiles)
 
     def _table(self, matrix: MatrixName, num_places: int, dtype: torch.dtype) -> _Table:
         parts = self._spec.parts_of(matrix)
         ranks, rows = self._max_rank * len(parts), sum(rows for _, rows in parts)
         shapes = (num_places, ranks, self._spec.columns_of(matrix)), (num_places, rows, ranks)
         down, up = (torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
-        # The adapters' factors are in `up`.
-        return _Table(down, up, torch.ones(num_places, dtype=torch.float32, device=self._device))
+        return _Table(down, up)

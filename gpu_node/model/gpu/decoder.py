@@ -38,7 +38,12 @@ class GpuDecoder:
         return self._weights.dtype
 
     def logits(
-        self, step: StepInputs, ids: Tensor, layers: list[PagedCache], splits: int, adapted: AdaptedRows = NOT_ADAPTED
+        self,
+        step: StepInputs[Tensor],
+        ids: Tensor,
+        layers: list[PagedCache],
+        splits: int,
+        adapted: AdaptedRows = NOT_ADAPTED,
     ) -> Tensor:
         """Store the step's keys and values; the logits behind the tokens that it samples at, [num_samples, vocab].
 
@@ -60,7 +65,13 @@ class GpuDecoder:
         return weights.head(_add_norm(residual, delta, weights.final_norm))
 
     def _attend(
-        self, step: StepInputs, qkv: Tensor, cache: PagedCache, layer: LayerWeights, window: int | None, splits: int
+        self,
+        step: StepInputs[Tensor],
+        qkv: Tensor,
+        cache: PagedCache,
+        layer: LayerWeights,
+        window: int | None,
+        splits: int,
     ) -> Tensor:
         norms = layer.head_norms
         names = {} if norms is None else {"q_norm": norms[0].weight, "k_norm": norms[1].weight}

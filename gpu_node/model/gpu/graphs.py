@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pad_decode, size_of, to_device
 from penstock.kernels.triton.sampler import RULE_COLUMNS
 
-Compute = Callable[[StepInputs], Tensor]
+Compute = Callable[[StepInputs[Tensor]], Tensor]
 """Runs a step, leaves the tokens that rows choose by their logits alone where the next one finds them; the logits."""
 
 
@@ -41,26 +42,30 @@ class DecodeGraphs:
         # The largest first: the memory that it takes is enough for all others.
         for size in reversed(self._sizes):
             packed = device.pinned(size_of(blank), dtype=torch.int32)
-            step = self._step(to_device(packed, self._arrival, _blank(size)))
+            step = replace(to_device(packed, self._arrival, _blank(size)), block_tables=self._tables[:size])
             self._replays[size], pool = device.capture(self._work(compute, step), pool)
 
-    def can_run(self, arrays: list[Ints]) -> bool:
-        """Whether a packed step is one that every sequence decodes and samples in, and no token is only scored."""
-        num_seqs = len(arrays[4])
-        return len(arrays[0]) == num_seqs == len(arrays[8]) == len(arrays[9]) and num_seqs <= self._sizes[-1]
+    def can_run(self, step: StepInputs[Ints]) -> bool:
+        """Whether every sequence of a packed step decodes and samples, no token is only scored, and none is adapted.
 
-    def padded(self, arrays: list[Ints]) -> list[Ints]:
+        A graph knows of no adapters: who has none would pay for them.
+        """
+        num_seqs = len(step.context_lens)
+        decodes = len(step.token_ids) == num_seqs == len(step.sampling) == len(step.rules)
+        return decodes and num_seqs <= self._sizes[-1] and not len(step.adapter_tiles)
+
+    def padded(self, step: StepInputs[Ints]) -> StepInputs[Ints]:
         """A packed step as `run` takes it."""
-        return pad_decode(arrays, self._sizes[bisect_left(self._sizes, len(arrays[0]))])
+        return pad_decode(step, self._sizes[bisect_left(self._sizes, len(step.token_ids))])
 
-    def run(self, packed: Tensor, arrays: list[Ints]) -> Tensor:
+    def run(self, packed: Tensor, step: StepInputs[Ints]) -> Tensor:
         """Replay the graph of a padded step, `packed` being pinned memory for it; its logits, until the next replay."""
-        tables = to_device(packed, self._arrival, arrays)[-1]
+        tables = to_device(packed, self._arrival, step).block_tables
         self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
-        self._replays[len(arrays[0])]()
+        self._replays[len(step.token_ids)]()
         return self._logits
 
-    def _work(self, compute: Compute, step: StepInputs) -> Callable[[], None]:
+    def _work(self, compute: Compute, step: StepInputs[Tensor]) -> Callable[[], None]:
         kept = self._logits[: len(step.rules)]
 
         def work() -> None:
@@ -69,14 +74,9 @@ class DecodeGraphs:
 
         return work
 
-    def _step(self, views: list[Tensor]) -> StepInputs:
-        ids, positions, slots, starts, contexts, decoding, tiles, sampling, rules, _ = views
-        tables = self._tables[: len(ids)]
-        return StepInputs(ids, positions, slots, starts, contexts, tables, decoding, tiles, sampling, rules)
 
-
-def _blank(num_rows: int) -> list[Ints]:
+def _blank(num_rows: int) -> StepInputs[Ints]:
     """A padded step of nothing but padding."""
-    empty, table = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
-    nothing = [*(empty,) * 5, table, empty, table, empty, np.zeros((0, len(RULE_COLUMNS)), np.int32)]
-    return pad_decode(nothing, num_rows)
+    widths = {"tiles": 2, "rules": len(RULE_COLUMNS), "adapter_tiles": 3, "sampled_adapter_tiles": 3, "block_tables": 1}
+    shapes = {field.name: (0, widths[field.name]) if field.name in widths else 0 for field in fields(StepInputs)}
+    return pad_decode(StepInputs(**{name: np.zeros(shape, np.int32) for name, shape in shapes.items()}), num_rows)

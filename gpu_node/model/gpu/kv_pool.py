@@ -13,6 +13,7 @@ from penstock.gpu_node.model.gpu.device import Device, Mark
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.kernels.paged_cache import QUANTISED_MAX, PagedCache
 from penstock.kernels.triton.blocks import copy_blocks, independent_waves
+from penstock.kernels.triton.sending import sent
 
 _STAGED_BYTES = 64 << 20
 
@@ -87,7 +88,7 @@ class KvPool:
     def _send(self, copies: NDArray[np.int32]) -> None:
         """Copy device blocks to the host. They are staged first, because the step may fill them anew at once."""
         self.settle()
-        sources = torch.from_numpy(copies[:, 0].astype(np.int64)).to(self._device.torch)
+        sources = sent(copies[:, 0].astype(np.int64), self._device.torch)
         torch.index_select(self._near, 0, sources, out=self._staged[: len(copies)])
         staged = self._device.mark()
         with self._device.on_side():

@@ -29,11 +29,13 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
         slots=ints(num_tokens) - 1,
         query_starts=torch.from_numpy(starts).to(device),
         context_lens=ints(1) + num_tokens,
-        block_tables=table,
         decoding=ints(0),
         tiles=torch.from_numpy(prefill_tiles(starts, np.zeros(1, np.int32))).to(device),
         sampling=ints(num_samples),
         rules=ints(num_samples, len(RULE_COLUMNS)),
+        adapter_tiles=ints(0, 3),
+        sampled_adapter_tiles=ints(0, 3),
+        block_tables=table,
     )
     step.rules[:, -1] = -1
     logits = decoder.logits(step, step.token_ids, pool.layers, 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.gpu_node.model.gpu.inputs import Ints
 from penstock.gpu_node.model.protocol import SamplingRows
 from penstock.kernels.triton.sampler import Marks, mark_entries, pack_rules
+from penstock.kernels.triton.sending import sent
 
 FIRST_ROWS = 8
 """Rows of marks that there is room for before anybody needs one; 8 bytes a token of the vocabulary each."""
@@ -21,10 +22,7 @@ class RowMarks:
         self.marks = Marks.empty(FIRST_ROWS, vocab, device)
 
     def write(self, rows: SamplingRows, places: Ints) -> Tensor:
-        """Say what rows that have a place look at, once their masks are written; the rules by which all rows choose.
-
-        It waits for the device, if that has something to do.
-        """
+        """Say what rows that have a place look at, once their masks are written; the rules by which all rows choose."""
         looking = np.flatnonzero(places >= 0).tolist()
         self.make_room(len(looking))
         self.marks.clear(len(looking))
@@ -53,7 +51,7 @@ class RowMarks:
             self.marks = Marks.empty(max(num_rows, 2 * have), vocab, device)
 
     def _sent(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-        return torch.from_numpy(array).to(self.marks.marks.device)
+        return sent(array, self.marks.marks.device)
 
 
 def places_of(rows: SamplingRows) -> Ints:

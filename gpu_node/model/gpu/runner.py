@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows, GpuAdapters
+from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device, Mark
 from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
@@ -23,6 +23,7 @@ from penstock.gpu_node.model.protocol import Adapter, CacheSizes, StepPlan, Step
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
+from penstock.kernels.triton.sending import sent
 
 _OnHost = tuple[Tensor, Tensor] | None
 """The arrays of `Logprobs`."""
@@ -102,21 +103,17 @@ class GpuRunner:
         if self._pool.has_host_block(plan.block_tables):
             self._pool.settle()
         places, flight = places_of(plan.sampling), _Flight(started, copied)
-        # What rows look at is sent before the step, because it waits for what the device was given.
-        is_late, is_marked = plan.sampling.masks is not None, bool((places >= 0).any())
-        rules = self._row_marks.write(plan.sampling, places) if is_marked and not is_late else None
-        arrays = pack_step(plan, self._limits.block_size)
-        logits = self._run(tray, arrays, self._adapters.rows_of(plan, arrays[8]))
+        logits = self._run(tray, pack_step(plan, self._limits.block_size))
 
         @torch.inference_mode()
         def choose() -> None:
-            by = self._row_marks.write(plan.sampling, places) if is_late else rules
-            if by is not None:
-                self._tokens[: len(by)] = sample(logits[: len(by)], by, self._row_marks.marks)
+            if (places >= 0).any():
+                rules = self._row_marks.write(plan.sampling, places)
+                self._tokens[: len(rules)] = sample(logits[: len(rules)], rules, self._row_marks.marks)
             flight.note_logprobs(*self._logprobs(plan, logits))
             flight.land(tray.take(self._tokens[: len(plan.sample_tokens)]), tray.left)
 
-        if is_late:
+        if plan.sampling.masks is not None:
             # Masks are written while the step runs: what looks at them is left to who waits for it.
             flight.rest, self._open = choose, flight
         else:
@@ -129,10 +126,10 @@ class GpuRunner:
         self._open.close()
         tray = self._trays[0]
         tray.wait()
-        arrays = pack_step(plan, self._limits.block_size)
-        arrays[8] = np.arange(len(plan.token_ids), dtype=np.int32)
-        adapted = self._adapters.rows_of(plan, arrays[8])
-        logits: NDArray[np.float32] = self._logits(self._arrived(tray, arrays), adapted).float().cpu().numpy()
+        step = pack_step(plan, self._limits.block_size)
+        everywhere = np.arange(len(plan.token_ids), dtype=np.int32)
+        step = replace(step, sampling=everywhere, sampled_adapter_tiles=step.adapter_tiles)
+        logits: NDArray[np.float32] = self._logits(self._arrived(tray, step)).float().cpu().numpy()
         return logits
 
     @torch.inference_mode()
@@ -145,16 +142,15 @@ class GpuRunner:
         """Put an adapter in a place, behind the steps that were submitted."""
         self._adapters.set(place, adapter)
 
-    def _run(self, tray: _Tray, arrays: list[Ints], adapted: AdaptedRows) -> Tensor:
-        # A graph knows of no adapters: who has none would pay for them.
-        if adapted is not NOT_ADAPTED or not self._graphs.can_run(arrays):
-            return self._compute(self._arrived(tray, arrays), adapted)
-        arrays = self._graphs.padded(arrays)
-        return self._graphs.run(tray.packed(arrays), arrays)
+    def _run(self, tray: _Tray, step: StepInputs[Ints]) -> Tensor:
+        if not self._graphs.can_run(step):
+            return self._compute(self._arrived(tray, step))
+        step = self._graphs.padded(step)
+        return self._graphs.run(tray.packed(step), step)
 
-    def _compute(self, step: StepInputs, adapted: AdaptedRows = NOT_ADAPTED) -> Tensor:
+    def _compute(self, step: StepInputs[Tensor]) -> Tensor:
         """The logits; rows that look at nothing else have chosen their tokens."""
-        logits = self._logits(step, adapted)
+        logits = self._logits(step)
         if len(step.rules):
             rows = len(step.rules)
             self._tokens[:rows] = sample(logits[:rows], step.rules, self._no_marks)
@@ -167,7 +163,7 @@ class GpuRunner:
         if wanted is not None:
             logprobs = self._sent(*logprobs_of(logits[:rows], self._tokens[:rows], wanted))
         if scored is not None:
-            targets = torch.from_numpy(scored.targets).to(self._device.torch)
+            targets = sent(scored.targets, self._device.torch)
             scores = self._sent(*logprobs_of(logits[rows:], targets, scored.num_logprobs))
         return logprobs, scores
 
@@ -177,7 +173,7 @@ class GpuRunner:
         first, second = (self._device.pinned(*x.shape, dtype=x.dtype).copy_(x, non_blocking=True) for x in there)
         return first, second
 
-    def _logits(self, step: StepInputs, adapted: AdaptedRows) -> Tensor:
+    def _logits(self, step: StepInputs[Tensor]) -> Tensor:
         given = step.token_ids
         earlier = self._tokens[(-1 - given).clamp(min=0)]
         # A row that failed has -1 for a token; nobody wants what it would say next.
@@ -185,11 +181,11 @@ class GpuRunner:
         splits = FIXED_SPLITS
         if not self._limits.deterministic and len(step.decoding):
             splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
-        return self._decoder.logits(step, ids, self._pool.layers, splits, adapted)
+        return self._decoder.logits(step, ids, self._pool.layers, splits, self._adapters.rows_of(step))
 
-    def _arrived(self, tray: _Tray, arrays: list[Ints]) -> StepInputs:
-        arrival = torch.empty(size_of(arrays), dtype=torch.int32, device=self._device.torch)
-        return StepInputs(*to_device(tray.packed(arrays), arrival, arrays))
+    def _arrived(self, tray: _Tray, step: StepInputs[Ints]) -> StepInputs[Tensor]:
+        arrival = torch.empty(size_of(step), dtype=torch.int32, device=self._device.torch)
+        return to_device(tray.packed(step), arrival, step)
 
 
 class _Tray:
@@ -205,9 +201,9 @@ class _Tray:
         """Until what went through it last has gone."""
         self.left.wait()
 
-    def packed(self, arrays: list[Ints]) -> Tensor:
+    def packed(self, step: StepInputs[Ints]) -> Tensor:
         """Room for a packed step."""
-        needed = size_of(arrays)
+        needed = size_of(step)
         if len(self._packed) < needed:
             self._packed = self._device.pinned(2 * needed, dtype=torch.int32)
         return self._packed

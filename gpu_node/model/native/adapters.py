@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,12 +29,11 @@ class NativeAdapters:
 
     def set(self, place: int, adapter: Adapter) -> None:
         """Put an adapter in a place; no step may be running."""
-        tensors = DecoderTensors(Checkpoint.open(self._source), self._spec) if self._turned else None
         for layer in range(self._spec.num_layers):
             for matrix, slot in _SLOTS.items():
-                parts = adapter.low_ranks(layer, matrix)
-                gains = _gains(tensors, layer, matrix) if tensors is not None and parts else None
-                self._model.set_adapter(place, slot, layer, [self._part(matrix, part) for part in parts], gains)
+                parts = [self._part(matrix, part) for part in adapter.low_ranks(layer, matrix)]
+                gains = self._gains.get((layer, matrix)) if parts else None
+                self._model.set_adapter(place, slot, layer, parts, gains)
 
     def _part(self, matrix: MatrixName, part: LowRank) -> LowRankRows:
         place, first = Place.PLAIN, sum(rows for _, rows in self._spec.parts_of(matrix)[: part.part])
@@ -40,10 +41,18 @@ class NativeAdapters:
             place, first = (Place.FIRST_HALF, Place.SECOND_HALF)[part.part], 0
         return LowRankRows(place, first, np.ascontiguousarray(part.down), np.ascontiguousarray(part.up))
 
+    @cached_property
+    def _gains(self) -> dict[tuple[int, MatrixName], NDArray[np.float32]]:
+        """The weights of the norms that a turned model has in the matrices behind them, by layer and matrix.
 
-def _gains(tensors: DecoderTensors, layer: int, matrix: MatrixName) -> NDArray[np.float32] | None:
-    """The weights of the norm before a matrix, which a turned model has in the matrix."""
-    if matrix not in ("qkv", "mlp_in"):
-        return None
-    norm = tensors.mlp_norm(layer) if matrix == "mlp_in" else None
-    return (norm or tensors.attention_norm(layer)).weight.to_float32()
+        They are read when the first adapter comes: steps wait for that, so not for each one anew.
+        """
+        if not self._turned:
+            return {}
+        tensors = DecoderTensors(Checkpoint.open(self._source), self._spec)
+        gains: dict[tuple[int, MatrixName], NDArray[np.float32]] = {}
+        for layer in range(self._spec.num_layers):
+            norm = tensors.attention_norm(layer)
+            gains[layer, "qkv"] = norm.weight.to_float32()
+            gains[layer, "mlp_in"] = (tensors.mlp_norm(layer) or norm).weight.to_float32()
+        return gains

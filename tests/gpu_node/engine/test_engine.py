@@ -214,6 +214,8 @@ def test_prompts_may_be_text_tokens_or_chats(plain: Engine) -> None:
     text, tokens, turns = plain.generate(["hi", plain.tokenizer.encode("hi"), chat], GREEDY)
     assert text.choices == tokens.choices
     assert list(turns.prompt_token_ids) == plain.tokenizer.encode_chat(chat)
+    with pytest.raises(RequestError, match="must have a role"):
+        plain.generate([[*chat, {"content": "hi"}]], GREEDY)
 
 
 def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> None:

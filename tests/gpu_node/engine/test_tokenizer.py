@@ -147,6 +147,19 @@ def test_what_a_template_refuses_or_may_not_do_is_the_requests_fault(template: s
         Tokenizer(model_copy).encode_chat(CHAT)
 
 
+def test_what_a_template_never_saw_is_not_said_to_be_refused_by_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug of ours is none of the request's faults."""
+
+    def broken(_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("penstock.gpu_node.engine.tokenizer.turns_of", broken)
+    with pytest.raises(ZeroDivisionError):
+        tokenizer.encode_chat(CHAT)
+
+
 def test_a_template_that_is_no_template_is_the_models_fault(model_copy: Path) -> None:
     (model_copy / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match="template"):

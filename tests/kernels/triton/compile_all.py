@@ -117,7 +117,7 @@ def _compile_products(formats: list[torch.dtype]) -> None:
             products.multiply_scaled(q, scales, _empty(6144, 4096, dtype=kept), _empty(6144, **real), torch.bfloat16)
         groups = _empty(6144, 128, dtype=torch.float16)
         products.multiply_int4(x, _empty(6144, 2048, dtype=torch.uint8), groups, groups)
-    add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, 16, 4096), _empty(3, 6144, 16), _empty(3, **real), _ints(2, 3))
+    add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, 16, 4096), _empty(3, 6144, 16), _ints(2, 3))
 
 
 def compile_steps() -> None:

@@ -29,16 +29,22 @@ def _runner(folder: Path, adapters: Path, runner: str) -> Any:
     return loaded.runner
 
 
-def _said(runner: Any) -> tuple[np.ndarray, list[int]]:
+def _tracks() -> list[Track]:
     rng = random.Random(0)
-    tracks = [
+    return [
         Track(rng.choices(range(300), k=6), [3 + i, 10 + i], adapter=place)
         for i, place in enumerate((0, 1, NO_ADAPTER, 0))
     ]
+
+
+def _said(runner: Any) -> tuple[np.ndarray, list[int]]:
+    """Logits behind all tokens, and tokens behind the last one of prompts and of sequences that decode."""
+    tracks, again, greedy = _tracks(), _tracks(), rows_of(4, temperature=0.0)
     parts = logits_of_step(runner, [(track, 3 + i % 2) for i, track in enumerate(tracks)])
     parts += logits_of_step(runner, [(track, 1) for track in tracks])
-    tokens = tokens_of_step(runner, [(track, 1) for track in tracks], rows_of(4, temperature=0.0))
-    return np.concatenate(parts), tokens.tolist()
+    decoded = tokens_of_step(runner, [(track, 1) for track in tracks], greedy)
+    prompted = tokens_of_step(runner, [(track, 3 + i % 2) for i, track in enumerate(again)], greedy)
+    return np.concatenate(parts), [*decoded.tolist(), *prompted.tolist()]
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon 7b"])
