@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Awaitable
 from http import HTTPStatus
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("penstock.gateway.access")
 
+ID_HEADER = "X-Request-Id"
+"""By which OpenAI's client tells of a request, so that its line in the log is found."""
 NO_STATUS = 499
 """Logged for a caller that hung up before there was an answer."""
 MAX_PATH_CHARS = 200
@@ -18,7 +22,10 @@ _PROBES = ("/health", "/ready")
 
 
 class AccessLog:
-    """ASGI middleware; Starlette's own base class would put a task and a queue around every event of a stream."""
+    """ASGI middleware, which also gives each answer an id.
+
+    Starlette's own base class would put a task and a queue around every event of a stream.
+    """
 
     def __init__(self, app: ASGIApp, *, paths: frozenset[str]) -> None:
         """`paths` are those of the routes that are not FastAPI's."""
@@ -31,11 +38,13 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        status = NO_STATUS
+        status, request_id = NO_STATUS, uuid.uuid4().hex
 
         def noting_status(message: Message) -> Awaitable[None]:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[ID_HEADER] = request_id
             return send(message)
 
         try:
@@ -47,7 +56,7 @@ class AccessLog:
             raise
         finally:
             duration_ms = round((time.monotonic() - started_s) * 1000)
-            line = {"method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
+            line = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
             caller = scope.get("state", {}).get("caller")
             key = {"key_id": caller.key_id} if caller is not None and caller.key_id else {}
             logger.info("request", extra={**line, "status": int(status), "duration_ms": duration_ms, **key})

@@ -17,7 +17,7 @@ from penstock.contract.logs import configure_logging
 from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
 from penstock.gateway import health, metrics
-from penstock.gateway.access_log import AccessLog
+from penstock.gateway.access_log import ID_HEADER, AccessLog
 from penstock.gateway.entry import Entry, warn_if_open
 from penstock.gateway.head import BoundedHead
 from penstock.gateway.metrics import GatewayMetrics
@@ -53,15 +53,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.router.routes.extend(generate.ROUTES)
     for room in (models, health, metrics):
         app.include_router(room.router)
-    pepper = KeySettings.load(key_pepper=settings.key_pepper).key_pepper
-    app.add_middleware(Entry, pepper=pepper, is_closed=settings.require_keys)
+    app.add_middleware(Entry, pepper=KeySettings.load().key_pepper, is_closed=settings.require_keys)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[JOB_HEADER],
+            expose_headers=[JOB_HEADER, ID_HEADER],
         )
     app.add_middleware(AccessLog, paths=frozenset(route.path for route in generate.ROUTES))
     return app

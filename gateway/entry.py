@@ -38,7 +38,7 @@ class Entry:
                 caller = await self._identify(scope["app"].state.client, Headers(scope=scope))
                 caller.require(_SCOPES.get(scope["path"], "infer"))
             except PenstockError as error:
-                scope["app"].state.metrics.refusals.labels(error.code).inc()
+                scope["app"].state.metrics.refused(error)
                 answer = error_response(error)
                 if isinstance(error, UnauthorizedError):
                     answer.headers["WWW-Authenticate"] = "Bearer"

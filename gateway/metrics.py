@@ -7,10 +7,12 @@ not the sum.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -18,10 +20,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.figures import EVENTS, PoolFigures
 from penstock.contract.job import Priority
 from penstock.producer.client import AsyncClient
+
+_LOG = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
 """Redis may be away; what this process knows by itself is told all the same."""
@@ -39,7 +43,7 @@ class GatewayMetrics:
         self.requests = Counter(
             "penstock_http_requests", "Answered HTTP requests.", ("path", "status"), registry=registry
         )
-        self.refusals = Counter("penstock_http_refusals", "Errors by OpenAI's code.", ("code",), registry=registry)
+        self._refusals = Counter("penstock_http_refusals", "Errors by OpenAI's code.", ("code",), registry=registry)
         self.open_streams = Gauge("penstock_http_open_streams", "Streams that are being sent.", registry=registry)
         self.first_token_s = Histogram(
             "penstock_time_to_first_token_seconds",
@@ -53,6 +57,12 @@ class GatewayMetrics:
             buckets=_TOKEN_SECONDS,
             registry=registry,
         )
+
+    def refused(self, error: PenstockError) -> None:
+        """Counts an error; one that is neither the caller's, nor the job's, nor an outage is logged too."""
+        self._refusals.labels(error.code).inc()
+        if error.status == HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, JobFailedError):
+            _LOG.error("a request failed", exc_info=error)
 
     @contextmanager
     def stream(self) -> Iterator[StreamMeter]:

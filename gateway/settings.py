@@ -9,19 +9,29 @@ from penstock.contract.settings import Settings
 
 
 class GatewaySettings(Settings):
-    """Frozen for the life of the process. None means `$PENSTOCK_REDIS_URL` and `$PENSTOCK_KEY_PEPPER`."""
+    """Frozen for the life of the process."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_")
 
     redis_url: str | None = None
+    """Redis of the pools; else that of PENSTOCK_REDIS_URL."""
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535, description="0 takes a free port")
+    """Address to listen on."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
     max_body_bytes: int = Field(8 << 20, ge=1 << 10)
-    body_timeout_s: float = Field(30.0, gt=0, description="a request's body must have arrived by then")
-    first_chunk_wait_s: float = Field(10.0, ge=0, description="how long a stream's HTTP status waits for the queue")
-    keep_alive_s: float = Field(10.0, gt=0, description="silence on a stream after which a comment goes out")
-    send_timeout_s: float = Field(60.0, gt=0, description="a reader that takes nothing for so long is cut off")
-    drain_s: int = Field(30, ge=0, description="how long open answers may go on after SIGTERM")
-    require_keys: bool = Field(False, description="let nobody in without an API key, even while there are none")
-    key_pepper: str | None = Field(None, repr=False)
+    """A longer body is refused."""
+    body_timeout_s: float = Field(30.0, gt=0)
+    """A request's body must have arrived by then."""
+    first_chunk_wait_s: float = Field(10.0, ge=0)
+    """How long a stream's HTTP status waits for the queue."""
+    keep_alive_s: float = Field(10.0, gt=0)
+    """Silence on a stream after which a comment goes out."""
+    send_timeout_s: float = Field(60.0, gt=0)
+    """A reader that takes nothing for so long is cut off."""
+    drain_s: int = Field(30, ge=0)
+    """How long open answers may go on after SIGTERM."""
+    require_keys: bool = False
+    """Let nobody in without an API key, even while there are none."""
     cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask; may be repeated."""

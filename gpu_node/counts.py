@@ -35,8 +35,14 @@ class NodeCounts:
     """Jobs that turned out to be no longer this node's."""
     given_back_drain: int = 0
     given_back_pressure: int = 0
+    given_back_lacking: int = 0
     rewinds: int = 0
     """Times that Redis asked for chunks again, because it had lost them."""
     outages: int = 0
     """Times that a send failed because Redis was away."""
     emits: Latencies = field(default_factory=Latencies)
+
+    def gave_back(self, why: str, num_jobs: int) -> None:
+        """Jobs went back to the queue, for one of the reasons above."""
+        name = f"given_back_{why}"
+        setattr(self, name, getattr(self, name) + num_jobs)

@@ -1,64 +1,49 @@
-"""From Redis to the engine: take what fits, turn it into tokens, hand it to the engine."""
+"""From Redis to this node: take what fits."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
 import secrets
 import time
-from functools import partial
 
-from penstock.contract import crash, wire
 from penstock.contract.broker.node import NodeBroker, Room, TakeAnswer
-from penstock.contract.broker.retry import patiently, pauses
-from penstock.contract.errors import PenstockError, RequestError, UnavailableError
-from penstock.contract.job import Chunk, Outcome, seed_of
-from penstock.contract.wire import Request
+from penstock.contract.broker.retry import pauses
+from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.bell import Bell
-from penstock.gpu_node.engine.records import ResumedChoice
-from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.ledger import HeldJob, Ledger
-from penstock.gpu_node.outbox import Outbox, outcome_of
-from penstock.gpu_node.worker import EngineWorker
+from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.reception import Reception
 
 log = logging.getLogger(__name__)
 
 MAX_TAKEN_AT_ONCE = 128
 """Of take.lua: after a call that reached it there may be more."""
-MAX_CHARS_ON_LOOP = 2048
-"""A longer prompt is tokenized on a thread: what takes above half a millisecond would hold up the tokens of others."""
 IDLE_TAKE_S = 1.0
 """Doorbells may be lost; the queue is looked at this often all the same."""
 
 
 class Inbox:
-    """Takes jobs for one node; those that cannot run go straight to the outbox."""
+    """Takes jobs for one node."""
 
     def __init__(
         self,
         broker: NodeBroker,
         ledger: Ledger,
-        worker: EngineWorker,
-        tokenizer: Tokenizer,
         bell: Bell,
         outbox: Outbox,
+        reception: Reception,
         *,
-        kv_tokens: int,
-        max_num_seqs: int,
+        room: tuple[int, int],
     ) -> None:
+        """`room`: KV tokens and sequences of the whole node."""
         self._broker = broker
         self._ledger = ledger
-        self._worker = worker
-        self._tokenizer = tokenizer
-        self._kv_tokens = kv_tokens
-        self._max_num_seqs = max_num_seqs
+        self._kv_tokens, self._max_num_seqs = room
         self._outbox = outbox
+        self._reception = reception
         self._bell = bell
         self._call = 0
         self._nonce = ""
-        self.num_tokenizer_failures = 0
-        """Prompts at which the tokenizer failed, other than by refusing them."""
         self.answered_call = 0
         """Last take whose answer has arrived: jobs of later ones are not yet known to us."""
 
@@ -77,18 +62,26 @@ class Inbox:
         """Whether jobs waited when the queue was last seen."""
         return self._bell.depth > 0
 
+    @property
+    def num_tokenizer_failures(self) -> int:
+        """Prompts at which the tokenizer failed, other than by refusing them."""
+        return self._reception.num_tokenizer_failures
+
     async def run(self) -> None:
         """Takes until cancelled. Raises SweptError when the pool believes this node dead."""
         patience = pauses()
         wait_s = 0.0
-        while True:
-            await self._bell.wait(wait_s)
-            try:
-                wait_s = await self._take()
-                patience = pauses()
-            except UnavailableError as error:
-                log.warning("redis is away", extra={"reason": error.message})
-                wait_s = next(patience)
+        try:
+            while True:
+                await self._bell.wait(wait_s)
+                try:
+                    wait_s = await self._take()
+                    patience = pauses()
+                except UnavailableError as error:
+                    log.warning("redis is away", extra={"reason": error.message})
+                    wait_s = next(patience)
+        finally:
+            await self._reception.close()
 
     async def _take(self) -> float:
         """One call; the same call again until its answer has arrived. Answers how long to sleep."""
@@ -98,10 +91,8 @@ class Inbox:
         answer = await self._broker.take(self._call, self._nonce, self._room(), hold_ms=self._ledger.hold_ms)
         jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
-        if jobs:
-            crash.point("before", "admission")
-            await self._admit_all(jobs)
-            crash.point("after", "admission")
+        for job in jobs:
+            self._reception.admit(job)
         if len(jobs) == MAX_TAKEN_AT_ONCE:
             return 0.0
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S
@@ -134,95 +125,7 @@ class Inbox:
         self.answered_call = self._call
         return jobs
 
-    async def _admit_all(self, jobs: list[HeldJob]) -> None:
-        """Reads, tokenizes and adds the jobs in the order in which they were taken."""
-        apart = [job.job_id for job in jobs if not job.taken.request]
-        read = await patiently(partial(self._broker.requests, apart), math.inf) if apart else []
-        data = dict(zip(apart, read, strict=True))
-        opened = [(job, await self._open(job, job.taken.request or data[job.job_id])) for job in jobs]
-        asked = [(job, request) for job, request in opened if request is not None]
-        encoded = await asyncio.gather(*(self._encode(request) for _, request in asked), return_exceptions=True)
-        for (job, request), token_ids in zip(asked, encoded, strict=True):
-            if isinstance(token_ids, BaseException):
-                self.num_tokenizer_failures += not isinstance(token_ids, PenstockError)
-                self._refuse_for(job, token_ids)  # whatever the tokenizer's library raises concerns this job alone
-            else:
-                self._start(job, request, token_ids)
-
-    async def _open(self, job: HeldJob, data: bytes | None) -> Request | None:
-        """A job's request, once what an earlier node logged is read; None when the job ends here."""
-        if data is None:
-            # Cancelled between take and read; finish will be told so.
-            self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
-            return None
-        try:
-            request = wire.decode_request(data)
-            logged: list[Chunk] = []
-            if job.taken.num_chunks:
-                logged = await patiently(partial(self._broker.log, job.job_id, job.taken.num_chunks), math.inf)
-            job.open(request.params, logged)
-        except Exception as error:
-            self._refuse_for(job, error)
-            return None
-        return request
-
-    async def _encode(self, request: Request) -> list[int]:
-        """A request's tokens, once all else is prepared; what takes long is done side by side, on threads."""
-        if request.params.structured_outputs is not None or request.adapter is not None:
-            await asyncio.to_thread(self._worker.prepare, request.params, request.adapter)
-        if _num_chars(request) <= MAX_CHARS_ON_LOOP:
-            return _encode(self._tokenizer, request)
-        return await asyncio.to_thread(_encode, self._tokenizer, request)
-
-    def _start(self, job: HeldJob, request: Request, token_ids: list[int]) -> None:
-        self._ledger.open(job, len(token_ids))
-        if job.is_complete:
-            self._outbox.end(job, outcome_of(job))
-            return
-        if self._ledger.get(job.job_id) is not job or job.outcome is not None:
-            return  # lost or cancelled while it was being read
-        params, taken = request.params, job.taken
-        resume = [ResumedChoice(*job.choice_so_far(i)) for i in range(params.n)] if taken.num_chunks else []
-        job.is_in_engine = True
-        added = self._worker.add(
-            *(taken.lease, token_ids, params, seed_of(job.job_id, params), resume),
-            priority=taken.urgency,
-            tenant=taken.tenant,
-            weight=taken.weight,
-            adapter=request.adapter,
-        )
-        # Not awaited: the engine answers between two steps, and the next job need not wait for that.
-        asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job))
-
-    def _heed_answer(self, job: HeldJob, answer: asyncio.Future[None]) -> None:
-        if answer.cancelled() or (error := answer.exception()) is None:
-            return
-        self._refuse_for(job, error)
-
-    def _refuse_for(self, job: HeldJob, error: BaseException) -> None:
-        if isinstance(error, PenstockError):
-            if not isinstance(error, RequestError):
-                log.error("job cannot be run", extra={"job_id": job.job_id}, exc_info=error)
-            self._outbox.end(job, Outcome("failed", error.code, error.message, error.param or ""))
-        else:
-            log.error("the engine failed at a job", extra={"job_id": job.job_id}, exc_info=error)
-            self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
-
 
 def _left_of(whole: int, claims: tuple[int, int, int]) -> tuple[int, int, int]:
     first, second, third = (max(0, whole - claimed) for claimed in claims)
     return first, second, third
-
-
-def _num_chars(request: Request) -> int:
-    """Of text that is to be tokenized."""
-    turns = sum(len(message.content) for message in request.messages or ())
-    return len(request.prompt or "") + turns + len(request.tools or "")
-
-
-def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:
-    if request.prompt_token_ids is not None:
-        return list(request.prompt_token_ids)
-    if request.messages is not None:
-        return tokenizer.encode_chat([m.model_dump(exclude_defaults=True) for m in request.messages], request.tools)
-    return tokenizer.encode(request.prompt or "")

@@ -13,6 +13,7 @@ from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason,
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.contract.packing import Pack
 from penstock.contract.policy import HOLD_MS, learned_hold_ms
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.counts import NodeCounts
 from penstock.gpu_node.engine.predict import LengthPredictor
@@ -260,7 +261,7 @@ class Ledger:
         tokens, sequences = [0, 0, 0], [0, 0, 0]
         for job in self._jobs.values():
             if job.outcome is None:
-                for urgency in range(job.taken.urgency, 3):
+                for urgency in range(job.taken.urgency, NUM_PRIORITIES):
                     tokens[urgency] += job.claim
                     sequences[urgency] += job.num_sequences
         return (tokens[0], tokens[1], tokens[2]), (sequences[0], sequences[1], sequences[2])

@@ -25,6 +25,7 @@ _COUNTED = {
     "dropped": "Jobs that turned out to be no longer this node's: its writes were fenced.",
     "given_back_drain": "Jobs given back because the node was told to go.",
     "given_back_pressure": "Jobs given back so that another node may run them.",
+    "given_back_lacking": "Jobs given back for want of their adapter.",
     "rewinds": "Times that Redis asked for chunks again, because it had lost them.",
     "outages": "Times that a send failed because Redis was away.",
 }

@@ -26,6 +26,7 @@ from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.pace import Pace
+from penstock.gpu_node.reception import Reception
 from penstock.gpu_node.relief import Relief
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.worker import EngineLike, EngineWorker
@@ -57,20 +58,17 @@ class Node:
             max_unsent_bytes=settings.max_unsent_bytes,
             pace=Pace(settings.stream_interval_ms / 1000),
         )
-        self._inbox = Inbox(
-            self._broker,
-            self.ledger,
-            self._worker,
-            engine.tokenizer,
-            self._bell,
-            self._outbox,
-            kv_tokens=engine.num_kv_tokens,
-            max_num_seqs=settings.max_num_seqs,
-        )
         self._relief = Relief(
             *(self._broker, self.ledger, self._worker, self._outbox),
             kv_tokens=engine.num_kv_tokens,
             max_num_seqs=settings.max_num_seqs,
+        )
+        self._reception = Reception(
+            *(self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._relief)
+        )
+        self._inbox = Inbox(
+            *(self._broker, self.ledger, self._bell, self._outbox, self._reception),
+            room=(engine.num_kv_tokens, settings.max_num_seqs),
         )
         self._heartbeat = Heartbeat(
             *(self._broker, self.ledger, self._worker, self._inbox, self._outbox),
@@ -103,7 +101,9 @@ class Node:
                 ready.set()
             log.info("node serves", extra={"node_id": self.node_id, "pool": self._settings.pool_name})
             async with _background(self._heartbeat_forever(), self._outbox.run()):
-                serving = self._take_forever(), self._listen(), self._relief.run(), self._announce_forever()
+                serving = [self._take_forever(), self._listen(), self._relief.run()]
+                if self._settings.has_adapters:
+                    serving.append(self._announce_forever())
                 async with _background(*serving):
                     await self._until_stopped()
                 await self._drain()

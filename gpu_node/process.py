@@ -9,6 +9,9 @@ import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
+from pydantic import ValidationError
+
+from penstock.contract.problems import config_error
 from penstock.contract.settle import settle
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.engine import Engine
@@ -18,9 +21,15 @@ from penstock.gpu_node.worker import EngineLike
 
 
 async def run_node(settings: NodeSettings) -> None:
-    """Loads the model, serves, and returns after SIGTERM's or SIGINT's drain; a second signal ends the grace time."""
+    """Loads the model, serves, and returns after SIGTERM's or SIGINT's drain; a second signal ends the grace time.
+
+    Raises ConfigError for settings that contradict each other and for models that cannot be run.
+    """
     shared = EngineConfig.model_fields.keys() & NodeSettings.model_fields.keys()
-    config = EngineConfig(**{name: getattr(settings, name) for name in shared})
+    try:
+        config = EngineConfig(**{name: getattr(settings, name) for name in shared})
+    except ValidationError as error:
+        raise config_error(error) from error
     engine = await asyncio.to_thread(Engine, config, progress=_report_progress)
     settle()
     await serve_engine(settings, engine)

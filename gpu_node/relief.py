@@ -1,4 +1,5 @@
-"""Jobs that this node gives back to the queue: when it leaves, and when another node has more room for them.
+"""Jobs that this node gives back to the queue: when it leaves, when another node has more room for them, and when
+one may have the adapter that they ask for.
 
 A node takes what will probably fit. Where outputs get longer than predicted, or urgent jobs came on top, the least
 urgent and newest jobs lose their places in the engine; they go to a node that has room, if there is one.
@@ -10,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from penstock.contract.broker.node import NodeBroker, Return
+from penstock.contract.broker.node import NodeBroker, Return, Why
 from penstock.contract.errors import UnavailableError
 from penstock.contract.policy import in_order_of_retreat
 from penstock.gpu_node.ledger import HeldJob, Ledger
@@ -58,25 +59,23 @@ class Relief:
             return
         stats = await asyncio.wrap_future(self._worker.stats())
         if stats.num_waiting or stats.num_swapped:
-            await self.give_back(surplus, only_if_room=True)
+            await self.give_back(surplus, "pressure")
 
-    async def give_back(self, jobs: Sequence[HeldJob], *, only_if_room: bool = False) -> None:
-        """Queues jobs again; `only_if_room`: those that another node has room for, the others go on here.
+    async def give_back(self, jobs: Sequence[HeldJob], why: Why = "drain") -> list[HeldJob]:
+        """Queues jobs again, and answers those that nobody else would take: they are still held here.
 
         Tokens that Redis does not have yet are lost; whoever takes the job makes the same again.
         """
         wanted = [job for job in jobs if job.outcome is None]
         returns = [Return(job.job_id, job.taken.lease, job.claim, job.most) for job in wanted]
-        answers = await self._broker.give_back(returns, only_if_room=only_if_room)
-        given = [job for job, answer in zip(wanted, answers, strict=True) if answer != "NO_ROOM"]
+        answers = await self._broker.give_back(returns, why)
+        given = [job for job, answer in zip(wanted, answers, strict=True) if answer != "NOBODY"]
         for job in given:
             self._outbox.forget(job)
-        if only_if_room:
-            self._ledger.counts.given_back_pressure += len(given)
-        else:
-            self._ledger.counts.given_back_drain += len(given)
-        if given and only_if_room:
-            log.info("gave jobs back for want of room", extra={"num_jobs": len(given)})
+        self._ledger.counts.gave_back(why, len(given))
+        if given and why != "drain":
+            log.info("gave jobs back", extra={"num_jobs": len(given), "why": why})
+        return [job for job, answer in zip(wanted, answers, strict=True) if answer == "NOBODY"]
 
     def _surplus(self) -> list[HeldJob]:
         """Who would have to give way for the rest to fit, in order."""

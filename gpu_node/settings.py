@@ -34,7 +34,7 @@ POOL_WIDE = (
 class NodeSettings(Settings):
     """A node's model, cache, place in the pool, and the pool's times and limits."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_")
 
     model: str = Field(min_length=1)
     """Hub id with optional :FILE.gguf and @revision, a folder, or a .gguf file."""
@@ -152,6 +152,11 @@ class NodeSettings(Settings):
     """A job whose log grew by so many chunks made progress."""
     avoid_ms: int = Field(2_000, ge=0)
     """How long a node that gave a job back does not take it again."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether there are adapters, or a place where some may come to be."""
+        return bool(self.lora) or self.lora_dir is not None
 
     @property
     def pool_name(self) -> str:

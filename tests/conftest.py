@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,10 +13,23 @@ from redis.asyncio import Redis
 
 from penstock.contract.broker.connection import connect
 from penstock.contract.embedded import EmbeddedRedis
+from penstock.gpu_node.model.cache import cache_folder
 
 # Triton reads it when it is first imported: without a card its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_weight_cache() -> Iterator[None]:
+    """Packed weights of tests' models go when the session ends; kernels and the demo model stay a machine's."""
+    kept = cache_folder()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        for name in ("native", "models"):
+            (kept / name).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / name).symlink_to(kept / name)
+        patched.setenv("PENSTOCK_CACHE", folder)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -51,15 +51,18 @@ class Answer(Response):
 
     async def _form_of(self, pool: str) -> AnswerForm:
         """How this answer's text is to be read; raises RequestError for tools that the model cannot call."""
-        order = self._order
-        if self._dialect is not ChatRenderer or order.params.structured_outputs is not None:
+        use = self._order.tool_use
+        is_formed = self._order.params.structured_outputs is not None and use.tools is None
+        if self._dialect is not ChatRenderer or is_formed:
             return PLAIN
         record = (await self._client.pools()).get(pool)
-        if order.tools is not None and (record is None or record.tool_parser not in CALL_FORMS):
+        if use.tools is not None and (record is None or record.tool_parser not in CALL_FORMS):
             raise RequestError("tools: no form is known in which this model calls tools", param="tools")
         if record is None:
             return PLAIN
-        return AnswerForm(record.tool_parser if order.tools else "none", record.reasoning_parser)
+        if use.tools is None:
+            return AnswerForm("none", record.reasoning_parser)
+        return AnswerForm(record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named)
 
     async def _renderer(self, jobs: Sequence[AsyncJob]) -> Renderer:
         return self._dialect(
@@ -108,20 +111,24 @@ class StreamAnswer(Answer):
             order = self._order
             if order.cut_at is not None:
                 form = await self._form_of(pool_of(order.cut_at.job_id))
-                order = replace(order, reads_all=form != PLAIN or order.tells_tokens)
+                # Of several choices the log alone says which have begun.
+                reads_all = form != PLAIN or order.tells_tokens or order.params.n > 1
+                order = self._order = replace(order, reads_all=reads_all)
             async with open_jobs(self._client, order, has_begun=lambda: writer.started) as jobs:
                 writer.headers[JOB_HEADER] = _names(jobs)
                 await self._relay(jobs, writer)
         except PenstockError as error:
             if not writer.started:
                 raise
-            self._metrics.refusals.labels(error.code).inc()
+            self._metrics.refused(error)
             await writer.write(event(error_body(error)))
         await writer.end()
 
     def _piece_writer(self, renderer: Renderer, jobs: Sequence[AsyncJob]) -> PieceWriter | ReadPieceWriter:
         order, indices = self._order, {job.id: index for index, job in enumerate(jobs)}
-        if renderer.form == PLAIN and not order.tells_tokens:
+        if order.cut_at is not None and not order.reads_all:
+            renderer.go_on()
+        if renderer.form == PLAIN and not order.tells_tokens and not order.reads_all:
             return PieceWriter(renderer, indices)
         return ReadPieceWriter(renderer, indices, after=order.cut_at.index if order.cut_at else -1)
 
@@ -139,6 +146,9 @@ class StreamAnswer(Answer):
                 if outcome is not None and failed:
                     raise error_of(outcome)
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
+        if not usages and self._order.cut_at is not None:
+            # It stood in a chunk of before.
+            usages += [result.usage for result in await results_of(jobs) if result.usage is not None]
         num_choices = len(jobs) * self._order.params.n
         self._meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
         if self._include_usage:

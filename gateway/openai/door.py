@@ -9,12 +9,12 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import is_job_id
+from penstock.contract.problems import request_error
 from penstock.gateway.body import read_json_body
 from penstock.gateway.entry import caller_of
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.order import Order, Place
-from penstock.producer.openai.problems import request_error
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -64,7 +64,7 @@ def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
     try:
         params = body.params()
     except ValidationError as error:
-        raise request_error(error) from None
+        raise request_error(error, body.names()) from None
     return Order(
         body.model,
         body.prompts(),
@@ -74,7 +74,7 @@ def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
         terms=caller.terms,
         idempotency_key=idempotency_key,
         cut_at=place_of(request, body),
-        prompt_field=body.prompt_field,
-        tools=body.offered_tools(),
+        names=body.names(),
+        tool_use=body.tool_use(),
         echoes=body.echoes,
     )

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from penstock.contract.errors import BusyError, PenstockError, RequestError, UnavailableError
-from penstock.producer.openai.problems import MAX_NAME_CHARS
+from penstock.contract.problems import MAX_NAME_CHARS
 
 
 def error_body(error: PenstockError) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _body(message: str, kind: str, code: str, param: str | None) -> dict[str, An
 async def _on_penstock_error(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, PenstockError):
         raise error
-    request.app.state.metrics.refusals.labels(error.code).inc()
+    request.app.state.metrics.refused(error)
     return error_response(error)
 
 

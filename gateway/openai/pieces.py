@@ -94,9 +94,9 @@ class ReadPieceWriter:
         said = reader.push(chunk.text)
         if chunk.finish_reason is not None:
             said += reader.end()
-        if said.calls:
+        if said.calls and not self._renderer.form.is_named:
             self._have_called.add(key)
-        finish_reason = finish_reason_of(chunk.finish_reason, has_calls=key in self._have_called)
+        finish_reason = finish_reason_of(chunk.finish_reason, calls=key in self._have_called)
         if not said and finish_reason is None and not chunk.logprobs:
             return None
         return self._renderer.piece(index, chunk.choice, said, finish_reason, chunk.logprobs)

@@ -49,10 +49,3 @@ class ChatRequest(ChatBody, _Asked):
 
 class CompletionRequest(CompletionBody, _Asked):
     """Body of `POST /v1/completions`."""
-
-    @field_validator("prompt_logprobs")
-    @classmethod
-    def _whole_only(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and info.data.get("stream"):
-            raise PydanticCustomError("unsupported_value", "not while streaming; echo with logprobs streams them")
-        return value

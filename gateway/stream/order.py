@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.problems import rename
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 LEAVE_TIMEOUT_S = 5.0
 """Redis may be away when the caller is gone too; the queue then ends unheard jobs by itself."""
@@ -40,10 +42,10 @@ class Order:
     idempotency_key: str | None = None
     cut_at: Place | None = None
     """Where a stream of before goes on; its job is then nobody's to submit."""
-    prompt_field: str = "prompt"
-    """What the caller calls the prompt, for errors that are about it."""
-    tools: str | None = None
-    """What a chat's assistant may call, as JSON text."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the caller calls fields of ours where that differs, for errors that are about them."""
+    tool_use: ToolUse = NO_TOOLS
+    """What a chat's assistant may call, and must."""
     echoes: bool = False
     """The answer begins with the prompt."""
     reads_all: bool = False
@@ -56,8 +58,8 @@ class Order:
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether the answer says more of its tokens than their text."""
-        return self.echoes or self.params.logprobs is not None
+        """Whether the answer says more of its tokens, or the prompt's, than their text."""
+        return self.echoes or self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
     def key_of(self, index: int) -> str | None:
         """The idempotency key of one prompt's job."""
@@ -85,8 +87,8 @@ async def open_jobs(
                 jobs.append(await _submit(client, order, number, prompt))
         yield jobs
     except BaseException as error:
-        if isinstance(error, PenstockError) and error.param == "prompt":
-            error.param = order.prompt_field
+        if isinstance(error, PenstockError):
+            rename(error, order.names)
         is_shared = order.idempotency_key is not None or order.cut_at is not None
         hung_up = isinstance(error, asyncio.CancelledError)
         await _leave(jobs, may_return=is_shared or (hung_up and has_begun()))
@@ -98,7 +100,9 @@ async def _submit(client: AsyncClient, order: Order, index: int, prompt: Prompt)
         prompt,
         model=order.model,
         params=order.params,
-        tools=order.tools,
+        tools=order.tool_use.tools,
+        tool_choice=order.tool_use.choice,
+        parallel_tool_calls=order.tool_use.parallel,
         priority=order.priority,
         tenant=order.tenant,
         terms=order.terms,

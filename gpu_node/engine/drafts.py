@@ -11,16 +11,16 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from penstock.gpu_node.engine.lookup import PromptLookup
+from penstock.gpu_node.engine.drafter import Drafter
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.residents import Residents
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculation import Drafter, Speculation
+from penstock.gpu_node.engine.speculation import Speculation
 from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
+
+_SEQS_PER_PAUSE = 4
+"""One sequence looks for a draft at every step, so many at every second one, twice as many at every third."""
 
 
 class Settled(NamedTuple):
@@ -41,6 +41,9 @@ class Drafts:
         self.speculation = speculation
         self.num_written = 0
         """Tokens that stand drafted behind those of the running sequences."""
+        self._num_writes = 0
+        self._has_hopes = False
+        """Whether anybody found something at the last look."""
         self._residents = residents
         self._table = residents.table
         self._memory = memory
@@ -54,57 +57,84 @@ class Drafts:
         """
         if not self.speculation.max_draft_tokens:
             return
-        table, rows = self._table, self._residents.rows
-        table.num_drafted[rows] = self.num_written = 0
-        to_compute = table.num_tokens[rows] - table.num_computed[rows]
-        decoding = (to_compute == 1).nonzero()[0]
-        most = (max_step_tokens - int(to_compute.sum())) // 2
-        if most <= 0 or not len(decoding):
+        table, seqs, rows = self._table, self._residents.seqs, self._residents.rows
+        if self.num_written:
+            table.num_drafted[rows] = self.num_written = 0
+        self._num_writes += 1
+        all_look = self._num_writes % (1 + len(seqs) // _SEQS_PER_PAUSE) == 0
+        if not all_look and not self._has_hopes:
             return
-        least_odds = self.speculation.begin(len(decoding))
-        on_trial = self.speculation.on_trial(len(decoding))
-        for i in range(len(decoding)) if least_odds <= 1 else on_trial:
-            seq = self._residents.seqs[decoding[i]]
-            if seq.guide is not None:
-                continue
-            drafter = seq.drafter = seq.drafter or Drafter(PromptLookup(seq.max_num_tokens))
-            if i in on_trial or self.speculation.pays(drafter, least_odds):
-                self.num_written += self._draft(seq, drafter, most - self.num_written, least_odds)
+        to_compute = table.num_tokens[rows] - table.num_computed[rows]
+        decoding = (to_compute == 1).nonzero()[0].tolist()
+        most = (max_step_tokens - int(to_compute.sum())) // 2
+        if most <= 0 or not decoding:
+            return
+        if needs := self.speculation.needs(len(decoding), most):
+            self._choose([seqs[i] for i in decoding], needs, all_look=all_look)
 
-    def _draft(self, seq: Sequence, drafter: Drafter, most: int, least_odds: float) -> int:
-        """Have a sequence draft; how many tokens it did."""
-        news = self._table.tokens_of(seq)[len(drafter.lookup) :]
-        draft = self.speculation.draft(drafter, news, most, least_odds)
-        return self._table.put_draft(seq, _up_to(seq.end_rule.end_ids, draft[: self._room(seq)])) if draft else 0
+    def _choose(self, decoding: list[Sequence], needs: list[float], *, all_look: bool) -> None:
+        """Have those draft whose drafts pay; where even the likeliest tokens would not, no more is worked out.
+
+        The more there are, the less a token spares and the longer it takes to look: where not all look, those do that
+        found something the last time.
+        """
+        least = min(need / num for num, need in enumerate(needs, 1))
+        found = []
+        for seq in decoding:
+            if all_look or (seq.drafter is not None and seq.drafter.has_hopes):
+                drafter = self._look(seq, least)
+                if drafter is not None:
+                    found.append((seq, drafter))
+        self._has_hopes = bool(found)
+        if not found:
+            return
+        most = self.speculation.max_draft_tokens
+        chances = [drafter.chances(min(self._room(seq), most)) for seq, drafter in found]
+        for (seq, drafter), count in zip(found, self.speculation.choose(chances, needs), strict=True):
+            if count:
+                draft = _up_to(seq.end_rule.end_ids, drafter.draft(count))
+                self.num_written += self._table.put_draft(seq, draft)
+
+    def _look(self, seq: Sequence, least: float) -> Drafter | None:
+        """Have a sequence look for a draft; its drafter if the first token of that stands by at least such odds."""
+        if seq.guide is not None:
+            return None
+        drafter = seq.drafter
+        if drafter is None:
+            drafter = seq.drafter = self.speculation.drafter(seq.max_num_tokens)
+        return drafter if drafter.look(self._table.tokens_of(seq)[len(drafter.lookup) :], least) else None
 
     def settle(self, step: Step, tokens: Ints) -> Settled:
         """Part what stands of a step's samples from what does not."""
         if not step.num_drafted:
             return Settled(step, tokens, range(len(tokens)), [])
-        stands = self._stand(step, tokens)
-        num_samples, num_standing = np.bincount(step.sampled), np.bincount(step.sampled[stands])
-        for i in (num_samples > 1).nonzero()[0].tolist():
-            drafter = step.seqs[i].drafter
-            if drafter is not None:
-                self.speculation.verified(drafter, int(num_samples[i]) - 1, int(num_standing[i]) - 1)
-        poisoned = {step.sampled_seqs[i] for i in (~stands & (tokens == FAILED_TOKEN)).nonzero()[0].tolist()}
-        kept = stands.nonzero()[0]
+        kept, poisoned = self._stand(step, tokens)
+        self.speculation.num_drafted += step.num_drafted
+        self.speculation.num_accepted += step.num_drafted - (len(tokens) - len(kept))
+        if len(kept) == len(tokens):
+            return Settled(step, tokens, range(len(tokens)), [])
         standing = replace(
             step,
             sampled=step.sampled[kept],
-            sampled_seqs=[step.sampled_seqs[i] for i in kept.tolist()],
+            sampled_seqs=[step.sampled_seqs[i] for i in kept],
             sampled_rows=step.sampled_rows[kept],
             sampled_ends=step.sampled_ends[kept],
         )
-        return Settled(standing, tokens[kept], kept.tolist(), [seq for seq in poisoned if seq.row >= 0])
+        return Settled(standing, tokens[kept], kept, [seq for seq in poisoned if seq.row >= 0])
 
-    def _stand(self, step: Step, tokens: Ints) -> NDArray[np.bool_]:
-        """[num_samples]: whether all that a token was sampled behind is what was sampled itself."""
-        firsts = np.searchsorted(step.sampled, step.sampled)
-        is_behind_draft = np.arange(len(tokens)) > firsts
-        num_wrong = np.cumsum(is_behind_draft & (np.roll(tokens, 1) != self._table.last_tokens(step)))
-        stands: NDArray[np.bool_] = num_wrong == num_wrong[firsts]
-        return stands
+    def _stand(self, step: Step, tokens: Ints) -> tuple[list[int], list[Sequence]]:
+        """The samples of a step behind what was sampled itself, and whose others are not finite."""
+        kept, poisoned = [], []
+        drawn, behind, owners = tokens.tolist(), self._table.last_tokens(step).tolist(), step.sampled.tolist()
+        stands, before = True, -1
+        for i, owner in enumerate(owners):
+            stands = owner != before or (stands and drawn[i - 1] == behind[i])
+            before = owner
+            if stands:
+                kept.append(i)
+            elif drawn[i] == FAILED_TOKEN and step.sampled_seqs[i] not in poisoned:
+                poisoned.append(step.sampled_seqs[i])
+        return kept, poisoned
 
     def _room(self, seq: Sequence) -> int:
         """How many tokens a sequence may draft."""

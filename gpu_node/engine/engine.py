@@ -205,7 +205,8 @@ class Engine(ServedModel):
         note_scores(flight.step, flight.plan, result.scores)
         self._meter.land(flight, result, len(landed.token_ids))
         self._costs.note_step(len(flight.step.copies), flight.step.num_prefill_tokens, result)
-        self._scheduler.drafts.speculation.note_step(flight.step.num_tokens, result)
+        whole_ms = self._meter.schedule.last + flight.age_ms
+        self._scheduler.drafts.speculation.note_step(flight.step, result, whole_ms)
         return landed
 
     def _fail(self, guilty: Choice | None) -> None:

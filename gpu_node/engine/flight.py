@@ -111,6 +111,11 @@ class Window:
         """Take in a step's time."""
         self._values_ms.append(value_ms)
 
+    @property
+    def last(self) -> float:
+        """The last one; 0 before the first."""
+        return self._values_ms[-1] if self._values_ms else 0.0
+
     def mean(self) -> float:
         """Their mean; 0 before the first."""
         return sum(self._values_ms) / max(1, len(self._values_ms))

@@ -14,6 +14,8 @@ from cachetools import LRUCache
 
 from penstock.contract.errors import RequestError
 from penstock.contract.structured import StructuredOutputs
+from penstock.contract.tools import WantedCalls
+from penstock.gpu_node.engine.call_grammar import CallGrammar
 from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import TokenMasks
@@ -46,7 +48,7 @@ class Guides:
             if wanted in self._compiled:
                 return
             tokenizer = self._ll_tokenizer = self._ll_tokenizer or self._new_ll_tokenizer()
-        matcher = _compile(wanted, tokenizer)
+        matcher = self._compile(wanted, tokenizer)
         with self._lock:
             self._compiled[wanted] = matcher
 
@@ -65,6 +67,43 @@ class Guides:
         except RuntimeError:  # the interpreter ends, but the step that waits for them must still end before it
             masks.write()
 
+    def _compile(self, wanted: StructuredOutputs, tokenizer: LLTokenizer) -> LLMatcher:
+        if wanted.calls is not None:
+            if wanted.calls.answer is not None:
+                self._compile(StructuredOutputs(json_schema=wanted.calls.answer), tokenizer)
+            return self._compile_calls(wanted.calls, tokenizer)
+        field, grammar = _grammar_of(wanted)
+        try:
+            return _matcher(grammar, tokenizer)
+        except ValueError as error:
+            param = f"structured_outputs.{field}"
+            raise RequestError(f"{param}: cannot be kept to: {error}", param=param) from None
+
+    def _compile_calls(self, wanted: WantedCalls, tokenizer: LLTokenizer) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        def token_of(mark: str) -> int | None:
+            token_id = self._tokenizer.id_of(mark)
+            return token_id if token_id is not None and tokenizer.is_special_token(token_id) else None
+
+        def matcher(calls: WantedCalls) -> LLMatcher:
+            grammar = CallGrammar(calls, token_of, _COMPACT).lark()
+            return _matcher(LLMatcher.grammar_from_lark(grammar), tokenizer)
+
+        def refusal(at_fault: str, error: ValueError) -> RequestError:
+            # The lines behind the first show a grammar that the caller does not know.
+            return RequestError(f"tools: {at_fault} cannot be kept to: {str(error).splitlines()[0]}", param="tools")
+
+        try:
+            return matcher(wanted)
+        except ValueError as error:
+            for function in wanted.functions:
+                try:
+                    matcher(wanted.model_copy(update={"functions": (function,)}))
+                except ValueError as own:
+                    raise refusal(f"the parameters of {function.name!r}", own) from None
+            raise refusal("they", error) from None
+
     def _new_ll_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
@@ -77,18 +116,6 @@ class Guides:
             raise RequestError(
                 f"this model's tokenizer cannot be guided: {error}", param="structured_outputs"
             ) from error
-
-
-def _compile(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> LLMatcher:
-    from llguidance import LLMatcher
-
-    field, grammar = _grammar_of(wanted)
-    is_wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    if is_wrong or matcher.is_error():
-        said = (problems or [matcher.get_error()])[0].strip()
-        raise RequestError(f"structured_outputs.{field} cannot be kept to: {said}", param=f"structured_outputs.{field}")
-    return matcher
 
 
 def _grammar_of(wanted: StructuredOutputs) -> tuple[str, str]:
@@ -105,3 +132,14 @@ def _grammar_of(wanted: StructuredOutputs) -> tuple[str, str]:
     field = "json_object" if wanted.json_schema is None else "json_schema"
     schema = wanted.json_schema or '{"type": "object"}'
     return field, LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT)
+
+
+def _matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Raises ValueError for a grammar that cannot be kept to."""
+    from llguidance import LLMatcher
+
+    is_wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if is_wrong or matcher.is_error():
+        raise ValueError((problems or [matcher.get_error()])[0].strip())
+    return matcher

@@ -88,6 +88,11 @@ class Tokenizer:
         token = self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
         return token or self._backend.id_to_token(token_id) or ""
 
+    def id_of(self, token: str) -> int | None:
+        """The token of exactly that name, if there is one."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
     def to_json(self) -> str:
         """All of it, as tokenizer.json has it."""
         text: str = self._backend.to_str()

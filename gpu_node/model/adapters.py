@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import StoredTensor, mapped, read_safetensors
+from penstock.gpu_node.model.json_object import read_object
 from penstock.gpu_node.model.low_rank import LowRank
 from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
 from penstock.gpu_node.model.tensors import rows_by_part
@@ -65,7 +66,7 @@ class Adapter:
 
 def digest_of(folder: Path) -> str:
     """32 hex digits over an adapter's config and every byte of its weights. Raises ConfigError for a missing file."""
-    digest = hashlib.blake2b(json.dumps(_config_of(folder), sort_keys=True).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps(read_object(folder / CONFIG_FILE), sort_keys=True).encode(), digest_size=16)
     with _weights_of(folder).open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
@@ -77,7 +78,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
 
     Raises ConfigError naming what is missing, not supported, of another shape, or meant for another model.
     """
-    config, weights = _config_of(folder), _weights_of(folder)
+    config, weights = read_object(folder / CONFIG_FILE), _weights_of(folder)
     rank, factor = _rank_and_factor(config)
     if rank > max_rank:
         raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
@@ -138,19 +139,6 @@ def _rank_and_factor(config: Mapping[str, Any]) -> tuple[int, float]:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ConfigError(f"{CONFIG_FILE}: lora_alpha is {alpha!r}, want a number")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return config
 
 
 def _weights_of(folder: Path) -> Path:

@@ -6,12 +6,13 @@ import json
 import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
 from gguf.quants import dequantize
 from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.gguf_header import GgufHeader, GgufTensor, read_header
 from penstock.gpu_node.model.scaled import ScaledTensor
+from penstock.gpu_node.model.shards import INDEX, shards_of
 from penstock.gpu_node.model.source import ModelSource
 
 _SAFETENSORS_KINDS = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
@@ -54,13 +56,20 @@ class StoredTensor:
         return replace(self, shape=shape, row_order=order)
 
     def span(self, start: int, end: int) -> StoredTensor:
-        """A matrix's rows from `start` up to `end` as a tensor of their own; its rows are stored in order."""
-        return replace(self, shape=(end - start, self.shape[1]), data=self.data[start:end])
+        """A matrix's rows from `start` up to `end` as a tensor of their own."""
+        shape = end - start, self.shape[1]
+        if self.row_order is None:
+            return replace(self, shape=shape, data=self.data[start:end])
+        return replace(self, shape=shape, row_order=self.row_order[start:end])
+
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """`data` in Hugging Face's order of rows: a copy where they are stored in another one."""
+        return self.data if self.row_order is None else self.data[self.row_order]
 
     def to_float32(self) -> NDArray[np.float32]:
         """A copy of the values, in `shape` and in Hugging Face's order of rows."""
-        values = _DECODERS[self.kind](self.data) if self.kind in _DECODERS else _dequantised(self)
-        return (values if self.row_order is None else values[self.row_order]).reshape(self.shape)
+        return _decoded(self, self.rows).reshape(self.shape)
 
 
 Stored: TypeAlias = StoredTensor | ScaledTensor
@@ -91,12 +100,17 @@ class Checkpoint:
         return cls(tensors.get, maps.values(), read_scaled)
 
     def get(self, name: str, *shape: int) -> Stored:
-        """The tensor of a name. Raises ConfigError when it is missing or of another shape than the config says."""
+        """The tensor of a name, of which nothing is read yet unless it is quantised.
+
+        Raises ConfigError when it is missing, of another shape than the config says, or of a kind that cannot be read.
+        """
         tensor = self._scaled(name) or self._find(name)
         if tensor is None:
             raise ConfigError(f"the checkpoint has no tensor {name}")
         if tensor.shape != shape:
             raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}, the config says {list(shape)}")
+        if isinstance(tensor, StoredTensor):
+            _check_kind(tensor)
         return tensor
 
     def release(self) -> None:
@@ -123,12 +137,11 @@ def weight_files(source: ModelSource) -> list[Path]:
     if source.gguf is not None:
         return [source.gguf]
     folder = source.folder
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    names = shards_of(folder)
+    if names is not None:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise ConfigError(f"{index} names files that are not there: {', '.join(missing)}")
+            raise ConfigError(f"{folder / INDEX} names files that are not there: {', '.join(missing)}")
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if files:
@@ -235,9 +248,25 @@ _DECODERS: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
 }
 
 
-def _dequantised(tensor: StoredTensor) -> NDArray[np.float32]:
-    try:
-        values: NDArray[np.float32] = dequantize(tensor.data, GGMLQuantizationType[tensor.kind.upper()])
-    except (KeyError, NotImplementedError) as error:
-        raise ConfigError(f"tensor {tensor.name} is stored as {tensor.kind}, which cannot be read") from error
+def _decoded(tensor: StoredTensor, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    _check_kind(tensor)
+    if tensor.kind in _DECODERS:
+        return _DECODERS[tensor.kind](rows)
+    values: NDArray[np.float32] = dequantize(rows, GGMLQuantizationType[tensor.kind.upper()])
     return values
+
+
+def _check_kind(tensor: StoredTensor) -> None:
+    if tensor.kind not in _DECODERS and not _can_dequantise(tensor.kind):
+        raise ConfigError(f"tensor {tensor.name} is stored as {tensor.kind}, which cannot be read")
+
+
+@cache
+def _can_dequantise(kind: str) -> bool:
+    """Whether the library reads a ggml format, found by trying one block."""
+    try:
+        ggml_type = GGMLQuantizationType[kind.upper()]
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[ggml_type][1]), np.uint8), ggml_type)
+    except (KeyError, NotImplementedError):
+        return False
+    return True

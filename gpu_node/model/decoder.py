@@ -28,13 +28,13 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
         self._spec = spec
         self._weights = weights
-        self.adapters = TorchAdapters(spec, weights.embedding.dtype)
+        self.adapters = TorchAdapters(spec, weights.dtype)
         self._activation = _ACTIVATIONS[spec.activation]
         self._rotation = None
         if spec.rope is not None:
             # Both halves of what rotates turn by the same angles.
             self._rotation = tuple(
-                torch.from_numpy(table).repeat(1, 2).to(weights.embedding.dtype)
+                torch.from_numpy(table).repeat(1, 2).to(weights.dtype)
                 for table in rope_angles(spec.rope, num_positions)
             )
 
@@ -44,7 +44,7 @@ class Decoder:
         positions = torch.from_numpy(plan.positions)
         angles = None if self._rotation is None else tuple(table[positions].unsqueeze(1) for table in self._rotation)
         # The residual stream stays in float32: rounded after each layer, SmolLM2's bfloat16 logits err twice as much.
-        x = functional.embedding(torch.from_numpy(plan.token_ids), self._weights.embedding).float()
+        x = self._weights.embedding(torch.from_numpy(plan.token_ids)).float()
         for i, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
             q, k, v = self._qkv(x, i, layer, angles, adapted)
             cache.store(k, v, slots)

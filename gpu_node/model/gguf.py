@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,23 +31,4 @@ def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], Non
     tokenizer.save_pretrained(folder)
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    progress("convert", 1.0)
-
-
-def dequantise_gguf(gguf: Path, described: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
-    """Write `gguf` in bfloat16, with what `describe_gguf` wrote, to a new `folder`. Raises ConfigError likewise."""
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    auto_model: Any = AutoModelForCausalLM
-    progress("convert", 0.0)
-    try:
-        model = auto_model.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-        )
-    except Exception as error:
-        raise ConfigError(f"cannot read {gguf}: {error}") from error
-    progress("convert", 0.8)
-    model.save_pretrained(folder, safe_serialization=True)
-    shutil.copytree(described, folder, dirs_exist_ok=True)
     progress("convert", 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,10 +12,11 @@ from typing import Any, Self
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.families import family_of
+from penstock.gpu_node.model.json_object import read_object
+from penstock.gpu_node.model.shards import shards_of
 
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 _FOLDERS = ["*/*"]
-_INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _BYTES_WRITTEN = "huggingface_hub.snapshot_download"
 """What huggingface_hub calls the bar of bytes that are on disk, those of all files together."""
@@ -95,7 +95,7 @@ def _check_config(model: HubModel, folder: Path) -> None:
     """Before gigabytes are fetched: whether the architecture is one of ours."""
     path = folder / "config.json"
     if path.is_file():
-        family_of(json.loads(path.read_text()))
+        family_of(read_object(path))
 
 
 def _sizes(model: HubModel, folder: Path) -> dict[str, int]:
@@ -112,9 +112,9 @@ def _sizes(model: HubModel, folder: Path) -> dict[str, int]:
 
 def _weight_names(model: HubModel, folder: Path, sizes: Mapping[str, int]) -> list[str]:
     """The safetensors of a model in one format only. Raises ConfigError where there are none."""
-    index = folder / _INDEX
-    if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    shards = shards_of(folder)
+    if shards is not None:
+        return shards
     names = sorted(sizes) or sorted(path.name for path in folder.iterdir())
     found = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     if found:

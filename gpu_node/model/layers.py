@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from penstock.gpu_node.model.norm import Norm
@@ -32,10 +33,21 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All tensors of a decoder; `head` multiplies with `embedding` where the checkpoint ties them."""
+    """All tensors of a decoder."""
 
-    embedding: Tensor
+    embedding: Callable[[Tensor], Tensor]
+    """Of token ids [num_tokens]: [num_tokens, hidden]."""
     layers: Iterable[LayerWeights]
     """Gone over once a step, in order."""
     final_norm: Norm
     head: Product
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self.final_norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.final_norm.weight.device

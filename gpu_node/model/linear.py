@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -19,7 +20,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight: [out, in]; bias: [out]."""
         self._bias = bias
-        self._prepacked = weight.is_cpu and can_prepack(weight.dtype)
+        self._prepacked = can_prepack(weight.dtype)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._prepacked else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -27,6 +28,17 @@ class Linear:
         if self._prepacked:
             return _multiply_prepacked(x, self._weight, self._bias)
         return functional.linear(x, self._weight, self._bias)
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """The products of matrices that are parts of one, their outputs side by side."""
+
+    parts: tuple[Linear, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in]; returns [num_tokens, all outputs]."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from penstock.gpu_node.model.adapter_library import AdapterLibrary
 from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.gguf_rope import with_rope_scaling
+from penstock.gpu_node.model.json_object import read_object
 from penstock.gpu_node.model.methods import reader_of
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, RunnerOptions
@@ -28,7 +28,7 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
     Raises ConfigError naming what is missing or not supported.
     """
     source = resolve_model(model, progress, revision)
-    config = _read_json(source.folder / "config.json")
+    config = read_object(source.folder / "config.json")
     if source.gguf is not None:
         config = with_rope_scaling(config, source.gguf)
     described = _describe(source, config, options)
@@ -79,6 +79,8 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
         spec = family.spec_of(config)
     except KeyError as error:
         raise ConfigError(f"{source.folder}/config.json has no {error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{source.folder}/config.json makes no sense: {error}") from error
     if options.max_model_len is not None and options.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len {options.max_model_len} is more than the model's own limit of {spec.max_position} tokens"
@@ -92,22 +94,10 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no {path}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return content
-
-
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """All ids that end a text, of generation_config.json or else config.json."""
     path = folder / "generation_config.json"
-    generation = _read_json(path) if path.is_file() else {}
+    generation = read_object(path) if path.is_file() else {}
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = config.get("eos_token_id")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.cache import built_once, samples
-from penstock.gpu_node.model.gguf import dequantise_gguf, describe_gguf
+from penstock.gpu_node.model.gguf import describe_gguf
 from penstock.gpu_node.model.hub import HubModel, downloaded
 
 _CONVERTER_VERSION = 2
@@ -47,16 +47,6 @@ def resolve_model(model: str, progress: Progress, revision: str | None = None) -
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     return ModelSource(built_once(_cached_name(path), lambda folder: describe_gguf(path, folder, progress)), path)
-
-
-def dequantised_folder(source: ModelSource, progress: Progress) -> Path:
-    """A folder that holds the source's weights as safetensors: its own, or one made of its GGUF file in bfloat16."""
-    gguf = source.gguf
-    if gguf is None:
-        return source.folder
-    return built_once(
-        f"{_cached_name(gguf)}-bfloat16", lambda folder: dequantise_gguf(gguf, source.folder, folder, progress)
-    )
 
 
 def _cached_name(gguf: Path) -> str:

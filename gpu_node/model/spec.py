@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
+
+from penstock.contract.errors import ConfigError
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 NormKind: TypeAlias = Literal["rms", "layer"]
@@ -96,7 +98,7 @@ class NameMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Shapes and constants of a decoder."""
+    """Shapes and constants of a decoder. Raises ConfigError for sizes that are none."""
 
     vocab_size: int
     hidden_size: int
@@ -121,6 +123,12 @@ class ModelSpec:
     mlp_bias: bool = False
     tied_head: bool
     names: NameMap
+
+    def __post_init__(self) -> None:
+        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "int"}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name} is {size!r}, which is no size")
 
     @property
     def is_gated(self) -> bool:

@@ -28,6 +28,19 @@ class StoredNorm:
     bias: Stored | None
 
 
+@dataclass(frozen=True, slots=True)
+class StoredLayer:
+    """One decoder layer; what its parts are is said where `DecoderTensors` has each alone."""
+
+    attention_norm: StoredNorm
+    qkv: StoredLinear
+    head_norms: tuple[Stored, Stored] | None
+    out: StoredLinear
+    mlp_norm: StoredNorm | None
+    mlp_in: StoredLinear
+    mlp_out: StoredLinear
+
+
 class DecoderTensors:
     """Finds them. Who asks for one that is missing or not of the config's shape gets a ConfigError naming it."""
 
@@ -50,6 +63,18 @@ class DecoderTensors:
     def final_norm(self) -> StoredNorm:
         """Of the hidden state, before the head."""
         return self._norm(self._spec.names.final_norm)
+
+    def layer(self, layer: int) -> StoredLayer:
+        """All of a layer."""
+        return StoredLayer(
+            attention_norm=self.attention_norm(layer),
+            qkv=self.qkv(layer),
+            head_norms=self.head_norms(layer),
+            out=self.out(layer),
+            mlp_norm=self.mlp_norm(layer),
+            mlp_in=self.mlp_in(layer),
+            mlp_out=self.mlp_out(layer),
+        )
 
     def attention_norm(self, layer: int) -> StoredNorm:
         """Of the hidden state, before the attention."""

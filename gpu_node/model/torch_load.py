@@ -18,7 +18,7 @@ from penstock.gpu_node.model.protocol import RunnerOptions
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.torch_runner import TorchRunner
-from penstock.gpu_node.model.weights import load_weights
+from penstock.gpu_node.model.torch_weights import map_weights
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -37,7 +37,8 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
         kept = f"torch keeps {name}, the native runner bfloat16 or int8"
         raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} cannot be had: {kept}")
     checkpoint = Checkpoint.open(described.source, described.read_scaled)
-    weights = load_weights(DecoderTensors(checkpoint, spec), spec, dtype, lambda done: progress("load", done))
+    told, is_lazy = (lambda done: progress("load", done)), described.read_scaled is None
+    weights = map_weights(DecoderTensors(checkpoint, spec), spec, dtype, told, is_lazy=is_lazy)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
     sizes = cache_sizes(described, options, token_bytes)
     decoder = Decoder(spec, weights, described.max_model_len)

@@ -1,113 +1,110 @@
-"""A checkpoint to the torch tensors a decoder multiplies with."""
+"""A checkpoint's tensors to the torch tensors that a decoder multiplies with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from penstock.gpu_node.model.checkpoint import Stored, StoredTensor
-from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights, Product
-from penstock.gpu_node.model.linear import Linear
+from penstock.gpu_node.model.layers import LayerWeights, Product
 from penstock.gpu_node.model.norm import Norm
-from penstock.gpu_node.model.spec import ModelSpec
-from penstock.gpu_node.model.tensors import DecoderTensors, StoredLinear, StoredNorm
+from penstock.gpu_node.model.tensors import StoredLayer, StoredLinear, StoredNorm
 
 Convert: TypeAlias = Callable[[tuple[Stored, ...]], Tensor]
 """Stored tensors as one, their rows one after another."""
-MakeLinear: TypeAlias = Callable[[StoredLinear, Convert], Product]
-"""Keeps a matrix as it likes: as it is stored, or as what converting it gives."""
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SLAB_BYTES = 1 << 20
+"""Of a dequantised matrix, in float32, that is made at a time."""
 
 
-def plain_linear(stored: StoredLinear, convert: Convert) -> Product:
-    """A matrix in the decoder's dtype."""
-    return Linear(convert(stored.weights), convert(stored.biases) if stored.biases else None)
+class Converter:
+    """Stored tensors to torch's in one dtype, on a device or, where none is named, in this process's memory.
 
-
-def load_weights(
-    tensors: DecoderTensors,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    progress: Callable[[float], None],
-    device: torch.device | None = None,
-    linear: MakeLinear = plain_linear,
-    gather: Callable[[Iterator[LayerWeights]], Iterable[LayerWeights]] = tuple,
-) -> DecoderWeights:
-    """Read, fuse and convert a checkpoint layer by layer, onto the CPU where no device is named.
-
-    `linear` keeps the layers' matrices; embedding and head stay as they are. `gather` gets each layer as it is read.
-    Raises ConfigError naming a tensor that is missing or of another shape.
+    There a tensor that is stored in that dtype is no copy but the file's own pages, which nobody may write to.
     """
-    convert = _Converter(dtype, spec.norm_eps, device, linear)
-    embedding = convert.tensor(tensors.embedding())
-    tensors.release()
 
-    def layers() -> Iterator[LayerWeights]:
-        for layer in range(spec.num_layers):
-            yield _load_layer(tensors, convert, layer)
-            tensors.release()
-            progress((layer + 1) / spec.num_layers)
-
-    return DecoderWeights(
-        embedding=embedding,
-        layers=gather(layers()),
-        final_norm=convert.norm(tensors.final_norm()),
-        head=Linear(embedding if spec.tied_head else convert.tensor(tensors.head())),
-    )
-
-
-def _load_layer(tensors: DecoderTensors, convert: _Converter, layer: int) -> LayerWeights:
-    mlp_norm, head_norms = tensors.mlp_norm(layer), tensors.head_norms(layer)
-    attention_norm = convert.norm(tensors.attention_norm(layer))
-    return LayerWeights(
-        attention_norm=attention_norm,
-        qkv=convert.linear(tensors.qkv(layer)),
-        head_norms=None if head_norms is None else (convert.head_norm(head_norms[0]), convert.head_norm(head_norms[1])),
-        out=convert.linear(tensors.out(layer)),
-        mlp_norm=attention_norm if mlp_norm is None else convert.norm(mlp_norm),
-        mlp_in=convert.linear(tensors.mlp_in(layer)),
-        mlp_out=convert.linear(tensors.mlp_out(layer)),
-    )
-
-
-class _Converter:
-    """Stored tensors to torch's, in one dtype."""
-
-    def __init__(
-        self, dtype: torch.dtype, norm_eps: float, device: torch.device | None, make_linear: MakeLinear
-    ) -> None:
-        self._dtype = dtype
-        self._norm_eps = norm_eps
+    def __init__(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        self.dtype = dtype
         self._device = device
-        self._make_linear = make_linear
+
+    def __call__(self, parts: tuple[Stored, ...]) -> Tensor:
+        """The parts' rows one after another."""
+        return self.tensor(parts[0]) if len(parts) == 1 else self._filled(parts)
 
     def tensor(self, stored: Stored) -> Tensor:
-        kind = _FLOATS.get(stored.kind)
-        if kind is None or not isinstance(stored, StoredTensor) or stored.row_order is not None:
-            return torch.from_numpy(stored.to_float32()).to(self._device, self._dtype)
-        return torch.from_numpy(stored.data.copy()).view(kind).reshape(stored.shape).to(self._device, self._dtype)
+        """In the shape that it has."""
+        view = _view(stored) if self.is_mapped(stored) else None
+        return self._filled((stored,)) if view is None else view
 
-    def rows(self, parts: tuple[Stored, ...]) -> Tensor:
-        """The parts' rows one after the other, copied once where they can be."""
-        plain = [part for part in parts if isinstance(part, StoredTensor) and part.row_order is None]
-        kinds = {part.kind for part in parts}
-        kind = _FLOATS.get(kinds.pop())
-        if kinds or kind is None or len(plain) < len(parts) or len(parts[0].shape) == 1:
-            return torch.cat([self.tensor(part) for part in parts])
-        data = torch.from_numpy(np.concatenate([part.data for part in plain]))
-        return data.view(kind).to(self._device, self._dtype)
+    def is_mapped(self, stored: Stored) -> bool:
+        """Whether a tensor stays where its file is mapped."""
+        is_as_stored = isinstance(stored, StoredTensor) and stored.row_order is None
+        return self._device is None and is_as_stored and _FLOATS.get(stored.kind) is self.dtype
 
-    def linear(self, stored: StoredLinear) -> Product:
-        return self._make_linear(stored, self.rows)
+    def _filled(self, parts: tuple[Stored, ...]) -> Tensor:
+        sizes = [part.shape[0] for part in parts]
+        values = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=self.dtype, device=self._device)
+        for part, place in zip(parts, torch.split(values, sizes), strict=True):
+            _fill(place, part)
+        return values
 
-    def norm(self, stored: StoredNorm) -> Norm:
-        bias = None if stored.bias is None else self.tensor(stored.bias)
-        return Norm(self.tensor(stored.weight), bias, self._norm_eps)
 
-    def head_norm(self, weight: Stored) -> Norm:
-        return Norm(self.tensor(weight), None, self._norm_eps)
+def read_layer(
+    stored: StoredLayer, convert: Converter, norm_eps: float, linear: Callable[[StoredLinear, Converter], Product]
+) -> LayerWeights:
+    """A layer's weights; `linear` keeps its matrices as it likes."""
+
+    def norm(stored: StoredNorm) -> Norm:
+        return read_norm(stored, convert, norm_eps)
+
+    attention_norm, head_norms = norm(stored.attention_norm), stored.head_norms
+    q_and_k = (
+        None if head_norms is None else (norm(StoredNorm(head_norms[0], None)), norm(StoredNorm(head_norms[1], None)))
+    )
+    return LayerWeights(
+        attention_norm=attention_norm,
+        qkv=linear(stored.qkv, convert),
+        head_norms=q_and_k,
+        out=linear(stored.out, convert),
+        mlp_norm=attention_norm if stored.mlp_norm is None else norm(stored.mlp_norm),
+        mlp_in=linear(stored.mlp_in, convert),
+        mlp_out=linear(stored.mlp_out, convert),
+    )
+
+
+def read_norm(stored: StoredNorm, convert: Converter, eps: float) -> Norm:
+    """A norm's weights."""
+    return Norm(convert.tensor(stored.weight), None if stored.bias is None else convert.tensor(stored.bias), eps)
+
+
+def _view(stored: Stored) -> Tensor | None:
+    """A tensor of floats as torch reads it, mapped where its rows are stored in order; None for other kinds."""
+    kind = _FLOATS.get(stored.kind)
+    if kind is None or not isinstance(stored, StoredTensor):
+        return None
+    rows = stored.rows
+    if rows.ctypes.data % kind.itemsize:
+        # A header of odd length in front of it: not every kernel reads that.
+        rows = rows.copy()
+    # Unlike from_numpy it takes what must not be written to.
+    return from_dlpack(rows).view(kind).reshape(stored.shape)
+
+
+def _fill(place: Tensor, stored: Stored) -> None:
+    """Write a tensor's values to where they shall be, by slabs where they are dequantised."""
+    view = _view(stored)
+    if view is not None:
+        place.copy_(view)
+        return
+    if len(stored.shape) == 1:
+        place.copy_(torch.from_numpy(stored.to_float32()))
+        return
+    slab_rows = max(1, _SLAB_BYTES // (4 * stored.shape[1]))
+    for first in range(0, len(place), slab_rows):
+        end = min(first + slab_rows, len(place))
+        place[first:end] = torch.from_numpy(stored.span(first, end).to_float32())

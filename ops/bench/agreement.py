@@ -70,6 +70,7 @@ def _loaded(source: ModelSource, setting: tuple[str, str, str]) -> Iterator[Load
         max_model_len=None,
         max_num_seqs=NUM_PROMPTS,
         num_threads=None,
+        weight_cache=False,
     )
     # What a GGUF file says of config and tokenizer lies beside the model that it was made of.
     with mock.patch.object(load, "resolve_model", lambda *_: source):

@@ -43,13 +43,14 @@ HEAD = """# Loading, {date}
 `PYTHONPATH=ops:tests PYTHONSAFEPATH=1 .venv/bin/python -m bench.loading` on {cpu}, {cores} cores,
 {revision}. Every line is a process of its own that loads a model and runs one step; checkpoints are in the page cache.
 *Packs*: the first process, which writes the cached file; *maps*: any later one; *keeps its own*: `--no-weight-cache`.
-Memory is what the process grew by since its modules were imported, at the most and in the end; ÷ is the most by the
-size of the weights as they run. A mapped table of embeddings that is not the head's too counts by the few rows that
-were read. torch's lines include what it allocates for itself at the first product, and a packed head beside a tied
-embedding.
+Memory is what the process's resident set (RSS) grew by since its modules were imported, at the most and in the end, and
+of the end what is *anonymous*, this process's own, and what is pages of *files*: those stay in the page cache, where
+processes share them and the system may take them back. ÷ is the most by the size of the weights as they run. A mapped
+table of embeddings counts by the few rows that were read. torch reads layers in the first step; its lines include some
+20 MiB of its own, most of it code.
 
-| model | runner | weights | start | weights, MiB | most, MiB | ÷ | in the end, MiB | load, s | first step, ms |
-|---|---|---|---|---|---|---|---|---|---|
+| model | runner | weights | start | MiB | most, MiB | ÷ | end, MiB | anonymous | files | load, s | step 1, ms |
+|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 SHARED = """
 ## Two nodes on one machine
@@ -109,14 +110,17 @@ def child(model: str, runner: str, quantization: str, shares: str) -> None:
         num_threads=None,
         weight_cache=shares == "1",
     )
-    before_kib, started_s = _status("VmRSS"), time.perf_counter()
+    before_kib = {field: _status(field) for field in ("VmRSS", "RssAnon", "RssFile")}
+    started_s = time.perf_counter()
     loaded: Any = load_model(model, options, lambda _stage, _fraction: None).runner
     loaded_s = time.perf_counter()
     logits_alone(loaded, [5])
     stepped_s = time.perf_counter()
     figures = {
-        "most_mib": (_status("VmHWM") - before_kib) / 1024,
-        "end_mib": (_status("VmRSS") - before_kib) / 1024,
+        "most_mib": (_status("VmHWM") - before_kib["VmRSS"]) / 1024,
+        "end_mib": (_status("VmRSS") - before_kib["VmRSS"]) / 1024,
+        "anonymous_mib": (_status("RssAnon") - before_kib["RssAnon"]) / 1024,
+        "files_mib": (_status("RssFile") - before_kib["RssFile"]) / 1024,
         "load_s": loaded_s - started_s,
         "step_ms": (stepped_s - loaded_s) * 1e3,
     }
@@ -137,16 +141,15 @@ def _kib(text: str, field: str) -> int:
 
 def models() -> dict[str, Path]:
     """The demo model's file, its weights in bfloat16, and a large one that is made at the first run."""
+    from fakes.dequantised import dequantised
+
     from penstock.cli.demo_model import demo_model
-    from penstock.gpu_node.model.source import dequantised_folder, resolve_model
 
     gguf = demo_model()
-    source = resolve_model(str(gguf), lambda _stage, _fraction: None)
     large = FOLDER / "large"
     if not large.is_dir():
         _make_large(large)
-    folder = dequantised_folder(source, lambda _stage, _fraction: None)
-    return {SMALL_GGUF: gguf, SMALL_FOLDER: folder, LARGE_FOLDER: large}
+    return {SMALL_GGUF: gguf, SMALL_FOLDER: dequantised(gguf), LARGE_FOLDER: large}
 
 
 def _make_large(folder: Path) -> None:
@@ -172,20 +175,19 @@ def fresh_cache() -> Iterator[Path]:
         yield Path(folder)
 
 
-def loadings(name: str, model: Path, runner: str, quantization: str) -> Iterator[str]:
-    """Lines of the first table."""
+def loadings(name: str, model: Path, runner: str, quantization: str, as_bfloat16_mib: float) -> Iterator[str]:
+    """Lines of the first table; torch runs all weights in bfloat16."""
     with fresh_cache() as cache:
         starts = {PRIVATE: False} if runner == "torch" else {FIRST: True, AGAIN: True, PRIVATE: False}
         for start_name, shares in starts.items():
             loaded = start(model, runner, quantization, cache, shares=shares)
             end(loaded)
-            weights_mib = packed_mib(cache) if runner == "native" else _stored_mib(model)
+            weights_mib = packed_mib(cache) if runner == "native" else as_bfloat16_mib
             figures = loaded.figures
-            yield (
-                f"| {name} | {runner} | {quantization} | {start_name} | {weights_mib:.0f} | {figures['most_mib']:.0f} "
-                f"| {figures['most_mib'] / weights_mib:.2f} | {figures['end_mib']:.0f} | {figures['load_s']:.2f} "
-                f"| {figures['step_ms']:.0f} |"
-            )
+            cells = [name, runner, quantization, start_name, f"{weights_mib:.0f}", f"{figures['most_mib']:.0f}"]
+            cells.append(f"{figures['most_mib'] / weights_mib:.2f}")
+            cells += [f"{figures[f'{part}_mib']:.0f}" for part in ("end", "anonymous", "files")]
+            yield f"| {' | '.join(cells)} | {figures['load_s']:.2f} | {figures['step_ms']:.0f} |"
 
 
 def sharing(name: str, model: Path, quantization: str) -> str:
@@ -218,9 +220,9 @@ def main() -> None:
     known, others = models(), machine.ForeignCpu()
     lines = [HEAD.format(revision=machine.revision(), **machine.describe())]
     for name, model in known.items():
+        as_bfloat16_mib = _stored_mib(known[SMALL_FOLDER] if name == SMALL_GGUF else model)
         for runner, quantization in SETTINGS:
-            if runner == "native" or model.is_dir():
-                lines += [f"{line}\n" for line in loadings(name, model, runner, quantization)]
+            lines += [f"{line}\n" for line in loadings(name, model, runner, quantization, as_bfloat16_mib)]
     lines.append(SHARED)
     for name, quantization in SHARED_SETTINGS:
         lines.append(f"{sharing(name, known[name], quantization)}\n")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from fakes.dequantised import dequantised
 from fakes.plans import Track, plan_of
 from fakes.random_adapters import make_adapter
 from fakes.sampling import rows_of
@@ -20,7 +21,6 @@ from penstock.cli.demo_model import demo_model
 from penstock.contract.adapters import AdapterRef
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import NO_ADAPTER, LoadedModel, ModelRunner, RunnerOptions
-from penstock.gpu_node.model.source import dequantised_folder, resolve_model
 
 RESULTS = Path(__file__).parent / "results"
 NUM_ADAPTERS = 16
@@ -55,7 +55,7 @@ def main() -> None:
     """Measures, prints and writes the table."""
     foreign = machine.ForeignCpu()
     with tempfile.TemporaryDirectory() as folder:
-        model = dequantised_folder(resolve_model(str(demo_model()), lambda *_: None), lambda *_: None)
+        model = dequantised(demo_model())
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         for i in range(NUM_ADAPTERS):
             make_adapter(Path(folder) / f"a{i}", base, rank=RANK, seed=i, dtype="bfloat16")
@@ -99,6 +99,7 @@ def _load(model: Path, adapters: Path, quantization: str) -> LoadedModel:
         max_model_len=1024,
         max_num_seqs=NUM_SEQS,
         num_threads=1,
+        weight_cache=False,
         lora_dir=adapters,
         max_loras=NUM_ADAPTERS,
         max_lora_rank=RANK,

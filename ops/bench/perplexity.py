@@ -1,4 +1,4 @@
-"""`python -m bench.perplexity`: what each format of weights and of the KV cache costs in quality.
+"""`PYTHONPATH=ops:tests python -m bench.perplexity`: what each format of weights and of the KV cache costs in quality.
 
 Perplexity of English text, beside transformers' in float32 with the same weights. Goes on where an earlier start was
 broken off: what is in the results is not measured again.
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fakes.dequantised import dequantised
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from bench.perplexity_report import CHUNK, COMPARED, NUM_WINDOWS, QUANTISED, REF
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import RunnerOptions, SamplingRows, StepPlan
-from penstock.gpu_node.model.source import dequantised_folder, resolve_model
+from penstock.gpu_node.model.source import resolve_model
 
 RESULTS = Path(__file__).parent / "results"
 FOLDER = peers.BUILD / "bench" / "perplexity"
@@ -172,7 +173,7 @@ def measure(setting: Setting, model: str, windows: list[NDArray[np.int32]]) -> d
     if setting != REFERENCE and not all(_part(place / "reference", i).exists() for i in COMPARED):
         # The results may have come with the clone; the distributions, 800 MB, do not.
         measure(REFERENCE, model, windows)
-    source = dequantised_folder(resolve_model(model, _silent), _silent)
+    source = dequantised(model)
     folder, temporary = source, None
     if setting.grid != STORED:
         rounding = setting.weights if setting.engine == "rounded" else None

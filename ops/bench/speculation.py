@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from bench.machine import describe, revision
@@ -14,27 +15,27 @@ from bench.workload import offline_mix
 from penstock.cli.demo_model import demo_model
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.engine.offline import spread
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.speculation"
-REPEATS = 3
+REPEATS = 5
 BATCHES = (1, 8, 32)
+ROUNDS = 4
+"""Requests for each place, where places are taken again."""
 WEIGHTS = ("int8", "none")
-OUTPUT = 120
+OUTPUT = (30, 120)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Prompts, each with its parameters."""
+    """Prompts, each with its parameters, and how many run at once."""
 
     name: str
     prompts: list[Any]
     params: list[SamplingParams]
-
-    def first(self, batch: int) -> Load:
-        """As many of its requests as run at once."""
-        return Load(self.name, self.prompts[:batch], self.params[:batch])
+    at_once: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,9 @@ class Run:
     """One load on one engine."""
 
     wall_s: float
+    cpu_s: float
+    answer_s: float
+    """From a request to its end, in the mean."""
     num_tokens: int
     drafted: int
     accepted: int
@@ -56,14 +60,17 @@ def main() -> None:
         f"SmolLM2-135M, native runner, {machine['cores']} cores of {machine['cpu']}, {machine['date']}, {revision()}. "
         f"`{COMMAND}`",
         "",
-        f"Each load runs on an engine with `--speculative ngram` and on one without by turns, {REPEATS} times each, "
-        "and gives the same tokens; medians of tokens a second, and the median of the turns' ratios. *Copies*: chats "
-        "that ask for a text or code of the prompt again. *Stories*: chats that ask for something new. Both greedy; "
-        f"at most {OUTPUT} tokens. *Mix*: the offline mix of `bench.workload`, random tokens, 64 requests, greedy, "
-        "which soon repeats itself.",
+        f"Each load runs on an engine with `--speculative ngram` and on one without by turns, {REPEATS} times each; "
+        "medians of tokens a second, and of the turns' ratios off ÷ on: of the time for all, of CPU time, and of the "
+        "mean time of an answer. *Copies*: chats that ask for a text or code of the prompt again. *Stories*: chats "
+        "that ask for something new. Both greedy. *8 of 8*: eight that start together and have one limit, so the "
+        f"slowest one says how long all take; *8 of {8 * ROUNDS}*: who ends makes room for the next one, and limits "
+        f"are drawn from {OUTPUT[0]} to {OUTPUT[1]} tokens. *Mix*: the offline mix of `bench.workload`, random tokens, "
+        "greedy, which soon repeats itself.",
         "",
-        "| weights | load | at once | tokens/s off | tokens/s on | on ÷ off | drafted ÷ tokens | accepted ÷ drafted |",
-        "|---|---|---|---|---|---|---|---|",
+        "| weights | load | at once | tokens/s off | tokens/s on | time for all | CPU | answer | drafted ÷ tokens "
+        "| accepted ÷ drafted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for weights in WEIGHTS:
         lines += _rows(weights)
@@ -74,59 +81,72 @@ def _rows(weights: str) -> Iterator[str]:
     settings = {"quantization": weights, "kv_cache_gib": 0.5, "max_model_len": 2048}
     off, on = (Engine(EngineConfig(model=str(demo_model()), speculative=name, **settings)) for name in ("off", "ngram"))
     shown = {"auto": "Q4_1", "none": "bf16"}.get(weights, weights)
-    for load, batch in _loads():
+    for load in _loads():
         pairs = [(_run(off, load), _run(on, load)) for _ in range(REPEATS + 1)][1:]
         speeds = [median(run.num_tokens / run.wall_s for run in runs) for runs in zip(*pairs, strict=True)]
-        ratio = median(a.wall_s / b.wall_s for a, b in pairs)
+        ratios = [median(getattr(a, of) / getattr(b, of) for a, b in pairs) for of in ("wall_s", "cpu_s", "answer_s")]
         tokens, drafted, accepted = (
             sum(getattr(run, name) for _, run in pairs) for name in ("num_tokens", "drafted", "accepted")
         )
-        row = f"| {shown} | {load.name} | {batch} | {speeds[0]:.0f} | {speeds[1]:.0f} | {ratio:.2f} "
+        row = f"| {shown} | {load.name} | {load.at_once} of {len(load.prompts)} | {speeds[0]:.0f} | {speeds[1]:.0f} "
+        row += "".join(f"| {ratio:.2f} " for ratio in ratios)
         row += f"| {drafted / tokens:.2f} | {accepted / max(1, drafted):.2f} |"
         print(row, flush=True)
         yield row
 
 
 def _run(engine: Engine, load: Load) -> Run:
-    before, start_s = engine.stats(), time.perf_counter()
-    said = engine.generate(load.prompts, load.params)
-    wall_s, after = time.perf_counter() - start_s, engine.stats()
-    num_tokens = sum(len(choice.token_ids) for one in said for choice in one.choices)
+    asked = spread(load.prompts, load.params, None, engine.tokenizer)[::-1]
+    before, start_s, start_cpu_s, num_tokens = engine.stats(), time.perf_counter(), time.process_time(), 0
+    begun_s: dict[str, float] = {}
+    answers_s: list[float] = []
+    while asked or begun_s:
+        while asked and len(begun_s) < load.at_once:
+            name, (token_ids, params, _) = str(len(asked)), asked.pop()
+            engine.add(name, token_ids, params, seed=0)
+            begun_s[name] = time.perf_counter()
+        for output in engine.step():
+            num_tokens += len(output.token_ids)
+            if output.usage is not None:
+                answers_s.append(time.perf_counter() - begun_s.pop(output.request_id))
+    wall_s, cpu_s, after = time.perf_counter() - start_s, time.process_time() - start_cpu_s, engine.stats()
     drafted, accepted = (getattr(after, name) - getattr(before, name) for name in ("drafted_tokens", "accepted_tokens"))
-    return Run(wall_s, num_tokens, drafted, accepted)
+    return Run(wall_s, cpu_s, fmean(answers_s), num_tokens, drafted, accepted)
 
 
-def _loads() -> Iterator[tuple[Load, int]]:
-    for load in (_copies(), _stories()):
+def _loads() -> Iterator[Load]:
+    for name, asked in (("copies", _copies()), ("stories", _stories())):
         for batch in BATCHES:
-            yield load.first(batch), batch
+            yield from (_chats(name, asked[:num], batch) for num in (batch, batch * ROUNDS))
     mix = offline_mix()
     params = [SamplingParams(temperature=0, max_tokens=one.num_output, ignore_eos=True) for one in mix]
-    yield Load("mix", [one.prompt for one in mix], params), len(mix)
+    yield Load("mix", [one.prompt for one in mix], params, len(mix))
 
 
-def _copies() -> Load:
+def _copies() -> list[str]:
     text, code = ((ROOT / name).read_text() for name in ("ARCHITECTURE.md", "gpu_node/engine/scheduler.py"))
-    asked = [
+    return [
         prompt
-        for i in range(max(BATCHES) // 2)
+        for i in range(max(BATCHES) * ROUNDS // 2)
         for prompt in (
-            f"Repeat the following text exactly:\n\n{text[600 * i : 600 * i + 600]}",
-            f"Add type hints to this code and print all of it:\n```python\n{code[500 * i : 500 * i + 500]}\n```",
+            f"Repeat the following text exactly:\n\n{text[280 * i : 280 * i + 600]}",
+            f"Add type hints to this code and print all of it:\n```python\n{code[180 * i : 180 * i + 500]}\n```",
         )
     ]
-    return _chats("copies", asked)
 
 
-def _stories() -> Load:
+def _stories() -> list[str]:
     things = ("a dam", "the rain", "an old mill", "two cats", "the sea", "a lost key", "a violin", "a long winter")
+    places = ("", " in a small town", " far away", " at night")
     ways = ("Write a short story about", "Explain to a child", "Write a letter about", "List ten facts about")
-    return _chats("stories", [f"{way} {thing}." for way in ways for thing in things])
+    return [f"{way} {thing}{place}." for place in places for way in ways for thing in things]
 
 
-def _chats(name: str, asked: list[str]) -> Load:
-    params = SamplingParams(temperature=0, max_tokens=OUTPUT)
-    return Load(name, [[{"role": "user", "content": one}] for one in asked], [params] * len(asked))
+def _chats(name: str, asked: list[str], at_once: int) -> Load:
+    rng = random.Random(0)
+    limits = [OUTPUT[1] if len(asked) == at_once else rng.randint(*OUTPUT) for _ in asked]
+    params = [SamplingParams(temperature=0, max_tokens=limit) for limit in limits]
+    return Load(name, [[{"role": "user", "content": one}] for one in asked], params, at_once)
 
 
 if __name__ == "__main__":

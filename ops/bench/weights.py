@@ -57,12 +57,9 @@ def make_all(model: str | None = None) -> list[str]:
 
 
 def _make_hf(model: str, place: Path) -> None:
-    from penstock.gpu_node.model.source import dequantised_folder, resolve_model
+    from fakes.dequantised import dequantised
 
-    def silent(_stage: str, _fraction: float) -> None:
-        pass
-
-    shutil.copytree(dequantised_folder(resolve_model(model, silent), silent), place)
+    shutil.copytree(dequantised(model), place)
 
 
 def _make_gguf(model: str, place: Path) -> None:

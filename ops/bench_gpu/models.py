@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.nn import functional
 
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
-from penstock.gpu_node.model.gpu.linear import linear_of
+from penstock.gpu_node.model.gpu.linear import PlainLinear, linear_of
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
-from penstock.gpu_node.model.linear import Linear
 from penstock.gpu_node.model.norm import Norm
 from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.spec import ModelSpec, NameMap, Rope
@@ -139,4 +140,6 @@ def _random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device, q
     embedding = matrix(spec.vocab_size, spec.hidden_size)
     head = embedding if spec.tied_head else matrix(spec.vocab_size, spec.hidden_size)
     layers = tuple(layer() for _ in range(spec.num_layers))
-    return DecoderWeights(embedding, layers, norm(spec.hidden_size), Linear(head))
+    return DecoderWeights(
+        partial(functional.embedding, weight=embedding), layers, norm(spec.hidden_size), PlainLinear(head, None)
+    )

@@ -41,9 +41,7 @@ class Speed:
 
 
 def demo(
-    model: Annotated[
-        str | None, typer.Option(help="Hub id[@revision], folder or .gguf file; default: the demo model.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id, folder or .gguf file; default: the demo model.")] = None,
     prompt: Annotated[str, typer.Option(help="The question.")] = PROMPT,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
@@ -65,7 +63,7 @@ def demo(
 async def _demo(redis_url: str, model: str, question: str, options: dict[str, object]) -> None:
     async with Supervisor(lambda _name, _line: None) as supervisor:
         started = time.perf_counter()
-        node, gateway = await start_all(supervisor, redis_url, model, (), "127.0.0.1", 0)
+        node, gateway = await start_all(supervisor, redis_url, model, (), ("--host", "127.0.0.1", "--port", "0"))
         print(f"Redis, a node with {node['pool']} and a gateway: ready in {time.perf_counter() - started:.1f} s\n")
         # Not at the top, where every other command would wait for it, and before the clock of the first token starts.
         import httpx

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
-import typer
-
+from penstock.cli.options import options_of, takes
 from penstock.contract.errors import ConfigError
 from penstock.contract.settings import redis_url_of
+from penstock.gateway.settings import GatewaySettings
 
 
-def gateway(
-    redis_url: Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
-) -> None:
-    """Serve the OpenAI API over the pools of one Redis."""
+@takes(*options_of(GatewaySettings, flags={"cors_origins": ("--cors-origin",)}))
+def gateway(**given: Any) -> None:
+    """Serve the OpenAI API over the pools of one Redis.
+
+    Each option is a setting, also read from PENSTOCK_GATEWAY_<NAME>; the Redis from PENSTOCK_REDIS_URL.
+    """
     try:
         from penstock.gateway.app import run
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[gateway]'") from error
-    from penstock.gateway.settings import GatewaySettings
 
-    run(GatewaySettings.load(redis_url=redis_url_of(redis_url), host=host, port=port))
+    run(GatewaySettings.load(**given | {"redis_url": redis_url_of(given["redis_url"])}))

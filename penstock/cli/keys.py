@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+from pydantic import ValidationError
 
+from penstock.contract.problems import request_error
 from penstock.contract.settings import KeySettings, redis_url_of
 
 if TYPE_CHECKING:
@@ -41,14 +43,17 @@ def add(
     """Make a key and print it; it cannot be shown again."""
     from penstock.contract.terms import Terms
 
-    terms = Terms(
-        max_open_jobs=max_open_jobs,
-        max_queued_cost=max_queued_cost,
-        jobs_per_minute=jobs_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        weight=weight,
-        burst_s=burst_s,
-    )
+    try:
+        terms = Terms(
+            max_open_jobs=max_open_jobs,
+            max_queued_cost=max_queued_cost,
+            jobs_per_minute=jobs_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            weight=weight,
+            burst_s=burst_s,
+        )
+    except ValidationError as error:
+        raise request_error(error) from error
     pepper, scopes = KeySettings.load().key_pepper, scope or ["infer"]
     key, _ = _run(redis_url, lambda store: store.add(tenant, scopes, terms, label=label, pepper=pepper))
     print(key)

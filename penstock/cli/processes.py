@@ -194,11 +194,10 @@ def node_command(
     return Command("node", (*_PENSTOCK, "node", model, *arguments), env, NODE_GRACE_S, on_progress)
 
 
-def gateway_command(redis_url: str, *, host: str, port: int) -> Command:
+def gateway_command(redis_url: str, *, arguments: Sequence[str] = ()) -> Command:
     """A gateway; its ready event carries the `url`."""
     env = {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_GATEWAY_PROGRESS": "json"}
-    argv = (*_PENSTOCK, "gateway", "--host", host, "--port", str(port))
-    return Command("gateway", argv, env, GATEWAY_GRACE_S)
+    return Command("gateway", (*_PENSTOCK, "gateway", *arguments), env, GATEWAY_GRACE_S)
 
 
 def _event_in(line: str) -> Event | None:

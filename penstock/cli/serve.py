@@ -7,37 +7,36 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.demo_model import demo_model
+from penstock.cli.options import options_of, takes, words_of
 from penstock.cli.processes import Event, Supervisor, gateway_command, node_command, run_until_stopped
 from penstock.cli.progress import LoadingBar
 from penstock.contract.embedded import DEFAULT_MAXMEMORY_MIB, resolve_redis
+from penstock.gateway.settings import GatewaySettings
+from penstock.gpu_node.settings import NodeSettings
 
 GATEWAY_START_TIMEOUT_S = 60.0
+_OF_NODE = (
+    *("revision", "dtype", "quantization", "kv_cache_dtype", "kv_cache_gib"),
+    *("scheduling_policy", "speculative"),
+)
+_OF_GATEWAY = ("host", "port")
 
 
+@takes(*options_of(NodeSettings, _OF_NODE), *options_of(GatewaySettings, _OF_GATEWAY))
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id[:FILE.gguf][@revision], folder or .gguf file; default: the demo model.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model of the hub.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="auto (as stored), none, int8, int8_group, int4, fp8.")
-    ] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or int8.")] = None,
-    kv_cache_gib: Annotated[float, typer.Option(help="Memory for the KV cache.")] = 1.0,
-    scheduling_policy: Annotated[
-        str | None, typer.Option(help="Who is served first: fcfs, priority, sjf or fair (the default).")
-    ] = None,
-    speculative: Annotated[
-        str | None, typer.Option(help="ngram: compute ahead what a text will probably repeat; off (the default).")
+        str | None,
+        typer.Argument(
+            envvar="PENSTOCK_NODE_MODEL",
+            help="Hub id with optional :FILE.gguf and @revision, a folder, or a .gguf file; default: the demo model.",
+        ),
     ] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
@@ -48,37 +47,33 @@ def serve(
     maxmemory_mib: Annotated[
         int, typer.Option(min=16, help="Memory limit of the started Redis.")
     ] = DEFAULT_MAXMEMORY_MIB,
+    **given: Any,
 ) -> None:
-    """Serve a model on this machine, all in one."""
-    flags = {
-        "--revision": revision,
-        "--dtype": dtype,
-        "--quantization": quantization,
-        "--kv-cache-dtype": kv_cache_dtype,
-        "--scheduling-policy": scheduling_policy,
-        "--speculative": speculative,
-        "--kv-cache-gib": f"{kv_cache_gib:g}",
-    }
-    arguments = tuple(word for flag, value in flags.items() if value is not None for word in (flag, value))
+    """Serve a model on this machine, all in one.
+
+    All settings of `penstock node` and `penstock gateway` are also read from PENSTOCK_NODE_<NAME> and
+    PENSTOCK_GATEWAY_<NAME>.
+    """
+    of_node, of_gateway = (words_of({name: given[name] for name in names}) for names in (_OF_NODE, _OF_GATEWAY))
     with resolve_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as url:
-        run_until_stopped(_serve(url, model or str(demo_model()), arguments, host, port))
+        run_until_stopped(_serve(url, model or str(demo_model()), of_node, of_gateway))
 
 
-async def _serve(redis_url: str, model: str, arguments: tuple[str, ...], host: str, port: int) -> None:
+async def _serve(redis_url: str, model: str, of_node: Sequence[str], of_gateway: Sequence[str]) -> None:
     async with Supervisor(_log_to_stderr) as supervisor:
-        node, gateway = await start_all(supervisor, redis_url, model, arguments, host, port)
+        node, gateway = await start_all(supervisor, redis_url, model, of_node, of_gateway)
         _say_ready(node, gateway, redis_url)
         await supervisor.until_one_dies()
 
 
 async def start_all(
-    supervisor: Supervisor, redis_url: str, model: str, arguments: tuple[str, ...], host: str, port: int
+    supervisor: Supervisor, redis_url: str, model: str, of_node: Sequence[str], of_gateway: Sequence[str]
 ) -> tuple[Event, Event]:
-    """Starts a node and a gateway, with a progress bar; their ready events."""
+    """Starts a node and a gateway with these arguments, and with a progress bar; their ready events."""
     bar = LoadingBar(model)
-    node = await supervisor.start(node_command(model, redis_url, arguments=arguments, on_progress=bar.update))
+    node = await supervisor.start(node_command(model, redis_url, arguments=of_node, on_progress=bar.update))
     # Started last, so that it is stopped first: no request comes in while the node gives its jobs back.
-    gateway = await supervisor.start(gateway_command(redis_url, host=host, port=port))
+    gateway = await supervisor.start(gateway_command(redis_url, arguments=of_gateway))
     with bar:
         return await asyncio.gather(node.ready(), gateway.ready(timeout_s=GATEWAY_START_TIMEOUT_S))
 

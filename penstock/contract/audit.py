@@ -5,7 +5,10 @@
     I3   nothing was written behind a job's end, and no token twice (a node that had lost its lease would do that)
     I4   an idle node's KV blocks are all free
     I5   sets, indexes and sums agree with the records
+    I6   one idempotency key of a tenant names one job
     I7   no more jobs are open than the pool's limit
+    I8   nobody reads or cancels another tenant's job over HTTP
+    I9   another node goes on with a dead one's job within a lease and 3 s, for 99 of 100
     I10  what belongs to no open job goes away by itself
     I11  `node_lost` ends only a job that lost as many nodes as the pool allows
 

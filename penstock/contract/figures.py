@@ -20,6 +20,7 @@ EVENTS = {
     "fenced": "writes of a node for a job that was no longer its own",
     "given_back_drain": "jobs that a node returned because it was told to go",
     "given_back_pressure": "jobs that a node returned so that another may run them",
+    "given_back_lacking": "jobs that a node returned for want of their adapter",
     "given_back_unlisted": "jobs that a node turned out not to know of",
     "sweep_resets": "times that nobody had swept for half a lease: Redis was away, or nobody was there",
 }

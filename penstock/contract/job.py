@@ -11,7 +11,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.logprobs import MAX_LOGPROBS, TokenLogprobs
@@ -102,13 +111,20 @@ class SamplingParams(_Door):
             return {**data, "stop": (data["stop"],)}
         return data
 
-    @model_validator(mode="after")
-    def _min_below_max(self) -> Self:
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
-            raise ValueError("structured_outputs says what ends a text: neither min_tokens nor ignore_eos goes with it")
-        return self
+    @field_validator("min_tokens")
+    @classmethod
+    def _min_below_max(cls, value: int, info: ValidationInfo) -> int:
+        max_tokens = info.data.get("max_tokens")
+        if max_tokens is not None and value > max_tokens:
+            raise ValueError(f"{value} must not exceed max_tokens ({max_tokens})")
+        return value
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _ends_by_itself(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
+        if value is not None and (info.data.get("min_tokens") or info.data.get("ignore_eos")):
+            raise ValueError("says what ends a text: neither min_tokens nor ignore_eos goes with it")
+        return value
 
 
 class Message(_Door):

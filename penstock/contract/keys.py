@@ -1,16 +1,15 @@
 """Every Redis key and channel, its type, its life and its only writers.
 
 All keys of a pool share the hash tag `{pool}`, so that a script stays in one cluster slot. P is `penstock:{pool}`.
-Times are Redis milliseconds. Of the functions of the scripts, `end` (of finish, cancel and all that find a job over)
-closes a job, `requeue` (of give_back, beat, sweep) queues one again, `let_in` (of take, sweep) queues one whose time
-has come, and `ring` wakes a node; audit may write all of them.
+Times are Redis milliseconds. Of the scripts' functions, `end` closes a job, `requeue` queues one again (give_back,
+sweep, beat), `let_in` queues one whose time has come (take, sweep), `ring` wakes a node; audit may write all of them.
 
     key                    type    writers                              holds; life
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
     P:back:<p>:<tenant>    zset    requeue, let_in; take, end           ids given back or let in, by submitted ms
-    P:later                zset    submit; take, let_in, end            ids of jobs with not_before, by when it comes
+    P:later                zset    submit; let_in, end                  ids of jobs with not_before, by when it comes
     P:wait:<p>             zset    submit, requeue, let_in; take, end   all queued ids by submitted ms
-    P:due                  zset    submit, requeue, let_in; take, end   queued ids by deadline
+    P:due                  zset    submit, requeue, let_in; take, end   ids that wait, by deadline
     P:turn:<p>             zset    submit, requeue, let_in; take,       tenants with queued jobs, by virtual time
                                    finish, end
     P:vtime:<p>            string  submit, requeue, let_in; take        highest virtual time that anybody started at,
@@ -34,6 +33,7 @@ has come, and `ring` wakes a node; audit may write all of them.
     P:revs                 zset    join, beat; sweep                    revision → last beat
     P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
     P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
+    P:adapters             hash    node; sweep, leave                   node → what it announced, if it has adapters
     P:backlog              hash    submit, requeue, let_in, take, end   queued cost in tokens per class
     P:queued               hash    submit, requeue, let_in, take, end   the same per tenant; no field where it is 0
     P:bytes                hash    submit; end                          bytes that open jobs may come to hold, per class
@@ -59,7 +59,6 @@ from penstock.contract.job import pool_of
 
 POOLS = "penstock:pools"
 API_KEYS = "penstock:keys"
-NUM_PRIORITIES = 3
 
 
 def prefix(pool: str) -> str:
@@ -110,6 +109,11 @@ def dead(pool: str) -> str:
 def pressure(pool: str) -> str:
     """Hash: node id to packed pressure record."""
     return f"{prefix(pool)}:pressure"
+
+
+def adapters(pool: str) -> str:
+    """Hash: node id to the pool record that it announced, for those with adapters."""
+    return f"{prefix(pool)}:adapters"
 
 
 def backlog(pool: str) -> str:

@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
+from penstock.contract.priority import NUM_PRIORITIES
+
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
-NUM_CLASSES = 3
-LEAST_URGENT = NUM_CLASSES - 1
+LEAST_URGENT = NUM_PRIORITIES - 1
 MAX_PASSED = 16
 """In one look at the queue: so many that do not fit and are passed end it."""
 MAX_DEBTS = 1000
@@ -147,8 +148,8 @@ class Turns:
 class Standing:
     """What is remembered from one look at the queue to the next, per class."""
 
-    turns: list[Turns] = field(default_factory=lambda: [Turns() for _ in range(NUM_CLASSES)])
-    head_served_ms: list[float] = field(default_factory=lambda: [0.0] * NUM_CLASSES)
+    turns: list[Turns] = field(default_factory=lambda: [Turns() for _ in range(NUM_PRIORITIES)])
+    head_served_ms: list[float] = field(default_factory=lambda: [0.0] * NUM_PRIORITIES)
 
 
 def choose(
@@ -209,7 +210,7 @@ def _in_order(waiting: list[C], policy: Policy, standing: Standing, now_ms: floa
     if policy.name == "fcfs":
         yield from ((one, LEAST_URGENT, False) for one in sorted(waiting, key=_age))
         return
-    classes = [[one for one in waiting if one.priority == p] for p in range(NUM_CLASSES)]
+    classes = [[one for one in waiting if one.priority == p] for p in range(NUM_PRIORITIES)]
     heads = [_head(members, policy, standing.turns[p]) for p, members in enumerate(classes)]
     risen = []
     for p, head in enumerate(heads):

@@ -11,3 +11,6 @@ class Priority(IntEnum):
     INTERACTIVE = 0
     STANDARD = 1
     BATCH = 2
+
+
+NUM_PRIORITIES = len(Priority)

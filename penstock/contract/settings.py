@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.problems import config_error
 
 _SHARED_PREFIX = "PENSTOCK_"
+_SHARED_NAMES = frozenset({"redis_url"})
+"""Have one variable for all rooms, so none of a room's own."""
 
 
 class Settings(BaseSettings):
     """Base of a room's settings; the room sets its own `env_prefix`, such as `PENSTOCK_NODE_`."""
 
-    model_config = SettingsConfigDict(env_prefix=_SHARED_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix=_SHARED_PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
 
     unchecked_env: ClassVar[frozenset[str]] = frozenset({"PROGRESS"})
     """Variables under the prefix that are no fields: a supervisor asks its children for progress lines."""
@@ -26,7 +32,8 @@ class Settings(BaseSettings):
         prefix = str(self.model_config.get("env_prefix", ""))
         if prefix == _SHARED_PREFIX:
             return self
-        known = {name.upper() for name in type(self).model_fields} | self.unchecked_env
+        own = type(self).model_fields.keys() - _SHARED_NAMES
+        known = {name.upper() for name in own} | self.unchecked_env
         for variable in os.environ:
             if variable.startswith(prefix) and variable.removeprefix(prefix) not in known:
                 raise ValueError(f"unknown environment variable {variable}")
@@ -34,26 +41,30 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, **given: Any) -> Self:
-        """Settings from what was given (None: not given), then the environment, then the defaults."""
+        """Settings from what was given (None: not given), then the environment, then the defaults.
+
+        Raises ConfigError naming the first that is unknown or cannot work.
+        """
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
-            first = error.errors()[0]
-            param = ".".join(str(part) for part in first["loc"])
-            message = first["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"{param}: {message}" if param else message, param=param or None) from error
+            raise config_error(error) from error
 
 
 class RedisSettings(Settings):
-    """Where Redis is: redis://, rediss:// or unix://; None where it was not said."""
+    """Which Redis; None where it was not said."""
 
     redis_url: str | None = None
+    """redis://, rediss:// or unix://."""
+    redis_server: Path | None = None
+    """The program that is started where there is no URL."""
 
 
 class KeySettings(Settings):
-    """A secret beside Redis that all API keys' digests depend on; the same for gateways and `penstock keys`."""
+    """What gateways and `penstock keys` must agree on beside Redis."""
 
     key_pepper: str = Field("", repr=False)
+    """A secret that all API keys' digests depend on."""
 
 
 def redis_url_of(given: str | None) -> str:

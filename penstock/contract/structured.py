@@ -8,6 +8,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
+from penstock.contract.tools import WantedCalls
+
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_REGEX_CHARS = 1 << 13
 MAX_ALTERNATIVES = 1024
@@ -17,8 +19,9 @@ Alternative = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ALTE
 
 
 class StructuredOutputs(BaseModel):
-    """Exactly one of five forms: a JSON schema (`json` for short, kept as text), any JSON object, what a regular
-    expression matches as a whole, one of several texts, or what a grammar in Lark's notation derives.
+    """Exactly one of six forms: a JSON schema (`json` for short, kept as text), any JSON object, what a regular
+    expression matches as a whole, one of several texts, what a grammar in Lark's notation derives, or tool calls as the
+    model writes them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,6 +33,7 @@ class StructuredOutputs(BaseModel):
     regex: Annotated[str, StringConstraints(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
     choice: tuple[Alternative, ...] | None = Field(None, min_length=1, max_length=MAX_ALTERNATIVES)
     grammar: Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
+    calls: WantedCalls | None = None
 
     @field_validator("json_schema", mode="before")
     @classmethod

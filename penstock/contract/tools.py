@@ -1,11 +1,12 @@
-"""Tools that a chat offers, calls that were made of them, and the names of the forms in which models write calls."""
+"""Tools that a chat offers, calls that were made or are wanted of them, and the forms in which models write calls."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18
@@ -15,9 +16,13 @@ MAX_CALL_ID_CHARS = 256
 MAX_FUNCTION_NAME_CHARS = 256
 MAX_ARGUMENTS_CHARS = 1 << 20
 
+CallFormName = Literal["hermes", "llama3_json", "mistral"]
 ToolParserName = Literal["none", "hermes", "llama3_json", "mistral"]
 ReasoningParserName = Literal["none", "think", "think_open"]
 """think_open: the chat template itself opens the reasoning, so that a text begins inside it."""
+
+ToolChoice = str | Mapping[str, Any]
+"""`auto`, `none`, `required`, or a function as OpenAI names it: {"type": "function", "function": {"name": …}}."""
 
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CALL_ID_CHARS)]
 FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FUNCTION_NAME_CHARS)]
@@ -73,3 +78,30 @@ class ToolCall(BaseModel):
     id: CallId
     name: FunctionName
     arguments: Arguments
+
+
+class WantedFunction(BaseModel):
+    """A function that may be called; `parameters` is the text of the JSON schema that its arguments are kept to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: FunctionName
+    parameters: Annotated[str, StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_object)]
+
+
+class WantedCalls(BaseModel):
+    """A text with calls of these functions: `required`, nothing but calls behind the reasoning, at least one.
+
+    Otherwise there may be other text too, or nothing else; what begins as a call is one. With an `answer`, the text of
+    a JSON schema, it is calls alone or a JSON value of that schema.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    form: CallFormName
+    reasoning: ReasoningParserName = "none"
+    functions: tuple[WantedFunction, ...] = Field(min_length=1, max_length=MAX_TOOLS)
+    required: bool = True
+    answer: Annotated[str, StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_object)] | None = None
+    parallel: bool = True
+    """More than one call, up to MAX_CALLS."""

@@ -16,6 +16,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, SamplingParams, TokenId, Usage
 from penstock.contract.packing import Pack, WireError, checked_map, pack, unpack_all
+from penstock.contract.problems import problem_of
 from penstock.contract.tools import Tools
 
 VERSION = 1
@@ -37,7 +38,8 @@ class Request:
 class PoolRecord:
     """A served model as clients see it: penstock:pools. `max_token_bytes`: most text of one token, 0 where unknown.
 
-    The parsers say in what form the model writes tool calls and reasoning (`tools.py`). `adapters`: name → digest.
+    The parsers say in what form the model writes tool calls and reasoning (`tools.py`). `adapters`: name → digest, of
+    the node that says so, and for who asks what is served of all of them.
     """
 
     pool: str
@@ -249,7 +251,7 @@ def decode_request(data: bytes) -> Request:
         given = {name: m.get(name) for name in ("params", "tools", "adapter")}
         return _request_adapter.validate_python(given | prompts)
     except ValidationError as error:
-        raise WireError(f"not a request: {_first_problem(error)}") from error
+        raise WireError(f"not a request: {problem_of(error)}") from error
 
 
 # Records of pools and nodes ---------------------------------------------------------------------
@@ -278,10 +280,4 @@ def _decode_record(adapter: TypeAdapter[Any], data: bytes) -> Any:
     try:
         return adapter.validate_python(unpack_map(data))
     except ValidationError as error:
-        raise WireError(f"not a record: {_first_problem(error)}") from error
-
-
-def _first_problem(error: ValidationError) -> str:
-    # Without the input, which may be somebody's prompt and may end in a log.
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise WireError(f"not a record: {problem_of(error)}") from error

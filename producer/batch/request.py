@@ -11,9 +11,9 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
+from penstock.contract.problems import MAX_NAME_CHARS, UNKNOWN_FIELD, request_error
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import Wire, only
-from penstock.producer.openai.problems import MAX_NAME_CHARS, request_error
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -33,6 +33,7 @@ class _Asked(Wire):
 
 class _ChatRow(ChatBody, _Asked):
     tools: Annotated[Any, only(None, [])] = None
+    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
 
 
 class _CompletionRow(CompletionBody, _Asked):
@@ -83,6 +84,5 @@ def request_of(url: str, body: Mapping[str, Any]) -> Request:
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:
     for name in fields:
         if name not in known:
-            raise RequestError(
-                f"{name[:MAX_NAME_CHARS]}: unknown field", code="unknown_field", param=name[:MAX_NAME_CHARS]
-            )
+            shown = name[:MAX_NAME_CHARS]
+            raise RequestError(f"{shown}: unknown field", code=UNKNOWN_FIELD, param=shown)

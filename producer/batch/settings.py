@@ -21,3 +21,4 @@ class CelerySettings(Settings):
     soft_shutdown_s: float = Field(5.0, ge=0)
     """How long short tasks may go on when a worker is stopped at once; longer ones go back to the queue."""
     result_ttl_s: int = Field(86_400, ge=1)
+    """How long a task's result is kept."""

@@ -14,7 +14,7 @@ from penstock.contract import admission
 from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import BusyError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
-from penstock.contract.keys import NUM_PRIORITIES
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.wire import PoolPressure
 
 T = TypeVar("T")

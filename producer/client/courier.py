@@ -11,7 +11,7 @@ from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import UnavailableError
 
 MAX_CALLS = 64
-"""Calls under way at once, each on a connection of its own; after an outage all streams call at once."""
+"""Calls under way at once: after an outage all streams call."""
 
 T = TypeVar("T")
 

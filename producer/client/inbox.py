@@ -21,8 +21,8 @@ from penstock.contract import crash, keys
 from penstock.contract.broker.connection import translated
 from penstock.contract.broker.line import Line
 from penstock.contract.broker.producer import ProducerBroker
-from penstock.contract.broker.retry import pauses
-from penstock.contract.errors import PenstockError, UnavailableError
+from penstock.contract.broker.retry import pauses, tried_again
+from penstock.contract.errors import UnavailableError
 from penstock.contract.job import pool_of
 from penstock.contract.packing import WireError
 from penstock.contract.wire import decode_chunks
@@ -163,7 +163,7 @@ class Inbox:
     async def _every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            with suppress(PenstockError):  # Redis away: the listener notices
+            with tried_again(_LOG):
                 await action()
 
     # Listening --------------------------------------------------------------------------------------
@@ -188,7 +188,9 @@ class Inbox:
                 await self._until_lost(self._line)
             finally:
                 self._line.close()
+            _LOG.warning("redis is away", extra={"inbox": self.name, "reason": "the subscription is lost"})
             self._line = await self._subscribe_again()
+            _LOG.info("subscribed again", extra={"inbox": self.name})
             self.stats.resubscribes += 1
             self._nudge_all()
 
@@ -209,7 +211,7 @@ class Inbox:
         patience = pauses()
         while True:
             await asyncio.sleep(next(patience))
-            with suppress(PenstockError):
+            with tried_again(_LOG):
                 return await self._subscribe()
 
     def dispatch(self, message: bytes) -> None:
@@ -285,5 +287,5 @@ class Inbox:
             if feed is not None and feed.boxes and not closing:
                 continue
             # A failed one is made up for: the next chunk that nobody reads brings the job back here.
-            with suppress(PenstockError):
+            with tried_again(_LOG):
                 await self.detach(job_id)

@@ -14,9 +14,12 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
+from penstock.contract.problems import request_error
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.terms import Terms
+from penstock.contract.tools import ToolChoice
 from penstock.contract.wire import PoolRecord
+from penstock.producer.client.tool_use import with_choice
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message]
 """Text, token ids, or the messages of a chat."""
@@ -45,6 +48,10 @@ class SubmitOptions(TypedDict, total=False):
     job_id: str | None
     tools: Sequence[Mapping[str, Any]] | str | None
     """What the assistant of a chat may call, in OpenAI's form; calls come as the model writes them."""
+    tool_choice: ToolChoice
+    """`auto` by default: the model decides. Otherwise the text is made of calls alone, of any function or of one."""
+    parallel_tool_calls: bool
+    """Whether a text that is kept to calls may have several; so by default."""
     tenant: str | None
     terms: Terms | None
     """The tenant's limits and weight; without limits, and of the client's weight, by default."""
@@ -74,6 +81,7 @@ class SubmitOptions(TypedDict, total=False):
 _OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools"})
 _ELSEWHERE = frozenset(
     {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
+    | {"tool_choice", "parallel_tool_calls"}
 )
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
 """Fields of a job that callers know by another name."""
@@ -132,7 +140,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
     sampling = {name: value for name, value in options.items() if name not in _OF_JOB | _ELSEWHERE}
     try:
-        return Job(
+        job = Job(
             id=options.get("job_id") or f"{record.pool}.{uuid_utils.uuid7()}",
             adapter=_adapter_of(options, record),
             tenant=options.get("tenant") or tenant,
@@ -143,20 +151,9 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
             **of_job,
         )
     except ValidationError as error:
-        raise request_error(error) from error
-
-
-def request_error(error: ValidationError) -> RequestError:
-    """The first thing that pydantic found wrong, under the name that callers use."""
-    first = error.errors(include_url=False)[0]
-    path = [str(part) for part in first["loc"]]
-    if path:
-        path[0] = _ARGUMENT_OF.get(path[0], path[0])
-    param = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        return RequestError(f"unknown parameter: {param}", code="unknown_parameter", param=param)
-    message = first["msg"].removeprefix("Value error, ")
-    return RequestError(f"{param}: {message}" if param else message, param=param or None)
+        raise request_error(error, _ARGUMENT_OF) from error
+    choice, parallel = options.get("tool_choice", "auto"), options.get("parallel_tool_calls", True)
+    return with_choice(job, choice, parallel=parallel, record=record)
 
 
 def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None:

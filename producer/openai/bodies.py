@@ -37,7 +37,7 @@ from penstock.contract.job import (
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import Wire, only
-from penstock.producer.openai.messages import ChatMessage, OfferedTool
+from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse
 
 MAX_PROMPTS = 64
 """Prompts of one completions request: each is a job, and all their ids stand in one response header."""
@@ -126,6 +126,11 @@ class _Generation(Wire):
             raise PydanticCustomError("unsupported_value", "says what structured_outputs says too; send one of them")
         return value
 
+    def names(self) -> dict[str, str]:
+        """What the body calls fields of ours, where that differs."""
+        names = {"prompt": self.prompt_field}
+        return names | {"structured_outputs": "response_format"} if self.response_format is not None else names
+
     def _given(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in SamplingParams.model_fields if name not in _LOGPROBS}
         if self.response_format is not None:
@@ -147,8 +152,8 @@ class ChatBody(_Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
-    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, only(None, True, False)] = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: Annotated[Any, only(None, [])] = None
     function_call: Annotated[Any, only(None, "none", "auto")] = None
     modalities: Annotated[Any, only(None, ["text"])] = None
@@ -168,13 +173,10 @@ class ChatBody(_Generation):
             raise PydanticCustomError("unsupported_value", "only allowed when logprobs is true")
         return value
 
-    @field_validator("tools")
-    @classmethod
-    def _free_form(cls, value: list[OfferedTool] | None, info: ValidationInfo) -> list[OfferedTool] | None:
-        form = info.data.get("response_format")
-        if value and (info.data.get("structured_outputs") or (form and form.structured_outputs())):
-            raise PydanticCustomError("unsupported_value", "do not go with a form that the answer must have")
-        return value
+    def names(self) -> dict[str, str]:
+        """What the body calls fields of ours, where that differs."""
+        is_renamed = self.max_completion_tokens is not None and self.max_tokens is None
+        return super().names() | ({"max_tokens": "max_completion_tokens"} if is_renamed else {})
 
     @property
     def echoes(self) -> bool:
@@ -185,11 +187,13 @@ class ChatBody(_Generation):
         """The conversation, as the one prompt of the request."""
         return [[message.turn() for message in self.messages]]
 
-    def offered_tools(self) -> str | None:
-        """What the assistant may call, as JSON text."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools])
+    def tool_use(self) -> ToolUse:
+        """What the assistant may call, and must. The choice is checked where it meets the tools and the model."""
+        choice = "auto" if self.tool_choice is None else self.tool_choice
+        parallel = self.parallel_tool_calls is not False
+        if not self.tools or choice == "none":
+            return ToolUse(None, choice, parallel)
+        return ToolUse(json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools]), choice, parallel)
 
     def params(self) -> SamplingParams:
         """The sampling options. Raises pydantic's ValidationError."""
@@ -255,6 +259,10 @@ class CompletionBody(_Generation):
             raise PydanticCustomError("unsupported_value", "shows the prompt's logprobs in place of prompt_logprobs")
         return value
 
+    def names(self) -> dict[str, str]:
+        """What the body calls fields of ours, where that differs."""
+        return super().names() | ({"prompt_logprobs": "echo"} if self.echo else {})
+
     @property
     def echoes(self) -> bool:
         """Whether the answer begins with the prompt."""
@@ -264,8 +272,9 @@ class CompletionBody(_Generation):
         """One or several prompts; each becomes a job."""
         return self.prompt
 
-    def offered_tools(self) -> None:
-        """None: only a chat has any."""
+    def tool_use(self) -> ToolUse:
+        """Only a chat has any tools."""
+        return NO_TOOLS
 
     def params(self) -> SamplingParams:
         """The sampling options. Raises pydantic's ValidationError."""

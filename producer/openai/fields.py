@@ -8,6 +8,8 @@ from typing import Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
+from penstock.contract.problems import UNKNOWN_FIELD
+
 
 def only(*accepted: object) -> AfterValidator:
     """Accepts the values that ask for nothing and refuses the others."""
@@ -38,5 +40,5 @@ class Wire(BaseModel):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             for name in data:
                 if name not in known:
-                    raise PydanticCustomError("unknown_field", "unknown field", {"unknown_field": name})
+                    raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {UNKNOWN_FIELD: name})
         return data

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.tools import MAX_CALLS, Arguments, CallId, FunctionName
+from penstock.contract.tools import MAX_CALLS, Arguments, CallId, FunctionName, ToolChoice
 from penstock.producer.openai.fields import Wire, only
 
 
@@ -45,7 +46,8 @@ class _OfferedFunction(Wire):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[Any, only(None, False)] = None
+    strict: bool | None = None
+    """Calls keep to `parameters` even where the model is free to call or not."""
 
 
 class OfferedTool(Wire):
@@ -53,6 +55,23 @@ class OfferedTool(Wire):
 
     type: Literal["function"]
     function: _OfferedFunction
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a chat says of tools: those that are shown to the model, as JSON text, and what it is to do with them."""
+
+    tools: str | None = None
+    choice: ToolChoice = "auto"
+    parallel: bool = True
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the caller says which function is called."""
+        return not isinstance(self.choice, str)
+
+
+NO_TOOLS = ToolUse()
 
 
 class ChatMessage(Wire):

@@ -33,6 +33,10 @@ class AnswerForm:
 
     tool_parser: str = "none"
     reasoning_parser: str = "none"
+    one_call: bool = False
+    """Calls behind the first one are left out."""
+    is_named: bool = False
+    """The caller said which function is called, so that a call is no reason to end."""
 
     def read(self, text: str) -> Said:
         """All that a whole text says."""
@@ -49,6 +53,7 @@ class AnswerReader:
 
     def __init__(self, form: AnswerForm) -> None:
         call_form = CALL_FORMS.get(form.tool_parser)
+        self._one_call = form.one_call
         self._calls = ToolCallReader(call_form) if call_form else None
         self._reasoning = _ReasoningReader(form.reasoning_parser)
 
@@ -56,7 +61,7 @@ class AnswerReader:
         """What a further piece makes certain."""
         reasoning, rest = self._reasoning.push(text)
         content, calls = self._calls.push(rest) if self._calls else (rest, ())
-        return Said(content, reasoning, calls)
+        return Said(content, reasoning, self._wanted(calls))
 
     def end(self) -> Said:
         """What is left when the text ends."""
@@ -64,7 +69,10 @@ class AnswerReader:
         if self._calls is None:
             return Said(rest, reasoning)
         (content, calls), (last, last_calls) = self._calls.push(rest), self._calls.end()
-        return Said(content + last, reasoning, calls + last_calls)
+        return Said(content + last, reasoning, self._wanted(calls + last_calls))
+
+    def _wanted(self, calls: tuple[Call, ...]) -> tuple[Call, ...]:
+        return tuple(call for call in calls if not call.index) if self._one_call else calls
 
 
 class _ReasoningReader:

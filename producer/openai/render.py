@@ -17,9 +17,9 @@ _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}
 """The other reasons end in an error, and OpenAI has no word for them."""
 
 
-def finish_reason_of(reason: FinishReason | None, *, has_calls: bool = False) -> str | None:
-    """OpenAI's word."""
-    if reason == "stop" and has_calls:
+def finish_reason_of(reason: FinishReason | None, *, calls: bool = False) -> str | None:
+    """OpenAI's word; `calls`: the choice ended by calls of its own choosing."""
+    if reason == "stop" and calls:
         return "tool_calls"
     return None if reason is None else _FINISH_REASONS.get(reason)
 
@@ -65,6 +65,10 @@ class Renderer:
         self._begun: set[int] = set()
         self._prompts: defaultdict[int, ShownText] = defaultdict(ShownText)
 
+    def go_on(self) -> None:
+        """The answer's only choice began in a stream of before."""
+        self._begun.add(0)
+
     def piece(
         self, job_index: int, choice: int, said: Said, finish_reason: str | None, logprobs: Sequence[TokenLogprobs] = ()
     ) -> dict[str, Any]:
@@ -72,15 +76,14 @@ class Renderer:
         rendered = self._piece_choice(job_index, choice, said, finish_reason, logprobs)
         return {**self._head, "object": self.piece_object, "choices": [rendered], **self._tail}
 
-    def prompt_piece(self, job_index: int, prompt: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        """The next tokens of a job's prompt, at the head of each of its choices, where it is echoed."""
-        if not self._echoes:
-            return None
-        said, shown = (
-            Said(self._prompts[job_index].take_text(prompt)),
-            prompt if self._params.logprobs is not None else (),
-        )
-        choices = [self._piece_choice(job_index, choice, said, None, shown) for choice in range(self._params.n)]
+    def prompt_piece(self, job_index: int, prompt: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The next tokens of a job's prompt, for each of its choices: at their heads if it is echoed, else beside."""
+        said = Said(self._prompts[job_index].take_text(prompt) if self._echoes else "")
+        shown = prompt if self._echoes and self._params.logprobs is not None else ()
+        beside = {} if self._echoes else {"prompt_logprobs": prompt_logprobs(prompt)}
+        choices = [
+            self._piece_choice(job_index, choice, said, None, shown) | beside for choice in range(self._params.n)
+        ]
         return {**self._head, "object": self.piece_object, "choices": choices, **self._tail}
 
     def _piece_choice(
@@ -110,7 +113,7 @@ class Renderer:
     def _whole_choice(self, number: int, choice: Choice, prompt: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
         echoed = prompt if self._echoes else ()
         said = self.form.read(ShownText().take_text(echoed) + choice.text)
-        reason = finish_reason_of(choice.finish_reason, has_calls=bool(said.calls))
+        reason = finish_reason_of(choice.finish_reason, calls=bool(said.calls) and not self.form.is_named)
         likely = self._logprobs_of(number, (*echoed, *choice.logprobs) if choice.logprobs else ())
         whole = {**self._whole_of(number, said), "index": number, "logprobs": likely, "finish_reason": reason}
         return whole | {"prompt_logprobs": prompt_logprobs(prompt)} if prompt and not self._echoes else whole

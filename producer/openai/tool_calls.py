@@ -7,6 +7,7 @@ comes out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,10 @@ from penstock.contract.tools import json_of
 
 _MAX_UNDECIDED_CHARS = 32
 """The longest beginning of a text, white space included, that is held back because a bare call may begin so."""
+
+
+_QUOTE = re.compile(r'\\.|["\n]', re.DOTALL)
+"""What begins and ends strings, and what is escaped in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,9 @@ class ToolCallReader:
     def __init__(self, form: CallForm) -> None:
         self._form = form
         self._held = ""
-        self._searched = 0
-        """No close stands in `held` before here."""
+        self._searched = self._num_counted = 0
+        """No close that ends a call stands in `held` before the first, quotes are counted up to the second."""
+        self._in_string = False
         self._is_open = False
         self._is_behind_call = False
         self._is_start = True
@@ -62,12 +68,10 @@ class ToolCallReader:
         plain: list[str] = []
         calls: list[Call] = []
         while self._is_open or self._opens(plain):
-            close = self._form.close
-            at = self._held.find(close, self._searched) if close else -1
-            if at < 0:
-                self._searched = max(0, len(self._held) - len(close))
+            end = self._find_end()
+            if end < 0:
                 break
-            written, self._held = self._held[: at + len(close)], self._held[at + len(close) :]
+            written, self._held = self._held[:end], self._held[end:]
             self._read(written, plain, calls)
         return "".join(plain), tuple(calls)
 
@@ -90,8 +94,25 @@ class ToolCallReader:
         self._is_start = self._is_start and not num_plain
         plain.append(self._held[:num_plain])
         self._held = self._held[num_plain:]
-        self._searched = 0
+        self._searched = self._num_counted = 0
+        self._in_string = False
         return self._is_open
+
+    def _find_end(self) -> int:
+        """Where the open call ends, if it does: behind the first close that stands in none of its strings, or -1."""
+        close = self._form.close
+        while close and (at := self._held.find(close, self._searched)) >= 0:
+            for quote in _QUOTE.finditer(self._held, self._num_counted, at):
+                if quote[0] == '"':
+                    self._in_string = not self._in_string
+                elif quote[0] == "\n":  # which a JSON string has none of: one quote too many spoils its line alone
+                    self._in_string = False
+            self._num_counted = at
+            if not self._in_string:
+                return at + len(close)
+            self._searched = at + len(close)
+        self._searched = max(self._searched, len(self._held) - len(close))
+        return -1
 
     def _read(self, written: str, plain: list[str], calls: list[Call]) -> None:
         self._is_open = self._is_start = False

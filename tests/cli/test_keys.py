@@ -39,5 +39,7 @@ def test_key_is_made_listed_and_revoked(redis_url: str) -> None:
 def test_wrong_use_says_what_is_wrong(redis_url: str) -> None:
     done = keys(redis_url, "add", "no spaces")
     assert (done.returncode, done.stderr.startswith("penstock: tenant: ")) == (2, True)
+    done = keys(redis_url, "add", "acme", "--burst-s", "4000")
+    assert (done.returncode, done.stderr.startswith("penstock: burst_s: ")) == (2, True)
     assert "scopes" in keys(redis_url, "add", "acme", "--scope", "root").stderr
     assert keys(redis_url, "revoke", "nobody").returncode == 2

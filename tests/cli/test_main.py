@@ -20,7 +20,11 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
+from penstock.contract.settings import KeySettings, RedisSettings, Settings
+from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
+from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.client import ClientSettings
 
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -104,10 +108,23 @@ def test_missing_demo_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
         demo_model()
 
 
-def test_every_setting_of_a_node_is_an_option_and_vllms_names_are_understood() -> None:
+@pytest.mark.parametrize(("command", "settings"), [("node", NodeSettings), ("gateway", GatewaySettings)])
+def test_every_setting_is_an_option(command: str, settings: type[Settings]) -> None:
+    shown = run(command, "--help", COLUMNS="250").stdout
+    for name in settings.model_fields.keys() - {"model"}:
+        # Of what may be repeated, one is given at a time: --alias, --cors-origin.
+        assert f"--{name.replace('_', '-').removesuffix('es').removesuffix('s')}" in shown
+
+
+@pytest.mark.parametrize(
+    "settings", [NodeSettings, GatewaySettings, ClientSettings, CelerySettings, RedisSettings, KeySettings]
+)
+def test_every_setting_says_what_it_is_for(settings: type[Settings]) -> None:
+    assert [name for name, field in settings.model_fields.items() if not field.description] == []
+
+
+def test_vllms_names_are_understood() -> None:
     shown = run("node", "--help", COLUMNS="250").stdout
-    for name in NodeSettings.model_fields.keys() - {"model", "aliases"}:
-        assert f"--{name.replace('_', '-')}" in shown
     for flag in ("--alias", "--swap-space", "--num-gpu-blocks-override", "--no-enable-prefix-caching"):
         assert f"{flag} " in shown or f"{flag}," in shown
 
@@ -134,6 +151,14 @@ def test_options_reach_the_node_and_what_is_not_given_comes_from_the_environment
     assert first.max_num_seqs == 64
 
 
-def test_a_setting_that_cannot_work_is_named() -> None:
-    done = run("node", "m", "--redis-url", "unix://x", "--swap-space-gib", "-1")
-    assert done.returncode == 2 and done.stderr.startswith("penstock: swap_space_gib: ")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--swap-space-gib", "-1"), "swap_space_gib: "),
+        (("--max-num-batched-tokens", "16"), "max_num_batched_tokens (16) must be at least max_num_seqs (64)"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(options: tuple[str, ...], said: str) -> None:
+    done = run("node", "m", "--redis-url", "unix://x", *options)
+    assert done.returncode == 2 and done.stderr.startswith(f"penstock: {said}")
+    assert len(done.stderr.splitlines()) == 1

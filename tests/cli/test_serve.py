@@ -1,10 +1,16 @@
-"""What `penstock serve` shows."""
+"""What `penstock serve` shows, and what it hands on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from penstock.cli.main import app
 from penstock.cli.serve import without_password
+from penstock.contract.errors import PenstockError
+from penstock.gateway.settings import GatewaySettings
+from penstock.gpu_node.settings import NodeSettings
 
 
 @pytest.mark.parametrize(
@@ -21,3 +27,39 @@ from penstock.cli.serve import without_password
 )
 def test_passwords_of_redis_are_not_shown(url: str, shown: str) -> None:
     assert without_password(url) == shown
+
+
+def test_what_is_given_reaches_node_and_gateway_and_their_environment_says_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[Sequence[str], Sequence[str]]] = []
+    nodes: list[NodeSettings] = []
+    gateways: list[GatewaySettings] = []
+
+    async def start_all(_supervisor: object, _url: str, model: str, *words: Sequence[str]) -> None:
+        assert model == "m"
+        started.append((words[0], words[1]))
+        raise PenstockError("enough")
+
+    async def run_node(settings: NodeSettings) -> None:
+        nodes.append(settings)
+
+    monkeypatch.setattr("penstock.cli.serve.start_all", start_all)
+    monkeypatch.setattr("penstock.gpu_node.process.run_node", run_node)
+    monkeypatch.setattr("penstock.gateway.app.run", gateways.append)
+    environment = {"NODE_KV_CACHE_GIB": "4", "NODE_MAX_NUM_SEQS": "9", "GATEWAY_HOST": "::1", "GATEWAY_PORT": "1234"}
+    monkeypatch.setenv("PENSTOCK_NODE_MODEL", "m")
+    for name, value in environment.items():
+        monkeypatch.setenv(f"PENSTOCK_{name}", value)
+    given = ["--kv-cache-gib", "0.25", "--kv-cache-dtype", "fp8", "--port", "5"]
+    for options in ([], given):
+        app(["serve", "--redis-url", "unix://x", *options], standalone_mode=False)
+    for of_node, of_gateway in started:
+        app(["node", "m", "--redis-url", "unix://x", *of_node], standalone_mode=False)
+        app(["gateway", "--redis-url", "unix://x", *of_gateway], standalone_mode=False)
+
+    assert [(one.kv_cache_gib, one.kv_cache_dtype, one.max_num_seqs) for one in nodes] == [
+        (4, "auto", 9),
+        (0.25, "fp8", 9),
+    ]
+    assert [(one.host, one.port) for one in gateways] == [("::1", 1234), ("::1", 5)]

@@ -12,7 +12,7 @@ from uuid_utils import uuid7
 
 from penstock.contract import keys
 from penstock.contract.broker import scripts
-from penstock.contract.broker.node import Emission, NodeBroker, Return, Room, TakeAnswer, Taken
+from penstock.contract.broker.node import Emission, NodeBroker, Return, Room, TakeAnswer, Taken, Why
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Chunk, Job, Outcome, Priority
 from penstock.contract.terms import Terms
@@ -114,11 +114,9 @@ class FakeNode:
         last = Emission(taken.job_id, taken.lease, start, chunks_of(taken.job_id, start, count))
         return await self.broker.finish(last, outcome or Outcome("done"), b"result", kv_ms=kv_ms)
 
-    async def give_back(
-        self, taken: Taken, cost: int | None = None, most: int = 0, *, only_if_room: bool = False
-    ) -> str:
+    async def give_back(self, taken: Taken, cost: int | None = None, most: int = 0, *, why: Why = "drain") -> str:
         returned = Return(taken.job_id, taken.lease, taken.cost if cost is None else cost, most)
-        return (await self.broker.give_back([returned], only_if_room=only_if_room))[0]
+        return (await self.broker.give_back([returned], why))[0]
 
     async def beat(
         self, held: Sequence[str] | None = None, *, answered: int | None = None, free: int = 1000, **record: Any

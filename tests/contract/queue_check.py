@@ -11,7 +11,7 @@ from contract.queue_model import TERMINAL, ModelJob, QueueModel
 from penstock.contract.wire import decode_chunks
 
 OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took", "queued", "bytes"}
-OF_THE_POOL |= {"count"}
+OF_THE_POOL |= {"count", "adapters"}
 OF_POLICY = {"turn", "vtime", "debt", "head", "hold"}
 Dump = dict[str, Any]
 

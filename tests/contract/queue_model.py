@@ -58,6 +58,8 @@ class ModelJob:
     mark: int = 0
     preemptions: int = 0
     avoids: str = ""
+    lacks: set[str] = field(default_factory=set)
+    """Nodes that returned it for want of its adapter."""
     is_back: bool = False
     charge: float = 0.0
     urgency: int = 0
@@ -172,6 +174,7 @@ class QueueModel:
         running = self.running(node.name)
         queued = [job for priority in range(3) for job in self.queued(priority) if not job.is_over]
         ours = [j for j in queued if j.avoids != node.name and (not j.log or j.revision == node.revision)]
+        ours = [j for j in ours if node.name not in j.lacks or not self._others(j, j.lacks)]
         for job in ours:
             job.charge = job.cost * hold_ms / job.weight
         held_by_others = {name for other, name in self.holds.items() if other != node.name}
@@ -231,6 +234,23 @@ class QueueModel:
             self.standing.turns[job.priority].correct(job.tenant, kv_ms / job.weight - job.charge)
         return "OK"
 
+    def _others(self, job: ModelJob, lacks: set[str]) -> bool:
+        """Whether somebody is left who may have what those lack."""
+        able = [n for n in self.nodes.values() if n.is_known and not n.is_draining and n.name not in lacks]
+        return any(not job.log or node.revision == job.revision for node in able)
+
+    def return_for_want_of_adapter(self, job: ModelJob, node: ModelNode, lease: str, cost: int) -> str:
+        if not job.is_held(node.name, lease):
+            return "FENCED"
+        if self.end_if_over(job):
+            return "OK"
+        lacks = {name for name in job.lacks if self.nodes[name].is_known} | {node.name}
+        if not self._others(job, lacks):
+            return "NOBODY"
+        self._requeue(job)
+        job.cost, job.avoids, job.lacks = cost, node.name, lacks
+        return "OK"
+
     def give_back(
         self, job: ModelJob, node: ModelNode, lease: str, cost: int, most: int = 0, roomy: Collection[str] | None = None
     ) -> str:
@@ -245,7 +265,7 @@ class QueueModel:
             others = [self.nodes[name] for name in roomy if name != node.name]
             able = [other for other in others if other.revision == job.revision or not job.log]
             if not able or cost > 500 or job.n > SLOTS_TOTAL:
-                return "NO_ROOM"
+                return "NOBODY"
         self._requeue(job)
         job.cost, job.avoids = cost, node.name
         job.preemptions += 1

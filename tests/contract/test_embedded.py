@@ -234,7 +234,7 @@ def test_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         client.set("key", "value")
     for file in (path for path in tmp_path.rglob("*.aof*") if path.is_file()):
         file.write_bytes(b"this is no append-only file\r\n")
-    with pytest.raises(ConfigError, match=r"ended while starting.*[Bb]ad file format"):
+    with pytest.raises(ConfigError, match=r"ended while starting.*([Bb]ad file format|Invalid AOF)"):
         EmbeddedRedis(data_dir=tmp_path).start()
 
 
@@ -248,11 +248,26 @@ def test_long_temp_folder_still_gives_a_short_socket(tmp_path: Path, monkeypatch
 
 
 def test_bundled_server_is_found_when_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_REDIS_SERVER", raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
     assert find_redis_server().name == "redis-server"
 
 
+def test_a_given_server_is_the_one_and_a_wrong_one_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("redis-server", "other"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_REDIS_SERVER", str(tmp_path / "other"))
+    assert find_redis_server().name == "other"
+    for wrong in (tmp_path, tmp_path / "none"):
+        monkeypatch.setenv("PENSTOCK_REDIS_SERVER", str(wrong))
+        with pytest.raises(ConfigError, match="is no program") as refused:
+            find_redis_server()
+        assert refused.value.param == "redis_server"
+
+
 def test_no_server_at_all_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_REDIS_SERVER", raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr("importlib.metadata.files", lambda _: [])
     with pytest.raises(ConfigError, match=r"PENSTOCK_REDIS_URL.*penstock\[embedded\]"):

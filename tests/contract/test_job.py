@@ -116,8 +116,8 @@ def test_forms_that_say_nothing_or_too_much_are_refused(form: dict[str, object],
 
 @pytest.mark.parametrize("option", [{"min_tokens": 1}, {"ignore_eos": True}])
 def test_what_contradicts_a_form_is_refused(option: dict[str, object]) -> None:
-    message = problem_of(SamplingParams, {"structured_outputs": {"regex": "a"}, **option})[1]
-    assert "structured_outputs" in message and next(iter(option)) in message
+    where, message = problem_of(SamplingParams, {"structured_outputs": {"regex": "a"}, **option})
+    assert where == "structured_outputs" and next(iter(option)) in message
 
 
 def test_a_schema_is_kept_as_text_however_it_was_given() -> None:
@@ -132,8 +132,8 @@ def test_biases_are_kept_in_the_order_of_tokens_whatever_the_keys_are() -> None:
 
 
 def test_minimum_above_maximum_is_refused() -> None:
-    _, message = problem_of(SamplingParams, {"min_tokens": 5, "max_tokens": 4})
-    assert "min_tokens (5) must not exceed max_tokens (4)" in message
+    where, message = problem_of(SamplingParams, {"min_tokens": 5, "max_tokens": 4})
+    assert where == "min_tokens" and "5 must not exceed max_tokens (4)" in message
     assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
     assert SamplingParams(min_tokens=5).max_tokens is None
 

@@ -210,6 +210,7 @@ async def test_ended_job_leaves_nothing_that_lives_for_ever(
         "revs",
         "free",
         "pressure",
+        "adapters",
         "backlog",
         "bytes",
         "readers",

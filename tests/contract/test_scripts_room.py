@@ -203,9 +203,9 @@ async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -
     ("free", "record", "answer"),
     [
         (100, {}, "OK"),
-        (99, {}, "NO_ROOM"),
-        (100, {"max_num_seqs": 8, "num_running": 5, "num_waiting": 3}, "NO_ROOM"),
-        (100, {"revision": "r2"}, "NO_ROOM"),
+        (99, {}, "NOBODY"),
+        (100, {"max_num_seqs": 8, "num_running": 5, "num_waiting": 3}, "NOBODY"),
+        (100, {"revision": "r2"}, "NOBODY"),
     ],
 )
 async def test_a_job_goes_where_there_is_room_for_it_or_stays(
@@ -216,7 +216,7 @@ async def test_a_job_goes_where_there_is_room_for_it_or_stays(
     await node.emit(taken, 0, 1)
     await node.beat(free=1000)
     await other.beat(free=free, **record)
-    assert await node.give_back(taken, cost=100, only_if_room=True) == answer
+    assert await node.give_back(taken, cost=100, why="pressure") == answer
     assert await queue.state(taken.job_id) == ("queued" if answer == "OK" else "running")
 
 
@@ -226,8 +226,8 @@ async def test_rooms_are_given_away_once(queue: Queue) -> None:
     taken = (await node.take()).jobs
     assert ids(TakeAnswer(taken, (0, 0, 0), 0)) == jobs
     await other.beat(free=250)
-    answers = [await node.give_back(job, only_if_room=True) for job in taken]
-    assert answers == ["OK", "OK", "NO_ROOM"]
+    answers = [await node.give_back(job, why="pressure") for job in taken]
+    assert answers == ["OK", "OK", "NOBODY"]
 
 
 async def test_a_job_that_was_moved_often_counts_as_all_that_it_may_hold(queue: Queue) -> None:

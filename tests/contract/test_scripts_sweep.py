@@ -166,6 +166,17 @@ async def test_long_silent_readers_and_revisions_are_forgotten(queue: Queue) -> 
     assert await queue.ids("revs") == {"new"}
 
 
+async def test_a_reader_is_remembered_for_as_long_as_it_may_be_silent(queue: Queue) -> None:
+    await queue.node("n1", abandon_after_ms=1_000_000)
+    await queue.submit(inbox="slow")
+    await queue.age("readers", "slow", 999_000)
+    await queue.sweep()
+    assert await queue.ids("readers") == {"slow"}
+    await queue.age("readers", "slow", 2_000)
+    await queue.sweep()
+    assert await queue.ids("readers") == set()
+
+
 # Beats
 
 

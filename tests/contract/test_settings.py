@@ -60,6 +60,16 @@ def test_redis_url_has_one_variable_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert redis_url_of("unix:///given") == "unix:///given"
 
 
+def test_a_room_has_no_redis_url_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Connected(RoomSettings):
+        redis_url: str | None = None
+
+    assert Connected.load(redis_url="unix:///given").redis_url == "unix:///given"
+    monkeypatch.setenv("PENSTOCK_ROOM_REDIS_URL", "redis://elsewhere")
+    with pytest.raises(ConfigError, match="PENSTOCK_ROOM_REDIS_URL"):
+        Connected.load(redis_url="unix:///given")
+
+
 def test_no_redis_url_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_REDIS_URL", raising=False)
     with pytest.raises(ConfigError, match="PENSTOCK_REDIS_URL"):

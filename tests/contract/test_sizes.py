@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from penstock.contract.priority import NUM_PRIORITIES
 from tests.source_tree import ROOT
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "h": 3_600_000}
@@ -43,3 +44,8 @@ def test_limit_is_what_the_code_says(row: tuple[str, str, str, str]) -> None:
     number, unit, file, name = row
     value = value_in_lua if file.endswith(".lua") else value_in_python
     assert value((ROOT / file).read_text(), name) == int(number.replace(",", "")) * UNITS[unit]
+
+
+def test_there_are_as_many_classes_in_lua() -> None:
+    prelude = (ROOT / "penstock/contract/scripts/prelude.lua").read_text()
+    assert value_in_lua(prelude, "CLASSES") == NUM_PRIORITIES

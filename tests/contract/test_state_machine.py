@@ -50,6 +50,7 @@ SCHEMA = {
     "max_losses": MAX_LOSSES,
     "progress_chunks": PROGRESS_CHUNKS,
     "reattach_grace_ms": FOREVER_MS,
+    "abandon_after_ms": FOREVER_MS,
 }
 NODES = {"n0": "r1", "n1": "r1", "n2": "r1", "n3": "r2"}
 node_names = st.sampled_from(sorted(NODES))
@@ -204,6 +205,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.sync.set(f"{P}:sweep", self.run(self.queue.now_ms()))
         known = self.model.nodes.setdefault(name, ModelNode(name, NODES[name]))
         known.is_known, known.is_silent, known.is_draining = True, False, False
+        self.tell(node, free=0)
 
     @rule(priority=st.sampled_from(Priority), risen=st.integers(1, 4))
     def class_is_not_served_for_long(self, priority: Priority, risen: int) -> None:
@@ -299,9 +301,17 @@ class QueueMachine(RuleBasedStateMachine):
         for name, other in self.nodes.items() if roomy is not None else ():
             if self.model.nodes[name].is_known:
                 self.tell(other, free=500 if name in roomy else 0)
-        answer = self.run(node.give_back(taken, cost, 450, only_if_room=roomy is not None))
+        answer = self.run(node.give_back(taken, cost, 450, why="drain" if roomy is None else "pressure"))
         known = self.model.nodes[node.name]
         assert answer == self.model.give_back(job, known, taken.lease, cost, 450, roomy)
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks, cost=st.sampled_from((5, 70)))
+    def return_for_want_of_adapter(self, pick: int, cost: int) -> None:
+        job, node, taken = self.handle(pick)
+        answer = self.run(node.give_back(taken, cost, why="lacking"))
+        known = self.model.nodes[node.name]
+        assert answer == self.model.return_for_want_of_adapter(job, known, taken.lease, cost)
 
     def tell(self, node: FakeNode, free: int) -> None:
         """Writes what a beat would say of a node."""

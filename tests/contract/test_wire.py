@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import pytest
@@ -18,7 +18,7 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.structured import StructuredOutputs
-from penstock.contract.tools import ToolCall
+from penstock.contract.tools import CallFormName, ReasoningParserName, ToolCall, WantedCalls, WantedFunction
 from penstock.contract.wire import NodePressure, PoolRecord, Request
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
@@ -163,11 +163,26 @@ sampling = st.builds(
     logit_bias=st.dictionaries(small_ints, st.floats(-100, 100), max_size=3),
     bad_words=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
 )
+functions = st.builds(
+    WantedFunction,
+    name=st.text(min_size=1, max_size=9),
+    parameters=st.dictionaries(texts, texts, max_size=2).map(json.dumps),
+)
+wanted_calls = st.builds(
+    WantedCalls,
+    form=st.sampled_from(get_args(CallFormName)),
+    reasoning=st.sampled_from(get_args(ReasoningParserName)),
+    functions=st.lists(functions, min_size=1, max_size=3).map(tuple),
+    required=st.booleans(),
+    answer=st.none() | st.just('{"type": "object"}'),
+    parallel=st.booleans(),
+)
 forms = st.one_of(
     st.builds(StructuredOutputs, json=st.dictionaries(texts, st.dictionaries(texts, texts, max_size=2), max_size=2)),
     st.builds(StructuredOutputs, choice=st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3)),
     st.builds(StructuredOutputs, regex=st.text(min_size=1, max_size=9)),
     st.just(StructuredOutputs(json_object=True)),
+    st.builds(StructuredOutputs, calls=wanted_calls),
 )
 formed = st.builds(SamplingParams, structured_outputs=forms)
 messages = st.lists(

@@ -1,4 +1,4 @@
-"""`python armed.py <module or file>` runs it, with a fault behind one of the product's crash points.
+"""`python armed.py <module or file> <arguments>` runs it, with a fault behind one of the product's crash points.
 
 FAULT_AT="after emit 3 kill": at the third time that the process is at the point (`after`, `emit`), it is killed.
 """

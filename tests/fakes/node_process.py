@@ -11,10 +11,10 @@ REFERENCE_NODE = str(Path(__file__).parent / "reference_node.py")
 
 
 class NodeProcess(ChildProcess):
-    """`python -m penstock.gpu_node`, or the reference node when no model is named; settings by their field names."""
+    """`penstock node`, or the reference node when no model is named; settings by their field names."""
 
     def __init__(self, redis_url: str, *, step_s: float = 0.0, dies: str = "", **settings: Any) -> None:
-        command = "penstock.gpu_node" if "model" in settings else REFERENCE_NODE
+        command = ["penstock", "node"] if "model" in settings else [REFERENCE_NODE]
         env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
         env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json", "REFERENCE_STEP_S": str(step_s)}
-        super().__init__([command], env, dies=dies)
+        super().__init__(command, env, dies=dies)

@@ -8,11 +8,41 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.speculation import Drafter, Speculation
+from penstock.gpu_node.engine.drafter import Drafter, common_odds
+from penstock.gpu_node.engine.speculation import Speculation
+
+
+class Foresight(Drafter):
+    """Drafts from the first of the oracle's texts that goes on as its sequence does, often with a mistake."""
+
+    def __init__(self, max_num_tokens: int, oracle: Oracle) -> None:
+        super().__init__(max_num_tokens, common_odds())
+        self._oracle = oracle
+        self._next: list[int] = []
+
+    def look(self, news: NDArray[np.int32], least: float) -> bool:
+        """It always hopes."""
+        self.lookup.extend(news)
+        so_far = self.lookup.following(0, len(self.lookup))
+        text = next((text for text in self._oracle.texts if list(text[: len(so_far)]) == so_far), so_far)
+        self._next = list(text[len(so_far) :])
+        self.has_hopes = True
+        return True
+
+    def chances(self, most: int) -> list[float]:
+        """Of some of what comes next."""
+        return [1.0] * min(self._oracle.rng.randint(0, most), len(self._next))
+
+    def draft(self, count: int) -> list[int]:
+        """That, or almost that."""
+        draft, rng = self._next[:count], self._oracle.rng
+        if rng.random() < 0.4:
+            draft[rng.randrange(count)] = rng.randrange(3, 300)
+        return draft
 
 
 class Oracle(Speculation):
-    """Whoever may draft does: from the first of `texts` that goes on as it does, often with a mistake."""
+    """Whoever may draft does."""
 
     def __init__(self) -> None:
         super().__init__(max_draft_tokens=6)
@@ -20,20 +50,10 @@ class Oracle(Speculation):
         """Prompts and outputs."""
         self.rng = random.Random(0)
 
-    def begin(self, num_decoding: int) -> float:
+    def drafter(self, max_num_tokens: int) -> Drafter:
+        """One that knows."""
+        return Foresight(max_num_tokens, self)
+
+    def needs(self, num_decoding: int, most: int) -> list[float]:
         """Every draft pays."""
-        return 0.0
-
-    def on_trial(self, num_decoding: int) -> set[int]:
-        """Nobody has to be."""
-        return set()
-
-    def draft(self, drafter: Drafter, news: NDArray[np.int32], room: int, least_odds: float) -> list[int]:
-        """Some of what comes next."""
-        drafter.lookup.extend(news)
-        so_far = drafter.lookup.following(0, len(drafter.lookup))
-        text = next((text for text in self.texts if list(text[: len(so_far)]) == so_far), so_far)
-        draft = list(text[len(so_far) : len(so_far) + self.rng.randint(0, min(room, self.max_draft_tokens))])
-        if draft and self.rng.random() < 0.4:
-            draft[self.rng.randrange(len(draft))] = self.rng.randrange(3, 300)
-        return draft
+        return [0.0] * min(most, num_decoding * self.max_draft_tokens)

@@ -183,6 +183,7 @@ class ReferenceEngine:
     def abort(self, request_id: str) -> None:
         """Forgets a request."""
         self._live = [live for live in self._live if live.request_id != request_id]
+        self._told.pop(request_id, None)
 
     def has_work(self) -> bool:
         """Whether anything is live."""
@@ -208,15 +209,16 @@ class ReferenceEngine:
         # One that a log left without its end has all its tokens.
         fresh = () if live.reason else (live.append(),)
         self._done_tokens += len(fresh)
+        is_first = position == 0 and self._told.setdefault(live.request_id, live) is live
         reason, usage = live.reason, None
         if reason:
             self._live.remove(live)
             if not any(other.request_id == live.request_id for other in self._live):
                 usage = Usage(len(live.prompt), live.params.n * len(live.tokens))
+                self._told.pop(live.request_id, None)
         text = live.said[live.released : live.safe_chars]
         live.released += len(text)
         likely = (live.likely(position),) if fresh and live.params.logprobs is not None else ()
-        is_first = position == 0 and self._told.setdefault(live.request_id, live) is live
         prompt = reference_prompt_logprobs(live.params, live.prompt) if is_first else ()
         output = StepOutput(live.request_id, live.choice, position, fresh, text, reason, usage)
         return replace(output, logprobs=likely, prompt_logprobs=prompt)

@@ -6,13 +6,15 @@ import json
 from typing import Any
 
 import httpx
+from fakes.reference_engine import reference_prompt_logprobs
 from faults.work import PROMPT, Work
 
 from penstock.contract.job import pool_of
+from penstock.producer.openai.likely import prompt_logprobs
 
 TIMEOUT_S = 60.0
 JOB_HEADER = "x-penstock-job"
-_ASKED = ("temperature", "n", "stop", "max_tokens")
+_ASKED = ("temperature", "n", "stop", "max_tokens", "prompt_logprobs")
 
 
 def http_client() -> httpx.AsyncClient:
@@ -31,6 +33,7 @@ class HttpReading:
         self.job_id = ""
         self.texts: dict[int, str] = {}
         self.finishes: dict[int, str] = {}
+        self.of_prompt: dict[int, list[Any]] = {}
         self.num_events = 0
         self.is_whole = False
         self.error = ""
@@ -69,6 +72,8 @@ class HttpReading:
         """All of it came, and it is what an undisturbed run says."""
         assert self.is_whole
         choices = Work(work.options | {"job_id": self.job_id}).expected()
+        of_prompt = prompt_logprobs(reference_prompt_logprobs(work.params, PROMPT.encode()))
+        assert self.of_prompt == ({choice.index: of_prompt for choice in choices} if of_prompt else {})
         assert self.texts == {choice.index: choice.text for choice in choices}
         assert self.finishes == {choice.index: choice.finish_reason for choice in choices}
 
@@ -85,8 +90,10 @@ class HttpReading:
         if "error" in event:
             self.error = event["error"]["code"]
             return
-        (said,) = event["choices"]
-        choice = said["index"]
-        self.texts[choice] = self.texts.get(choice, "") + said["text"]
-        if said["finish_reason"]:
-            self.finishes[choice] = said["finish_reason"]
+        for said in event["choices"]:
+            choice = said["index"]
+            self.texts[choice] = self.texts.get(choice, "") + said["text"]
+            if "prompt_logprobs" in said:
+                self.of_prompt.setdefault(choice, []).extend(said["prompt_logprobs"])
+            if said["finish_reason"]:
+                self.finishes[choice] = said["finish_reason"]

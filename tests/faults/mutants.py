@@ -54,6 +54,9 @@ MUTANTS = (
     Mutant("idempotency body", "submit", "job.body ~= body or ", "", "submit.py"),
     Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("terminal once", "cancel", "if is_terminal(job.state) then return job.state end", "", "end.py"),
+    Mutant(
+        "each asked once", "take", "is_listed(lacks, node) and may_be_elsewhere(job, lacks)", "false", "adapters.py"
+    ),
     Mutant("readers guard", "prelude", "or not may_judge(schema, now) then", "then", "readers.py"),
 )
 

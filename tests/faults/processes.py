@@ -13,14 +13,14 @@ READER = str(Path(__file__).parent / "reader.py")
 
 
 class GatewayProcess(ChildProcess):
-    """`python -m penstock.gateway` on a free port."""
+    """`penstock gateway` on a free port."""
 
     url = ""
 
     def __init__(self, redis_url: str, *, dies: str = "", **settings: Any) -> None:
         env = {f"PENSTOCK_GATEWAY_{name.upper()}": str(value) for name, value in {"port": 0, **settings}.items()}
         env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_GATEWAY_PROGRESS": "json"}
-        super().__init__(["penstock.gateway"], env, dies=dies)
+        super().__init__(["penstock", "gateway"], env, dies=dies)
 
     def wait_ready(self) -> Self:
         """Until it listens on `url`."""

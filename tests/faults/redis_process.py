@@ -83,15 +83,15 @@ class RedisProcess:
         self._process.send_signal(signal.SIGCONT)
 
     def copy_log(self) -> Path:
-        """What a server would find if it had to start from now."""
-        copy = self.folder / "copy.aof"
-        shutil.copy(self.folder / "appendonly.aof", copy)
+        """A folder with what a server would find if it had to start from now."""
+        copy = self.folder / "copy"
+        _copy_log(self.folder, copy)
         return copy
 
-    def restart_from(self, log: Path) -> None:
+    def restart_from(self, copy: Path) -> None:
         """Killed and started again with what an older log says."""
         self.kill()
-        shutil.copy(log, self.folder / "appendonly.aof")
+        _copy_log(copy, self.folder)
         self.start()
 
     def _answers(self, until: str) -> bool:
@@ -110,6 +110,16 @@ class RedisProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+
+def _copy_log(source: Path, target: Path) -> None:
+    """The log is a file up to Redis 6.2, a folder since 7."""
+    target.mkdir(exist_ok=True)
+    for log in source.glob("appendonly*"):
+        if log.is_dir():
+            shutil.copytree(log, target / log.name, dirs_exist_ok=True)
+        else:
+            shutil.copy(log, target)
 
 
 def _words(value: Any) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import os
 import random
 import secrets
@@ -26,8 +27,9 @@ from penstock.producer.client import AsyncClient, ClientSettings
 POOL = "soak"
 SAMPLE_S = 5.0
 READERS = "readers"
-"""This process: it holds HTTP readers as well, whose library's memory is not ours to judge."""
+"""This process."""
 _PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
+_M_MMAP_THRESHOLD, _MAX_HEAP_BLOCK = -3, 1 << 16
 
 
 class Memory:
@@ -95,10 +97,16 @@ def report(counts: Counter[str], killed: Counter[str], memory: Memory, args: arg
     assert ended == counts["accepted"], "accepted jobs have all ended"
     row = f"{args.minutes:g} min, a fault every {args.kill_every:g} s, then {args.quiet_minutes:g} min in peace"
     figures = {name: counts[name] for name in ("accepted", "done", "failed node_lost", "taken over", "tokens")}
-    readers, served = slopes.pop(READERS), max(slopes.values())
-    figures |= {"faults": sum(killed.values()), "steepest KiB/min": served, "readers KiB/min": readers}
-    assert served < args.max_slope, "memory is flat"
+    figures |= {"faults": sum(killed.values()), "steepest KiB/min": max(slopes.values())}
+    assert max(slopes.values()) < args.max_slope, "memory is flat"
     record("Soak", row, figures)
+
+
+def keep_heap_whole() -> None:
+    """asyncio receives into 256 KiB that it then cuts to what came. glibc soon takes such blocks from its heap, between
+    small ones that stay: resident memory grows by 0.2 MiB a minute, with no byte more in use. Mapped ones leave no gap.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAX_HEAP_BLOCK)
 
 
 def main() -> None:
@@ -114,6 +122,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
+    keep_heap_whole()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, RedisProcess(Path(folder) / "redis") as redis:
         fleet = Fleet(redis, POOL, num_nodes=3, num_gateways=2)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from fakes.node_process import NodeProcess
@@ -11,10 +12,11 @@ from fakes.random_adapters import make_adapter
 from fakes.tiny_model import make_tiny_model
 from faults.real_takeover import undisturbed
 from faults.takeover import Lane
-from faults.work import PROMPT, check_settled
+from faults.work import PROMPT, check_settled, holder
 from redis.asyncio import Redis
 from transformers import AutoModelForCausalLM
 
+from penstock.contract import keys
 from penstock.contract.errors import JobFailedError, NotFoundError
 from penstock.kernels.cpu.probe import best_isa, cpu_flags
 from penstock.producer.client import AsyncClient
@@ -52,4 +54,31 @@ async def test_a_job_with_an_adapter_goes_on_token_exact(redis: Redis, redis_url
             hit = await lane.run(work, KILLED_AT, NUM_TOKENS)
             work.check()
         assert work.expected()[0].token_ids != plain.expected()[0].token_ids
+        await check_settled(redis, POOL)
+
+
+async def test_a_job_goes_to_a_node_that_has_its_adapter_and_ends_when_there_is_none(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    model, having, lacking = make_tiny_model(tmp_path / "tiny"), tmp_path / "having", tmp_path / "lacking"
+    make_adapter(having / "tuned", AutoModelForCausalLM.from_pretrained(model), seed=1)
+    lacking.mkdir()
+
+    def start(folder: Path, **settings: int) -> NodeProcess:
+        place = {"pool": POOL, "name": folder.name, "lease_ms": 3000, "lora_dir": folder}
+        return NodeProcess(redis_url, model=model, num_threads=1, num_kv_blocks=64, **place, **settings)
+
+    with start(having, max_num_seqs=1) as owner, start(lacking):
+        async with AsyncClient(redis_url) as client:
+            options = {"adapter": "tuned", "max_tokens": 40, "ignore_eos": True, "temperature": 0.0}
+            jobs = [await client.submit(PROMPT, **options) for _ in range(8)]
+            texts = {(await job.result()).choices[0].text for job in jobs}
+            assert len(texts) == 1
+            assert {await holder(redis, job.id) for job in jobs} == {"having"}
+            assert int(await cast(Any, redis.hget(keys.counts(POOL), "given_back_lacking"))) > 0
+            owner.kill()
+            late = await client.submit(PROMPT, **options)
+            with pytest.raises(JobFailedError) as caught:
+                await late.result()
+            assert caught.value.code == "adapter_not_found"
         await check_settled(redis, POOL)

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.timeout(300)
 
 POOL = "crash"
 STEP_S = 0.01
-SETTINGS: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "drain_s": 0.1}
+SETTINGS: dict[str, Any] = {"pool": POOL, "lease_ms": 3000, "drain_s": 0.1, "stream_interval_ms": 0}
+"""Each step's tokens leave at once, or there would be few messages to die at."""
 
 
 def mostly_slow(points: Sequence[str], *, quick: str) -> list[object]:

@@ -193,9 +193,11 @@ class Stack:
         self._stops.append(stop)
         return node
 
-    def start_gateway(self, **settings: Any) -> str:
+    def start_gateway(self, *, pepper: str = "", **settings: Any) -> str:
         """A gateway on a free port; answers its URL."""
-        return self.call(self._start_gateway({"redis_url": self.redis_url, **settings}))
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("PENSTOCK_KEY_PEPPER", pepper)
+            return self.call(self._start_gateway({"redis_url": self.redis_url, **settings}))
 
     async def _start_gateway(self, settings: dict[str, Any]) -> str:
         server = make_server(GatewaySettings.load(port=0, drain_s=1, **settings))

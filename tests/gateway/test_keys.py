@@ -45,7 +45,7 @@ def closed(redis_url, stack, shared_engine):
     }
     found = {name: asyncio.run(making) for name, making in made.items()}
     asyncio.run(revoke(redis_url, found["revoked"][1]))
-    url = stack.start_gateway(key_pepper=PEPPER, cors_origins=("https://page.example",))
+    url = stack.start_gateway(pepper=PEPPER, cors_origins=("https://page.example",))
     yield url, {name: key for name, (key, _) in found.items()}
     with sync_redis.Redis.from_url(redis_url) as client:
         client.delete(keys.API_KEYS)
@@ -156,7 +156,7 @@ def test_the_first_key_closes_an_open_gateway_for_good(closed, redis_url, stack)
     with sync_redis.Redis.from_url(redis_url) as client:
         kept = client.hgetall(keys.API_KEYS)
         client.delete(keys.API_KEYS)
-        url = stack.start_gateway(key_pepper=PEPPER)
+        url = stack.start_gateway(pepper=PEPPER)
         assert ask(url).status_code == 200
         client.hset(keys.API_KEYS, mapping=kept)
         until(lambda: ask(url).status_code == 401)
@@ -184,11 +184,11 @@ def test_an_open_gateway_says_so_once_and_logs_no_keys(closed, redis_url, stack,
         kept = client.hgetall(keys.API_KEYS)
         client.delete(keys.API_KEYS)
         caplog.set_level("INFO")
-        url = stack.start_gateway(key_pepper=PEPPER)
+        url = stack.start_gateway(pepper=PEPPER)
         assert ask(url).status_code == ask(url, made["acme"]).status_code == 200
         client.hset(keys.API_KEYS, mapping=kept)
     assert [r.levelname for r in caplog.records if "there are no API keys" in r.getMessage()] == ["WARNING"]
-    closed_url = stack.start_gateway(key_pepper=PEPPER)
+    closed_url = stack.start_gateway(pepper=PEPPER)
     assert ask(closed_url, made["acme"]).status_code == 200
     assert [r.levelname for r in caplog.records if "there are no API keys" in r.getMessage()] == ["WARNING"]
 

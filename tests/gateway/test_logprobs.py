@@ -73,9 +73,14 @@ def test_an_echo_without_logprobs_is_text_alone(api, stream, prompt):
     assert (text, likely) == (said + said[:64], {})
 
 
-def test_a_prompts_own_stand_beside_each_choice(api):
-    answer = api.completions.create(model=MODEL, prompt=[97, 98, 127], n=2, extra_body={"prompt_logprobs": 1})
-    for choice in answer.choices:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompts_own_stand_beside_each_choice(api, stream):
+    asked = {"model": MODEL, "prompt": [97, 98, 127], "n": 2, "extra_body": {"prompt_logprobs": 1}}
+    answer = api.completions.create(stream=stream, **asked)
+    (first, *rest) = answer if stream else [answer]
+    assert not any("prompt_logprobs" in choice.model_dump() for piece in rest for choice in piece.choices)
+    assert [choice.index for choice in first.choices] == [0, 1]
+    for choice in first.choices:
         assert choice.logprobs is None
         assert choice.model_dump()["prompt_logprobs"] == [
             None,
@@ -103,17 +108,37 @@ def test_a_chat_may_want_its_own_tokens_alone(api):
     assert [one.top_logprobs for one in answer.choices[0].logprobs.content] == [[], []]
 
 
-def test_a_cut_stream_goes_on_with_the_right_places(http, engine):
+def test_a_long_prompts_come_in_parts_before_all_text(api):
+    prompt = [1 + i % 100 for i in range(200)]
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "extra_body": {"prompt_logprobs": 0}}
+    (whole,) = api.completions.create(**asked).choices
+    pieces = [piece.choices[0] for piece in api.completions.create(stream=True, **asked)]
+    parts = [piece.model_dump().get("prompt_logprobs") for piece in pieces]
+    assert [entry for part in parts if part for entry in part] == whole.model_dump()["prompt_logprobs"]
+    assert [bool(part) for part in parts] == sorted((bool(part) for part in parts), reverse=True)
+    assert "".join(piece.text for piece in pieces) == whole.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": SAID, "logprobs": 1, "echo": True},
+        {"prompt": "x" * 200, "max_tokens": 3, "prompt_logprobs": 1},
+        {"prompt": "x" * 200, "max_tokens": 3, "prompt_logprobs": 0, "logprobs": 2, "n": 2},
+    ],
+)
+def test_a_cut_stream_goes_on_with_the_right_places(http, engine, options):
     engine.step_s = 0.01
-    body = {"model": MODEL, "prompt": SAID, "max_tokens": 64, "stream": True, "logprobs": 1, "echo": True}
-    whole = http.post("/v1/completions", json=body, headers={"idempotency-key": "cut"})
+    body = {"model": MODEL, "max_tokens": 64, "stream": True} | options
+    whole = http.post("/v1/completions", json=body, headers={"idempotency-key": " ".join(options)})
 
     def pieces(response) -> list[tuple[str, Any]]:
         blocks = [block.split("\n") for block in response.text.removesuffix("\n\n").split("\n\n")][:-1]
         return [(head.removeprefix("id: "), json.loads(data.removeprefix("data: "))) for head, data in blocks]
 
     events = pieces(whole)
-    for cut in (0, 3):
+    assert len(events) > 3
+    for cut in (0, 1, 3):
         place = {"last-event-id": events[cut][0]}
         rest = pieces(http.post("/v1/completions", json=body, headers=place))
         assert [(at, piece["choices"]) for at, piece in rest] == [(at, p["choices"]) for at, p in events[cut + 1 :]]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from penstock.contract.job import SamplingParams
 
@@ -223,6 +225,37 @@ def test_the_clients_own_stream_helper_puts_a_stream_together(api):
     with api.chat.completions.stream(model=MODEL, messages=user("hello")) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.content == "hello"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_own_parsing_gets_an_answer_of_the_model_that_it_asked_for(api, stream):
+    class River(BaseModel):
+        name: str
+        length_km: int
+
+    asked = {"model": MODEL, "messages": user('{"name": "Oder", "length_km": 840}'), "response_format": River}
+    if stream:
+        with api.chat.completions.stream(**asked) as events:
+            answer = events.get_final_completion()
+    else:
+        answer = api.chat.completions.parse(**asked)
+    assert answer.choices[0].message.parsed == River(name="Oder", length_km=840)
+
+
+def test_answers_streams_and_refusals_have_the_id_that_the_log_tells(api, caplog):
+    with caplog.at_level("INFO", "penstock.gateway.access"):
+        answer = api.chat.completions.create(model=MODEL, messages=user("a"))
+        raw = api.completions.with_raw_response.create(model=MODEL, prompt="a", stream=True)
+        assert len(list(raw.parse())) == 1
+        with pytest.raises(openai.BadRequestError) as caught:
+            api.completions.create(model=MODEL, prompt="a", top_p=2)
+    ids = [answer._request_id, raw.headers["x-request-id"], caught.value.request_id]
+    assert len(set(ids)) == 3
+    deadline_s = time.monotonic() + 10
+    # A line is written behind the answer that it tells of.
+    while [record.request_id for record in caplog.records if record.name == "penstock.gateway.access"] != ids:
+        assert time.monotonic() < deadline_s, caplog.text
+        time.sleep(0.01)
 
 
 def test_raw_response_names_the_job(api):

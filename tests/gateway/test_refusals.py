@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from penstock.contract.errors import InvariantError
+from penstock.producer.client import AsyncClient
+
 MODEL = "acme/echo"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": MODEL, "prompt": "hi"}
@@ -62,12 +65,8 @@ def error_of(response) -> dict[str, object]:
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f"}}], "response_format": {"type": "json_object"}},
-            "tools",
-        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -123,7 +122,6 @@ def test_a_wrong_chat_field_is_named(http, change, param, stream):
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"messages": []}, "messages"),
         ({"max_completion_tokens": 5}, "max_completion_tokens"),
     ],
@@ -134,10 +132,25 @@ def test_a_wrong_completion_field_is_named(http, change, param):
     assert error_of(response)["param"] == param
 
 
-def test_options_that_contradict_each_other_are_named_in_the_message(http):
-    response = http.post("/v1/completions", json={**TEXT, "min_tokens": 9, "max_tokens": 3})
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"a": "x" * (1 << 16)}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "other"),
+    [
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "max_tokens (3)"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "structured_outputs", "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "response_format", "min_tokens"),
+        ({"response_format": SCHEMA}, "response_format.json_schema", "65536"),
+    ],
+)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_options_that_contradict_each_other_are_named_as_they_were_written(http, change, param, other, path):
+    response = http.post(f"/v1/{path}", json={**(CHAT if "chat" in path else TEXT), **change})
     assert response.status_code == 400
-    assert error_of(response)["message"] == "min_tokens (9) must not exceed max_tokens (3)"
+    error = error_of(response)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ") and other in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -274,3 +287,18 @@ def test_refusals_do_not_repeat_what_was_sent(http):
     secret = "s3cret" * 100
     response = http.post("/v1/completions", json={**TEXT, "prompt": {"secret": secret}, "max_tokens": secret})
     assert "s3cret" not in response.text
+
+
+def test_what_is_our_own_fault_stands_in_the_log(http, monkeypatch, caplog) -> None:
+    async def submit(*_: object, **__: object) -> None:
+        raise InvariantError("submit answered nonsense")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncClient, "submit", submit)
+        answer = http.post("/v1/completions", json=TEXT)
+    assert answer.status_code == 500
+    assert error_of(answer)["type"] == "server_error"
+    assert "submit answered nonsense" in caplog.text
+    caplog.clear()
+    http.post("/v1/completions", json=TEXT | {"max_tokens": -1})
+    assert "a request failed" not in caplog.text

@@ -321,6 +321,26 @@ def test_a_stream_that_nobody_comes_back_to_is_cancelled_after_a_while(stack, ht
     assert again.json()["error"]["message"] == "nobody reads this job any more"
 
 
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_cut_stream_ends_with_the_usage_of_all(http, num_choices):
+    body = text_body("abc", stream=True, n=num_choices, stream_options={"include_usage": True})
+    *whole, usage, _ = events_of(http.post("/v1/completions", json=body).content)
+    assert json.loads(usage[1])["usage"]["completion_tokens"] == 3 * num_choices
+    for place, _ in whole:
+        *_, again, _ = events_of(http.post("/v1/completions", json=body, params={"after": place}).content)
+        assert json.loads(again[1])["usage"] == json.loads(usage[1])["usage"]
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_cut_chat_says_who_speaks_once_a_choice(http, num_choices):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "stream": True, "n": num_choices}
+    *whole, _ = events_of(http.post("/v1/chat/completions", json=body).content)
+    said = [json.loads(data)["choices"] for _, data in whole]
+    for at, (place, _) in enumerate(whole):
+        *rest, _ = events_of(http.post("/v1/chat/completions", json=body, params={"after": place}).content)
+        assert [json.loads(data)["choices"] for _, data in rest] == said[at + 1 :]
+
+
 @pytest.mark.parametrize(
     ("place", "options", "status"),
     [

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 CALLS = """Wait.
 <tool_call>
@@ -76,6 +77,84 @@ def test_a_stream_gives_each_call_once_under_the_same_form(calling):
         ]
         assert [piece.finish_reason for piece in mine] == [None] * (len(mine) - 1) + ["tool_calls"]
     assert len({call.id for piece in pieces for call in piece.delta.tool_calls or ()}) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_parallel_calls_that_are_not_wanted_the_first_one_comes(calling, stream):
+    options = {"tools": TOOLS, "parallel_tool_calls": False, "stream": stream}
+    answer = calling.chat.completions.create(model=MODEL, messages=user(CALLS), **options)
+    said = [piece.choices[0].delta for piece in answer] if stream else [answer.choices[0].message]
+    assert [call.function.name for one in said for call in one.tool_calls or ()] == ["f"]
+
+
+FUNCTION = TOOLS[0]["function"]
+STRICT = [{"type": "function", "function": FUNCTION | {"strict": True}}]
+JSON = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"type": "integer"}}}
+OTHER = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"tools": TOOLS}, None),
+        ({"tools": TOOLS, "tool_choice": "none"}, None),
+        ({"tools": STRICT, "tool_choice": "none"}, None),
+        ({"tools": TOOLS, "tool_choice": "required"}, {"required": True, "parallel": True}),
+        ({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}, {"required": True}),
+        (
+            {"tools": [*TOOLS, OTHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            {"required": True},
+        ),
+        ({"tools": STRICT}, {"required": False, "parallel": True}),
+        ({"tools": STRICT, "response_format": JSON}, {"answer": '{"type": "integer"}', "parallel": True}),
+        ({"tools": STRICT, "response_format": JSON, "tool_choice": "required"}, {"required": True, "parallel": True}),
+    ],
+)
+def test_what_the_node_keeps_a_text_to(calling, calling_engine, options, wanted):
+    calling.chat.completions.create(model=MODEL, messages=user("a"), **options)
+    form = calling_engine.last_params.structured_outputs
+    if wanted is None:
+        assert form is None
+        return
+    (function,) = form.calls.functions
+    assert (function.name, json.loads(function.parameters)) == ("f", FUNCTION["parameters"])
+    said = form.calls.model_dump(exclude={"functions"})
+    assert (
+        said == {"form": "hermes", "reasoning": "think", "required": False, "parallel": False, "answer": None} | wanted
+    )
+
+
+class Add(BaseModel):
+    """Adds."""
+
+    a: int
+    b: int
+
+
+def test_the_clients_own_helpers_parse_the_calls_of_strict_tools(calling):
+    tools = [openai.pydantic_function_tool(Add)]
+    said = 'Well. <tool_call>{"name": "Add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    answer = calling.chat.completions.parse(model=MODEL, messages=user(said), tools=tools)
+    assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == Add(a=1, b=2)
+    with calling.chat.completions.stream(model=MODEL, messages=user(said), tools=tools) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == "Well. "
+    assert message.tool_calls[0].function.parsed_arguments == Add(a=1, b=2)
+
+
+def test_beside_a_strict_function_the_arguments_of_others_are_any_object(calling, calling_engine):
+    calling.chat.completions.create(model=MODEL, messages=user("a"), tools=[*STRICT, OTHER])
+    functions = calling_engine.last_params.structured_outputs.calls.functions
+    assert [json.loads(one.parameters) for one in functions] == [FUNCTION["parameters"], {"type": "object"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_the_caller_named_is_no_reason_to_end(calling, stream):
+    named = {"type": "function", "function": {"name": "f"}}
+    answer = calling.chat.completions.create(
+        model=MODEL, messages=user(CALLS), tools=TOOLS, tool_choice=named, stream=stream
+    )
+    assert [piece.choices[0] for piece in (answer if stream else [answer])][-1].finish_reason == "stop"
 
 
 def test_an_answer_may_be_sent_back_with_what_its_calls_gave(calling, calling_engine):

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.dequantised import dequantised
 from fakes.tiny_model import make_tiny_model
 
 from penstock.gpu_node.engine import Engine, EngineConfig
-from penstock.gpu_node.model.source import dequantised_folder, resolve_model
 
 # As in Engine: tests share their processors. Read when torch is first loaded, which no import above does.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -54,4 +54,4 @@ def demo_gguf() -> Path:
 @pytest.fixture(scope="session")
 def demo_model(demo_gguf: Path) -> Path:
     """Folder of that model in bfloat16; shared by test sessions through the cache."""
-    return dequantised_folder(resolve_model(str(demo_gguf), lambda stage, fraction: None), lambda stage, fraction: None)
+    return dequantised(demo_gguf)

@@ -22,8 +22,8 @@ from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Job, Result, SamplingParams
 from penstock.gpu_node import heartbeat, inbox
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.inbox import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.node import Node
+from penstock.gpu_node.reception import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.worker import EngineLike
 
 POOL = "ref"
@@ -423,6 +423,29 @@ async def test_a_stop_while_prompts_are_read_gives_them_back_at_once(redis_url: 
         await asyncio.to_thread(reading.wait)
     states = [await broker.status(job.id, "default") for job in jobs]
     assert {(status.state, status.losses) for status in states} == {("queued", 0)}
+
+
+async def test_a_job_does_not_wait_for_the_long_prompt_of_one_that_was_taken_with_it(
+    redis_url: str, broker: ProducerBroker
+) -> None:
+    engine, may_go_on = ReferenceEngine(), threading.Event()
+
+    def encode(text: str) -> list[int]:
+        if len(text) > MAX_CHARS_ON_LOOP:
+            may_go_on.wait(PATIENCE_S)
+        return list(text[:20].encode())
+
+    engine.tokenizer.encode = encode  # type: ignore[method-assign]
+    async with running(redis_url, ReferenceEngine(), max_num_seqs=1) as node:  # so that they can be queued
+        node.stop()
+    long, short = new_job("hello " * MAX_CHARS_ON_LOOP), new_job("short")
+    for job in (long, short):
+        await broker.submit(job, cost=50)
+    async with running(redis_url, engine):
+        assert list((await ended(broker, short)).choices[0].token_ids) == expected(short)
+        assert (await broker.status(long.id, "default")).state == "running"
+        may_go_on.set()
+        assert (await ended(broker, long)).outcome.state == "done"
 
 
 async def test_long_prompts_that_come_together_are_tokenized_side_by_side(

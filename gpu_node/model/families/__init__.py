@@ -21,11 +21,12 @@ def families() -> dict[str, Family]:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises ConfigError naming what is asked for and what is supported."""
-    architectures = config.get("architectures") or ["none"]
-    family = families().get(architectures[0])
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else "none"
+    family = families().get(architecture)
     if family is None:
         # Where there is an auto_map, the checkpoint brings Python code that computes it.
         own_code = "; code that a checkpoint brings (trust_remote_code) is never run" if config.get("auto_map") else ""
         supported = ", ".join(families())
-        raise ConfigError(f"architecture {architectures[0]} is not supported; supported: {supported}{own_code}")
+        raise ConfigError(f"architecture {architecture} is not supported; supported: {supported}{own_code}")
     return family

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows
 from penstock.gpu_node.model.gpu.inputs import StepInputs
@@ -24,7 +23,7 @@ class GpuDecoder:
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
         self.spec = spec
         self._weights = weights
-        device = weights.embedding.device
+        device = weights.device
         tables = (
             (torch.zeros(num_positions, 0).numpy(),) * 2 if spec.rope is None else rope_angles(spec.rope, num_positions)
         )
@@ -36,7 +35,7 @@ class GpuDecoder:
     @property
     def dtype(self) -> torch.dtype:
         """Of activations and logits."""
-        return self._weights.embedding.dtype
+        return self._weights.dtype
 
     def logits(
         self,
@@ -52,7 +51,7 @@ class GpuDecoder:
         """
         spec, weights = self.spec, self._weights
         # The residual stream stays in float32, as the torch runner's does.
-        residual, delta = functional.embedding(ids, weights.embedding).float(), None
+        residual, delta = weights.embedding(ids).float(), None
         for i, (layer, cache) in enumerate(zip(weights.layers, layers, strict=True)):
             normed = _add_norm(residual, delta, layer.attention_norm)
             qkv = adapted.add(i, "qkv", normed, layer.qkv(normed))

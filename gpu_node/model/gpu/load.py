@@ -23,11 +23,11 @@ from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes, run_larg
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.gpu.stored import LinearKeeper
+from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.tensors import DecoderTensors
-from penstock.gpu_node.model.weights import load_weights
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

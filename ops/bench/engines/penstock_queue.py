@@ -46,7 +46,7 @@ def _node(redis_url: str, spec: Spec) -> Iterator[None]:
     settings = {"model": spec.weights, "progress": "json"} | spec.options
     env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
     node = subprocess.Popen(
-        [sys.executable, "-m", "penstock.gpu_node"],
+        [sys.executable, "-m", "penstock", "node"],
         env=os.environ | {"PENSTOCK_REDIS_URL": redis_url} | env,
         stdout=subprocess.PIPE,
     )

@@ -126,7 +126,7 @@ def _pids() -> dict[str, int]:
     for child in me.children(recursive=True):
         if child.name() == "redis-server":
             found["redis"] = child.pid
-        elif "penstock.gpu_node" in child.cmdline():
+        elif child.cmdline()[-2:] == ["penstock", "node"]:
             found["node"] = child.pid
     return found
 

@@ -54,12 +54,8 @@ def node(redis_url: str, step_ms: float, num_busy: int = 0, **settings: str) -> 
 
 def gateway(redis_url: str) -> AbstractContextManager[Child]:
     """A gateway on a free port, which it says."""
-    return child(
-        "penstock.gateway",
-        PENSTOCK_GATEWAY_REDIS_URL=redis_url,
-        PENSTOCK_GATEWAY_PORT="0",
-        PENSTOCK_GATEWAY_PROGRESS="json",
-    )
+    argv = ("penstock", "gateway", "--redis-url", redis_url, "--port", "0")
+    return child(*argv, PENSTOCK_GATEWAY_PROGRESS="json")
 
 
 def redis_pid(server: EmbeddedRedis) -> int:

@@ -15,6 +15,7 @@ from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
 from penstock.contract.errors import BusyError, NotFoundError
 from penstock.contract.job import TERMINAL_STATES, Outcome
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.wire import NodePressure
 
 MAX_ROWS = 32
@@ -134,7 +135,7 @@ class AdminBroker:
                 for key in (keys.backlog(pool), keys.queued(pool), keys.promised_bytes(pool)):
                     pipe.hgetall(key)
                 pipe.smembers(keys.open_jobs(pool))
-                for priority in range(keys.NUM_PRIORITIES):
+                for priority in range(NUM_PRIORITIES):
                     pipe.zrange(keys.waiting(pool, priority), 0, -1)
                 backlog, queued, num_bytes, open_ids, *waiting = await pipe.execute()
         kept = {"backlog": backlog, "queued": queued, "bytes": num_bytes}

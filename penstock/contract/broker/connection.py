@@ -44,6 +44,8 @@ def connect(url: str) -> Redis:
             health_check_interval=HEALTH_CHECK_S,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
+            # Or each connection would tell Redis what library it is: refused to our users, it would fill the ACL log.
+            driver_info=None,
         )
     except ValueError as error:
         # Not the URL itself, which may hold a password.

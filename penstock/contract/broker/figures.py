@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from penstock.contract import keys, wire
 from penstock.contract.broker.connection import translated
 from penstock.contract.figures import EVENTS, PoolFigures
+from penstock.contract.priority import NUM_PRIORITIES
 
 
 class FiguresBroker:
@@ -31,7 +32,7 @@ class FiguresBroker:
         return int(info["used_memory"]), int(info["maxmemory"])
 
     async def _of(self, pool: str) -> PoolFigures:
-        redis, classes = self._redis, range(keys.NUM_PRIORITIES)
+        redis, classes = self._redis, range(NUM_PRIORITIES)
         (seconds, micros), lease_ms, num_open, counts, beats, records, backlog, *waiting = await asyncio.gather(
             redis.time(),
             redis.hget(keys.schema(pool), "lease_ms"),

@@ -13,7 +13,8 @@ from redis.asyncio import Redis
 from penstock.contract import api_keys, keys
 from penstock.contract.api_keys import ApiKey
 from penstock.contract.broker.connection import translated
-from penstock.contract.errors import NotFoundError, RequestError
+from penstock.contract.errors import NotFoundError
+from penstock.contract.problems import request_error
 from penstock.contract.terms import Terms
 
 _LOG = logging.getLogger(__name__)
@@ -54,9 +55,7 @@ class KeyStore:
                 created_s=int(time.time()),
             )
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            param = str(first["loc"][0])
-            raise RequestError(f"{param}: {first['msg']}", param=param) from error
+            raise request_error(error) from error
         await self._put(record)
         return key, record
 

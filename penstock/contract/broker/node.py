@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from redis.asyncio import Redis
 
@@ -21,6 +21,8 @@ MAX_GIVE_BACK_JOBS = 128
 MAX_PREEMPTIONS = 3
 """Of give_back.lua: a job that was given back so often counts as all that it may hold."""
 MAX_MESSAGE_CHARS = 1000
+Why = Literal["drain", "pressure", "lacking"]
+"""Jobs are given back because the node leaves, has no room, or lacks their adapter."""
 _ANNOUNCE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 """A plain HSET would be refused by a full Redis, which needs nodes most."""
 
@@ -119,9 +121,14 @@ class NodeBroker:
         await self.announce(record)
 
     async def announce(self, record: PoolRecord) -> None:
-        """Tells clients what the pool serves."""
+        """Tells clients what the pool serves, and which adapters this node has of it."""
+        redis, told = cast(Any, self._redis), wire.encode_record(record)
         with translated():
-            await cast(Any, self._redis.eval(_ANNOUNCE, 1, keys.POOLS, self._pool, wire.encode_record(record)))
+            await redis.eval(_ANNOUNCE, 1, keys.POOLS, self._pool, told)
+            if record.adapters:
+                await redis.eval(_ANNOUNCE, 1, keys.adapters(self._pool), self._node_id, told)
+            else:
+                await redis.hdel(keys.adapters(self._pool), self._node_id)
 
     async def beat(
         self, pressure: NodePressure, *, free: int, answered_call: int, held: Sequence[str] | None
@@ -188,16 +195,16 @@ class NodeBroker:
         )
         return cast(bytes, answer).decode()
 
-    async def give_back(self, jobs: Sequence[Return], *, only_if_room: bool = False) -> list[str]:
-        """Queues jobs again, with their age; one answer per job: OK, FENCED or GONE.
+    async def give_back(self, jobs: Sequence[Return], why: Why = "drain") -> list[str]:
+        """Queues jobs again, with their age; one answer per job: OK, FENCED, GONE or NOBODY.
 
-        `only_if_room`: a job that no other node has room for stays where it is, and is answered NO_ROOM.
+        NOBODY: the job stays, because no other node has room for it, or all lack its adapter.
         """
         answers: list[str] = []
         for start in range(0, len(jobs), MAX_GIVE_BACK_JOBS):
             part = jobs[start : start + MAX_GIVE_BACK_JOBS]
             arguments = [item for job in part for item in (job.job_id, job.lease, job.cost, job.most)]
-            answers += [a.decode() for a in await self._call("give_back", int(only_if_room), *arguments)]
+            answers += [a.decode() for a in await self._call("give_back", why, *arguments)]
         return answers
 
     async def sweep(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -24,6 +25,7 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
 from penstock.contract.packing import MAX_BYTES, WireError
+from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.contract.wire import PoolPressure, PoolRecord
 
@@ -188,7 +190,7 @@ class ProducerBroker:
                 redis.hget(keys.schema(pool), "lease_ms"),
                 redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
                 redis.hgetall(keys.pressure(pool)),
-                redis.hmget(keys.backlog(pool), [str(p) for p in range(keys.NUM_PRIORITIES)]),
+                redis.hmget(keys.backlog(pool), [str(p) for p in range(NUM_PRIORITIES)]),
             )
         alive_since_ms = _alive_since_ms(time, lease_ms)
         alive = [records[node] for node, beat_ms in beats if beat_ms >= alive_since_ms and node in records]
@@ -201,17 +203,24 @@ class ProducerBroker:
             redis = cast(Any, self._redis)
             time, announced = await asyncio.gather(redis.time(), redis.hgetall(keys.POOLS))
             records = self._readable(announced)
-            found = await asyncio.gather(
-                *(redis.hget(keys.schema(pool), "lease_ms") for pool in records),
-                *(redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True) for pool in records),
-            )
-        count = len(records)
-        served = [
-            ServedPool(**asdict(record), is_alive=bool(beats) and beats[0][1] >= _alive_since_ms(time, lease_ms))
-            for record, lease_ms, beats in zip(records.values(), found[:count], found[count:], strict=True)
-        ]
+            served = await asyncio.gather(*(self._served(pool, records[pool], time) for pool in records))
         by_name = dict(zip(records, served, strict=True))
         return dict(sorted(by_name.items(), key=lambda item: not item[1].is_alive))
+
+    async def _served(self, pool: str, record: PoolRecord, time: tuple[int, int]) -> ServedPool:
+        redis = cast(Any, self._redis)
+        lease_ms, beats, adapters = await asyncio.gather(
+            redis.hget(keys.schema(pool), "lease_ms"),
+            redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True),
+            redis.hgetall(keys.adapters(pool)),
+        )
+        digests: dict[str, str] = {}
+        for data in adapters.values():
+            with suppress(WireError):
+                digests |= wire.decode_pool(data).adapters
+        is_alive = bool(beats) and beats[0][1] >= _alive_since_ms(time, lease_ms)
+        # While all nodes are away the pool has what was announced last, as they may be back in a moment.
+        return ServedPool(**asdict(replace(record, adapters=digests) if is_alive else record), is_alive=is_alive)
 
     def _readable(self, announced: dict[bytes, bytes]) -> dict[str, PoolRecord]:
         """One pool's unreadable record, of another version perhaps, must not hide the others."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-from penstock.contract.errors import UnavailableError
+from penstock.contract.errors import PenstockError, UnavailableError
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
@@ -36,3 +38,14 @@ async def patiently(call: Callable[[], Awaitable[T]], outage_s: float) -> T:
             if clock() + pause_s > give_up_s:
                 raise
         await asyncio.sleep(pause_s)
+
+
+@contextmanager
+def tried_again(log: logging.Logger) -> Iterator[None]:
+    """For what its caller tries again anyway: an absence of Redis passes, whatever else Redis says is logged."""
+    try:
+        yield
+    except UnavailableError:
+        pass
+    except PenstockError as error:
+        log.error("redis refuses what will be tried again", extra={"code": error.code, "reason": error.message})

@@ -223,7 +223,7 @@ local function check_nodes()
       if repairs then redis.call('ZREM', P .. ':free', node) end
     end
   end
-  for _, name in ipairs({'pressure', 'hold'}) do
+  for _, name in ipairs({'pressure', 'adapters', 'hold'}) do
     for _, node in ipairs(redis.call('HKEYS', P .. ':' .. name)) do
       if not known[node] then
         find('stray', name, node, 'the node is not in the pool')

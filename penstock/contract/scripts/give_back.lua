@@ -1,17 +1,18 @@
 -- give_back: a node returns jobs it holds; they are queued again with their age, and with no loss.
--- ARGV: node only_if_room, then per job: id lease cost most
--- only_if_room: '1' returns a job only where another node has room for it. From its MAX_PREEMPTIONS-th time on a job
--- costs `most`, what it may hold at its end, so that whoever takes it can keep it.
--- Answer per job: OK | NO_ROOM | FENCED | GONE
+-- ARGV: node why, then per job: id lease cost most
+-- why: 'drain'; 'pressure' returns a job only where another node has room for it; 'lacking' only where one is left that is
+-- not known to lack its adapter, as this node does. From its MAX_PREEMPTIONS-th time on a job costs `most`, what it may
+-- hold at its end, so that whoever takes it can keep it.
+-- Answer per job: OK | NOBODY | FENCED | GONE; NOBODY: no other node would take it, and it stays
 local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, 4
-local node, only_if_room, now = ARGV[1], ARGV[2] == '1', clock()
+local node, why, now = ARGV[1], ARGV[2], clock()
 local schema = read_schema()
 if #ARGV >= FIRST + ARGS * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
+if why ~= 'drain' and why ~= 'pressure' and why ~= 'lacking' then return redis.error_reply('BAD_REASON') end
 
 -- Whether a node that could go on with the job has so much room left.
 local function has_room(other, job)
-  local ok, record = pcall(cmsgpack.unpack, redis.call('HGET', P .. ':pressure', other) or '')
-  if not ok or type(record) ~= 'table' then return false end
+  local record = record_of(other)
   if job.revision ~= record.revision and redis.call('LLEN', log_key(job.id)) > 0 then return false end
   return (record.num_running or 0) + (record.num_waiting or 0) + tonumber(job.n) <= (record.max_num_seqs or 0)
 end
@@ -22,6 +23,32 @@ local function fits_elsewhere(job, cost)
     if other ~= node and has_room(other, job) then return true end
   end
   return false
+end
+
+-- This node, and those of the pool that were known to lack the job's adapter before.
+local function all_that_lack(id)
+  local known, all = redis.call('HGET', job_key(id), 'lacks') or '', node
+  for _, other in ipairs(redis.call('ZRANGE', P .. ':nodes', 0, -1)) do
+    if other ~= node and is_listed(known, other) then all = all .. ' ' .. other end
+  end
+  return all
+end
+
+-- Queues a job again, unless nobody else would take it.
+local function give(job, cost, most)
+  if why == 'lacking' then
+    local lacks = all_that_lack(job.id)
+    if not may_be_elsewhere(job, lacks) then return 'NOBODY' end
+    redis.call('HSET', job_key(job.id), 'lacks', lacks)
+  else
+    local preemptions = tonumber(job.preemptions) + 1
+    if preemptions >= MAX_PREEMPTIONS then cost = math.max(cost, most) end
+    if why == 'pressure' and not fits_elsewhere(job, cost) then return 'NOBODY' end
+    redis.call('HSET', job_key(job.id), 'preemptions', preemptions)
+  end
+  requeue(job, cost, now + schema.avoid_ms)
+  tally('given_back_' .. why)
+  return 'OK'
 end
 
 redis.call('ZREM', P .. ':free', '')
@@ -36,15 +63,7 @@ for at = FIRST, #ARGV, ARGS do
     answer = 'FENCED'
     tally('fenced')
   elseif not end_if_over(job, schema, now) then
-    local preemptions = tonumber(job.preemptions) + 1
-    if preemptions >= MAX_PREEMPTIONS then cost = math.max(cost, most) end
-    if only_if_room and not fits_elsewhere(job, cost) then
-      answer = 'NO_ROOM'
-    else
-      redis.call('HSET', job_key(id), 'preemptions', preemptions)
-      requeue(job, cost, now + schema.avoid_ms)
-      tally(only_if_room and 'given_back_pressure' or 'given_back_drain')
-    end
+    answer = give(job, cost, most)
   end
   answers[#answers + 1] = answer
 end

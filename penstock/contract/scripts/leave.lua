@@ -9,5 +9,6 @@ redis.call('DEL', P .. ':took:' .. node)
 if left == 0 then
   redis.call('ZREM', P .. ':nodes', node)
   redis.call('HDEL', P .. ':pressure', node)
+  redis.call('HDEL', P .. ':adapters', node)
 end
 return left

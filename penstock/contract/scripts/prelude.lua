@@ -6,9 +6,9 @@
 -- checks memory only before the first write, so it refuses submits and nothing else.
 -- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
 --   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
---   urgency charge weight bytes idem
+--   urgency charge weight bytes idem lacks
 -- `entry` says where a queued one stands: its place in its tenant's stream, LATER, or '' for the given-back ones.
--- `loss_nodes` is node@ms of each loss since it last made progress.
+-- `loss_nodes` is node@ms of each loss since it last made progress; `lacks` names the nodes without its adapter.
 
 local P = string.sub(KEYS[1], 1, -8)
 local CLASSES = 3
@@ -64,6 +64,26 @@ end
 local function tally(event, by)
   redis.call('HDEL', P .. ':count', '')
   redis.call('HINCRBY', P .. ':count', event, by or 1)
+end
+
+-- `names` are separated by spaces.
+local function is_listed(names, name) return string.find(' ' .. names .. ' ', ' ' .. name .. ' ', 1, true) ~= nil end
+
+-- A node's pressure record, empty where it has said none.
+local function record_of(node)
+  local ok, record = pcall(cmsgpack.unpack, redis.call('HGET', P .. ':pressure', node) or '')
+  return ok and type(record) == 'table' and record or {}
+end
+
+-- Whether a node stays that may have what those of `lacks` have not, and could go on with the job.
+local function may_be_elsewhere(job, lacks)
+  local has_tokens = redis.call('LLEN', log_key(job.id)) > 0
+  for _, node in ipairs(redis.call('ZRANGE', P .. ':nodes', 0, -1)) do
+    local record = is_listed(lacks, node) and {draining = true} or record_of(node)
+    local is_foreign = has_tokens and record.revision and record.revision ~= job.revision
+    if record.draining ~= true and not is_foreign then return true end
+  end
+  return false
 end
 
 local function is_terminal(state)
@@ -363,7 +383,7 @@ end
 -- Adds a reader to a job; returns 1 when it will be pushed to, 0 when the job has all the readers it may have.
 local function add_reader(job, inbox, channel, now)
   local pushed = 1
-  if inbox ~= '' and not string.find(' ' .. job.inboxes .. ' ', ' ' .. inbox .. ' ', 1, true) then
+  if inbox ~= '' and not is_listed(job.inboxes, inbox) then
     local _, count = string.gsub(job.inboxes, '%S+', '')
     if count >= MAX_INBOXES then
       pushed = 0

@@ -20,10 +20,7 @@ if last < 0 or last > now or now - last > schema.lease_ms / 2 then
 end
 
 -- One that was told to go took its time; none of its jobs is to blame.
-local function was_draining(node)
-  local ok, record = pcall(cmsgpack.unpack, redis.call('HGET', P .. ':pressure', node) or '')
-  return ok and type(record) == 'table' and record.draining == true
-end
+local function was_draining(node) return record_of(node).draining == true end
 
 local lost, budget = {}, MAX_JOBS
 for _, node in ipairs(redis.call('ZRANGEBYSCORE', P .. ':nodes', '-inf', now - schema.lease_ms)) do
@@ -81,6 +78,7 @@ for _, dead in ipairs(lost) do
   if dead.empty then
     redis.call('ZREM', P .. ':nodes', dead.node)
     redis.call('HDEL', P .. ':pressure', dead.node)
+    redis.call('HDEL', P .. ':adapters', dead.node)
     nodes_lost = nodes_lost + 1
     tally('nodes_lost')
   end
@@ -89,7 +87,7 @@ for _, job in ipairs(due) do
   if end_if_over(job, schema, now) then ended = ended + 1 end
 end
 let_in(now)
-redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - MAX_READER_SILENCE_MS)
+redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, schema.abandon_after_ms))
 redis.call('ZREMRANGEBYSCORE', P .. ':revs', '-inf', now - MAX_READER_SILENCE_MS)
 redis.call('ZREMRANGEBYSCORE', P .. ':dead', '-inf', now - DEAD_LIFE_MS)
 flush()

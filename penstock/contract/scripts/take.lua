@@ -76,6 +76,12 @@ local function has_live_revision(job)
   return last and now - tonumber(last) < schema.lease_ms
 end
 
+-- It was given back here for want of its adapter, which another node may have.
+local function is_for_others(job)
+  local lacks = job.avoid ~= '' and redis.call('HGET', job_key(job.id), 'lacks')
+  return lacks and is_listed(lacks, node) and may_be_elsewhere(job, lacks)
+end
+
 -- Whether this node may take a job at all; notes what is to be ended and what may be taken later.
 local function is_for_us(job)
   if why_over(job, schema, now) then
@@ -84,7 +90,7 @@ local function is_for_us(job)
     if not has_live_revision(job) then gone[#gone + 1] = job end
   elseif job.avoid == node and tonumber(job.avoid_until) > now then
     look_again_in(tonumber(job.avoid_until) - now)
-  else
+  elseif not is_for_others(job) then
     return true
   end
   return false

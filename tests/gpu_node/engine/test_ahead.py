@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from fakes.ahead_runner import AheadRunner
 from fakes.engine_runs import check_idle, drain, tokens_of
 from fakes.faulty_runner import FaultyRunner
+from fakes.poison import poisoned
 from fakes.schedules import BLOCK_SIZE, EOS, check_plan, new_scheduler, new_sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -293,14 +293,12 @@ def test_who_takes_over_from_a_node_that_planned_ahead_says_the_rest(make_engine
 def test_what_a_row_that_was_not_finite_left_reaches_nobody(make_engine: MakeEngine) -> None:
     engine, params = make_engine(num_kv_blocks=6), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     good = engine.generate([[5] * 20], params)[0].choices[0].token_ids
-    embedding = engine._runner._decoder._weights.embedding  # type: ignore[attr-defined]
-    kept = embedding[300].clone()
-    engine._runner = AheadRunner(engine._runner)
+    alone = engine._runner
+    engine._runner = AheadRunner(alone)
     for _ in range(3):
-        embedding[300] = torch.nan
-        engine.add("bad", [10] * 20 + [300], params, seed=0)
-        bad = drain(engine)
-        embedding[300] = kept
+        with poisoned(alone, 300):
+            engine.add("bad", [10] * 20 + [300], params, seed=0)
+            bad = drain(engine)
         assert [(output.finish_reason, output.token_ids) for output in bad] == [("error", ())]
         engine.add("good", [5] * 20, params, seed=0)
         assert tuple(tokens_of(drain(engine), "good")) == good

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from fakes.engine_runs import check_idle, drain, tokens_of
+from fakes.poison import poisoned
 
 from penstock.contract.errors import ConfigError, ConflictError, NotFoundError, PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams, Usage
@@ -221,13 +221,10 @@ def test_prompts_may_be_text_tokens_or_chats(plain: Engine) -> None:
 def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> None:
     engine = make_engine(enable_prefix_caching=True)
     want = engine.generate(["the gate"], GREEDY)[0].choices[0].token_ids
-    embedding = engine._runner._decoder._weights.embedding  # type: ignore[attr-defined]
-    kept = embedding[300].clone()
-    embedding[300] = torch.nan
-    engine.add("bad", [10] * 20 + [300], GREEDY, seed=0)
-    engine.add("good", engine.tokenizer.encode("the gate"), GREEDY, seed=0)
-    outputs = drain(engine)
-    embedding[300] = kept
+    with poisoned(engine._runner, 300):
+        engine.add("bad", [10] * 20 + [300], GREEDY, seed=0)
+        engine.add("good", engine.tokenizer.encode("the gate"), GREEDY, seed=0)
+        outputs = drain(engine)
     bad = [output for output in outputs if output.request_id == "bad"]
     assert [(output.finish_reason, output.token_ids) for output in bad] == [("error", ())]
     assert bad[0].usage == Usage(21, 0, 0)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,11 +20,14 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.structured import StructuredOutputs
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.lookup import MATCHES, PromptLookup
-from penstock.gpu_node.engine.speculation import Drafter, Speculation
+from penstock.gpu_node.engine.drafter import Drafter
+from penstock.gpu_node.engine.lookup import PromptLookup
+from penstock.gpu_node.engine.speculation import Speculation
 from penstock.gpu_node.engine.step_cost import StepCost
+from penstock.gpu_node.model.protocol import StepHandle, StepPlan, StepResult
 
 MakeEngine = Callable[..., Engine]
+Submit = Callable[[StepPlan], StepHandle]
 Likely = list[TokenLogprobs]
 Said = dict[tuple[str, int], tuple[list[int], str, str | None, Likely, Likely]]
 TIGHT: dict[str, Any] = {"max_num_seqs": 6, "num_kv_blocks": 14, "num_swap_blocks": 10, "max_num_batched_tokens": 48}
@@ -155,17 +161,24 @@ def test_an_answer_that_another_node_began_goes_on_as_it_would_have(
     check_idle(drafting)
 
 
-def test_the_engines_own_drafts_change_nothing(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Speculation, "begin", lambda self, num_decoding: 0.0)
-    for runner, dtype in (("native", "bfloat16"), ("torch", "float32")):
-        engines = [make_engine(runner=runner, dtype=dtype, speculative=name) for name in ("off", "ngram")]
-        prompts = [[*range(3, 20), *range(3, 8)], [9, 8, 9, 8, 9], [40]]
-        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logit_bias={7: 20.0, 8: 19.5, 9: 19.0})
-        want, got = ([one.choices for one in engine.generate(prompts, params)] for engine in engines)
-        assert got == want
-        assert engines[0].stats().drafted_tokens == 0
-        assert engines[1].stats().accepted_tokens > 20
-        assert engines[1].stats().steps < engines[0].stats().steps
+@pytest.mark.parametrize(("runner", "dtype"), [("native", "bfloat16"), ("torch", "float32")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_eight_at_once_say_what_they_say_without_drafts(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, runner: str, dtype: str, temperature: float
+) -> None:
+    monkeypatch.setattr(Speculation, "needs", lambda self, num, most: [0.0] * min(most, num * self.max_draft_tokens))
+    engines = [make_engine(runner=runner, dtype=dtype, speculative=name) for name in ("off", "ngram")]
+    prompts = [[*range(3, 20), *range(3, 8)], [9, 8, 9, 8, 9], [40], *([i, 7, 8, 9, i] for i in range(20, 25))]
+    likely = {7: 20.0, 8: 19.5, 9: 19.0}
+    params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True, logit_bias=likely)
+    for engine in engines:
+        for i, prompt in enumerate(prompts):
+            engine.add(str(i), prompt, params, seed=i)
+    want, got = (_run(engine) for engine in engines)
+    assert got == want
+    assert engines[0].stats().drafted_tokens == 0
+    assert engines[1].stats().accepted_tokens > 50
+    assert engines[1].stats().steps < engines[0].stats().steps
 
 
 def test_what_followed_the_longest_run_is_found() -> None:
@@ -178,12 +191,11 @@ def test_what_followed_the_longest_run_is_found() -> None:
             step = int(rng.choice([1, 2, 5, 60]))
             lookup.extend(tokens[at : at + step])
             at = min(at + step, len(tokens))
-            found, match = lookup.find()
+            found, size = lookup.find()
             so_far = tokens[:at].tolist()
             wanted = [place for size in (4, 3, 2) if (place := _last_place(so_far, size))]
             num_asked, num_found = num_asked + 1, num_found + (found == (wanted[0] if wanted else 0))
             if found:
-                size = MATCHES[match]
                 assert so_far[found - size : found] == so_far[-size:]
         assert num_found >= 0.9 * num_asked  # the others share a place with one that was seen later
 
@@ -200,51 +212,121 @@ def test_a_loop_goes_on_behind_the_last_token() -> None:
     assert lookup.following(at, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
-def _drafted(speculation: Speculation, drafter: Drafter, num_decoding: int) -> int:
-    least_odds = speculation.begin(num_decoding)
-    if not speculation.pays(drafter, least_odds):
-        return 0
-    return len(speculation.draft(drafter, np.array([1, 2, 3, 4], np.int32), 8, least_odds))
+def _drafts(drafter: Drafter, said: list[int], least: float = 0.5) -> list[bool]:
+    """Whether it had hopes behind each of the tokens."""
+    return [drafter.look(np.array([token], np.int32), least) for token in said]
 
 
-def _after(num_tries: int, num_stood: int) -> tuple[Speculation, Drafter]:
-    """One whose step costs 10 and 1 for each token, after drafts of eight tokens of which so many stood."""
-    speculation, drafter = Speculation(8), Drafter(PromptLookup(1000))
-    for num_tokens in (1, 200, 1, 9, 1):
-        speculation.cost.note(num_tokens, 10.0 + num_tokens)
-    drafter.match = len(MATCHES) - 1
-    for _ in range(num_tries):
-        speculation.verified(drafter, 8, num_stood)
-    drafter.lookup.extend(np.array([1, 2, 3, 4] * 5, np.int32))
-    return speculation, drafter
+def test_a_sequence_learns_whether_its_drafts_are_right_without_drafting() -> None:
+    drafter, rng = Speculation(8).drafter(2000), random.Random(0)
+    misleading = [token for _ in range(60) for token in (5, 6, 7, 8, rng.randrange(100, 10**6))]
+    hopes = _drafts(drafter, misleading)
+    assert any(hopes[:60])
+    behind_the_run = hopes[3::5]
+    assert not any(behind_the_run[-20:])
+    assert all(_drafts(drafter, [1, 2, 3] * 20)[-30:])
+    assert drafter.draft(4) == [1, 2, 3, 1]
+    assert drafter.chances(8)[-1] > 0.5
 
 
-def test_drafts_stop_where_they_do_not_pay() -> None:
-    good, bad = _after(30, 6), _after(30, 0)
-    assert _drafted(*good, num_decoding=1) == 8
-    assert 0 < _drafted(*good, num_decoding=16) < 8  # 16 of 26 for tokens
-    assert _drafted(*good, num_decoding=200) == 0
-    assert _drafted(*bad, num_decoding=1) == 0
+@given(
+    st.lists(st.lists(st.floats(0.05, 1), max_size=4).map(lambda own: sorted(own, reverse=True)), max_size=4),
+    st.lists(st.floats(0, 8), min_size=1, max_size=12),
+)
+def test_no_other_drafts_would_gain_more(chances: list[list[float]], needs: list[float]) -> None:
+    counts = Speculation(4).choose(chances, needs)
+
+    def gain(counts: Items[int]) -> float:
+        stand = sum(sum(own[:count]) for own, count in zip(chances, counts, strict=True))
+        return stand - needs[sum(counts) - 1] if sum(counts) else 0.0
+
+    possible = (each for each in product(*(range(len(own) + 1) for own in chances)) if sum(each) <= len(needs))
+    assert sum(counts) <= len(needs)
+    assert gain(counts) == pytest.approx(max(map(gain, possible)))
 
 
-def test_where_drafts_do_not_pay_a_few_are_tried() -> None:
-    speculation, _ = _after(0, 0)
-    num_tried = 0
-    for _ in range(1000):
-        speculation.begin(64)
-        if speculation.on_trial(64):
-            speculation._trials -= 1
-            num_tried += 1
-    assert 0 < num_tried * speculation.cost.token_ms < 0.01 * 1000 * speculation.cost.step_ms(64)
+def _step_ms(num_rows: int) -> float:
+    """A machine that computes rows by tiles of eight."""
+    return 8.0 + 2.0 * -(-num_rows // 8)
 
 
-def test_what_a_token_costs_is_learnt_through_noise() -> None:
-    rng = random.Random(0)
-    for step_ms, token_ms in ((1.5, 0.17), (4.0, 0.3), (30.0, 0.02)):
-        cost = StepCost()
-        for i in range(600):
-            num_tokens = 150 if i % 60 == 0 else rng.choice([8, 8, 9, 12, 24])
-            slowed = rng.choice([1.0] * 9 + [5.0])
-            cost.note(num_tokens, (step_ms + token_ms * num_tokens) * rng.uniform(0.97, 1.06) * slowed)
-        assert cost.token_ms == pytest.approx(token_ms, rel=0.5)
-        assert cost.step_ms(8) == pytest.approx(step_ms + 8 * token_ms, rel=0.25)
+def _experience(cost: StepCost, rng: random.Random, num_steps: int, *, slow: float = 1.0) -> None:
+    for _ in range(num_steps):
+        num_drafted = rng.choice([0, 0, 1, 2, 3, 5, 8, 9, 12])
+        noise = slow * rng.uniform(0.97, 1.06) * rng.choice([1.0] * 9 + [5.0])
+        cost.note(8, num_drafted, noise * _step_ms(8 + num_drafted), slow * (0.3 + 0.1 * (num_drafted > 0)))
+
+
+def test_what_tokens_cost_is_learnt_by_the_tile_and_through_noise() -> None:
+    for seed in range(5):
+        rng, cost = random.Random(seed), StepCost()
+        for slow in (1.0, 3.0, 1.0):  # others come and go
+            _experience(cost, rng, 400, slow=slow)
+            needs = cost.needs(8, 12)
+            within_a_tile = 8 * (2.0 + 0.1) / 10.3
+            assert needs[0] == pytest.approx(needs[7], rel=0.25)
+            assert 1.5 * within_a_tile < needs[3] < 2.5 * within_a_tile
+            assert needs[8] > 1.5 * needs[7]
+
+
+@given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 30), st.floats(0, 1e6)), max_size=60), st.integers(1, 99))
+def test_whatever_steps_took_a_draft_may_be_asked_for(steps: list[tuple[int, int, float]], num_seqs: int) -> None:
+    cost = StepCost()
+    for num_running, num_drafted, ms in steps:
+        for _ in range(3):
+            cost.note(num_running, num_drafted, ms, ms - 1.0)
+    needs = cost.needs(num_seqs, 64)
+    assert len(needs) <= 64
+    assert all(need >= 0 for need in needs)
+    assert not needs or needs[-1] < len(needs)
+
+
+def test_what_is_not_known_is_tried_once_plain_steps_are() -> None:
+    cost = StepCost()
+    assert cost.needs(8, 64) == []
+    for _ in range(20):
+        cost.note(8, 0, 10.0, 0.3)
+    tried = cost.needs(8, 64)
+    assert set(tried) == {0.0}
+    assert len(tried) < 8, "but with few at first"
+    for _ in range(40):
+        cost.note(8, 1, 20.0, 0.3)
+    assert cost.needs(8, 64) == []
+    for _ in range(6000):
+        cost.note(8, 0, 10.0, 0.3)
+    assert cost.needs(8, 64), "and again after a long time"
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A step on its way on the machine by tiles."""
+
+    handle: StepHandle
+    num_rows: int
+
+    def result(self) -> StepResult:
+        return replace(self.handle.result(), forward_ms=_step_ms(self.num_rows), sample_ms=0.0)
+
+
+@pytest.mark.parametrize(("alphabet", "least"), [(16, 0.98), (1, 2.0)])
+def test_drafts_are_left_off_where_they_do_not_pay_and_save_time_where_they_do(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, alphabet: int, least: float
+) -> None:
+    spent_ms = {}
+    for name in ("off", "ngram"):
+        engine = make_engine(runner="native", dtype="bfloat16", speculative=name)
+        steps: list[_Timed] = []
+
+        def submit(plan: StepPlan, submit: Submit = engine._runner.submit, steps: list[_Timed] = steps) -> StepHandle:
+            steps.append(_Timed(submit(plan), len(plan.token_ids)))
+            return steps[-1]
+
+        monkeypatch.setattr(engine._runner, "submit", submit)
+        likely = dict.fromkeys(range(3, 3 + alphabet), 60.0)
+        params = SamplingParams(temperature=2.0, ignore_eos=True, logit_bias=likely, max_tokens=100)
+        for _ in range(3):
+            for i in range(8):
+                engine.add(str(i), [3 + i], params, seed=i)
+            _run(engine)
+        spent_ms[name] = sum(_step_ms(step.num_rows) for step in steps)
+    assert spent_ms["off"] / spent_ms["ngram"] > least

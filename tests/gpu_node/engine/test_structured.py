@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.guide import GuidedMasks
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan
+from penstock.producer.openai.reading import AnswerForm
 
-MAX_TOKENS = 120
+MAX_TOKENS = 200
 """The longest text of each form below has fewer."""
 
 
@@ -42,11 +44,22 @@ def _is_nested(text: str) -> bool:
     return re.fullmatch(r"(a*)c(b*)", text) is not None and text.count("a") == text.count("b") <= 3
 
 
+def _is_called(text: str) -> bool:
+    calls = AnswerForm("hermes").read(text).calls
+    return calls != () and all(call.name == "river" and _is_river(call.arguments) for call in calls)
+
+
+CALLS = {
+    "form": "hermes",
+    "parallel": False,
+    "functions": [{"name": "river", "parameters": json.dumps(River.model_json_schema())}],
+}
 REGEX = r"[a-c]{2,5}-[0-9]{1,9}x"
 FORMS: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
     "json": ({"json": River.model_json_schema()}, _is_river),
     "regex": ({"regex": REGEX}, lambda text: re.fullmatch(REGEX, text) is not None),
     "choice": ({"choice": ["yes", "no", 'ż"ół\\w\n']}, lambda text: text in ("yes", "no", 'ż"ół\\w\n')),
+    "calls": ({"calls": CALLS}, _is_called),
     "grammar": ({"grammar": 'start: one | "a" one "b" | "aa" one "bb" | "aaa" one "bbb"\none: "c"'}, _is_nested),
 }
 
@@ -103,7 +116,7 @@ def test_all_choices_of_a_request_keep_to_it_and_options_are_heeded(engine: Engi
 
 
 def test_preemption_chunks_and_company_change_nothing(make: Callable[..., Engine], engine: Engine) -> None:
-    forms = ["json", "regex", None, "json", "grammar"] * 4
+    forms = ["json", "regex", None, "calls", "grammar"] * 4
     tight = make(num_kv_blocks=30, max_num_batched_tokens=32, max_num_seqs=16)
     prompts = [f"the gate {i} opens by pressure and stays" for i in range(len(forms))]
     answers = tight.generate(prompts, _batch(forms))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fakes.engine_runs import check_idle, tokens_of
 from fakes.faulty_runner import FaultyRunner, Place
+from fakes.poison import poisoned
 
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import SamplingParams, seed_of
@@ -257,13 +258,10 @@ def test_blocks_that_could_not_be_cleared_are_cleared_before_anybody_has_them(ma
     faulty = _inject(
         engine, lambda at, _: MemoryError() if at == "clear" and next(failures, None) is not None else None
     )
-    embedding = faulty._runner._decoder._weights.embedding  # type: ignore[attr-defined]
-    kept = embedding[300].clone()
-    embedding[300] = torch.nan
-    engine.add("bad", [10] * 20 + [300], PARAMS, seed=0)
-    engine.add("0", PROMPTS[0], PARAMS, seed=seed)
-    outputs = _drain(engine)
-    embedding[300] = kept
+    with poisoned(faulty._runner, 300):
+        engine.add("bad", [10] * 20 + [300], PARAMS, seed=0)
+        engine.add("0", PROMPTS[0], PARAMS, seed=seed)
+        outputs = _drain(engine)
     assert {(o.request_id, o.finish_reason) for o in outputs} == {("0", None), ("0", "length"), ("bad", "error")}
     assert [tuple(tokens_of(outputs, "0", c)) for c in range(2)] == [choice.token_ids for choice in good]
     assert faulty.num_failures == 3

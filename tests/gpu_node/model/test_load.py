@@ -25,7 +25,7 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.positions import rope_angles
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.gpu_node.model.revision import revision_of
-from penstock.gpu_node.model.source import ModelSource, dequantised_folder, resolve_model
+from penstock.gpu_node.model.source import ModelSource, resolve_model
 from penstock.gpu_node.model.spec import Llama3Scaling, Rope
 
 OPTIONS = runner_options()
@@ -49,6 +49,12 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"intermediate_size": 100}, "gate_proj"),
         ({"num_hidden_layers": 3}, r"model\.layers\.2"),
+        ({"num_hidden_layers": "two"}, r"config\.json makes no sense"),
+        ({"num_attention_heads": 0, "head_dim": None}, r"config\.json makes no sense"),
+        ({"architectures": 5}, "architecture none is not supported"),
+        ({"rope_parameters": "far"}, r"config\.json makes no sense"),
+        ({"hidden_size": "a", "head_dim": 16}, "hidden_size is 'a'"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_copy: Path, changes: dict[str, Any], named: str) -> None:
@@ -75,6 +81,13 @@ def test_sharded_weights_load_and_a_missing_shard_is_named(model_copy: Path) -> 
     assert _load(model_copy).vocab_size == tensors["lm_head.weight"].shape[0]
     (model_copy / "b.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"b\.safetensors"):
+        _load(model_copy)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a.safetensors"]}, {"weight_map": {"a": 1}}])
+def test_an_index_that_names_no_files_is_refused(model_copy: Path, index: dict[str, Any]) -> None:
+    (model_copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"index\.json has no weight_map"):
         _load(model_copy)
 
 
@@ -271,10 +284,8 @@ def test_a_file_that_was_changed_is_converted_again(some_gguf: Path, monkeypatch
     assert len(set(folders)) == 4
 
 
-def test_a_folder_is_its_own_dequantised_folder(tiny_model: Path) -> None:
-    found = resolve_model(str(tiny_model), lambda stage, fraction: None)
-    assert found == ModelSource(tiny_model)
-    assert dequantised_folder(found, lambda stage, fraction: None) == tiny_model
+def test_a_folder_is_its_own_source(tiny_model: Path) -> None:
+    assert resolve_model(str(tiny_model), lambda stage, fraction: None) == ModelSource(tiny_model)
 
 
 def test_revision_knows_a_gguf_file_by_content_and_arithmetic_not_by_place(tiny_model: Path, tmp_path: Path) -> None:
@@ -289,10 +300,10 @@ def test_revision_knows_a_gguf_file_by_content_and_arithmetic_not_by_place(tiny_
 
 
 @pytest.mark.model
-def test_a_gguf_file_is_converted_once_and_says_what_transformers_says(demo_gguf: Path, demo_model: Path) -> None:
+def test_a_gguf_file_is_described_once_and_says_what_transformers_says(demo_gguf: Path) -> None:
     stages: list[str] = []
+    resolve_model(str(demo_gguf), lambda stage, fraction: None)
     found = resolve_model(str(demo_gguf), lambda stage, fraction: stages.append(stage))
-    assert dequantised_folder(found, lambda stage, fraction: stages.append(stage)) == demo_model
     assert stages == [] and found.gguf == demo_gguf
     assert not list(found.folder.glob("*.safetensors"))
     config = LlamaConfig.from_pretrained(found.folder)

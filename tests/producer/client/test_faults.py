@@ -122,6 +122,21 @@ async def test_killed_subscriptions_are_renewed(quick_client: AsyncClient, node:
     assert quick_client.stats.resubscribes >= 2
 
 
+async def test_a_client_that_lost_its_rights_says_so(
+    quick_client: AsyncClient, node: FakeNode, redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    await redis.execute_command("ACL", "SETUSER", "default", "-publish", "-subscribe")
+    try:
+        await kill_subscriptions(redis)
+        async with asyncio.timeout(10):
+            while "redis refuses" not in caplog.text:
+                await asyncio.sleep(0.05)
+    finally:
+        await redis.execute_command("ACL", "SETUSER", "default", "+publish", "+subscribe")
+    assert "redis is away" in caplog.text
+    check_whole(await read_all((job := await quick_client.submit("hello", max_tokens=20)).stream()), job, 20)
+
+
 async def test_the_last_message_may_be_lost_too(quick_client: AsyncClient, told_node: FakeNode, redis: Redis) -> None:
     job = await quick_client.submit("hello", max_tokens=10)
     reading = asyncio.create_task(read_all(job.stream()))

@@ -87,6 +87,18 @@ def test_plain_text_is_late_by_no_more_than_the_longest_mark(form: AnswerForm, t
             "ok",
             [("f", {}), ("g", {})],
         ),
+        (
+            "hermes",
+            '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call> \\" </tool_call>"}}\n</tool_call>',
+            "",
+            [("f", {"a": '</tool_call> " </tool_call>'})],
+        ),
+        (
+            "hermes",
+            '<tool_call>"f\n</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>',
+            '<tool_call>"f\n</tool_call>',
+            [("f", {})],
+        ),
         ("hermes", '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
         ("hermes", "<tool_call>f(1)</tool_call> no", "<tool_call>f(1)</tool_call> no", []),
         ("llama3_json", '{"name": "f", "parameters": {"a": "b"}}', "", [("f", {"a": "b"})]),
@@ -133,6 +145,20 @@ def test_calls_stand_behind_reasoning_and_never_in_it() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     said = AnswerForm("hermes", "think").read(f"<think>{call}</think>\n{call}")
     assert (said.reasoning, said.content, len(said.calls)) == (call, "", 1)
+
+
+@pytest.mark.parametrize("form", CALL_FORMS)
+def test_of_one_call_the_others_are_left_out_however_the_text_is_cut(form: str) -> None:
+    key = "parameters" if form == "llama3_json" else "arguments"
+    calls = [json.dumps({"name": name, key: {}}) for name in "fgh"]
+    texts = {
+        "hermes": "".join(f"<tool_call>{call}</tool_call>" for call in calls),
+        "llama3_json": ";".join(calls),
+        "mistral": f"[TOOL_CALLS][{','.join(calls)}]",
+    }
+    wanted = AnswerForm(form, one_call=True)
+    for pieces in ([texts[form]], list(texts[form])):
+        assert [call.name for call in read(wanted, pieces).calls] == ["f"]
 
 
 def test_the_longest_end_that_may_begin_a_mark_is_held() -> None:

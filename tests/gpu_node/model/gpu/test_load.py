@@ -20,10 +20,10 @@ from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.profile import bytes_left, run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
+from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.source import ModelSource
 from penstock.gpu_node.model.tensors import DecoderTensors
-from penstock.gpu_node.model.weights import load_weights
 
 GIB = 1 << 30
 

@@ -22,11 +22,11 @@ from penstock.gpu_node.model.checkpoint import Checkpoint, Stored
 from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.stored import LinearKeeper
+from penstock.gpu_node.model.gpu.weights import plain_linear
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.methods import reader_of
 from penstock.gpu_node.model.source import ModelSource
 from penstock.gpu_node.model.tensors import DecoderTensors
-from penstock.gpu_node.model.weights import plain_linear
 
 AS_STORED = {
     "gptq int4 groups of 32": "int4",

@@ -1,0 +1,56 @@
+"""A decoder's weights on a card, or on what stands for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch.nn import functional
+
+from penstock.gpu_node.model.gpu.linear import PlainLinear
+from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights, Product
+from penstock.gpu_node.model.spec import ModelSpec
+from penstock.gpu_node.model.tensors import DecoderTensors, StoredLinear
+from penstock.gpu_node.model.weights import Convert, Converter, read_layer, read_norm
+
+MakeLinear: TypeAlias = Callable[[StoredLinear, Convert], Product]
+"""Keeps a matrix as it likes: as it is stored, or as what converting it gives."""
+
+
+def plain_linear(stored: StoredLinear, convert: Convert) -> PlainLinear:
+    """A matrix in the decoder's dtype."""
+    return PlainLinear(convert(stored.weights), convert(stored.biases) if stored.biases else None)
+
+
+def load_weights(
+    tensors: DecoderTensors,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    progress: Callable[[float], None],
+    device: torch.device,
+    linear: MakeLinear = plain_linear,
+    gather: Callable[[Iterator[LayerWeights]], Iterable[LayerWeights]] = tuple,
+) -> DecoderWeights:
+    """Read, fuse and convert a checkpoint layer by layer, onto a device.
+
+    `linear` keeps the layers' matrices; embedding and head stay as they are. `gather` gets each layer as it is read.
+    Raises ConfigError naming a tensor that is missing or of another shape.
+    """
+    convert = Converter(dtype, device)
+    embedding = convert.tensor(tensors.embedding())
+    tensors.release()
+
+    def layers() -> Iterator[LayerWeights]:
+        for layer in range(spec.num_layers):
+            yield read_layer(tensors.layer(layer), convert, spec.norm_eps, linear)
+            tensors.release()
+            progress((layer + 1) / spec.num_layers)
+
+    return DecoderWeights(
+        embedding=partial(functional.embedding, weight=embedding),
+        layers=gather(layers()),
+        final_norm=read_norm(tensors.final_norm(), convert, spec.norm_eps),
+        head=PlainLinear(embedding if spec.tied_head else convert.tensor(tensors.head()), None),
+    )

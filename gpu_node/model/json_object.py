@@ -1,0 +1,24 @@
+"""Objects in JSON files of unknown origin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.contract.errors import ConfigError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """What a JSON file says. Raises ConfigError for one that is missing, cannot be read or is no object."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no {path}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return content

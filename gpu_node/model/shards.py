@@ -1,0 +1,24 @@
+"""Which files hold the weights of a checkpoint that is in several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.json_object import read_object
+
+INDEX = "model.safetensors.index.json"
+
+
+def shards_of(folder: Path) -> list[str] | None:
+    """The files that a folder's index names, sorted; None where there is no index.
+
+    Raises ConfigError for one that cannot be read or names none.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    files = read_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise ConfigError(f"{path} has no weight_map that says which tensors are in which files")
+    return sorted(set(files.values()))

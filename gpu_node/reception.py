@@ -1,0 +1,164 @@
+"""From a job that was taken to a request in the engine: read it, turn it into tokens, hand it over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from functools import partial
+
+from penstock.contract import crash, wire
+from penstock.contract.broker.node import NodeBroker
+from penstock.contract.broker.retry import patiently
+from penstock.contract.broker.tasks import cancel_until_done
+from penstock.contract.errors import PenstockError, RequestError
+from penstock.contract.job import Chunk, Outcome, seed_of
+from penstock.contract.wire import Request
+from penstock.gpu_node.engine.records import ResumedChoice
+from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.outbox import Outbox, outcome_of
+from penstock.gpu_node.relief import Relief
+from penstock.gpu_node.worker import EngineWorker
+
+log = logging.getLogger(__name__)
+
+MAX_CHARS_ON_LOOP = 2048
+"""A longer prompt is tokenized on a thread: what takes above half a millisecond would hold up the tokens of others."""
+
+
+class Reception:
+    """Receives each job by itself, so that none waits for another's grammar, adapter or long prompt.
+
+    Jobs without these get into the engine in the order in which they were taken. What cannot run goes straight to the
+    outbox, or to a node where it might.
+    """
+
+    def __init__(
+        self,
+        broker: NodeBroker,
+        ledger: Ledger,
+        worker: EngineWorker,
+        tokenizer: Tokenizer,
+        outbox: Outbox,
+        relief: Relief,
+    ) -> None:
+        self._broker = broker
+        self._ledger = ledger
+        self._worker = worker
+        self._tokenizer = tokenizer
+        self._outbox = outbox
+        self._relief = relief
+        self._receiving: set[asyncio.Task[None]] = set()
+        self.num_tokenizer_failures = 0
+        """Prompts at which the tokenizer failed, other than by refusing them."""
+
+    def admit(self, job: HeldJob) -> None:
+        """Receives a job that the ledger has just begun to hold."""
+        task = asyncio.create_task(self._receive(job), name=f"penstock reception {job.job_id}")
+        self._receiving.add(task)
+        task.add_done_callback(self._receiving.discard)
+
+    async def close(self) -> None:
+        """Leaves the jobs that are not in the engine yet to whoever gives them back."""
+        await cancel_until_done(self._receiving)
+
+    async def _receive(self, job: HeldJob) -> None:
+        crash.point("before", "admission")
+        try:
+            request = await self._open(job)
+            if request is None:
+                # Between take and read; finish will be told so.
+                self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
+                return
+            token_ids = await self._encode(request)
+        except Exception as error:
+            # Whatever a library raises concerns this job alone.
+            await self._turn_away(job, error)
+        else:
+            self._start(job, request, token_ids)
+        crash.point("after", "admission")
+
+    async def _turn_away(self, job: HeldJob, error: Exception) -> None:
+        if self._ledger.get(job.job_id) is not job:
+            return
+        if isinstance(error, PenstockError) and error.param == "adapter":
+            # It is not here, another one by now, or cannot be read: another node may have it.
+            if await patiently(lambda: self._relief.give_back([job], "lacking"), math.inf):
+                self._refuse_for(job, error)
+            return
+        self._refuse_for(job, error)
+
+    async def _open(self, job: HeldJob) -> Request | None:
+        """A job's request, once what an earlier node logged is read; None when it was cancelled."""
+        data: bytes | None = job.taken.request
+        if not data:
+            (data,) = await patiently(lambda: self._broker.requests([job.job_id]), math.inf)
+        if data is None:
+            return None
+        request = wire.decode_request(data)
+        logged: list[Chunk] = []
+        if job.taken.num_chunks:
+            logged = await patiently(lambda: self._broker.log(job.job_id, job.taken.num_chunks), math.inf)
+        job.open(request.params, logged)
+        return request
+
+    async def _encode(self, request: Request) -> list[int]:
+        """A request's tokens, once all else is prepared; what takes long is done on threads."""
+        if request.params.structured_outputs is not None or request.adapter is not None:
+            await asyncio.to_thread(self._worker.prepare, request.params, request.adapter)
+        try:
+            if _num_chars(request) <= MAX_CHARS_ON_LOOP:
+                return _encode(self._tokenizer, request)
+            return await asyncio.to_thread(_encode, self._tokenizer, request)
+        except Exception as error:
+            self.num_tokenizer_failures += not isinstance(error, PenstockError)
+            raise
+
+    def _start(self, job: HeldJob, request: Request, token_ids: list[int]) -> None:
+        self._ledger.open(job, len(token_ids))
+        if job.is_complete:
+            self._outbox.end(job, outcome_of(job))
+            return
+        if self._ledger.get(job.job_id) is not job or job.outcome is not None:
+            return  # lost or cancelled while it was being read
+        params, taken = request.params, job.taken
+        resume = [ResumedChoice(*job.choice_so_far(i)) for i in range(params.n)] if taken.num_chunks else []
+        job.is_in_engine = True
+        added = self._worker.add(
+            *(taken.lease, token_ids, params, seed_of(job.job_id, params), resume),
+            priority=taken.urgency,
+            tenant=taken.tenant,
+            weight=taken.weight,
+            adapter=request.adapter,
+        )
+        # Not awaited: the engine answers between two steps, and the next job need not wait for that.
+        asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job))
+
+    def _heed_answer(self, job: HeldJob, answer: asyncio.Future[None]) -> None:
+        if answer.cancelled() or (error := answer.exception()) is None:
+            return
+        self._refuse_for(job, error)
+
+    def _refuse_for(self, job: HeldJob, error: BaseException) -> None:
+        if isinstance(error, PenstockError):
+            if not isinstance(error, RequestError):
+                log.error("job cannot be run", extra={"job_id": job.job_id}, exc_info=error)
+            self._outbox.end(job, Outcome("failed", error.code, error.message, error.param or ""))
+        else:
+            log.error("the engine failed at a job", extra={"job_id": job.job_id}, exc_info=error)
+            self._outbox.end(job, Outcome("failed", "internal_error", "the engine failed at this job"))
+
+
+def _num_chars(request: Request) -> int:
+    """Of text that is to be tokenized."""
+    turns = sum(len(message.content) for message in request.messages or ())
+    return len(request.prompt or "") + turns + len(request.tools or "")
+
+
+def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:
+    if request.prompt_token_ids is not None:
+        return list(request.prompt_token_ids)
+    if request.messages is not None:
+        return tokenizer.encode_chat([m.model_dump(exclude_defaults=True) for m in request.messages], request.tools)
+    return tokenizer.encode(request.prompt or "")

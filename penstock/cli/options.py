@@ -1,0 +1,63 @@
+"""Options of a command that are made of settings: what is not given is None, so that the environment is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, TypeVar, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from penstock.contract.settings import Settings
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def options_of(
+    settings: type[Settings],
+    names: Iterable[str] | None = None,
+    *,
+    flags: Mapping[str, Sequence[str]] | None = None,
+    panels: Mapping[str, str] | None = None,
+) -> list[Parameter]:
+    """An option for each of these settings (None: for all), under `flags` where it is not called as the setting is.
+
+    `panels` says under which heading of the help a setting stands, where that is not the first one.
+    """
+    fields = settings.model_fields
+    flags, panels = flags or {}, panels or {}
+    return [_option(name, fields[name], flags.get(name, ()), panels.get(name)) for name in names or fields]
+
+
+def takes(*options: Parameter) -> Callable[[Command], Command]:
+    """A command's `**given` become these options, behind the parameters that it names itself."""
+
+    def decorated(command: Command) -> Command:
+        own = [one for one in signature(command, eval_str=True).parameters.values() if one.kind != one.VAR_KEYWORD]
+        command.__signature__ = Signature([*own, *options])  # type: ignore[attr-defined]
+        return command
+
+    return decorated
+
+
+def help_of(field: FieldInfo) -> str:
+    """What a setting is for, and what it is where nobody says anything."""
+    has_default = not field.is_required() and field.default_factory is None and field.default not in (None, ())
+    return f"{field.description} Default: {field.default}." if has_default else str(field.description)
+
+
+def words_of(given: Mapping[str, object]) -> tuple[str, ...]:
+    """Options of one value as another process's arguments, without those that were not given."""
+    known = {name: value for name, value in given.items() if value is not None}
+    return tuple(word for name, value in known.items() for word in (_flag(name), str(value)))
+
+
+def _option(name: str, field: FieldInfo, flags: Sequence[str], panel: str | None) -> Parameter:
+    kind: Any = list[str] if get_origin(field.annotation) is tuple else field.annotation
+    option = typer.Option(*flags, help=help_of(field), rich_help_panel=panel)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

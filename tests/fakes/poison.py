@@ -1,0 +1,29 @@
+"""A token of which a torch runner's logits come out as no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def poisoned(runner: Any, token_id: int) -> Iterator[None]:
+    """Meanwhile that token's embedding is NaN."""
+    decoder = runner._decoder
+    kept = decoder._weights
+
+    def rows(ids: Tensor) -> Tensor:
+        found: Tensor = kept.embedding(ids).clone()
+        found[ids == token_id] = torch.nan
+        return found
+
+    decoder._weights = replace(kept, embedding=rows)
+    try:
+        yield
+    finally:
+        decoder._weights = kept

@@ -1,0 +1,230 @@
+"""Texts that are kept to calls: whatever tokens are drawn, doors read them as calls of the tools that were offered."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.tiny_model import write_tokenizer
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.contract.errors import RequestError
+from penstock.contract.structured import StructuredOutputs
+from penstock.contract.tools import MAX_CALLS
+from penstock.gpu_node.engine.guides import Guides
+from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.producer.openai.reading import AnswerForm, Said
+
+EOS = 2
+MARKS = {"<tool_call>": False, "</tool_call>": False, "[TOOL_CALLS]": True, "<think>": False, "</think>": False}
+"""And whether they are special: as in Qwen's tokenizers, and Mistral's."""
+FORMS = ("hermes", "llama3_json", "mistral")
+
+
+class Place(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    x: int = Field(ge=-9, le=9)
+
+
+class Move(BaseModel):
+    """Schemas of nested models refer to their own `$defs`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    to: Place
+    fast: bool
+
+
+ODD = 'sé"\n[x]; <b>'
+FUNCTIONS = [
+    {"name": "move", "parameters": json.dumps(Move.model_json_schema())},
+    {"name": ODD, "parameters": json.dumps({"properties": {}, "additionalProperties": False})},
+]
+
+
+@pytest.fixture(scope="module", params=["marks are tokens", "marks are spelled"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, 384)
+    if request.param == "marks are tokens":
+        path = folder / "tokenizer.json"
+        config = json.loads(path.read_text())
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        first = 1 + max(*config["model"]["vocab"].values(), *(token["id"] for token in config["added_tokens"]))
+        config["added_tokens"] += [
+            {"id": first + i, "content": mark, "special": special, **flags}
+            for i, (mark, special) in enumerate(MARKS.items())
+        ]
+        path.write_text(json.dumps(config))
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def guides(tokenizer: Tokenizer) -> Guides:
+    return Guides(tokenizer, len(tokenizer.token_bytes), frozenset({EOS}))
+
+
+def calls(form: str, **options: Any) -> StructuredOutputs:
+    return StructuredOutputs.model_validate({"calls": {"form": form, "functions": FUNCTIONS, **options}})
+
+
+def allowed(guide: Any) -> list[int]:
+    words = np.zeros(-(-guide.vocab_size // 32), np.uint32)
+    guide.write_mask(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+def draw(guides: Guides, tokenizer: Tokenizer, wanted: StructuredOutputs, rng: random.Random) -> str | None:
+    """A text of tokens drawn among those that may come, those of marks more often; None for one that does not end."""
+    guide, token_ids = guides.new_guide(wanted), []
+    marks = {tokenizer.id_of(mark) for mark in MARKS} | {EOS}
+    for _ in range(300):
+        may = allowed(guide)
+        likely = [token_id for token_id in may if token_id in marks]
+        token_id = rng.choice(likely if likely and rng.random() < 0.3 else may)
+        if token_id == EOS:
+            return tokenizer.decode(token_ids)
+        assert guide.take([token_id])
+        token_ids.append(token_id)
+    return None
+
+
+def check_calls(said: Said) -> None:
+    for call in said.calls:
+        if call.name == "move":
+            Move.model_validate_json(call.arguments)
+        else:
+            assert (call.name, call.arguments) == (ODD, "{}")
+
+
+@pytest.mark.parametrize("reasoning", ["none", "think", "think_open"])
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_is_drawn_reads_as_calls(guides: Guides, tokenizer: Tokenizer, form: str, reasoning: str) -> None:
+    rng, read = random.Random(form + reasoning), AnswerForm(form, reasoning)
+    for parallel in (True, False):
+        wanted = calls(form, reasoning=reasoning, parallel=parallel)
+        drawn = [draw(guides, tokenizer, wanted, rng) for _ in range(25)]
+        texts = [text for text in drawn if text is not None]
+        # Where `</think>` is spelled, hardly any reasoning ends by chance.
+        assert len(texts) > 5 or reasoning != "none"
+        for said in map(read.read, texts):
+            assert said.content == "" and 1 <= len(said.calls) <= (MAX_CALLS if parallel else 1)
+            check_calls(said)
+
+
+@pytest.mark.parametrize("reasoning", ["none", "think", "think_open"])
+@pytest.mark.parametrize("form", FORMS)
+def test_among_other_text_what_reads_as_a_call_is_one(
+    guides: Guides, tokenizer: Tokenizer, form: str, reasoning: str
+) -> None:
+    rng, read = random.Random(form + reasoning), AnswerForm(form, reasoning)
+    for _ in range(25):
+        text = draw(guides, tokenizer, calls(form, reasoning=reasoning, required=False), rng)
+        check_calls(read.read(text or ""))
+
+
+def derives(guides: Guides, tokenizer: Tokenizer, wanted: StructuredOutputs, text: str) -> bool:
+    guide = guides.new_guide(wanted)
+    return guide.take(tokenizer.encode(text)) and EOS in allowed(guide)
+
+
+def written(form: str, *arguments: object, name: str = "move") -> str:
+    """Calls as models of a family write them."""
+    key = "parameters" if form == "llama3_json" else "arguments"
+    said = [json.dumps({"name": name, key: one}) for one in arguments]
+    if form == "mistral":
+        return f"[TOOL_CALLS] [{', '.join(said)}]"
+    if form == "llama3_json":
+        return "; ".join(said)
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in said)
+
+
+THERE, HERE = {"to": {"x": 5}, "fast": True}, {"to": {"x": -1}, "fast": False}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_required_call_is_all_of_a_text(guides: Guides, tokenizer: Tokenizer, form: str) -> None:
+    may: Callable[[str], bool] = lambda text: derives(guides, tokenizer, calls(form), text)  # noqa: E731
+    assert may(written(form, THERE)) and may(written(form, THERE, HERE))
+    assert not may("") and not may("Well. " + written(form, THERE)) and not may(written(form, THERE) + " Well.")
+    assert not may(written(form, {"to": {"x": 50}, "fast": True})) and not may(written(form, {"to": {"x": 5}}))
+    assert not may(written(form, THERE, name="stop"))
+    # Where any space is allowed, some models write nothing else.
+    assert not may(written(form, THERE).replace('"x": 5', '"x":  5'))
+    alone = calls(form, parallel=False)
+    assert derives(guides, tokenizer, alone, written(form, THERE))
+    assert not derives(guides, tokenizer, alone, written(form, THERE, HERE))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_that_is_not_required_is_kept_to_its_schema_and_text_is_free(
+    guides: Guides, tokenizer: Tokenizer, form: str
+) -> None:
+    def may(text: str, **options: Any) -> bool:
+        return derives(guides, tokenizer, calls(form, required=False, **options), text)
+
+    assert may("") and may("Well, {1}: [two] <b>\n") and may(written(form, THERE, HERE))
+    assert not may(written(form, {"to": {"x": 50}, "fast": True})) and not may(written(form, THERE, name="stop"))
+    assert may(written(form, THERE), parallel=False) and not may(written(form, THERE, HERE), parallel=False)
+    if form != "llama3_json":
+        assert may("Well. " + written(form, THERE))
+    if form == "hermes":
+        assert may(f"One {written(form, THERE)} two {written(form, HERE)} three.")
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral"])
+@pytest.mark.parametrize("reasoning", ["none", "think"])
+def test_what_is_no_call_keeps_to_the_answers_schema(
+    guides: Guides, tokenizer: Tokenizer, form: str, reasoning: str
+) -> None:
+    wanted = calls(form, reasoning=reasoning, required=False, answer=json.dumps(Place.model_json_schema()))
+
+    def may(text: str) -> bool:
+        return derives(guides, tokenizer, wanted, text)
+
+    assert may('{"x": 3}') and may(written(form, THERE, HERE))
+    assert not may("") and not may("Well.") and not may('{"x": 30}') and not may('{"x": 3}' + written(form, THERE))
+    assert not may('Well. {"x": 3}') and not may(written(form, {"to": {"x": 50}, "fast": True}))
+    assert may('<think>hm</think>\n\n{"x": 3}') is (reasoning == "think")
+
+
+def test_an_answers_schema_that_cannot_be_kept_to_is_named(guides: Guides) -> None:
+    with pytest.raises(RequestError) as caught:
+        guides.prepare(calls("hermes", required=False, answer='{"type": "text"}'))
+    assert caught.value.param == "structured_outputs.json_schema"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("required", [True, False])
+def test_reasoning_stands_before_calls(guides: Guides, tokenizer: Tokenizer, form: str, required: bool) -> None:
+    def may(reasoning: str, text: str) -> bool:
+        return derives(guides, tokenizer, calls(form, reasoning=reasoning, required=required), text)
+
+    call = written(form, THERE)
+    assert may("think", f"<think>so <b>?\n</think>{call}") and may("think", call)
+    assert may("think_open", f"so <b>?\n</think>{call}") and not may("think_open", call)
+    if required:
+        assert may("think", f"<think>hm\n</think>\n\n{call}") and not may("none", f"<think>hm</think>{call}")
+
+
+@pytest.mark.parametrize("mark", ["</think>", "<tool_call>"])
+def test_a_mark_that_is_a_token_is_never_spelled(guides: Guides, tokenizer: Tokenizer, mark: str) -> None:
+    spelled = [token_id for char in mark for token_id in tokenizer.encode(char)]
+    guide = guides.new_guide(calls("hermes", reasoning="think_open", required=False))
+    assert guide.take(tokenizer.encode("so " if mark == "</think>" else "so</think>well "))
+    assert guide.take(spelled[:-1])
+    assert guide.take(spelled[-1:]) is (tokenizer.id_of(mark) is None)
+
+
+def test_the_function_whose_parameters_cannot_be_kept_to_is_named(guides: Guides) -> None:
+    for parameters in ({"type": "array"}, {"properties": {"a": {"not": {}}}}, {"type": ["string", "null"]}):
+        functions = [*FUNCTIONS, {"name": "g", "parameters": json.dumps(parameters)}]
+        with pytest.raises(RequestError, match="'g'") as caught:
+            guides.prepare(calls("hermes", functions=functions))
+        assert caught.value.param == "tools"
+        assert "\n" not in caught.value.message

@@ -1,0 +1,61 @@
+"""What a node says of its adapters, and how often it looks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fakes.reference_engine import ReferenceEngine
+from fakes.running_node import running_node
+from redis.asyncio import Redis
+
+from penstock.contract.broker.producer import ProducerBroker
+
+POOL = "m"
+
+
+class Adapted(ReferenceEngine):
+    """Says that it has what the test puts there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, str] = {}
+        self.num_looks = 0
+
+    def adapters(self) -> dict[str, str]:
+        self.num_looks += 1
+        return dict(self.found)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.gpu_node.node.ANNOUNCE_S", 0.01)
+
+
+async def until_served(broker: ProducerBroker, adapters: set[str]) -> None:
+    async with asyncio.timeout(30):
+        while set((await broker.pools())[POOL].adapters) != adapters:
+            await asyncio.sleep(0.01)
+
+
+async def test_what_is_put_into_the_folder_or_taken_out_of_it_is_announced(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    engine, broker = Adapted(), ProducerBroker(redis)
+    async with running_node(redis_url, engine, pool=POOL, lora_dir=tmp_path):
+        for found in ({"sql"}, {"sql", "law"}, {"law"}, set()):
+            engine.found = dict.fromkeys(found, "0" * 32)
+            await until_served(broker, found)
+
+
+async def test_a_node_without_a_place_for_adapters_looks_for_none(redis_url: str, tmp_path: Path) -> None:
+    looking, plain = Adapted(), Adapted()
+    async with (
+        running_node(redis_url, plain, pool=POOL),
+        running_node(redis_url, looking, pool=POOL, lora_dir=tmp_path),
+    ):
+        async with asyncio.timeout(30):
+            while looking.num_looks < 5:
+                await asyncio.sleep(0.01)
+        assert plain.num_looks == 1

@@ -1,0 +1,57 @@
+"""A pytest plugin: each broker calls Redis as the user of ops/acl that its role has, and nothing of that is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis as sync_redis
+from redis.asyncio import Redis
+
+from penstock.contract.broker.admin import AdminBroker
+from penstock.contract.broker.connection import connect
+from penstock.contract.broker.dead_letters import DeadLetters
+from penstock.contract.broker.figures import FiguresBroker
+from penstock.contract.broker.node import NodeBroker
+from penstock.contract.broker.producer import ProducerBroker
+
+ACL = Path(__file__).parents[2] / "ops" / "acl"
+ROLES: dict[type, str] = {
+    ProducerBroker: "gateway",
+    DeadLetters: "gateway",
+    FiguresBroker: "gateway",
+    NodeBroker: "node",
+    AdminBroker: "admin",
+}
+
+
+def acting_as(role: str, server: str, start: Callable[..., None]) -> Callable[..., None]:
+    """A broker's `__init__` over a connection of the role's own, where it is given one to that server."""
+
+    def start_as(self: Any, redis: Redis, *args: Any) -> None:
+        is_theirs = redis.connection_pool.connection_kwargs.get("path") == server
+        start(self, connect(f"unix://{role}:{role}@{server}") if is_theirs else redis, *args)
+
+    return start_as
+
+
+@pytest.fixture(autouse=True)
+def acting_roles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test's brokers, once its Redis is empty."""
+    if "redis_url" not in request.fixturenames:
+        yield
+        return
+    url = request.getfixturevalue("redis_url")
+    with sync_redis.Redis.from_url(url) as client:
+        for role in set(ROLES.values()):
+            _, name, *rules = (ACL / f"{role}.acl").read_text().split()
+            known = [rule for rule in rules if not rule.startswith(">")]
+            client.execute_command("ACL", "SETUSER", name, "reset", f">{role}", *known)
+        client.acl_log_reset()
+        for broker, role in ROLES.items():
+            as_role = acting_as(role, url.removeprefix("unix://"), vars(broker)["__init__"])
+            monkeypatch.setattr(broker, "__init__", as_role)
+        yield
+        assert client.acl_log() == []
