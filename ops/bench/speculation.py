@@ -20,7 +20,7 @@ from penstock.gpu_node.engine.offline import spread
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.speculation"
-REPEATS = 5
+REPEATS = 3
 BATCHES = (1, 8, 32)
 ROUNDS = 4
 """Requests for each place, where places are taken again."""
