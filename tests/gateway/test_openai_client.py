@@ -249,13 +249,13 @@ def test_answers_streams_and_refusals_have_the_id_that_the_log_tells(api, caplog
         assert len(list(raw.parse())) == 1
         with pytest.raises(openai.BadRequestError) as caught:
             api.completions.create(model=MODEL, prompt="a", top_p=2)
-    ids = [answer._request_id, raw.headers["x-request-id"], caught.value.request_id]
-    assert len(set(ids)) == 3
-    deadline_s = time.monotonic() + 10
-    # A line is written behind the answer that it tells of.
-    while [record.request_id for record in caplog.records if record.name == "penstock.gateway.access"] != ids:
-        assert time.monotonic() < deadline_s, caplog.text
-        time.sleep(0.01)
+        ids = [answer._request_id, raw.headers["x-request-id"], caught.value.request_id]
+        assert len(set(ids)) == 3
+        deadline_s = time.monotonic() + 10
+        # A line is written behind the answer that it tells of.
+        while [record.request_id for record in caplog.records if record.name == "penstock.gateway.access"] != ids:
+            assert time.monotonic() < deadline_s, caplog.text
+            time.sleep(0.01)
 
 
 def test_raw_response_names_the_job(api):

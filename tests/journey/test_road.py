@@ -28,7 +28,7 @@ from penstock.producer.client import AsyncJob
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 NUM_JOBS = 64
-NUM_TOKENS = 14
+NUM_TOKENS = 10
 POOL = "demo"
 WORDS = ("gate", "opens", "by", "pressure", "turbine", "never", "starves", "nor", "floods", "water", "stands", "high")
 
@@ -140,6 +140,7 @@ async def test_a_plain_subscriber_gets_every_token_of_a_job_with_its_own_channel
     assert len(heard) > 0
 
 
+@pytest.mark.slow
 async def test_a_killed_node_s_streams_go_on_with_the_tokens_of_an_undisturbed_run(
     redis_url: str, demo_folder: Path
 ) -> None:
