@@ -57,11 +57,16 @@ class Reception:
         """Receives a job that the ledger has just begun to hold."""
         task = asyncio.create_task(self._receive(job), name=f"penstock reception {job.job_id}")
         self._receiving.add(task)
-        task.add_done_callback(self._receiving.discard)
+        task.add_done_callback(partial(self._received, job))
 
     async def close(self) -> None:
         """Leaves the jobs that are not in the engine yet to whoever gives them back."""
         await cancel_until_done(self._receiving)
+
+    def _received(self, job: HeldJob, task: asyncio.Task[None]) -> None:
+        self._receiving.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._refuse_for(job, error)  # or it would be held by nobody's doing for ever
 
     async def _receive(self, job: HeldJob) -> None:
         crash.point("before", "admission")

@@ -69,13 +69,14 @@ class Relief:
         wanted = [job for job in jobs if job.outcome is None]
         returns = [Return(job.job_id, job.taken.lease, job.claim, job.most) for job in wanted]
         answers = await self._broker.give_back(returns, why)
-        given = [job for job, answer in zip(wanted, answers, strict=True) if answer != "NOBODY"]
+        kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "NOBODY"]
+        given = [job for job in wanted if job not in kept]
         for job in given:
             self._outbox.forget(job)
         self._ledger.counts.gave_back(why, len(given))
         if given and why != "drain":
             log.info("gave jobs back", extra={"num_jobs": len(given), "why": why})
-        return [job for job, answer in zip(wanted, answers, strict=True) if answer == "NOBODY"]
+        return kept
 
     def _surplus(self) -> list[HeldJob]:
         """Who would have to give way for the rest to fit, in order."""

@@ -425,6 +425,18 @@ async def test_a_stop_while_prompts_are_read_gives_them_back_at_once(redis_url: 
     assert {(status.state, status.losses) for status in states} == {("queued", 0)}
 
 
+async def test_a_job_that_cannot_be_started_ends_and_the_node_goes_on(redis_url: str, broker: ProducerBroker) -> None:
+    engine = ReferenceEngine()
+    engine.tokenizer.encode = lambda text: None if text == "bad" else list(text.encode())  # type: ignore
+    bad, good = new_job("bad"), new_job("good")
+    async with running(redis_url, engine):
+        for job in (bad, good):
+            await broker.submit(job, cost=50)
+        outcome = (await ended(broker, bad)).outcome
+        assert (outcome.state, outcome.code) == ("failed", "internal_error")
+        assert list((await ended(broker, good)).choices[0].token_ids) == expected(good)
+
+
 async def test_a_job_does_not_wait_for_the_long_prompt_of_one_that_was_taken_with_it(
     redis_url: str, broker: ProducerBroker
 ) -> None:
