@@ -10,6 +10,7 @@ import re
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,10 @@ def _cores() -> dict[int, str]:
     """Where each of this process's compute threads may run."""
     cores = {}
     for task in Path("/proc/self/task").iterdir():
-        lines = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
-        if lines["Name"] == "penstock-cpu":
-            cores[int(task.name)] = lines["Cpus_allowed_list"].strip()
+        with suppress(FileNotFoundError, ProcessLookupError):  # another test's thread, at its end
+            lines = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+            if lines["Name"] == "penstock-cpu":
+                cores[int(task.name)] = lines["Cpus_allowed_list"].strip()
     return cores
 
 
