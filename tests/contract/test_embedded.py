@@ -49,7 +49,8 @@ def server_pid(url: str) -> int:
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
+        # Gone, or gone between the file's being opened and being read.
         return False
     return state != "Z"
 

@@ -266,15 +266,20 @@ async def test_a_job_that_kills_its_nodes_is_found_out_and_those_beside_it_come_
 async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(
     redis_url: str, redis: Redis, broker: ProducerBroker
 ) -> None:
-    job = new_job(max_tokens=300)
-    async with running(redis_url, ReferenceEngine(step_s=0.002)):
+    job, engine = new_job(max_tokens=600), ReferenceEngine(step_s=0.002)
+    async with running(redis_url, engine):
         await broker.submit(job, cost=50)
         await until(broker, job, lambda status: status.num_chunks > 5)
-        await redis.execute_command("CLIENT", "PAUSE", "300", "ALL")
+        await redis.client_pause(60_000, all=False)
+        paused_at = len(engine.batches)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(engine.batches) < paused_at + 50:
+                await asyncio.sleep(0.005)
+        await redis.client_unpause()
         result = await ended(broker, job)
     assert list(result.choices[0].token_ids) == expected(job)
     assert max(tokens for _, tokens, _ in result.cuts) > 20
-    assert len(result.cuts) < 300
+    assert len(result.cuts) < 600
 
 
 async def test_many_streams_are_sent_what_they_gained_in_an_interval(redis_url: str, broker: ProducerBroker) -> None:
@@ -289,7 +294,7 @@ async def test_many_streams_are_sent_what_they_gained_in_an_interval(redis_url: 
                 assert list(result.choices[0].token_ids) == expected(job)
             num_cuts.append(max(len(result.cuts) for result in results))
     # At each step, but for those that pile up while somebody else has the processor.
-    assert num_cuts[0] < 20 < num_cuts[1]
+    assert num_cuts[0] < 10 < num_cuts[1]
 
 
 async def test_a_node_believed_dead_drops_its_jobs_and_comes_back(
@@ -314,7 +319,8 @@ async def test_a_node_of_another_configuration_is_refused_while_the_pool_lives(r
 
 
 async def test_one_message_a_step_carries_the_whole_batch(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
-    async with running(redis_url, ReferenceEngine(step_s=0.01)), redis.pubsub() as inbox:
+    engine = ReferenceEngine(step_s=0.01)
+    async with running(redis_url, engine), redis.pubsub() as inbox:
         await inbox.subscribe(keys.inbox_channel("me"))
         jobs = [new_job(max_tokens=40) for _ in range(16)]
         for job in jobs:
@@ -323,16 +329,19 @@ async def test_one_message_a_step_carries_the_whole_batch(redis_url: str, redis:
         messages = 0
         while (message := await inbox.get_message(ignore_subscribe_messages=True, timeout=0.2)) is not None:
             messages += message["type"] == "message"
-    # 16 jobs of 40 tokens and an end each, in about 40 steps; each job's finish is a message of its own.
-    assert messages < 2 * 40 + 3 * 16
+    # 16 jobs of 40 tokens and an end each; each job's first token and its finish may be messages of their own.
+    assert messages <= len(engine.batches) + 3 * 16
+    assert sum(engine.batches) > 2 * len(engine.batches), "they did run side by side"
 
 
 async def test_arrivals_join_the_batch_together_not_one_a_step(redis_url: str, broker: ProducerBroker) -> None:
-    engine = ReferenceEngine(step_s=0.05)
+    engine = ReferenceEngine(step_s=0.02)
+    async with running(redis_url, ReferenceEngine()):
+        pass  # the pool exists from now on, and all of them wait when a node comes
+    jobs = [new_job(max_tokens=30) for _ in range(32)]
+    for job in jobs:
+        await broker.submit(job, cost=50)
     async with running(redis_url, engine):
-        jobs = [new_job(max_tokens=30) for _ in range(32)]
-        for job in jobs:
-            await broker.submit(job, cost=50)
         for job in jobs:
             await ended(broker, job)
     assert max(engine.batches) == 32

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -56,6 +56,25 @@ def new_job(priority: Priority, tenant: str = "default", **params: Any) -> Job:
     return Job(id=f"{POOL}.{uuid7()}", prompt="0123456789", params=wanted, priority=priority, tenant=tenant)
 
 
+@dataclass
+class Pace:
+    """How long each step of an engine takes at least."""
+
+    step_s: float = 0.05
+
+
+def paced(engine: Engine) -> Pace:
+    """Slows an engine down, so that what the test does meanwhile comes in time on any machine."""
+    pace, step = Pace(), engine.step
+
+    def slow_step() -> list[StepOutput]:
+        time.sleep(pace.step_s)
+        return step()
+
+    engine.step = slow_step  # type: ignore[method-assign]
+    return pace
+
+
 async def test_class_tenant_and_weight_reach_the_engine(redis_url: str, broker: ProducerBroker) -> None:
     engine = ReferenceEngine()
     async with running(redis_url, engine):
@@ -90,6 +109,7 @@ async def test_a_full_engine_serves_an_interactive_job_at_once_and_nobodys_token
     redis_url: str, broker: ProducerBroker, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine(**NATIVE, scheduling_policy="fair", num_kv_blocks=24, num_swap_blocks=24)
+    pace = paced(engine)
     batch = [new_job(Priority.BATCH, max_tokens=170) for _ in range(6)]
     urgent = new_job(Priority.INTERACTIVE)
     async with running(redis_url, engine, lease_ms=15_000) as node:
@@ -99,6 +119,7 @@ async def test_a_full_engine_serves_an_interactive_job_at_once_and_nobodys_token
         await broker.submit(urgent, cost=60)
         await until(broker, urgent, "done")
         assert "running" in {(await broker.status(job.id, "default")).state for job in batch}
+        pace.step_s = 0.0
         for job in batch:
             await until(broker, job, "done")
         assert len(node.ledger) == 0
@@ -125,8 +146,7 @@ async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobody
 ) -> None:
     sizes = {**NATIVE, "scheduling_policy": "fair", "max_model_len": 256}
     crowded, roomy = make_engine(num_kv_blocks=24, **sizes), make_engine(num_kv_blocks=80, **sizes)
-    step = crowded.step
-    crowded.step = lambda: (time.sleep(0.005), step())[1]  # type: ignore[method-assign]
+    pace = paced(crowded)
     patient = new_job(Priority.BATCH, max_tokens=200, temperature=0.9, n=2)
     urgent = [new_job(Priority.INTERACTIVE, max_tokens=150) for _ in range(2)]
     async with running(redis_url, crowded, lease_ms=15_000) as node:
@@ -140,6 +160,7 @@ async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobody
                 await node.relieve()
                 await asyncio.sleep(0.005)
             assert other.ledger.job_ids == [patient.id]
+            pace.step_s = 0.0
             for job in (patient, *urgent):
                 await until(broker, job, "done")
     moves = [(await broker.status(job.id, "default")).preemptions for job in (patient, *urgent)]
@@ -151,21 +172,33 @@ async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobody
 
 
 class CrowdedEngine(ReferenceEngine):
-    """Somebody always waits inside."""
+    """Somebody always waits inside, and nobody goes past 50 tokens until all may."""
+
+    may_end = False
+
+    def step(self) -> list[StepOutput]:
+        if self.may_end or all(len(live.tokens) < 50 for live in self._live):
+            return super().step()
+        time.sleep(0.005)
+        return []
 
     def stats(self) -> EngineStats:
         return replace(super().stats(), num_waiting=1)
 
 
 async def test_without_a_node_that_has_room_nobody_is_sent_away(redis_url: str, broker: ProducerBroker) -> None:
-    async with running(redis_url, CrowdedEngine(step_s=0.02, kv_tokens=160), drain_s=0) as node:
-        batch = [new_job(Priority.BATCH, max_tokens=100) for _ in range(4)]
-        for job in batch:
-            await broker.submit(job, cost=40)
+    async with running(redis_url, ReferenceEngine(kv_tokens=160)):
+        pass  # the pool exists from now on, and all of them wait when a node comes
+    batch = [new_job(Priority.BATCH, max_tokens=100) for _ in range(4)]
+    for job in batch:
+        await broker.submit(job, cost=40)
+    engine = CrowdedEngine(kv_tokens=160)
+    async with running(redis_url, engine, drain_s=0) as node:
         for job in batch:
             await until(broker, job, "running", 1)
         assert sum(job.claim for job in node.ledger) > 160
         await node.relieve()
+        engine.may_end = True
         for job in batch:
             await until(broker, job, "done")
             assert (await broker.status(job.id, "default")).preemptions == 0

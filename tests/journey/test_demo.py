@@ -50,7 +50,21 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def wait_until_gone(processes: list[psutil.Process], timeout_s: float = 60) -> None:
     _gone, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert [process for process in alive if is_at_work(process)] == []
+
+
+def is_at_work(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_node(process: psutil.Process) -> bool:
+    try:
+        return "node" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_for_children(process: subprocess.Popen[str], number: int) -> None:
@@ -135,7 +149,7 @@ def test_killed_serve_leaves_nothing(folder: Path) -> None:
 def test_serve_ends_with_its_node_and_says_so(folder: Path) -> None:
     serve, _, _ = start_serve(folder)
     processes = family(serve)
-    next(process for process in reversed(processes) if "node" in process.cmdline()).kill()
+    next(process for process in reversed(processes) if is_node(process)).kill()
 
     _, errors = serve.communicate(timeout=60)
 
