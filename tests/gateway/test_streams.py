@@ -7,6 +7,9 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -58,8 +61,9 @@ def test_events_carry_the_jobs_id_and_the_chunks_number(http, engine):
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
     *pieces, last = events_of(response.content)
-    assert [event_id for event_id, _ in pieces] == [f"{response.headers[JOB]}:{i}" for i in range(3)]
-    assert [json.loads(data)["choices"][0]["text"] for _, data in pieces] == ["a", "\n", "b"]
+    # Tokens that pile up while a node has no turn share a chunk.
+    assert [event_id for event_id, _ in pieces] == [f"{response.headers[JOB]}:{i}" for i in range(len(pieces))]
+    assert len(pieces) > 1 and text_of(pieces) == "a\nb"
     assert last == (None, "[DONE]")
 
 
@@ -93,9 +97,9 @@ def test_a_refusal_by_the_node_is_a_real_400_although_a_stream_was_asked_for(htt
 
 def test_prompts_of_one_list_stream_side_by_side(http, engine):
     engine.step_s = 0.005
-    response = http.post("/v1/completions", json=text_body(["a" * 20, "b" * 20], stream=True))
+    response = http.post("/v1/completions", json=text_body(["a" * 200, "b" * 200], stream=True))
     indices = [json.loads(data)["choices"][0]["index"] for _, data in events_of(response.content)[:-1]]
-    assert indices.index(1) < 5
+    assert indices.index(1) < len(indices) // 4
 
 
 # One sequence at a time: whoever comes second waits in the queue. ------------------------------------
@@ -230,10 +234,11 @@ def test_a_stream_that_is_hung_up_on_cancels_its_jobs(stack, http, engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_caller_that_hangs_up_while_it_waits_cancels_its_job(stack, hasty_url, hold, stream):
-    before = open_jobs(stack, "narrow")
-    body = {**narrow_body("hello"), "stream": stream}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{hasty_url}/v1/completions", json=body, timeout=httpx.Timeout(0.2))
+    before, address = open_jobs(stack, "narrow"), urlsplit(hasty_url)
+    body = json.dumps({**narrow_body("hello"), "stream": stream})
+    with closing(HTTPConnection(address.hostname, address.port)) as connection:
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        wait_until(lambda: open_jobs(stack, "narrow") > before)
     wait_until(lambda: open_jobs(stack, "narrow") == before)
 
 
@@ -249,9 +254,9 @@ def test_a_repeated_idempotency_key_is_the_same_job(http):
     assert other.json()["error"]["code"] == "idempotency_conflict"
 
 
-def test_a_broken_stream_with_an_idempotency_key_can_be_asked_for_again(http, engine):
-    engine.step_s = 0.02
-    call = {"json": text_body("a" * 50, stream=True), "headers": {"Idempotency-Key": "broken"}}
+def test_a_broken_stream_with_an_idempotency_key_can_be_asked_for_again(http, narrow):
+    narrow.step_s = 0.02
+    call = {"json": narrow_body("a" * 50), "headers": {"Idempotency-Key": "broken"}}
     with http.stream("POST", "/v1/completions", **call) as response:
         next(response.iter_lines())
         job_id = response.headers[JOB]
@@ -292,16 +297,16 @@ def cut_stream(http, body: dict[str, object], num_events: int) -> tuple[str, str
 
 @pytest.mark.parametrize("how", ["header", "query"])
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_cut_stream_goes_on_through_another_gateway(stack, http, engine, how, ended):
-    engine.step_s = 0.02
-    body = text_body("gates open by pressure", stream=True)
+def test_a_cut_stream_goes_on_through_another_gateway(stack, http, narrow, how, ended):
+    narrow.step_s = 0.02
+    body = narrow_body("gates open by pressure")
     text, place = cut_stream(http, body, 5)
     job_id = place.partition(":")[0]
     if ended:
         with http.stream("POST", "/v1/completions", json=body, headers={"Last-Event-ID": place}) as response:
             response.read()
         with redis.Redis.from_url(stack.redis_url) as client:
-            client.delete(f"penstock:{{echo}}:log:{job_id}")
+            client.delete(f"penstock:{{narrow}}:log:{job_id}")
     asked = {"headers": {"Last-Event-ID": place}} if how == "header" else {"params": {"after": place}}
     rest = httpx.post(f"{stack.start_gateway()}/v1/completions", json=body, **asked)
     assert rest.headers[JOB] == job_id
