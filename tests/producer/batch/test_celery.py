@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -99,15 +100,18 @@ def test_200_rows_through_a_worker_that_is_killed_once(app: Celery, served_url: 
 def test_a_task_that_outlives_its_visibility_is_not_run_twice_at_once(
     app: Celery, served_url: str, tmp_path: Path
 ) -> None:
-    rows = [chat_row(f"row-{i}", max_tokens=400) for i in range(40)]
+    rows = [chat_row(f"row-{i}", max_tokens=100) for i in range(40)]
     task = send_file(app, tmp_path, rows)
     log = tmp_path / "second.log"
     with worker(served_url, visibility_timeout_s=1) as first:
         wait_for_lines(tmp_path / "out.jsonl.partial", 1, first)
+        # It stands still in the midst of the run until the other one has been given the task too.
+        os.killpg(first.pid, signal.SIGSTOP)
         with worker(served_url, visibility_timeout_s=1, log=log):
+            wait_until(lambda: "another run is writing" in log.read_text())
+            os.killpg(first.pid, signal.SIGCONT)
             assert task.get(timeout=60, interval=0.05)["num_answered"] == 40
             wait_until(lambda: not has_tasks(served_url))
-    assert "another run is writing" in log.read_text()
     assert "Traceback" not in log.read_text()
     assert_whole(tmp_path, rows)
 

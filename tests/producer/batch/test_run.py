@@ -177,7 +177,7 @@ async def test_no_more_than_the_limit_is_in_flight(served_url: str, tmp_path: Pa
 async def test_a_full_pool_is_waited_for(served_url: str, tmp_path: Path) -> None:
     seen: list[str] = []
     rows = [chat_row(f"row-{i}", model="small") for i in range(12)]
-    with reference_node(served_url, pool="small", PENSTOCK_NODE_MAX_OPEN_JOBS="8"):
+    with reference_node(served_url, pool="small", step_s=0.02, PENSTOCK_NODE_MAX_OPEN_JOBS="8"):
         done = await run_batch(served_url, batch_of(tmp_path, rows), lambda progress: seen.append(progress.waiting))
     with sync_redis.Redis.from_url(served_url) as client:
         client.hdel("penstock:pools", "small")
@@ -266,7 +266,7 @@ async def test_an_incomplete_output_is_not_taken_for_a_finished_one(tmp_path: Pa
 
 
 async def test_one_output_has_one_writer(served_url: str, tmp_path: Path) -> None:
-    batch = batch_of(tmp_path, [chat_row(f"row-{i}", max_tokens=100) for i in range(20)])
+    batch = batch_of(tmp_path, [chat_row(f"row-{i}", max_tokens=400) for i in range(20)])
     first = asyncio.create_task(run_batch(served_url, batch))
     while not (tmp_path / "out.jsonl.partial").exists():
         await asyncio.sleep(0.005)
