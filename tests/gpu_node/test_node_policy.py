@@ -60,7 +60,7 @@ def new_job(priority: Priority, tenant: str = "default", **params: Any) -> Job:
 class Pace:
     """How long each step of an engine takes at least."""
 
-    step_s: float = 0.05
+    step_s: float = 0.02
 
 
 def paced(engine: Engine) -> Pace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
 
 MakeEngine = Callable[..., Engine]
 ARRIVALS_PER_STEP = 8
+NATIVE: dict[str, Any] = {"runner": "native", "dtype": "bfloat16", "weight_cache": False}
 TIGHT: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens": 96, "max_prefill_beside_decode": 40}
 
 
@@ -44,7 +45,8 @@ class _Choice:
         self.finish_reason = output.finish_reason
 
 
-_Answers = dict[str, dict[int, _Choice]]
+_Choices = dict[int, _Choice]
+_Answers = dict[str, _Choices]
 
 
 def _requests(rng: random.Random, count: int, vocab: int, max_prompt: int) -> list[_Request]:
@@ -92,23 +94,31 @@ def _run_together(engine: Engine, requests: list[_Request]) -> _Answers:
     return answers
 
 
-def _run_alone(engine: Engine, request: _Request) -> dict[int, _Choice]:
-    choices: dict[int, _Choice] = defaultdict(_Choice)
+def _run_alone(engine: Engine, request: _Request) -> _Choices:
+    choices: _Choices = defaultdict(_Choice)
     _add(engine, "alone", request)
     for output in drain(engine):
         choices[output.choice].take(output)
     return choices
 
 
-def _check(together: _Answers, alone: Engine, requests: list[_Request]) -> None:
-    for i, request in enumerate(requests):
-        want, got = _run_alone(alone, request), together[str(i)]
+def _check(together: _Answers, alone: Iterable[_Choices], requests: list[_Request]) -> None:
+    for i, (want, request) in enumerate(zip(alone, requests, strict=True)):
+        got = together[str(i)]
         if request.abort_after is None:
             assert got == want, f"request {i}"
             continue
         for choice, part in got.items():
             assert part.token_ids == want[choice].token_ids[: len(part.token_ids)]
             assert want[choice].text.startswith(part.text)
+
+
+@pytest.fixture(scope="module")
+def thousand(make_engine: MakeEngine) -> tuple[list[_Request], list[_Choices]]:
+    """Requests, and what each says alone."""
+    alone = make_engine(**NATIVE, enable_prefix_caching=False)
+    requests = _requests(random.Random(0), 1000, alone.vocab_size, max_prompt=80)
+    return requests, [_run_alone(alone, request) for request in requests]
 
 
 @pytest.mark.parametrize(
@@ -118,16 +128,17 @@ def _check(together: _Answers, alone: Engine, requests: list[_Request]) -> None:
         {"scheduling_policy": "priority", "preemption": "recompute", "enable_prefix_caching": False},
     ],
 )
-def test_a_thousand_requests_end_as_each_would_alone(make_engine: MakeEngine, settings: dict[str, Any]) -> None:
-    native = {"runner": "native", "dtype": "bfloat16", "weight_cache": False}
-    engine = make_engine(**native | TIGHT | {"num_kv_blocks": 24} | settings)
-    requests = _requests(random.Random(0), 1000, engine.vocab_size, max_prompt=80)
+def test_a_thousand_requests_end_as_each_would_alone(
+    make_engine: MakeEngine, thousand: tuple[list[_Request], list[_Choices]], settings: dict[str, Any]
+) -> None:
+    requests, alone = thousand
+    engine = make_engine(**NATIVE | TIGHT | {"num_kv_blocks": 24} | settings)
     together = _run_together(engine, requests)
     check_idle(engine)
     stats = engine.stats()
     assert stats.num_preemptions > 50
     assert (stats.num_swaps > 0) == ("num_swap_blocks" in settings)
-    _check(together, make_engine(**native, enable_prefix_caching=False), requests)
+    _check(together, alone, requests)
 
 
 @pytest.mark.slow
@@ -140,4 +151,5 @@ def test_a_thousand_requests_of_the_demo_model_end_as_each_would_alone(demo_gguf
     together = _run_together(engine, requests)
     check_idle(engine)
     assert engine.stats().num_preemptions > 50
-    _check(together, Engine(EngineConfig(**settings, enable_prefix_caching=False)), requests)
+    alone = Engine(EngineConfig(**settings, enable_prefix_caching=False))
+    _check(together, (_run_alone(alone, request) for request in requests), requests)
