@@ -150,8 +150,9 @@ def test_a_page_of_an_allowed_site_may_ask_and_is_told_why_it_may_not(closed):
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin["origin"])
 
 
-def test_the_first_key_closes_an_open_gateway_for_good(closed, redis_url, stack):
+def test_the_first_key_closes_an_open_gateway_for_good(closed, redis_url, stack, monkeypatch):
     """Also when Redis has lost the keys: nobody is let in by an accident."""
+    monkeypatch.setattr("penstock.producer.client.client.KEYS_TTL_S", 0.2)
     _, made = closed
     with sync_redis.Redis.from_url(redis_url) as client:
         kept = client.hgetall(keys.API_KEYS)

@@ -196,7 +196,7 @@ def test_an_interactive_request_is_served_at_once_and_nobodys_tokens_change(
     make_engine: MakeEngine, name: PolicyName, preemption: str
 ) -> None:
     settings = {"num_kv_blocks": 24, "num_swap_blocks": 48, "max_num_seqs": 8, "preemption": preemption}
-    engine = make_engine(scheduling_policy=name, **settings)
+    engine = make_engine(runner="native", dtype="bfloat16", scheduling_policy=name, **settings)
     batch = {str(i): list(range(10 + i, 40 + i)) for i in range(12)}
     params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
     outputs: list[StepOutput] = []

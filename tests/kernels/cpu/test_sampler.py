@@ -28,7 +28,7 @@ def _tokens(kernels: Single, case: SamplingCase) -> NDArray[np.int32]:
     return np.array(chosen, np.int32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(sampling_cases())
 def test_tokens_are_the_references(kernels: Single, case: SamplingCase) -> None:
     assert case.disagreements(_tokens(kernels, case)) == []

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -174,7 +175,9 @@ async def test_no_more_than_the_limit_is_in_flight(served_url: str, tmp_path: Pa
     assert most == 5
 
 
-async def test_a_full_pool_is_waited_for(served_url: str, tmp_path: Path) -> None:
+async def test_a_full_pool_is_waited_for(served_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A node of which nothing is known yet says: in some seconds.
+    monkeypatch.setattr("penstock.producer.batch.runner.random", SimpleNamespace(uniform=lambda *_: 0.05))
     seen: list[str] = []
     rows = [chat_row(f"row-{i}", model="small") for i in range(12)]
     with reference_node(served_url, pool="small", step_s=0.02, PENSTOCK_NODE_MAX_OPEN_JOBS="8"):
