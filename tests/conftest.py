@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ from redis.asyncio import Redis
 from penstock.contract.broker.connection import connect
 from penstock.contract.embedded import EmbeddedRedis
 from penstock.gpu_node.model.cache import cache_folder
+
+# A shell that starts the suite in the background has it ignore SIGINT, which all that it starts would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Triton reads it when it is first imported: without a card its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():
