@@ -146,7 +146,7 @@ async def test_stubborn_child_is_killed_after_its_grace_time() -> None:
         child = await supervisor.start(command(STUBBORN + READY + SLEEP, grace_s=0.3))
         await child.ready(timeout_s=20)
         started = time.monotonic()
-    assert 0.3 <= time.monotonic() - started < 4
+    assert 0.3 <= time.monotonic() - started < 60, "it would sleep for 300 s"
 
 
 async def test_overlong_line_harms_nobody() -> None:

@@ -270,7 +270,7 @@ async def test_many_streams_at_once_stay_apart(url, engine):
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
 
         async def said(prompt: str) -> str:
-            response = await http.post("/v1/completions", json=text_body(prompt, stream=True))
+            response = (await http.post("/v1/completions", json=text_body(prompt, stream=True))).raise_for_status()
             pieces = [json.loads(data) for _, data in events_of(response.content)[:-1]]
             return "".join(p["choices"][0]["text"] for p in pieces)
 
