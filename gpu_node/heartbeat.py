@@ -165,7 +165,7 @@ class Heartbeat:
     async def _stats(self) -> EngineStats:
         """The engine's figures; the last known ones while a long step keeps it busy, because beats must not wait.
 
-        Raises InvariantError when it hangs.
+        Raises UnavailableError before its first ones, InvariantError when it hangs.
         """
         answer: EngineStats | None = None
         with suppress(TimeoutError):
@@ -173,5 +173,7 @@ class Heartbeat:
                 self.engine_stats = answer = await asyncio.wrap_future(self._worker.stats())
         self._watchdog.look(answer, may_step=not self._worker.is_paused, now_s=time.monotonic())
         if self.engine_stats is None:
+            # Said here: who joins a pool tries again without a word, as while Redis is away.
+            log.warning("the engine has not answered yet", extra={"waited_s": round(self._watchdog.stalled_s, 1)})
             raise UnavailableError("the engine has not answered yet")
         return self.engine_stats

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -16,7 +16,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.errors import PenstockError, RequestError, error_of
+from penstock.contract.broker.producer import ServedPool
+from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Usage, pool_of
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
@@ -27,6 +28,7 @@ from penstock.gateway.stream.flow import batches_of, results_of
 from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import DONE, EventWriter, event
 from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client.request import choose_pool
 from penstock.producer.openai.reading import PLAIN, AnswerForm
 from penstock.producer.openai.render import ChatRenderer, Renderer
 from penstock.producer.openai.tool_calls import CALL_FORMS
@@ -48,6 +50,17 @@ class Answer(Response):
         self._order = order
         self._dialect = dialect
         self._include_usage = include_usage
+        self._pools: Mapping[str, ServedPool] = {}
+        """What was asked of them before, where that was needed."""
+
+    async def _check_tools(self) -> None:
+        """Refuses tools that the model cannot call, before anything is queued."""
+        if self._order.tool_use.tools is None or self._order.cut_at is not None:
+            return
+        self._pools = await self._client.pools()
+        # Of a model that is not known yet the submission finds out more.
+        with contextlib.suppress(NotFoundError, UnavailableError):
+            _require_call_form(choose_pool(self._pools.values(), self._order.model))
 
     async def _form_of(self, pool: str) -> AnswerForm:
         """How this answer's text is to be read; raises RequestError for tools that the model cannot call."""
@@ -55,13 +68,10 @@ class Answer(Response):
         is_formed = self._order.params.structured_outputs is not None and use.tools is None
         if self._dialect is not ChatRenderer or is_formed:
             return PLAIN
-        record = (await self._client.pools()).get(pool)
-        if use.tools is not None and (record is None or record.tool_parser not in CALL_FORMS):
-            raise RequestError("tools: no form is known in which this model calls tools", param="tools")
-        if record is None:
-            return PLAIN
+        record = self._pools.get(pool) or (await self._client.pools()).get(pool)
         if use.tools is None:
-            return AnswerForm("none", record.reasoning_parser)
+            return PLAIN if record is None else AnswerForm("none", record.reasoning_parser)
+        record = _require_call_form(record)
         return AnswerForm(record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named)
 
     async def _renderer(self, jobs: Sequence[AsyncJob]) -> Renderer:
@@ -85,6 +95,7 @@ class WholeAnswer(Answer):
             await while_there(self._answer(scope, receive, send), hang_up(receive))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._check_tools()
         async with open_jobs(self._client, self._order) as jobs:
             renderer = await self._renderer(jobs)
             results = await results_of(jobs)
@@ -114,6 +125,7 @@ class StreamAnswer(Answer):
                 # Of several choices the log alone says which have begun.
                 reads_all = form != PLAIN or order.tells_tokens or order.params.n > 1
                 order = self._order = replace(order, reads_all=reads_all)
+            await self._check_tools()
             async with open_jobs(self._client, order, has_begun=lambda: writer.started) as jobs:
                 writer.headers[JOB_HEADER] = _names(jobs)
                 await self._relay(jobs, writer)
@@ -154,6 +166,13 @@ class StreamAnswer(Answer):
         if self._include_usage:
             await writer.write(event(renderer.last_piece(usages)))
         await writer.write(DONE)
+
+
+def _require_call_form(record: ServedPool | None) -> ServedPool:
+    """A pool whose model's calls can be read; raises RequestError for another."""
+    if record is None or record.tool_parser not in CALL_FORMS:
+        raise RequestError("tools: no form is known in which this model calls tools", param="tools")
+    return record
 
 
 def _names(jobs: Sequence[AsyncJob]) -> str:

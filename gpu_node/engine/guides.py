@@ -47,7 +47,7 @@ class Guides:
         with self._lock:
             if wanted in self._compiled:
                 return
-            tokenizer = self._ll_tokenizer = self._ll_tokenizer or self._new_ll_tokenizer()
+            tokenizer = self._tokenizer_of_guides()
         matcher = self._compile(wanted, tokenizer)
         with self._lock:
             self._compiled[wanted] = matcher
@@ -56,7 +56,7 @@ class Guides:
         """A guide at the start of a text. Raises RequestError like `prepare`."""
         self.prepare(wanted)
         with self._lock:
-            return Guide(self._compiled[wanted].deep_copy(), self._vocab_size)
+            return Guide(self._compiled[wanted].deep_copy(), self._tokenizer_of_guides(), self._vocab_size)
 
     def write(self, masks: TokenMasks | None) -> None:
         """Begin to write a step's masks, which goes on while it runs."""
@@ -103,6 +103,11 @@ class Guides:
                 except ValueError as own:
                     raise refusal(f"the parameters of {function.name!r}", own) from None
             raise refusal("they", error) from None
+
+    def _tokenizer_of_guides(self) -> LLTokenizer:
+        """One for all, made when it is first needed; under the lock."""
+        self._ll_tokenizer = self._ll_tokenizer or self._new_ll_tokenizer()
+        return self._ll_tokenizer
 
     def _new_ll_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer

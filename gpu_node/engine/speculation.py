@@ -22,7 +22,7 @@ def speculation_of(config: EngineConfig, runner: ModelRunner) -> Speculation:
     if config.speculative == "off":
         return Speculation(0)
     if not runner.verifies_drafts:
-        _log.warning("speculative %s: this runner cannot, so nobody drafts", config.speculative)
+        _log.warning("this runner verifies no drafts, so nobody drafts", extra={"speculative": config.speculative})
         return Speculation(0)
     return Speculation(config.max_draft_tokens)
 

@@ -46,8 +46,9 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
         spec.num_kv_heads, sizes.num_blocks, options.block_size, dtype, _biases(described), set(spec.windows)
     )
     runner = TorchRunner(spec, decoder, attention, sizes, block_size=options.block_size, dtype=dtype)
-    facts = name, can_prepack(dtype), sizes.num_device_blocks, torch.get_num_threads(), sizes.num_host_blocks
-    _log.info("torch runner dtype=%s prepacked=%s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
+    facts = {"dtype": name, "is_prepacked": can_prepack(dtype), "num_threads": torch.get_num_threads()}
+    facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
+    _log.info("torch runner", extra=facts)
     if torch.cuda.is_available():
         _log.warning("a CUDA device is visible, but this runner computes on the CPU")
     return runner, f"torch-{name}"
@@ -66,5 +67,5 @@ def _choose_dtype(wanted: str, stored: str) -> str:
         return wanted
     capability = torch.backends.cpu.get_cpu_capability()
     chosen = stored if stored == "bfloat16" and torch.cpu._is_avx512_bf16_supported() else "float32"
-    _log.info("dtype auto: checkpoint=%s cpu=%s chosen=%s", stored, capability, chosen)
+    _log.info("dtype is chosen", extra={"dtype": chosen, "stored": stored, "cpu": capability})
     return chosen

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+import redis
 from pydantic import BaseModel
+
+from penstock.contract import keys
 
 CALLS = """Wait.
 <tool_call>
@@ -189,6 +192,20 @@ def test_a_cut_stream_goes_on_in_the_middle_of_a_call(calling_url):
 def _said(event: str) -> object:
     data = event.split("data: ")[1]
     return data if data == "[DONE]" else json.loads(data)["choices"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", ["acme/echo", "echo-alias"])
+def test_tools_that_a_model_cannot_call_are_refused_before_anything_is_queued(api, redis_url, model, stream, choice):
+    with redis.Redis.from_url(redis_url) as queue:
+        asked = {"model": model, "messages": user("hi"), "stream": stream}
+        assert api.chat.completions.create(**asked)
+        before = int(queue.hget(keys.counts("echo"), "submitted"))
+        with pytest.raises(openai.BadRequestError, match="no form is known") as caught:
+            api.chat.completions.create(**asked, tools=TOOLS, tool_choice=choice)
+        assert caught.value.param == "tools"
+        assert int(queue.hget(keys.counts("echo"), "submitted")) == before > 0
 
 
 def test_completions_are_never_read(calling):

@@ -1,9 +1,15 @@
-"""Rates in the pressure record."""
+"""Rates in the pressure record, and what is said of an engine without one."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+import threading
 
+import pytest
+from fakes.reference_engine import ReferenceEngine
+from fakes.running_node import PATIENCE_S, running_node
+
+from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.heartbeat import Gauge
 
 
@@ -26,3 +32,32 @@ def test_a_rate_of_what_should_not_happen_fades_when_it_does_not() -> None:
     gauge = Gauge(0.0, keeps=False)
     assert gauge.update(100, 2.0) == pytest.approx(50)
     assert gauge.update(100, 12.0) == pytest.approx(25), "half of it is gone after ten seconds"
+
+
+class SilentEngine(ReferenceEngine):
+    """Gives no figures before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_tell = threading.Event()
+
+    def stats(self) -> EngineStats:
+        assert self.may_tell.wait(PATIENCE_S)
+        return super().stats()
+
+
+async def test_an_engine_without_figures_is_told_as_that_and_the_node_joins_once_it_has_some(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = SilentEngine()
+
+    async def tell() -> None:
+        while "the engine has not answered yet" not in caplog.text:
+            await asyncio.sleep(0.01)
+        engine.may_tell.set()
+
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        telling = group.create_task(tell())
+        async with running_node(redis_url, engine, pool="silent"):
+            assert telling.done()
+    assert "redis is away" not in caplog.text

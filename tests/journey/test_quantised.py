@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +10,7 @@ import pytest
 import torch
 from fakes.quantised_checkpoint import LAYOUTS, write_quantised
 from fakes.random_adapters import make_adapter, merge
+from fakes.served_model import served
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -35,21 +30,6 @@ PROMPTS = (
 NUM_TOKENS = 24
 MAX_GAP = 0.6
 """Of two logits, the lower of which a kernel that rounds activations may take; logits spread ten times as far."""
-
-
-@contextmanager
-def _served(model: Path, adapters: Path) -> Iterator[str]:
-    """The base URL of `penstock serve`."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_NODE_")}
-    command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0"]
-    env = clean | {"PENSTOCK_NODE_LORA_DIR": str(adapters)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            lines = iter(process.stdout)
-            yield next(match[1] for line in lines if (match := re.search(r"at (http://\S+)/v1", line)))
-        finally:
-            process.terminate()
 
 
 def _asked(url: str, model: str) -> list[str]:
@@ -84,7 +64,7 @@ def test_what_is_served_is_what_transformers_says_of_the_same_numbers(
     quantised, adapters = tmp_path / "quantised", tmp_path / "adapters"
     model = _meant(demo_folder, write_quantised(demo_folder, LAYOUTS[layout], quantised))
     tuned = make_adapter(adapters / "tuned", model, rank=8, seed=1, lora_alpha=2.0)
-    with _served(quantised, adapters) as url:
+    with served(quantised, lora_dir=adapters) as url:
         said = {name: _asked(url, name) for name in ("quantised", "tuned")}
     engine = Engine(EngineConfig(model=str(quantised), lora_dir=adapters))
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

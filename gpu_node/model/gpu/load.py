@@ -60,8 +60,9 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
         # What steps need beside the graphs is compiled before the first one comes.
         run_largest_step(decoder, pool, options.max_num_batched_tokens, options.max_num_seqs)
     formats = "+".join(sorted(keep.formats))
-    facts = device.torch, name, formats, kept, sizes.num_device_blocks, sizes.num_host_blocks
-    _log.info("gpu runner device=%s dtype=%s quantization=%s kv=%s kv_blocks=%d swap_blocks=%d", *facts)
+    arithmetic = {"dtype": name, "quantization": formats, "kv_cache_dtype": kept}
+    blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
+    _log.info("gpu runner", extra={"device": str(device.torch), **arithmetic, **blocks})
     parts = "gpu", name, *((formats,) if formats != "none" else ()), "kv", kept
     return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
 

@@ -46,8 +46,9 @@ class OffloadedLayers:
         self._offloaded: frozenset[int] = frozenset()
         self._layers = list(map(self._kept, range(num_layers), layers))
         count, mib = len(self._hosts), len(self._buffers[0]) / (1 << 20)
-        facts = count, num_layers, mib * count, mib * (count - _NUM_BUFFERS)
-        _log.info("offloaded layers=%d of=%d host_mib=%.0f freed_mib=%.0f", *facts)
+        facts = {"num_offloaded": count, "num_layers": num_layers}
+        facts |= {"host_mib": round(mib * count), "freed_mib": round(mib * (count - _NUM_BUFFERS))}
+        _log.info("layers are offloaded", extra=facts)
 
     def __iter__(self) -> Iterator[LayerWeights]:
         coming = map(self._fetch, range(len(self._hosts)))

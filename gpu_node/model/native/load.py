@@ -62,8 +62,9 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     formats = pack(None) if cached is None else cached.formats
     set_positions(model, described)
     arithmetic = _arithmetic(isa, formats, kv_format, turned=turned)
-    facts = arithmetic, sizes.num_device_blocks, threads, sizes.num_host_blocks
-    _log.info("native runner %s kv_blocks=%d threads=%d swap_blocks=%d", *facts)
+    facts = {"arithmetic": arithmetic, "num_threads": threads}
+    facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
+    _log.info("native runner", extra=facts)
     adapters = NativeAdapters(model, described, turned=turned)
     core = cores[0] if cores else None
     return NativeRunner(model, adapters, sizes, vocab_size=spec.vocab_size, core=core), arithmetic

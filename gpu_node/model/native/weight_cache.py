@@ -41,7 +41,7 @@ def packed_once(
     try:
         return _opened(path, key) or _packed(path, key, pack, 2 * _num_bytes(described))
     except OSError as error:
-        _log.warning("packed weights are not shared with other processes: %s", error)
+        _log.warning("packed weights are not shared with other processes", extra={"reason": str(error)})
         return None
 
 
@@ -64,7 +64,7 @@ def _opened(path: Path, key: str) -> PackedWeights | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        _log.warning("packed weights are made anew: %s %s", path, error)
+        _log.warning("packed weights are made anew", extra={"path": str(path), "reason": str(error)})
         return None
     # So that it does not count as unused; another's file is not ours to touch.
     with suppress(OSError):

@@ -137,6 +137,40 @@ def test_a_node_that_takes_over_goes_on_to_the_token(engine: Engine, form: str) 
         assert tokens_of(drain(engine), "rest") == whole[cut:]
 
 
+NOTHING = json.dumps({"properties": {}, "additionalProperties": False})
+NAMED = {"<|im_end|>": "a<|im_end|>b"}
+"""A property and a value that spell the token which ends this model's texts."""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ({"json": {"const": NAMED}}, json.dumps(NAMED)),
+        ({"json": {"enum": ["<|im_start|>"]}}, '"<|im_start|>"'),
+        ({"regex": r"<\|im_start\|>{2}x"}, "<|im_start|>>x"),
+        ({"choice": ["<|im_end|>"]}, "<|im_end|>"),
+        ({"grammar": 'start: "<|im_" "end|>" <|im_start|> "<|endoftext|>"'}, "<|im_end|><|endoftext|>"),
+        (
+            {
+                "calls": {
+                    "form": "hermes",
+                    "parallel": False,
+                    "functions": [{"name": "f<|im_end|>", "parameters": NOTHING}],
+                }
+            },
+            '<tool_call>\n{"name": "f<|im_end|>", "arguments": {}}\n</tool_call>',
+        ),
+    ],
+)
+def test_text_that_names_a_special_token_is_spelt_by_others(engine: Engine, wanted: dict[str, Any], text: str) -> None:
+    params = SamplingParams(structured_outputs=wanted, temperature=1.0, max_tokens=MAX_TOKENS, n=3, seed=1)
+    (answer,) = engine.generate(["the gate"], params)
+    assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [(text, "stop")] * 3
+    logged = ResumedChoice(answer.choices[0].token_ids[:5], "", None)
+    engine.add("rest", engine.tokenizer.encode("the gate"), params.model_copy(update={"n": 1}), seed=1, resume=[logged])
+    assert tokens_of(drain(engine), "rest") == list(answer.choices[0].token_ids[5:])
+
+
 def test_a_log_of_another_form_is_refused(engine: Engine) -> None:
     prompt = engine.tokenizer.encode("the gate")
     logged = ResumedChoice(tuple(engine.tokenizer.encode("yes")), "yes", None)

@@ -69,7 +69,8 @@ def test_the_arithmetic_is_named_and_logged(
     assert model.arithmetic == f"native-{this_isa}-{arithmetic}"
     assert isinstance(model.runner, NativeRunner)
     assert model.runner.cache_sizes.num_blocks == 9
-    assert f"{model.arithmetic} kv_blocks=8 threads=1" in caplog.text
+    (said,) = [vars(record) for record in caplog.records if record.getMessage() == "native runner"]
+    assert (said["arithmetic"], said["num_kv_blocks"], said["num_threads"]) == (model.arithmetic, 8, 1)
     model.runner.close()
 
 
@@ -120,8 +121,8 @@ def test_without_kernels_torch_computes_and_a_line_says_why(
     folder, reason = llama(), break_it(monkeypatch, tmp_path)
     with caplog.at_level(logging.INFO):
         assert _load(folder).arithmetic == "torch-bfloat16"
-    (line,) = [record.getMessage() for record in caplog.records if "no native kernels" in record.getMessage()]
-    assert re.search(reason, line)
+    (said,) = [vars(record) for record in caplog.records if "no native kernels" in record.getMessage()]
+    assert re.search(reason, said["reason"])
     with pytest.raises(ConfigError, match=f"runner native: {reason}"):
         _load(folder, runner="native")
     with pytest.raises(ConfigError, match=r"quantization int8 cannot be had: .* the native runner has int8"):
