@@ -50,7 +50,6 @@ class Node:
         self._redis = connect(settings.redis_url)
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
-        self._loop = asyncio.get_running_loop()
         self._bell = Bell()
         self._worker = EngineWorker(engine, self._deliver)
         self._outbox = Outbox(
@@ -200,7 +199,7 @@ class Node:
         """On the engine's thread."""
         crash.point("after", "step")
         with suppress(RuntimeError):  # the loop may be closed already
-            self._loop.call_soon_threadsafe(self._outbox.accept, outputs)
+            self._outbox.deliver(outputs)
 
     def _base_pressure(self) -> NodePressure:
         return NodePressure(

@@ -1,16 +1,16 @@
 """From the engine to Redis: one emit for the whole batch, and one finish per job that ended.
 
-While Redis is away or slow, steps pile up in the ledger, and what piled up leaves as one chunk per choice. So do the
-tokens of many streams that come faster than anybody reads; see `pace.py`.
+While Redis is away or slow, steps pile up in the ledger, and what piled up leaves as one chunk per choice. So do tokens
+that come faster than anybody reads (`pace.py`): until they leave, the engine's steps wake nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections import deque
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from penstock.contract.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
@@ -18,6 +18,7 @@ from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.job import Outcome
 from penstock.contract.packing import new_pack
+from penstock.gpu_node.alarm import Alarm
 from penstock.gpu_node.bell import Bell
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_EMIT_BYTES = 4 << 20
 """Of one emit call, so that a backlog after an outage does not block Redis."""
-MAX_FINISHES_AT_ONCE = 16
+MAX_CALLS_AT_ONCE = 16
 _OUTCOMES = {
     "CANCEL": Outcome("cancelled", "cancelled", "the job was cancelled"),
     "UNHEARD": Outcome("cancelled", "unread", "nobody reads this job any more"),
@@ -49,14 +50,34 @@ class Outbox:
         self._pace = pace
         self._bell = bell
         self._pack = new_pack()
-        self._owed, self._begun = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._delivered: deque[Sequence[StepOutput]] = deque()
+        self._naps = False
+        """Whether what was delivered may wait for the alarm."""
+        self._alarm = Alarm()
         self._dirty: dict[str, HeldJob] = {}
+        self._is_hurried = False
+        """Whether somebody waits for what is owed: a first token, or an end."""
         self._emptied = asyncio.Event()
         self.num_finished_cost = 0
         """Cost of all jobs that ended here, in the backlog's measure."""
 
-    def accept(self, outputs: Sequence[StepOutput]) -> None:
-        """Takes in one step of the engine."""
+    def deliver(self, outputs: Sequence[StepOutput]) -> None:
+        """Takes in one step, on the engine's thread. Raises RuntimeError when the loop is closed."""
+        self._delivered.append(outputs)
+        if not self._naps or any(map(_is_urgent, outputs)):
+            self._loop.call_soon_threadsafe(self._heed_steps)
+
+    def _heed_steps(self) -> None:
+        self._collect()
+        if self._dirty:
+            self._set_alarm()
+
+    def _collect(self) -> None:
+        while self._delivered:
+            self._accept_step(self._delivered.popleft())
+
+    def _accept_step(self, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
             job = self._ledger.of_lease(output.request_id)
             if job is None or job.outcome is not None:
@@ -66,18 +87,26 @@ class Outbox:
             except InvariantError as error:
                 log.exception("engine and ledger disagree", extra={"job_id": job.job_id})
                 self.end(job, Outcome("failed", error.code, error.message))
-            self._owe(job)
+            self._note(job)
+
+    def _note(self, job: HeldJob) -> None:
+        self._dirty[job.taken.lease] = job
+        self._is_hurried = self._is_hurried or _is_waited_for(job)
 
     def _owe(self, job: HeldJob) -> None:
-        self._dirty[job.taken.lease] = job
-        self._owed.set()
-        if not job.num_acknowledged:
-            self._begun.set()
+        self._note(job)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        """For when the next of what is owed, or will be, leaves."""
+        self._alarm.set(self._pace.until_next_s(len(self._dirty), self._loop.time(), hurried=self._is_hurried))
+        self._naps = True
 
     def _accept(self, job: HeldJob, output: StepOutput) -> None:
         job.add_tokens(output)
-        if output.finish_reason is not None:
-            job.kv_ms += output.kv_ms
+        if output.finish_reason is None:
+            return
+        job.kv_ms += output.kv_ms
         if output.usage is not None:
             job.usage = output.usage
         if job.is_complete:
@@ -124,10 +153,14 @@ class Outbox:
         """Sends until cancelled; waits out absences of Redis."""
         patience = pauses()
         while True:
-            await self._owed.wait()
-            only_first = await self._until_due()
+            await self._alarm.wait()
+            self._naps = False
+            self._collect()
+            if not self._dirty:
+                continue  # the streams of the last departure have ended, or wait for the engine
+            only_hurried = self._pace.until_next_s(len(self._dirty), self._loop.time()) > 0
             try:
-                await self.flush(only_first=only_first)
+                await self.flush(only_hurried=only_hurried)
                 patience = pauses()
             except UnavailableError as error:
                 self._ledger.counts.outages += 1
@@ -135,45 +168,35 @@ class Outbox:
                 log.warning("redis is away", extra={"reason": error.message})
                 await asyncio.sleep(next(patience))
             self._pause_engine_if_full()
+            self._set_alarm()
 
-    async def _until_due(self) -> bool:
-        """Returns when something is to leave; whether that is only first tokens."""
-        left_s = self._pace.until_all_s(len(self._dirty), time.monotonic())
-        if left_s <= 0:
-            return False
-        with suppress(TimeoutError):
-            async with asyncio.timeout(left_s):
-                await self._begun.wait()
-                await asyncio.sleep(self._pace.until_first_s(time.monotonic()))
-                return True
-        return False
-
-    async def flush(self, *, only_first: bool = False) -> None:
+    async def flush(self, *, only_hurried: bool = False) -> None:
         """Sends what is owed now. Raises UnavailableError; what was not acknowledged stays owed."""
-        batch = [job for job in self._dirty.values() if not only_first or not job.num_acknowledged]
-        self._pace.note(time.monotonic(), all_left=not only_first)
-        self._begun.clear()
+        self._collect()
+        batch = [job for job in self._dirty.values() if not only_hurried or _is_waited_for(job)]
+        if not batch:
+            return
+        self._pace.note(self._loop.time(), num_streams=None if only_hurried else len(batch))
+        self._is_hurried = False
         for job in batch:
             del self._dirty[job.taken.lease]
         try:
-            ending = [job for job in batch if job.outcome is not None]
-            await self._emit([job for job in batch if job.outcome is None])
-            for start in range(0, len(ending), MAX_FINISHES_AT_ONCE):
-                await _all(*(self._finish(job) for job in ending[start : start + MAX_FINISHES_AT_ONCE]))
+            calls = [partial(self._finish, job) for job in batch if job.outcome is not None]
+            if going := [job for job in batch if job.outcome is None]:
+                calls.append(partial(self._emit, going))
+            for start in range(0, len(calls), MAX_CALLS_AT_ONCE):
+                await _all(*(call() for call in calls[start : start + MAX_CALLS_AT_ONCE]))
         except BaseException:
             for job in batch:
                 if self._ledger.of_lease(job.taken.lease) is not None:
                     self._dirty.setdefault(job.taken.lease, job)
             raise
-        finally:
-            if not self._dirty:
-                self._owed.clear()
 
     async def _emit(self, jobs: list[HeldJob]) -> None:
         for part in _parts([(job, job.emission(self._pack)) for job in jobs]):
-            began_s = time.monotonic()
+            began_s = self._loop.time()
             answers = await self._broker.emit([emission for _, emission in part])
-            self._ledger.counts.emits.note(time.monotonic() - began_s)
+            self._ledger.counts.emits.note(self._loop.time() - began_s)
             for (job, emission), answer in zip(part, answers, strict=True):
                 self._heed(job, emission, answer)
 
@@ -227,6 +250,16 @@ class Outbox:
         self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)
 
 
+def _is_urgent(output: StepOutput) -> bool:
+    """Whether somebody waits for what this tells."""
+    return output.position == 0 or output.finish_reason is not None
+
+
+def _is_waited_for(job: HeldJob) -> bool:
+    """Whether a first token of it is owed, or its end."""
+    return not job.num_acknowledged or job.outcome is not None
+
+
 def outcome_of(job: HeldJob) -> Outcome:
     """How a job ends whose choices have all ended."""
     if job.has_failed_choice:
@@ -251,6 +284,9 @@ def _parts(pairs: list[tuple[HeldJob, Emission]]) -> list[list[tuple[HeldJob, Em
 
 async def _all(*calls: Coroutine[Any, Any, None]) -> None:
     """Awaits all, then raises the first error: one job's failed call must not cancel another's."""
+    if len(calls) == 1:
+        return await calls[0]  # mostly, and a task would cost a first token a twentieth of a millisecond
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
+    return None

@@ -1,8 +1,8 @@
-"""When the tokens of running jobs leave: a single stream's at every step, those of more streams together, less often.
+"""When the tokens of running jobs leave: those of all streams together, the less often the more streams there are.
 
 Each departure costs time that the engine could use: the node, Redis and whoever reads wake up, on cold caches where the
-engine computes on the same cores. So a node sends about MAX_CHUNKS_PER_S however many streams it has, up to the longest
-time that a token may wait. First tokens, for which somebody waits, leave soon.
+engine computes on the same cores. So a node sends about MAX_CHUNKS_PER_S however many streams it has, within the times
+that a token may wait at least and at most. First tokens and ends, for which somebody waits, leave sooner.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 
 MAX_CHUNKS_PER_S = 200
 MIN_INTERVAL_S = 0.02
-"""Of two streams and more."""
-HURRY_S = 0.01
-"""First tokens gather for so long after the last time that something left."""
+"""Faster than a screen shows them."""
+HURRIED_SHARE = 0.25
+"""Of the interval: so long after the last departure leaves what somebody waits for."""
 
 
 class Pace:
@@ -23,20 +23,24 @@ class Pace:
         """No token waits longer than `max_interval_s`."""
         self._max_interval_s = max_interval_s
         self._all_left_s = self._left_s = -math.inf
+        self._num_streams = 0
 
-    def until_all_s(self, num_streams: int, now_s: float) -> float:
-        """How long the tokens of so many streams wait until all leave together; at most 0: not any more."""
-        if num_streams < 2:
-            return 0.0
+    def until_next_s(self, num_owed: int, now_s: float, *, hurried: bool = False) -> float:
+        """How long the tokens of so many streams wait until all leave together, at most 0: not any more; `hurried`: how
+        long those wait that somebody waits for.
+
+        As long as few are owed any yet, the streams of the last departure count: they go on.
+        """
+        num_streams = max(num_owed, self._num_streams)
         interval_s = min(self._max_interval_s, max(MIN_INTERVAL_S, num_streams / MAX_CHUNKS_PER_S))
-        return self._all_left_s + interval_s - now_s
+        due_s = self._all_left_s + interval_s
+        if hurried:
+            due_s = min(due_s, self._left_s + HURRIED_SHARE * interval_s)
+        return due_s - now_s
 
-    def until_first_s(self, now_s: float) -> float:
-        """How long a first token waits for others; at most 0: not any more."""
-        return self._left_s + HURRY_S - now_s
-
-    def note(self, now_s: float, *, all_left: bool) -> None:
-        """All that was owed leaves now, or the first tokens of it."""
+    def note(self, now_s: float, *, num_streams: int | None) -> None:
+        """All that was owed leaves now, to so many streams; None: only what somebody waits for."""
         self._left_s = now_s
-        if all_left:
+        if num_streams is not None:
             self._all_left_s = now_s
+            self._num_streams = num_streams

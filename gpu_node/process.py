@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from pydantic import ValidationError
 
+from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
 from penstock.contract.settle import settle
 from penstock.gpu_node.engine.config import EngineConfig
@@ -31,6 +32,9 @@ async def run_node(settings: NodeSettings) -> None:
     except ValidationError as error:
         raise config_error(error) from error
     engine = await asyncio.to_thread(Engine, config, progress=_report_progress)
+    if settings.tool_parser not in (None, "none") and not engine.tokenizer.takes_tools:
+        said = f"tool_parser is {settings.tool_parser}, but the model's chat template takes no tools"
+        raise ConfigError(said, param="tool_parser")
     settle()
     await serve_engine(settings, engine)
 

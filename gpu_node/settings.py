@@ -115,7 +115,8 @@ class NodeSettings(Settings):
     stall_after_s: float = Field(120.0, gt=0.0)
     """An engine that has not answered, or has work and made no step, this long hangs; its node ends, others go on."""
     stream_interval_ms: float = Field(100.0, ge=0.0, le=1000.0)
-    """How long a token of one of many streams may wait for others to leave with; those of few wait less."""
+    """How long a token may wait for others to leave with; it does so only where streams are many. 0: each step's tokens
+    leave at once."""
     max_unsent_bytes: int = Field(64 << 20, ge=1 << 10)
     """Chunks kept while Redis is away; past it the engine pauses."""
 

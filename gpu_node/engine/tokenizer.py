@@ -56,7 +56,7 @@ class Tokenizer:
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
-        if tools is not None and not self._template.takes_tools:
+        if tools is not None and not self.takes_tools:
             raise RequestError("this model's chat template takes no tools", param="tools")
         turns, offered = turns_of(messages), None if tools is None else json.loads(tools)
         try:
@@ -67,6 +67,11 @@ class Tokenizer:
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
         return self._chats.encode(text)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model can be told of tools."""
+        return self._template is not None and self._template.takes_tools
 
     @property
     def tool_parser(self) -> ToolParserName:

@@ -282,7 +282,7 @@ async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(
     assert len(result.cuts) < 600
 
 
-async def test_many_streams_are_sent_what_they_gained_in_an_interval(redis_url: str, broker: ProducerBroker) -> None:
+async def test_the_more_streams_the_less_often_their_tokens_leave(redis_url: str, broker: ProducerBroker) -> None:
     async with running(redis_url, ReferenceEngine(step_s=0.005), stream_interval_ms=1000):
         num_cuts = []
         for num_jobs in (32, 1):
@@ -293,8 +293,7 @@ async def test_many_streams_are_sent_what_they_gained_in_an_interval(redis_url: 
             for job, result in zip(jobs, results, strict=True):
                 assert list(result.choices[0].token_ids) == expected(job)
             num_cuts.append(max(len(result.cuts) for result in results))
-    # At each step, but for those that pile up while somebody else has the processor.
-    assert num_cuts[0] < 10 < num_cuts[1]
+    assert 2 * num_cuts[0] < num_cuts[1] < 60
 
 
 async def test_a_node_believed_dead_drops_its_jobs_and_comes_back(
@@ -370,7 +369,7 @@ async def test_an_engine_that_hangs_ends_the_node_and_its_jobs_move(redis_url: s
     with pytest.raises(ExceptionGroup) as caught:
         async with running(redis_url, HangingEngine(step_s=0.005), stall_after_s=0.5) as node:
             await broker.submit(job, cost=50)
-            await until(broker, job, lambda status: status.num_chunks >= 10)
+            await until(broker, job, lambda status: status.num_chunks >= 2)
             await asyncio.sleep(3)
             assert node.ledger.job_ids == [job.id]
     assert caught.group_contains(InvariantError, match="has made no step")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.pace import HURRY_S, MAX_CHUNKS_PER_S, MIN_INTERVAL_S, Pace
+from penstock.gpu_node.pace import HURRIED_SHARE, MAX_CHUNKS_PER_S, MIN_INTERVAL_S, Pace
 
 EPSILON_S = 1e-6
 RUN_S = 3.0
@@ -18,14 +19,14 @@ def departures(pace: Pace, num_streams: int, step_s: float) -> list[float]:
     left_at: list[float] = []
     now_s = 100.0
     while now_s < 100.0 + RUN_S:
-        at_s = now_s + max(0.0, pace.until_all_s(num_streams, now_s))
-        pace.note(at_s, all_left=True)
+        at_s = now_s + max(0.0, pace.until_next_s(num_streams, now_s))
+        pace.note(at_s, num_streams=num_streams)
         left_at.append(at_s)
         now_s += step_s * (1 + (at_s - now_s) // step_s)
     return left_at
 
 
-@given(num_streams=st.integers(2, 2000), step_s=st.floats(0.001, 0.2), max_interval_s=st.floats(0.02, 1.0))
+@given(num_streams=st.integers(1, 2000), step_s=st.floats(0.001, 0.2), max_interval_s=st.floats(0.02, 1.0))
 def test_chunks_leave_at_a_bounded_rate_and_none_waits_longer_than_it_may(
     num_streams: int, step_s: float, max_interval_s: float
 ) -> None:
@@ -37,25 +38,29 @@ def test_chunks_leave_at_a_bounded_rate_and_none_waits_longer_than_it_may(
     assert len(gaps) <= RUN_S / min(MIN_INTERVAL_S, max_interval_s) + 2
 
 
-@given(st.floats(0.001, 0.2))
-def test_a_single_stream_gets_each_step_at_once(step_s: float) -> None:
+def test_those_of_the_last_departure_count_until_all_are_owed_again() -> None:
     pace = Pace(max_interval_s=1.0)
-    for i in range(5):
-        now_s = i * step_s
-        assert pace.until_all_s(1, now_s) <= 0
-        pace.note(now_s, all_left=True)
+    pace.note(5.0, num_streams=100)
+    assert pace.until_next_s(1, 5.0) == pace.until_next_s(100, 5.0) > pace.until_next_s(50, 5.0) - EPSILON_S
+    assert pace.until_next_s(200, 5.0) > pace.until_next_s(100, 5.0)
+    pace.note(6.0, num_streams=1)
+    assert pace.until_next_s(0, 6.0) < pace.until_next_s(50, 6.0)
 
 
 def test_an_interval_of_nothing_sends_every_step() -> None:
     pace = Pace(max_interval_s=0.0)
-    pace.note(5.0, all_left=True)
-    assert pace.until_all_s(500, 5.001) <= 0
+    pace.note(5.0, num_streams=100)
+    assert pace.until_next_s(500, 5.001) <= 0
 
 
-def test_first_tokens_gather_briefly_and_do_not_put_off_the_others() -> None:
+@given(num_streams=st.integers(1, 2000), late_s=st.floats(0.0, 0.2))
+def test_what_somebody_waits_for_leaves_sooner_and_does_not_put_off_the_others(num_streams: int, late_s: float) -> None:
     pace = Pace(max_interval_s=0.1)
-    pace.note(5.0, all_left=True)
-    assert 0 < pace.until_first_s(5.0 + HURRY_S / 2) < HURRY_S
-    pace.note(5.02, all_left=False)
-    assert pace.until_first_s(5.02 + HURRY_S + EPSILON_S) <= 0
-    assert pace.until_all_s(100, 5.1 + EPSILON_S) <= 0
+    pace.note(5.0, num_streams=num_streams)
+    interval_s = pace.until_next_s(num_streams, 5.0)
+    assert pace.until_next_s(num_streams, 5.0, hurried=True) == pytest.approx(HURRIED_SHARE * interval_s)
+    pace.note(5.0 + late_s, num_streams=None)
+    left_s = pace.until_next_s(num_streams, 5.0 + late_s)
+    assert left_s == pytest.approx(interval_s - late_s)
+    hurried_s = pace.until_next_s(num_streams, 5.0 + late_s, hurried=True)
+    assert hurried_s == pytest.approx(min(left_s, HURRIED_SHARE * interval_s))

@@ -6,6 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from penstock.contract.errors import ConfigError
+from penstock.gpu_node.process import run_node
+from penstock.gpu_node.settings import NodeSettings
+
 HEAVY = {"torch", "transformers", "huggingface_hub", "fastapi", "celery"}
 
 
@@ -28,3 +34,11 @@ def test_a_node_needs_neither_torch_nor_transformers_until_its_runner_does(tiny_
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "numpy" in done.stdout.split()
     assert not set(done.stdout.split()) & HEAVY
+
+
+async def test_a_form_of_calls_needs_a_chat_template_that_takes_tools(tiny_model: Path) -> None:
+    settings = NodeSettings.load(
+        redis_url="unix:///nowhere", model=str(tiny_model), runner="torch", tool_parser="hermes"
+    )
+    with pytest.raises(ConfigError, match="tool_parser is hermes, but the model's chat template takes no tools"):
+        await run_node(settings)
