@@ -14,7 +14,7 @@ from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import Chunk, Outcome, seed_of
 from penstock.contract.wire import Request
-from penstock.gpu_node.engine.records import ResumedChoice
+from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox, outcome_of
@@ -128,14 +128,17 @@ class Reception:
         if self._ledger.get(job.job_id) is not job or job.outcome is not None:
             return  # lost or cancelled while it was being read
         params, taken = request.params, job.taken
-        resume = [ResumedChoice(*job.choice_so_far(i)) for i in range(params.n)] if taken.num_chunks else []
         job.is_in_engine = True
         added = self._worker.add(
-            *(taken.lease, token_ids, params, seed_of(job.job_id, params), resume),
-            priority=taken.urgency,
-            tenant=taken.tenant,
-            weight=taken.weight,
-            adapter=request.adapter,
+            EngineRequest(
+                *(taken.lease, token_ids, params),
+                seed=seed_of(job.job_id, params),
+                resume=[ResumedChoice(*job.choice_so_far(i)) for i in range(params.n)] if taken.num_chunks else (),
+                priority=taken.urgency,
+                tenant=taken.tenant,
+                weight=taken.weight,
+                adapter=request.adapter,
+            )
         )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.
         asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job))

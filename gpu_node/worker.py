@@ -6,13 +6,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.job import Priority, SamplingParams
-from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -43,19 +43,7 @@ class EngineLike(Protocol):
     def revision(self) -> str:
         """What must be equal for another node to continue a job token-exact."""
 
-    def add(  # noqa: PLR0913  all that a request is
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        resume: Sequence[ResumedChoice] = (),
-        priority: int = Priority.STANDARD,
-        tenant: str = "default",
-        weight: float = 1.0,
-        adapter: AdapterRef | None = None,
-    ) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queues a request; raises RequestError for one that can never run."""
 
     def adapters(self) -> dict[str, str]:
@@ -141,31 +129,9 @@ class EngineWorker:
         self._wake.set()
         return future
 
-    def add(  # noqa: PLR0913  all that a request is
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        seed: int,
-        resume: list[ResumedChoice],
-        *,
-        priority: int = Priority.STANDARD,
-        tenant: str = "default",
-        weight: float = 1.0,
-        adapter: AdapterRef | None = None,
-    ) -> Future[None]:
+    def add(self, request: EngineRequest) -> Future[None]:
         """Queues a request; the future carries the engine's refusal."""
-        return self.call(
-            lambda: self._engine.add(
-                *(request_id, token_ids, params),
-                seed=seed,
-                resume=resume,
-                priority=priority,
-                tenant=tenant,
-                weight=weight,
-                adapter=adapter,
-            )
-        )
+        return self.call(lambda: self._engine.add(request))
 
     def prepare(self, params: SamplingParams, adapter: AdapterRef | None) -> None:
         """Does ahead of `add` what would keep the engine's thread from its steps; on the caller's own."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError, RequestError
-from penstock.contract.job import Priority, SamplingParams, Usage
+from penstock.contract.job import SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.adapter_places import AdapterPlaces
 from penstock.gpu_node.engine.blocks import salted_root
@@ -20,8 +19,8 @@ from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.offline import Adapters, Prompt, gather, run, spread
 from penstock.gpu_node.engine.preemption import PreemptionCosts
 from penstock.gpu_node.engine.progress import Landed
-from penstock.gpu_node.engine.records import EngineStats, Generation, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request, check_resume
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, StepOutput
+from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request
 from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
@@ -62,41 +61,25 @@ class Engine(ServedModel):
         self._held: tuple[list[Choice], float] = [], 0.0
         self._meter = Meter()
 
-    def add(  # noqa: PLR0913  all that a request is
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        resume: Sequence[ResumedChoice] = (),
-        cache_salt: str | None = None,
-        priority: int = Priority.STANDARD,
-        tenant: str = "default",
-        weight: float = 1.0,
-        adapter: AdapterRef | None = None,
-    ) -> None:
-        """Queue a request; its `n` choices share the prompt's blocks. Policies look at class, tenant and weight.
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; its `n` choices share the prompt's blocks.
 
-        Only requests of one `cache_salt` and adapter share cached prefixes. `resume` says how far an earlier node got
-        with each choice: it goes on behind that, text that was not logged yet first, and stays closed if it has a
-        finish reason.
         Raises RequestError or PromptTooLongError naming the field, ConflictError for an id that is already here.
         """
-        if request_id in self._requests:
-            raise ConflictError(f"request {request_id} is already in the engine")
+        if request.request_id in self._requests:
+            raise ConflictError(f"request {request.request_id} is already in the engine")
         try:
-            check_request(prompt_token_ids, params, self._limits)
+            check_request(request, self._limits)
         except PromptTooLongError:
             self._trail.refused()
             raise
-        check_resume(resume, params, self._limits)
-        found = self._find(adapter)
-        salts = cache_salt, tenant if self._salts_by_tenant else None, None if found is None else found.digest
-        root_hash = salted_root(*salts)
-        request = LiveRequest(request_id, prompt_token_ids, params, seed, root_hash, tenant, weight, priority, found)
-        request.open(resume, self._limits, self._tokenizer, self._guides)
-        self._enqueue(request)
+        found = self._find(request.adapter)
+        tenant = request.tenant if self._salts_by_tenant else None
+        live = LiveRequest(
+            request, salted_root(request.cache_salt, tenant, None if found is None else found.digest), found
+        )
+        live.open(self._limits, self._tokenizer, self._guides)
+        self._enqueue(live)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and give its blocks back; nothing happens when it is not here."""
@@ -174,9 +157,9 @@ class Engine(ServedModel):
 
     def _enqueue(self, request: LiveRequest) -> None:
         if not request.live:
-            self._finished_usage[request.request_id] = request.usage()
+            self._finished_usage[request.asked.request_id] = request.usage()
             return
-        self._requests[request.request_id] = request
+        self._requests[request.asked.request_id] = request
         choices = request.live.values()
         self._ended_early += [choice for choice in choices if choice.output.finish_reason is not None]
         still_open = {choice.seq: choice for choice in choices if choice.output.finish_reason is None}
@@ -272,6 +255,7 @@ class Engine(ServedModel):
         del request.live[choice.seq.choice]
         if request.live:
             return None
-        del self._requests[request.request_id]
-        usage = self._finished_usage[request.request_id] = request.usage()
+        request_id = request.asked.request_id
+        del self._requests[request_id]
+        usage = self._finished_usage[request_id] = request.usage()
         return usage

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.gpu_node.engine.records import Generation, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 Adapters: TypeAlias = str | Sequence[str | None] | None
-
-
-class Asked(NamedTuple):
-    """One request of a batch."""
-
-    token_ids: list[int]
-    params: SamplingParams
-    adapter: str | None
 
 
 def spread(
@@ -29,8 +21,8 @@ def spread(
     params: SamplingParams | Sequence[SamplingParams],
     adapters: Adapters,
     tokenizer: Tokenizer,
-) -> list[Asked]:
-    """Each prompt's tokens with what goes with it. Raises RequestError when the lists differ in length or a chat
+) -> list[EngineRequest]:
+    """A request for each prompt, named by its index. Raises RequestError when the lists differ in length or a chat
     cannot be rendered.
     """
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -38,22 +30,17 @@ def spread(
     for name, given in (("params", wanted), ("adapters", named)):
         if len(given) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(given)} {name}", param=name)
-    tokens = (_tokens_of(prompt, tokenizer) for prompt in prompts)
-    return [Asked(*one) for one in zip(tokens, wanted, named, strict=True)]
+    batch = []
+    for i, (prompt, one, chosen) in enumerate(zip(prompts, wanted, named, strict=True)):
+        adapter, token_ids = None if chosen is None else AdapterRef(name=chosen), _tokens_of(prompt, tokenizer)
+        batch.append(EngineRequest(str(i), token_ids, one, seed=seed_of(str(i), one), adapter=adapter))
+    return batch
 
 
 class Steps(Protocol):
     """What a batch needs of an engine."""
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        adapter: AdapterRef | None,
-    ) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request."""
 
     def abort(self, request_id: str) -> None:
@@ -66,24 +53,23 @@ class Steps(Protocol):
         """What one step gave."""
 
 
-def run(engine: Steps, batch: list[Asked]) -> list[StepOutput]:
-    """All that an engine says to a batch, whose requests are named by their index; what fails leaves none of them."""
+def run(engine: Steps, batch: list[EngineRequest]) -> list[StepOutput]:
+    """All that an engine says to a batch; what fails leaves none of it."""
     outputs: list[StepOutput] = []
     try:
-        for i, (prompt, wanted, name) in enumerate(batch):
-            adapter = None if name is None else AdapterRef(name=name)
-            engine.add(str(i), prompt, wanted, seed=seed_of(str(i), wanted), adapter=adapter)
+        for request in batch:
+            engine.add(request)
         while engine.has_work():
             outputs += engine.step()
     except BaseException:
-        for i in range(len(batch)):
-            engine.abort(str(i))
+        for request in batch:
+            engine.abort(request.request_id)
         raise
     return outputs
 
 
-def gather(batch: list[Asked], outputs: Sequence[StepOutput]) -> list[Generation]:
-    """The finished choices of each prompt; requests are named by their index in the batch."""
+def gather(batch: list[EngineRequest], outputs: Sequence[StepOutput]) -> list[Generation]:
+    """The finished choices of each request."""
     by_choice: dict[tuple[str, int], list[StepOutput]] = {}
     usages: dict[str, Usage] = {}
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
@@ -95,12 +81,12 @@ def gather(batch: list[Asked], outputs: Sequence[StepOutput]) -> list[Generation
             prompt_logprobs[output.request_id] = output.prompt_logprobs
     return [
         Generation(
-            prompt_token_ids=tuple(prompt),
-            choices=tuple(_join(by_choice[str(i), choice]) for choice in range(params.n)),
-            usage=usages[str(i)],
-            prompt_logprobs=prompt_logprobs.get(str(i), ()),
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            choices=tuple(_join(by_choice[request.request_id, choice]) for choice in range(request.params.n)),
+            usage=usages[request.request_id],
+            prompt_logprobs=prompt_logprobs.get(request.request_id, ()),
         )
-        for i, (prompt, params, _) in enumerate(batch)
+        for request in batch
     ]
 
 

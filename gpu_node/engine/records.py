@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
-from penstock.contract.job import Choice, Usage
+from penstock.contract.adapters import AdapterRef
+from penstock.contract.job import Choice, Priority, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.ends import EndReason
 
@@ -16,6 +18,27 @@ class ResumedChoice:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What the engine is asked for. Policies look at class, tenant and weight.
+
+    Only requests of one `cache_salt` and adapter share cached prefixes. `resume` says how far an earlier node got with
+    each choice: it goes on behind that, text that was not logged yet first, and stays closed if it has a finish reason.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    _: KW_ONLY
+    seed: int
+    resume: Sequence[ResumedChoice] = ()
+    cache_salt: str | None = None
+    priority: int = int(Priority.STANDARD)
+    tenant: str = "default"
+    weight: float = 1.0
+    adapter: AdapterRef | None = None
 
 
 @dataclass(frozen=True, slots=True)

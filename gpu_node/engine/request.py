@@ -11,13 +11,12 @@ import numpy as np
 from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Priority, SamplingParams, Usage
 from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB, TokenLogprobs
-from penstock.gpu_node.engine.blocks import ROOT_HASH
 from penstock.gpu_node.engine.choice import ChoiceOutput
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.guide import Guide
 from penstock.gpu_node.engine.guides import Guides
 from penstock.gpu_node.engine.logprobs import prompt_records
-from penstock.gpu_node.engine.records import ResumedChoice, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.tokenizer import Tokenizer
@@ -54,7 +53,7 @@ class LiveChoice:
         """What it gained, with the text that this made certain."""
         text, self.owed = self.owed + self.output.take_text(), ""
         return StepOutput(
-            request_id=self.request.request_id,
+            request_id=self.request.asked.request_id,
             choice=self.seq.choice,
             position=self.output.num_tokens - len(token_ids),
             token_ids=token_ids,
@@ -71,15 +70,9 @@ class LiveChoice:
 class LiveRequest:
     """A request in the engine; `live` loses a choice when it ends."""
 
-    request_id: str
-    prompt: Items[int]
-    params: SamplingParams
-    seed: int
-    root_hash: bytes = ROOT_HASH
+    asked: EngineRequest
+    root_hash: bytes
     """What the hashes of its blocks begin with."""
-    tenant: str = "default"
-    weight: float = 1.0
-    priority: int = int(Priority.STANDARD)
     adapter: Adapter | None = None
     completion_tokens: int = 0
     live: dict[int, LiveChoice] = field(default_factory=dict)
@@ -88,27 +81,22 @@ class LiveRequest:
     prompt_scores: PromptScores | None = None
     """What is still owed of the prompt's log-probabilities."""
 
-    def __post_init__(self) -> None:
-        if self.priority not in set(Priority):
-            raise RequestError(f"priority {self.priority} is not one of 0, 1 and 2", param="priority")
-        if not 0 < self.weight < math.inf:
-            raise RequestError(f"weight {self.weight} is not above 0 and finite", param="weight")
-
-    def open(self, resume: Items[ResumedChoice], limits: RequestLimits, tokenizer: Tokenizer, guides: Guides) -> None:
+    def open(self, limits: RequestLimits, tokenizer: Tokenizer, guides: Guides) -> None:
         """Open the choices that are not closed yet.
 
         Raises RequestError for a log that does not fit, or a form that cannot be kept to.
         """
-        num_logprobs = self.params.prompt_logprobs
+        params, resume = self.asked.params, self.asked.resume
+        num_logprobs = params.prompt_logprobs
         # They stand in a log before all tokens.
         if num_logprobs is not None and not any(choice.token_ids for choice in resume):
-            self.prompt_scores = PromptScores(self.prompt, num_logprobs)
-        for choice in range(self.params.n):
+            self.prompt_scores = PromptScores(self.asked.prompt_token_ids, num_logprobs)
+        for choice in range(params.n):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
             if resumed.finish_reason is None:
                 opened = self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
-                opened.seq.guide = _guide_of(self.params, resumed, guides)
+                opened.seq.guide = _guide_of(params, resumed, guides)
         self.first = next((choice.seq for choice in self.live.values()), None)
 
     def take_prompt_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
@@ -116,12 +104,12 @@ class LiveRequest:
         if self.prompt_scores is None or not self.prompt_scores.is_complete:
             return ()
         scores, self.prompt_scores = self.prompt_scores, None
-        return prompt_records(self.prompt, scores, tokenizer)
+        return prompt_records(self.asked.prompt_token_ids, scores, tokenizer)
 
     def usage(self) -> Usage:
         """Tokens so far, over all choices; the prompt counts once."""
         cached_tokens = self.first.cached_tokens if self.first is not None else None
-        return Usage(len(self.prompt), self.completion_tokens, cached_tokens or 0)
+        return Usage(len(self.asked.prompt_token_ids), self.completion_tokens, cached_tokens or 0)
 
 
 def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size: int) -> RequestLimits:
@@ -140,11 +128,23 @@ def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size
     )
 
 
-def check_request(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
+def check_request(request: EngineRequest, limits: RequestLimits) -> None:
     """Refuse, by field and limit, what the engine cannot run.
 
     Raises PromptTooLongError for a prompt, or prompt and `max_tokens`, beyond the context; RequestError for the rest.
     """
+    _check_prompt(request.prompt_token_ids, request.params, limits)
+    _check_logprobs(request.prompt_token_ids, request.params)
+    _check_tokens(request.prompt_token_ids, request.params, limits)
+    _check_resume(request.resume, request.params, limits)
+    if request.priority not in set(Priority):
+        raise RequestError(f"priority {request.priority} is not one of 0, 1 and 2", param="priority")
+    if not 0 < request.weight < math.inf:
+        raise RequestError(f"weight {request.weight} is not above 0 and finite", param="weight")
+
+
+def _check_prompt(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
+    """Refuse what is longer than the context."""
     if not prompt:
         raise RequestError("prompt must have at least one token", param="prompt")
     if len(prompt) + 1 > limits.max_model_len:
@@ -165,7 +165,10 @@ def check_request(prompt: Items[int], params: SamplingParams, limits: RequestLim
             f"{limits.max_model_len} tokens together: {limits.bound_by}",
             param="min_tokens",
         )
-    _check_logprobs(prompt, params)
+
+
+def _check_tokens(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
+    """Refuse tokens that the model has not."""
     named = (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias))
     for name, token_ids in named:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
@@ -193,7 +196,7 @@ def _room_for_logprobs(prompt: Items[int], params: SamplingParams) -> int:
     return left // (params.n * (1 + params.logprobs))
 
 
-def check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: RequestLimits) -> None:
+def _check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: RequestLimits) -> None:
     """Refuse a log that this model cannot have written for this request."""
     if len(resume) > params.n:
         raise RequestError(f"{len(resume)} choices to resume, but n is {params.n}", param="resume")
@@ -219,9 +222,9 @@ def open_choice(
 
     Raises RequestError when the logged text is not what the logged tokens say.
     """
-    params = request.params
+    asked, params = request.asked, request.asked.params
     end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
-    room = min(limits.max_model_len - len(request.prompt), _room_for_logprobs(request.prompt, params))
+    room = min(limits.max_model_len - len(asked.prompt_token_ids), _room_for_logprobs(asked.prompt_token_ids, params))
     max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
     rule = EndRule(end_ids, params.min_tokens, max_tokens)
     includes_stop = params.include_stop_str_in_output
@@ -234,19 +237,19 @@ def open_choice(
     if not text.startswith(resumed.text):
         raise RequestError(f"the text logged for choice {choice} is not that of its tokens", param="resume")
     seq = Sequence(
-        request_id=request.request_id,
+        request_id=asked.request_id,
         choice=choice,
         params=params,
-        seed=request.seed,
-        token_ids=np.array((*request.prompt, *resumed.token_ids), dtype=np.int32),
-        num_prompt_tokens=len(request.prompt),
+        seed=asked.seed,
+        token_ids=np.array((*asked.prompt_token_ids, *resumed.token_ids), dtype=np.int32),
+        num_prompt_tokens=len(asked.prompt_token_ids),
         end_rule=rule,
         bad_words=tuple(sequence for word in params.bad_words for sequence in tokenizer.encode_word(word)),
         root_hash=request.root_hash,
-        tenant=request.tenant,
-        weight=request.weight,
-        priority=request.priority,
-        urgency=request.priority,
+        tenant=asked.tenant,
+        weight=asked.weight,
+        priority=asked.priority,
+        urgency=asked.priority,
         adapter=request.adapter,
         prompt_scores=request.prompt_scores,
     )

@@ -17,6 +17,7 @@ from bench.workload import offline_mix
 from penstock.cli.demo_model import demo_model
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
 
 RESULTS = Path(__file__).parent / "results"
@@ -66,7 +67,7 @@ def _live_waste() -> Iterator[str]:
             engine = _engine(num_kv_blocks=num_blocks, num_swap_blocks=600)
             for i, (prompt, output, n) in enumerate(load):
                 params = SamplingParams(temperature=1, max_tokens=output, ignore_eos=True, n=n)
-                engine.add(str(i), prompt, params, seed=i)
+                engine.add(EngineRequest(str(i), prompt, params, seed=i))
             wastes, lengths, peak = _watch(engine)
             stats = engine.stats()
             preempted = f"{stats.num_preemptions} ({stats.num_swaps})"
@@ -176,7 +177,7 @@ def _shared_prefix() -> Iterator[str]:
     for cached in (True, False):
         engine = _engine(num_kv_blocks=5000, enable_prefix_caching=cached, max_num_seqs=64)
         for i, prompt in enumerate(prompts):
-            engine.add(str(i), prompt, ONE, seed=0)
+            engine.add(EngineRequest(str(i), prompt, ONE, seed=0))
         started_s, times = time.perf_counter(), []
         while engine.has_work():
             times += [time.perf_counter() - started_s for _ in engine.step()]

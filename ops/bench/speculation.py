@@ -16,6 +16,7 @@ from penstock.cli.demo_model import demo_model
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.offline import spread
+from penstock.gpu_node.engine.records import EngineRequest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -103,7 +104,7 @@ def _run(engine: Engine, load: Load) -> Run:
     while asked or begun_s:
         while asked and len(begun_s) < load.at_once:
             name, (token_ids, params, _) = str(len(asked)), asked.pop()
-            engine.add(name, token_ids, params, seed=0)
+            engine.add(EngineRequest(name, token_ids, params, seed=0))
             begun_s[name] = time.perf_counter()
         for output in engine.step():
             num_tokens += len(output.token_ids)

@@ -17,7 +17,7 @@ from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.ends import EndReason
-from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
 
 VOCAB = 26
 BLOCK_SIZE = 16
@@ -149,27 +149,16 @@ class ReferenceEngine:
         """Which choice of a request came with its prompt's."""
         self._done_tokens = 0
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        resume: Sequence[ResumedChoice] = (),
-        priority: int = 1,
-        tenant: str = "default",
-        weight: float = 1.0,
-        adapter: AdapterRef | None = None,
-    ) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queues a request."""
-        self.callers.append((priority, tenant, weight))
-        if len(prompt_token_ids) >= self.max_model_len:
-            raise PromptTooLongError(f"prompt has {len(prompt_token_ids)} tokens; limit 4095", param="prompt")
+        prompt, params = request.prompt_token_ids, request.params
+        self.callers.append((request.priority, request.tenant, request.weight))
+        if len(prompt) >= self.max_model_len:
+            raise PromptTooLongError(f"prompt has {len(prompt)} tokens; limit 4095", param="prompt")
         for choice in range(params.n):
-            logged = resume[choice] if resume else ResumedChoice((), "", None)
+            logged = request.resume[choice] if request.resume else ResumedChoice((), "", None)
             if logged.finish_reason is None:
-                live = _Live(request_id, choice, prompt_token_ids, params, seed, list(logged.token_ids))
+                live = _Live(request.request_id, choice, prompt, params, request.seed, list(logged.token_ids))
                 live.said, live.released = text_of(live.tokens), len(logged.text)
                 self._live.append(live)
 

@@ -20,6 +20,7 @@ from penstock.contract.broker.node import NodeBroker, Return, Room
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import seed_of
 from penstock.contract.wire import NodePressure, PoolRecord, decode_request
+from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.ledger import HeldJob
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
@@ -184,7 +185,7 @@ class Scribe:
         job.open(request.params)
         engine = ReferenceEngine()
         prompt = engine.tokenizer.encode(request.prompt or "")
-        engine.add(job.job_id, prompt, request.params, seed=seed_of(job.job_id, request.params))
+        engine.add(EngineRequest(job.job_id, prompt, request.params, seed=seed_of(job.job_id, request.params)))
         for _ in range(num_steps):
             for output in engine.step():
                 job.add_tokens(output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Job, Result, SamplingParams
 from penstock.gpu_node import heartbeat, inbox
-from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.reception import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.worker import EngineLike
@@ -220,9 +220,9 @@ async def test_a_job_that_kills_its_nodes_is_found_out_and_those_beside_it_come_
         pass
 
     class FragileEngine(ReferenceEngine):
-        def add(self, request_id: str, prompt_token_ids: Sequence[int], *args: Any, **options: Any) -> None:
-            super().add(request_id, prompt_token_ids, *args, **options)
-            self.is_poisoned = bytes(prompt_token_ids) == b"poison" or getattr(self, "is_poisoned", False)
+        def add(self, request: EngineRequest) -> None:
+            super().add(request)
+            self.is_poisoned = bytes(request.prompt_token_ids) == b"poison" or getattr(self, "is_poisoned", False)
 
         def step(self) -> list[StepOutput]:
             if getattr(self, "is_poisoned", False) and len(self.batches) >= 3:

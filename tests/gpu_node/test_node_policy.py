@@ -22,7 +22,7 @@ from penstock.contract.job import Chunk, Job, Priority, SamplingParams, seed_of
 from penstock.contract.policy import HOLD_MS
 from penstock.contract.terms import Terms
 from penstock.gpu_node.engine import Engine
-from penstock.gpu_node.engine.records import EngineStats, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.worker import EngineLike
@@ -213,7 +213,7 @@ def by_choice(parts: Iterable[Chunk | StepOutput]) -> dict[int, list[int]]:
 
 def by_choice_alone(engine: Engine, job: Job) -> dict[int, list[int]]:
     prompt = engine.tokenizer.encode(job.prompt or "")
-    engine.add(job.id, prompt, job.params, seed=seed_of(job.id, job.params))
+    engine.add(EngineRequest(job.id, prompt, job.params, seed=seed_of(job.id, job.params)))
     outputs: list[StepOutput] = []
     while engine.has_work():
         outputs += engine.step()

@@ -9,7 +9,7 @@ import pytest
 from fakes.reference_engine import ReferenceEngine
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.worker import MAX_FAILED_STEPS, EngineWorker
 
 
@@ -37,10 +37,10 @@ def test_a_refusal_reaches_who_asked_and_the_next_request_runs(
     worker: EngineWorker, delivered: list[StepOutput]
 ) -> None:
     worker.start()
-    refused = worker.add("1", [1] * 5000, SamplingParams(max_tokens=2), 1, [])
+    refused = worker.add(EngineRequest("1", [1] * 5000, SamplingParams(max_tokens=2), seed=1))
     with pytest.raises(Exception, match="prompt has 5000 tokens"):
         refused.result(5)
-    worker.add("2", [1], SamplingParams(max_tokens=2), 1, []).result(5)
+    worker.add(EngineRequest("2", [1], SamplingParams(max_tokens=2), seed=1)).result(5)
     while worker.call(lambda: len(delivered)).result(5) < 2:
         pass
     assert [output.request_id for output in delivered] == ["2", "2"]
@@ -49,7 +49,7 @@ def test_a_refusal_reaches_who_asked_and_the_next_request_runs(
 def test_a_paused_engine_answers_but_does_not_step(worker: EngineWorker, delivered: list[StepOutput]) -> None:
     worker.set_paused(True)
     worker.start()
-    worker.add("1", [1], SamplingParams(max_tokens=1), 1, []).result(5)
+    worker.add(EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1)).result(5)
     assert worker.stats().result(5).steps == 0
     assert delivered == []
     worker.set_paused(False)
@@ -71,9 +71,9 @@ def test_what_is_asked_while_a_step_runs_is_done_before_the_next_one() -> None:
     worker = EngineWorker(engine, delivered.extend)
     worker.start()
     params = SamplingParams(max_tokens=1)
-    worker.add("1", [1], params, 1, [])
+    worker.add(EngineRequest("1", [1], params, seed=1))
     assert waiting.wait(5)
-    added = worker.add("2", [1], params, 1, [])
+    added = worker.add(EngineRequest("2", [1], params, seed=1))
     asked.set()
     added.result(5)
     while worker.call(lambda: len(delivered)).result(5) < 2:
@@ -104,7 +104,7 @@ def test_a_step_that_fails_is_taken_again(delivered: list[StepOutput]) -> None:
     engine.num_failures = MAX_FAILED_STEPS
     worker = EngineWorker(engine, delivered.extend)
     worker.start()
-    worker.add("1", [1], SamplingParams(max_tokens=1), 1, []).result(5)
+    worker.add(EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1)).result(5)
     while worker.call(lambda: len(delivered)).result(5) < 1:
         pass
     worker.stop()
@@ -130,7 +130,7 @@ def test_steps_that_fail_now_and_then_end_nothing_though_those_between_give_no_o
 
     worker = EngineWorker(Prefilling(), delivered.extend)
     worker.start()
-    worker.add("1", [1], SamplingParams(max_tokens=1), 1, []).result(5)
+    worker.add(EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1)).result(5)
     while worker.call(lambda: len(delivered)).result(5) < 1:
         pass
     worker.stop()
@@ -144,7 +144,7 @@ def test_an_engine_whose_steps_only_fail_ends_the_worker_and_leaves_a_trail(
     engine.num_failures = MAX_FAILED_STEPS + 1
     worker = EngineWorker(engine, delivered.extend)
     worker.start()
-    worker.add("1", [1], SamplingParams(max_tokens=1), 1, [])
+    worker.add(EngineRequest("1", [1], SamplingParams(max_tokens=1), seed=1))
     with pytest.raises(MemoryError):
         worker.stopped.result(5)
     assert delivered == []

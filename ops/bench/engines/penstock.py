@@ -10,6 +10,7 @@ from bench.child import Spec, main
 from bench.drive import Saw
 from bench.engines.stepped import SteppedSession
 from bench.workload import BenchRequest
+from penstock.gpu_node.engine.records import EngineRequest
 
 
 class PenstockSession(SteppedSession):
@@ -23,7 +24,7 @@ class PenstockSession(SteppedSession):
 
     def add(self, i: int, request: BenchRequest) -> None:
         params = self._params(temperature=0, max_tokens=request.num_output, ignore_eos=True)
-        self._engine.add(str(i), request.prompt, params, seed=0)
+        self._engine.add(EngineRequest(str(i), request.prompt, params, seed=0))
 
     def bind_thread(self) -> None:
         """As a node does with the thread that steps."""

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.contract.adapters import AdapterRef
-from penstock.contract.job import Priority, SamplingParams, Usage
-from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
+from penstock.contract.job import Usage
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 
 POOL = "clock"
 STAMP = 1
@@ -57,21 +56,11 @@ class ClockEngine:
         self._live: dict[str, _Live] = {}
         self._num_steps = self._num_tokens = 0
 
-    def add(  # noqa: PLR0913  all that a request is
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        resume: Sequence[ResumedChoice] = (),
-        priority: int = Priority.STANDARD,
-        tenant: str = "default",
-        weight: float = 1.0,
-        adapter: AdapterRef | None = None,
-    ) -> None:
-        added_ns = time.monotonic_ns()
-        self._live[request_id] = _Live(request_id, prompt_token_ids, params.max_tokens or 16, added_ns)
+    def add(self, request: EngineRequest) -> None:
+        max_tokens = request.params.max_tokens or 16
+        self._live[request.request_id] = _Live(
+            request.request_id, request.prompt_token_ids, max_tokens, time.monotonic_ns()
+        )
 
     def adapters(self) -> dict[str, str]:
         return {}

@@ -11,6 +11,7 @@ from bench.queue_cost.streams import read_streams
 from penstock import AsyncClient
 from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.records import EngineRequest
 
 NUM_BUSY = 2
 NUM_TURNS = 3
@@ -21,7 +22,7 @@ def bare_tokens_per_s(step_ms: float, num_streams: int, num_tokens: int) -> floa
     engine = ClockEngine(step_ms / 1e3, NUM_BUSY)
     started_s = time.perf_counter()
     for i in range(num_streams):
-        engine.add(str(i), [SPOKEN] * 32, SamplingParams(max_tokens=num_tokens), seed=i)
+        engine.add(EngineRequest(str(i), [SPOKEN] * 32, SamplingParams(max_tokens=num_tokens), seed=i))
     num_made = 0
     while engine.has_work():
         num_made += len(engine.step())

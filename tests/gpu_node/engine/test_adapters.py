@@ -22,6 +22,7 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.adapter_places import AdapterPlaces, ByAdapter
 from penstock.gpu_node.engine.discipline import FirstComeFirstServed
+from penstock.gpu_node.engine.records import EngineRequest
 
 MakeEngine = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -82,10 +83,10 @@ def test_what_is_not_there_is_refused_and_nothing_else(make_engine: MakeEngine, 
     assert sorted(engine.adapters()) == sorted(NAMES)
     for adapter, kind in ((AdapterRef(name="z"), NotFoundError), (AdapterRef(name="a", digest="0" * 32), RequestError)):
         with pytest.raises(kind):
-            engine.add("x", [1, 2, 3], GREEDY, seed=0, adapter=adapter)
+            engine.add(EngineRequest("x", [1, 2, 3], GREEDY, seed=0, adapter=adapter))
     assert not engine.has_work()
     with pytest.raises(NotFoundError, match="there are: none"):
-        make_engine().add("x", [1, 2, 3], GREEDY, seed=0, adapter=AdapterRef(name="a"))
+        make_engine().add(EngineRequest("x", [1, 2, 3], GREEDY, seed=0, adapter=AdapterRef(name="a")))
 
 
 class _Named:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.discipline import FirstComeFirstServed
+from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
@@ -200,7 +201,7 @@ def _run(engine: Engine, batch: list[Any]) -> list[StepOutput]:
     while now < 10 or engine.has_work():
         for i, (prompt, params, priority, dropped, comes) in enumerate(batch):
             if comes == now:
-                engine.add(str(i), prompt, params, seed=i, priority=priority, tenant=str(i % 2))
+                engine.add(EngineRequest(str(i), prompt, params, seed=i, priority=priority, tenant=str(i % 2)))
             elif dropped is not None and comes + dropped == now:
                 engine.abort(str(i))
         outputs += engine.step()
@@ -241,7 +242,7 @@ def test_faults_that_pass_end_nobody(make_engine: MakeEngine, alone: Engine) -> 
         )
         engine._runner = ahead = AheadRunner(faulty)
         for i, (prompt, params, *_) in enumerate(batch):
-            engine.add(str(i), prompt, params, seed=i)
+            engine.add(EngineRequest(str(i), prompt, params, seed=i))
         got = []
         while engine.has_work():
             try:
@@ -264,7 +265,7 @@ def test_one_that_fails_wherever_it_runs_ends_alone(make_engine: MakeEngine, alo
     )
     engine._runner = AheadRunner(faulty)
     for i, (prompt, *_) in enumerate(batch):
-        engine.add(str(i), prompt, params, seed=i)
+        engine.add(EngineRequest(str(i), prompt, params, seed=i))
     got = []
     while engine.has_work():
         with suppress(RuntimeError):
@@ -281,12 +282,12 @@ def test_who_takes_over_from_a_node_that_planned_ahead_says_the_rest(make_engine
     prompt, params = list(range(20, 50)), SamplingParams(max_tokens=20, ignore_eos=True)
     want, engine = _run(alone, [(prompt, params, 1, None, 0)]), make_engine(**NATIVE)
     engine._runner = ahead = AheadRunner(engine._runner)
-    engine.add("0", prompt, params, seed=0)
+    engine.add(EngineRequest("0", prompt, params, seed=0))
     outputs = [output for _ in range(9) for output in engine.step()]
     said = tuple(tokens_of(outputs, "0"))
     assert 0 < len(said) < 20 and ahead.num_ahead > len(said) - 1
     text = "".join(output.text for output in outputs)
-    alone.add("0", prompt, params, seed=0, resume=[ResumedChoice(said, text, None)])
+    alone.add(EngineRequest("0", prompt, params, seed=0, resume=[ResumedChoice(said, text, None)]))
     assert [*said, *tokens_of(drain(alone), "0")] == tokens_of(want, "0")
 
 
@@ -297,10 +298,10 @@ def test_what_a_row_that_was_not_finite_left_reaches_nobody(make_engine: MakeEng
     engine._runner = AheadRunner(alone)
     for _ in range(3):
         with poisoned(alone, 300):
-            engine.add("bad", [10] * 20 + [300], params, seed=0)
+            engine.add(EngineRequest("bad", [10] * 20 + [300], params, seed=0))
             bad = drain(engine)
         assert [(output.finish_reason, output.token_ids) for output in bad] == [("error", ())]
-        engine.add("good", [5] * 20, params, seed=0)
+        engine.add(EngineRequest("good", [5] * 20, params, seed=0))
         assert tuple(tokens_of(drain(engine), "good")) == good
         check_idle(engine)
 

@@ -16,6 +16,7 @@ from fakes.poison import poisoned
 from penstock.contract.errors import ConfigError, ConflictError, NotFoundError, PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams, Usage
 from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest
 
 PROMPTS = ["the gate opens by pressure", "水門 🌊", "a", "the gate opens and the turbine " * 6, "Größe " * 20]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -92,7 +93,7 @@ def test_choices_differ_share_their_prompt_and_repeat_with_the_seed(make_engine:
 def test_sequences_join_and_leave_between_steps(plain: Engine, greedy_alone: list[tuple[int, ...]]) -> None:
     outputs = []
     for i, prompt in enumerate(PROMPTS):
-        plain.add(str(i), plain.tokenizer.encode(prompt), GREEDY, seed=0)
+        plain.add(EngineRequest(str(i), plain.tokenizer.encode(prompt), GREEDY, seed=0))
         for _ in range(3):
             outputs += plain.step()
     outputs += drain(plain)
@@ -105,7 +106,7 @@ def test_sequences_join_and_leave_between_steps(plain: Engine, greedy_alone: lis
 def test_abort_gives_all_blocks_back_wherever_the_request_is(make_engine: MakeEngine) -> None:
     engine = make_engine(num_kv_blocks=16, max_num_seqs=2, max_num_batched_tokens=16)
     for i, prompt in enumerate(PROMPTS):
-        engine.add(str(i), engine.tokenizer.encode(prompt), GREEDY.model_copy(update={"n": 2}), seed=0)
+        engine.add(EngineRequest(str(i), engine.tokenizer.encode(prompt), GREEDY.model_copy(update={"n": 2}), seed=0))
     for i in range(len(PROMPTS)):
         engine.step()
         stats = engine.stats()
@@ -118,7 +119,7 @@ def test_abort_gives_all_blocks_back_wherever_the_request_is(make_engine: MakeEn
 
 
 def test_step_runs_in_any_thread(plain: Engine, greedy_alone: list[tuple[int, ...]]) -> None:
-    plain.add("x", plain.tokenizer.encode(PROMPTS[0]), GREEDY, seed=0)
+    plain.add(EngineRequest("x", plain.tokenizer.encode(PROMPTS[0]), GREEDY, seed=0))
     outputs: list[StepOutput] = []
     thread = threading.Thread(target=lambda: outputs.extend(drain(plain)))
     thread.start()
@@ -185,22 +186,22 @@ def test_what_cannot_run_is_refused_by_name(
 ) -> None:
     engine = make_engine(max_model_len=64)
     with pytest.raises(error) as refusal:
-        engine.add("x", prompt, SamplingParams(**params), seed=0)
+        engine.add(EngineRequest("x", prompt, SamplingParams(**params), seed=0))
     assert refusal.value.param == param
     assert not engine.has_work()
 
 
 def test_an_id_is_taken_once(plain: Engine) -> None:
-    plain.add("x", [1], GREEDY, seed=0)
+    plain.add(EngineRequest("x", [1], GREEDY, seed=0))
     with pytest.raises(ConflictError):
-        plain.add("x", [1], GREEDY, seed=0)
+        plain.add(EngineRequest("x", [1], GREEDY, seed=0))
     with pytest.raises(RequestError):
         plain.generate(["a"], GREEDY)
     plain.abort("x")
 
 
 def test_usage_is_known_until_the_step_after_the_last(plain: Engine) -> None:
-    plain.add("x", [5, 6, 7], GREEDY.model_copy(update={"max_tokens": 1}), seed=0)
+    plain.add(EngineRequest("x", [5, 6, 7], GREEDY.model_copy(update={"max_tokens": 1}), seed=0))
     assert plain.step() == []
     (last,) = plain.step()
     assert last.usage == plain.usage("x") == Usage(3, 1, 0)
@@ -222,8 +223,8 @@ def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> No
     engine = make_engine(enable_prefix_caching=True)
     want = engine.generate(["the gate"], GREEDY)[0].choices[0].token_ids
     with poisoned(engine._runner, 300):
-        engine.add("bad", [10] * 20 + [300], GREEDY, seed=0)
-        engine.add("good", engine.tokenizer.encode("the gate"), GREEDY, seed=0)
+        engine.add(EngineRequest("bad", [10] * 20 + [300], GREEDY, seed=0))
+        engine.add(EngineRequest("good", engine.tokenizer.encode("the gate"), GREEDY, seed=0))
         outputs = drain(engine)
     bad = [output for output in outputs if output.request_id == "bad"]
     assert [(output.finish_reason, output.token_ids) for output in bad] == [("error", ())]
@@ -240,7 +241,7 @@ def test_a_runner_that_fails_once_loses_no_request(
 ) -> None:
     engine = make_engine(max_num_batched_tokens=32, max_num_seqs=8)
     for i, prompt in enumerate(PROMPTS):
-        engine.add(str(i), engine.tokenizer.encode(prompt), GREEDY, seed=0)
+        engine.add(EngineRequest(str(i), engine.tokenizer.encode(prompt), GREEDY, seed=0))
     submit, outputs, calls = engine._runner.submit, [], iter(range(10_000))
 
     def flaky(plan: Any) -> Any:

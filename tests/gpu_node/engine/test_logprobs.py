@@ -20,6 +20,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB, TokenLogprobs
 from penstock.gpu_node.engine import Engine, Generation, ResumedChoice, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest
 
 
 def _prompts(count: int, seed: int) -> list[list[int]]:
@@ -125,7 +126,7 @@ def test_the_same_through_failed_steps(make_engine: Callable[..., Engine], is_ah
     faulty = FaultyRunner(engine._runner, lambda at, _: rng.choice(errors) if at == "forward" else None)
     engine._runner = AheadRunner(faulty) if is_ahead else faulty
     for i, (prompt, wanted) in enumerate(zip(PROMPTS, params, strict=True)):
-        engine.add(str(i), prompt, wanted, seed=i)
+        engine.add(EngineRequest(str(i), prompt, wanted, seed=i))
     outputs: list[StepOutput] = []
     while engine.has_work():
         with suppress(RuntimeError, MemoryError):
@@ -150,10 +151,10 @@ def _outputs(engine: Engine) -> list[StepOutput]:
 def test_another_engine_goes_on_with_the_same(make_engine: Callable[..., Engine], num_logged: int) -> None:
     params = SamplingParams(max_tokens=12, seed=3, logprobs=3, prompt_logprobs=2)
     first, second = make_engine(runner="torch"), make_engine(runner="torch")
-    first.add("whole", PROMPTS[0], params, seed=3)
+    first.add(EngineRequest("whole", PROMPTS[0], params, seed=3))
     whole = _outputs(first)
     said = [token for output in whole for token in output.token_ids][:num_logged]
-    second.add("rest", PROMPTS[0], params, seed=3, resume=[ResumedChoice(tuple(said), "", None)])
+    second.add(EngineRequest("rest", PROMPTS[0], params, seed=3, resume=[ResumedChoice(tuple(said), "", None)]))
     rest = _outputs(second)
     values = [[entry.values for output in outputs for entry in output.logprobs] for outputs in (whole, rest)]
     np.testing.assert_allclose(values[1], values[0][num_logged:], rtol=0, atol=1e-4)
@@ -175,8 +176,8 @@ def test_tokens_are_named_by_what_they_add_to_the_text(make_engine: Callable[...
 def test_more_than_a_result_can_hold_is_refused(make_engine: Callable[..., Engine]) -> None:
     engine, prompt = make_engine(runner="torch", max_model_len=900, num_kv_blocks=64), [1] * 10
     fits = {"max_tokens": MAX_LOGPROBS_OF_JOB // (16 * 21), "n": 16, "logprobs": 20}
-    engine.add("0", prompt, SamplingParams(**fits), seed=0)
+    engine.add(EngineRequest("0", prompt, SamplingParams(**fits), seed=0))
     for more in ({"prompt_logprobs": 20}, {"max_tokens": fits["max_tokens"] + 1}):
         with pytest.raises(RequestError, match=f"at most {MAX_LOGPROBS_OF_JOB} values") as refused:
-            engine.add("1", prompt, SamplingParams(**fits | more), seed=0)
+            engine.add(EngineRequest("1", prompt, SamplingParams(**fits | more), seed=0))
         assert refused.value.param == "logprobs"

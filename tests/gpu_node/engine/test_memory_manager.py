@@ -13,6 +13,7 @@ from fakes.tiny_model import make_tiny_model
 from penstock.contract.errors import ConfigError, PromptTooLongError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
+from penstock.gpu_node.engine.records import EngineRequest
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 43 + i)] for i in range(8)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -34,7 +35,7 @@ def make(request: pytest.FixtureRequest, make_engine: MakeEngine) -> MakeEngine:
 
 def _run(engine: Engine, params: SamplingParams) -> list[tuple[tuple[int, ...], ...]]:
     for i, prompt in enumerate(PROMPTS):
-        engine.add(str(i), prompt, params, seed=i)
+        engine.add(EngineRequest(str(i), prompt, params, seed=i))
     outputs = []
     while engine.has_work():
         outputs += engine.step()
@@ -87,10 +88,12 @@ def test_choices_share_their_prompt_and_copy_no_more_than_its_last_block(
     closed, opened = ResumedChoice((), "", "stop"), ResumedChoice((), "", None)
     want = []
     for choice in range(4):
-        engine.add("x", prompt, params, seed=9, resume=[opened if i == choice else closed for i in range(4)])
+        engine.add(
+            EngineRequest("x", prompt, params, seed=9, resume=[opened if i == choice else closed for i in range(4)])
+        )
         want.append(tokens_of(drain(engine), "x", choice))
     fresh = make(enable_prefix_caching=enable_prefix_caching)
-    fresh.add("x", prompt, params, seed=9)
+    fresh.add(EngineRequest("x", prompt, params, seed=9))
     outputs = fresh.step() + fresh.step()
     stats = fresh.stats()
     outputs += drain(fresh)
@@ -125,9 +128,9 @@ def test_a_sequence_larger_than_the_kv_cache_runs_in_both_pools(make: MakeEngine
     want = large.generate([prompt], params)[0].choices
     assert small.num_kv_tokens == 80 and small.max_model_len == 14 * 16
     for i, other in enumerate(PROMPTS[:3]):
-        small.add(str(i), other, GREEDY, seed=0)
-    small.add("large", prompt, params, seed=0)
-    small.add("growing", prompt[:40], GREEDY.model_copy(update={"max_tokens": 120}), seed=0)
+        small.add(EngineRequest(str(i), other, GREEDY, seed=0))
+    small.add(EngineRequest("large", prompt, params, seed=0))
+    small.add(EngineRequest("growing", prompt[:40], GREEDY.model_copy(update={"max_tokens": 120}), seed=0))
     outputs = drain(small)
     assert tuple(tokens_of(outputs, "large")) == want[0].token_ids
     alone = large.generate([prompt[:40]], GREEDY.model_copy(update={"max_tokens": 120}))[0]
@@ -138,7 +141,7 @@ def test_a_sequence_larger_than_the_kv_cache_runs_in_both_pools(make: MakeEngine
 def test_what_both_pools_together_cannot_hold_is_refused_by_name(make: MakeEngine) -> None:
     engine = make(num_kv_blocks=5, num_swap_blocks=9)
     with pytest.raises(PromptTooLongError, match="KV cache holds 80 tokens, the swap space 144") as refusal:
-        engine.add("x", [1] * 224, GREEDY, seed=0)
+        engine.add(EngineRequest("x", [1] * 224, GREEDY, seed=0))
     assert refusal.value.param == "prompt" and not engine.has_work()
 
 
@@ -146,7 +149,7 @@ def test_prefixes_are_shared_within_a_salt_only(make: MakeEngine) -> None:
     engine = make()
     cached = []
     for salt in (None, "a", "b", "a", None):
-        engine.add("x", PROMPTS[0], GREEDY, seed=0, cache_salt=salt)
+        engine.add(EngineRequest("x", PROMPTS[0], GREEDY, seed=0, cache_salt=salt))
         cached.append(drain(engine)[-1].usage.cached_tokens)  # type: ignore[union-attr]
     assert cached == [0, 0, 0, 32, 32]
 
@@ -156,7 +159,7 @@ def test_tenants_share_prefixes_unless_they_are_told_not_to(make: MakeEngine) ->
     for salt in ("none", "tenant"):
         engine = make(prefix_cache_salt=salt)
         for tenant in ("a", "b", "a"):
-            engine.add("x", PROMPTS[0], GREEDY, seed=0, tenant=tenant)
+            engine.add(EngineRequest("x", PROMPTS[0], GREEDY, seed=0, tenant=tenant))
             cached.append(drain(engine)[-1].usage.cached_tokens)  # type: ignore[union-attr]
     assert cached == [0, 32, 32, 0, 0, 32]
 
@@ -180,7 +183,7 @@ def test_a_step_that_fails_while_it_copies_changes_no_tokens(
 
     monkeypatch.setattr(engine._runner, "submit", failing)
     for i, prompt in enumerate(PROMPTS):
-        engine.add(str(i), prompt, GREEDY.model_copy(update={"n": 3}), seed=i)
+        engine.add(EngineRequest(str(i), prompt, GREEDY.model_copy(update={"n": 3}), seed=i))
     outputs = []
     while engine.has_work():
         try:
@@ -194,7 +197,7 @@ def test_a_step_that_fails_while_it_copies_changes_no_tokens(
 
 def test_tokens_used_are_counted_once_wherever_they_are_shared(make: MakeEngine) -> None:
     engine = make(enable_prefix_caching=False)
-    engine.add("x", list(range(1, 41)), DRAWN.model_copy(update={"n": 2}), seed=0)
+    engine.add(EngineRequest("x", list(range(1, 41)), DRAWN.model_copy(update={"n": 2}), seed=0))
     for _ in range(3):
         engine.step()
     used = engine.stats().kv_tokens_used

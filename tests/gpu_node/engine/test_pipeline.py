@@ -11,6 +11,7 @@ from fakes.engine_runs import check_idle, drain, tokens_of
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
+from penstock.gpu_node.engine.records import EngineRequest
 
 PROMPTS = ["the gate opens by pressure", "水門 🌊", "the gate opens and the turbine " * 6]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -43,7 +44,7 @@ def test_what_a_step_gave_is_handed_out_while_the_next_one_runs(plain: Engine, m
             return self._handle.result()
 
     monkeypatch.setattr(plain._runner, "submit", Held)
-    plain.add("x", [5, 6, 7], GREEDY.model_copy(update={"max_tokens": 3}), seed=0)
+    plain.add(EngineRequest("x", [5, 6, 7], GREEDY.model_copy(update={"max_tokens": 3}), seed=0))
     assert plain.step() == [] and len(plans) == 1
     for num_submitted in (2, 3, 3):
         may_land.release()
@@ -56,7 +57,11 @@ def test_a_token_sampled_behind_a_stop_string_is_neither_shown_nor_counted(plain
     whole = plain.generate([PROMPTS[0]], GREEDY)[0].choices[0]
     stop = whole.text[6:9]
     sampled_before = plain.stats().decode_tokens
-    plain.add("x", plain.tokenizer.encode(PROMPTS[0]), GREEDY.model_copy(update={"stop": (stop,), "n": 2}), seed=0)
+    plain.add(
+        EngineRequest(
+            "x", plain.tokenizer.encode(PROMPTS[0]), GREEDY.model_copy(update={"stop": (stop,), "n": 2}), seed=0
+        )
+    )
     outputs = drain(plain)
     for choice in (0, 1):
         tokens = tokens_of(outputs, "x", choice)
@@ -70,11 +75,11 @@ def test_a_token_sampled_behind_a_stop_string_is_neither_shown_nor_counted(plain
 def test_an_id_may_come_back_while_a_step_of_its_first_life_runs(
     plain: Engine, greedy_alone: list[tuple[int, ...]]
 ) -> None:
-    plain.add("x", plain.tokenizer.encode(PROMPTS[1]), GREEDY, seed=0)
+    plain.add(EngineRequest("x", plain.tokenizer.encode(PROMPTS[1]), GREEDY, seed=0))
     for _ in range(3):
         plain.step()
     plain.abort("x")
-    plain.add("x", plain.tokenizer.encode(PROMPTS[0]), GREEDY, seed=0)
+    plain.add(EngineRequest("x", plain.tokenizer.encode(PROMPTS[0]), GREEDY, seed=0))
     outputs = drain(plain)
     assert tuple(tokens_of(outputs, "x")) == greedy_alone[0]
     assert [output.position for output in outputs] == list(range(24))
@@ -87,7 +92,7 @@ def test_an_aborted_requests_step_may_still_fail(make_engine: MakeEngine, monkey
     fresh = make_engine()
     with monkeypatch.context() as patch:
         patch.setattr(fresh._runner, "submit", lambda plan: 1 / 0)
-        fresh.add("x", prompt, GREEDY, seed=0)
+        fresh.add(EngineRequest("x", prompt, GREEDY, seed=0))
         fresh.step()
         fresh.abort("x")
         with pytest.raises(ZeroDivisionError):

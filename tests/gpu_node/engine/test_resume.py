@@ -10,6 +10,7 @@ import pytest
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams, Usage
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest
 
 PROMPT = "水門 the gate opens by pressure and stays"
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True)
@@ -21,7 +22,7 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
 
 
 def _run(engine: Engine, params: SamplingParams, resume: list[ResumedChoice] | None = None) -> list[StepOutput]:
-    engine.add("x", engine.tokenizer.encode(PROMPT), params, seed=7, resume=resume or [])
+    engine.add(EngineRequest("x", engine.tokenizer.encode(PROMPT), params, seed=7, resume=resume or []))
     outputs = []
     while engine.has_work():
         outputs += engine.step()
@@ -98,7 +99,11 @@ def test_an_end_found_in_the_log_survives_a_runner_that_fails(engine: Engine, mo
     log = _log(_run(engine, params))
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "submit", lambda plan: 1 / 0)
-        engine.add("x", engine.tokenizer.encode(PROMPT), params, seed=7, resume=[replace(log, finish_reason=None)])
+        engine.add(
+            EngineRequest(
+                "x", engine.tokenizer.encode(PROMPT), params, seed=7, resume=[replace(log, finish_reason=None)]
+            )
+        )
         outputs = engine.step()
         with pytest.raises(ZeroDivisionError):
             engine.step()

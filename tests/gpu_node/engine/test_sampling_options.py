@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice
+from penstock.gpu_node.engine.records import EngineRequest
 from penstock.kernels.reference.sampler import SamplingRow, sample_row
 
 PROMPT = "the gate opens by pressure and the turbine never starves"
@@ -126,7 +127,7 @@ def test_penalties_of_a_resumed_choice_count_what_it_said_before(engine: Engine)
     whole = _said(engine, **options)
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **options)
     logged = ResumedChoice(tuple(whole[:15]), engine.tokenizer.decode(whole[:15]), None)
-    engine.add("resumed", engine.tokenizer.encode(PROMPT), params, seed=0, resume=[logged])
+    engine.add(EngineRequest("resumed", engine.tokenizer.encode(PROMPT), params, seed=0, resume=[logged]))
     rest: list[int] = []
     while engine.has_work():
         rest += [token for output in engine.step() for token in output.token_ids]

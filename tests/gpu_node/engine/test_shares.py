@@ -15,6 +15,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.policy import PolicyName
 from penstock.gpu_node.engine import Engine, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.sequence import Sequence
 
 PREEMPTIVE = ("priority", "sjf", "fair")
@@ -201,10 +202,12 @@ def test_an_interactive_request_is_served_at_once_and_nobodys_tokens_change(
     params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
     outputs: list[StepOutput] = []
     for request_id, prompt in batch.items():
-        engine.add(request_id, prompt, params, seed=int(request_id), priority=Priority.BATCH, tenant="bulk")
+        engine.add(
+            EngineRequest(request_id, prompt, params, seed=int(request_id), priority=Priority.BATCH, tenant="bulk")
+        )
     while engine.stats().kv_blocks_free > 2:
         outputs += engine.step()
-    engine.add("X", list(range(100, 140)), params, seed=99, priority=Priority.INTERACTIVE)
+    engine.add(EngineRequest("X", list(range(100, 140)), params, seed=99, priority=Priority.INTERACTIVE))
     num_steps = 0
     while engine.has_work():
         outputs += engine.step()
@@ -213,7 +216,7 @@ def test_an_interactive_request_is_served_at_once_and_nobodys_tokens_change(
     assert (num_steps <= 3) is (name != "fcfs")
     check_idle(engine)
     for request_id, prompt in {**batch, "X": list(range(100, 140))}.items():
-        engine.add("alone", prompt, params, seed=99 if request_id == "X" else int(request_id))
+        engine.add(EngineRequest("alone", prompt, params, seed=99 if request_id == "X" else int(request_id)))
         alone: list[StepOutput] = []
         while engine.has_work():
             alone += engine.step()
@@ -222,7 +225,7 @@ def test_an_interactive_request_is_served_at_once_and_nobodys_tokens_change(
 
 def test_outputs_say_how_much_cache_was_held_for_how_long(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    engine.add("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True), seed=1)
+    engine.add(EngineRequest("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True), seed=1))
     held = []
     while engine.has_work():
         held += [output.kv_ms for output in engine.step()]
@@ -232,5 +235,5 @@ def test_outputs_say_how_much_cache_was_held_for_how_long(make_engine: MakeEngin
 
 def test_a_class_that_does_not_exist_is_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(RequestError, match="priority 3") as refused:
-        make_engine().add("a", [5], SamplingParams(), seed=1, priority=3)
+        make_engine().add(EngineRequest("a", [5], SamplingParams(), seed=1, priority=3))
     assert refused.value.param == "priority"

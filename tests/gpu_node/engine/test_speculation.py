@@ -22,6 +22,7 @@ from penstock.contract.structured import StructuredOutputs
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.drafter import Drafter
 from penstock.gpu_node.engine.lookup import PromptLookup
+from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.speculation import Speculation
 from penstock.gpu_node.engine.step_cost import StepCost
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan, StepResult
@@ -79,7 +80,7 @@ def drafting(make_engine: MakeEngine, oracle: Oracle) -> Engine:
 
 def _add(engine: Engine, wanted: list[tuple[list[int], int, dict[str, Any]]]) -> None:
     for i, (prompt, max_tokens, given_options) in enumerate(wanted):
-        engine.add(str(i), prompt, SamplingParams(max_tokens=max_tokens, **given_options), seed=i)
+        engine.add(EngineRequest(str(i), prompt, SamplingParams(max_tokens=max_tokens, **given_options), seed=i))
 
 
 def _said(outputs: list[StepOutput]) -> Said:
@@ -152,10 +153,10 @@ def test_an_answer_that_another_node_began_goes_on_as_it_would_have(
     plain: Engine, drafting: Engine, oracle: Oracle, num_logged: int
 ) -> None:
     prompt, params = [5, 6, 7, 5, 6], SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, min_tokens=40)
-    plain.add("x", prompt, params, seed=3)
+    plain.add(EngineRequest("x", prompt, params, seed=3))
     want, *_ = _run(plain)["x", 0]
     oracle.texts = [[*prompt, *want]]
-    drafting.add("x", prompt, params, seed=3, resume=[ResumedChoice(tuple(want[:num_logged]), "", None)])
+    drafting.add(EngineRequest("x", prompt, params, seed=3, resume=[ResumedChoice(tuple(want[:num_logged]), "", None)]))
     outputs = drain(drafting)
     assert [token for output in outputs for token in output.token_ids] == want[num_logged:]
     check_idle(drafting)
@@ -173,7 +174,7 @@ def test_eight_at_once_say_what_they_say_without_drafts(
     params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True, logit_bias=likely)
     for engine in engines:
         for i, prompt in enumerate(prompts):
-            engine.add(str(i), prompt, params, seed=i)
+            engine.add(EngineRequest(str(i), prompt, params, seed=i))
     want, got = (_run(engine) for engine in engines)
     assert got == want
     assert engines[0].stats().drafted_tokens == 0
@@ -326,7 +327,7 @@ def test_drafts_are_left_off_where_they_do_not_pay_and_save_time_where_they_do(
         params = SamplingParams(temperature=2.0, ignore_eos=True, logit_bias=likely, max_tokens=100)
         for _ in range(3):
             for i in range(8):
-                engine.add(str(i), [3 + i], params, seed=i)
+                engine.add(EngineRequest(str(i), [3 + i], params, seed=i))
             _run(engine)
         spent_ms[name] = sum(_step_ms(step.num_rows) for step in steps)
     assert spent_ms["off"] / spent_ms["ngram"] > least

@@ -17,6 +17,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.guide import GuidedMasks
+from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan
 from penstock.producer.openai.reading import AnswerForm
 
@@ -129,11 +130,11 @@ def test_preemption_chunks_and_company_change_nothing(make: Callable[..., Engine
 @pytest.mark.parametrize("form", FORMS)
 def test_a_node_that_takes_over_goes_on_to_the_token(engine: Engine, form: str) -> None:
     prompt, params = engine.tokenizer.encode("the gate"), _params(form)
-    engine.add("whole", prompt, params, seed=7)
+    engine.add(EngineRequest("whole", prompt, params, seed=7))
     whole = tokens_of(drain(engine), "whole")
     for cut in range(1, len(whole), max(1, len(whole) // 6)):
         logged = ResumedChoice(tuple(whole[:cut]), "", None)
-        engine.add("rest", prompt, params, seed=7, resume=[logged])
+        engine.add(EngineRequest("rest", prompt, params, seed=7, resume=[logged]))
         assert tokens_of(drain(engine), "rest") == whole[cut:]
 
 
@@ -167,7 +168,11 @@ def test_text_that_names_a_special_token_is_spelt_by_others(engine: Engine, want
     (answer,) = engine.generate(["the gate"], params)
     assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [(text, "stop")] * 3
     logged = ResumedChoice(answer.choices[0].token_ids[:5], "", None)
-    engine.add("rest", engine.tokenizer.encode("the gate"), params.model_copy(update={"n": 1}), seed=1, resume=[logged])
+    engine.add(
+        EngineRequest(
+            "rest", engine.tokenizer.encode("the gate"), params.model_copy(update={"n": 1}), seed=1, resume=[logged]
+        )
+    )
     assert tokens_of(drain(engine), "rest") == list(answer.choices[0].token_ids[5:])
 
 
@@ -175,7 +180,7 @@ def test_a_log_of_another_form_is_refused(engine: Engine) -> None:
     prompt = engine.tokenizer.encode("the gate")
     logged = ResumedChoice(tuple(engine.tokenizer.encode("yes")), "yes", None)
     with pytest.raises(RequestError, match="not of the form"):
-        engine.add("x", prompt, _params("regex"), seed=7, resume=[logged])
+        engine.add(EngineRequest("x", prompt, _params("regex"), seed=7, resume=[logged]))
     check_idle(engine)
 
 

@@ -17,6 +17,7 @@ from fakes.poison import poisoned
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.gpu_node.engine import Engine, StepOutput, trail
+from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.trail import MAX_RECORDS
 from penstock.gpu_node.model.protocol import StepPlan
 
@@ -32,7 +33,7 @@ Answers = dict[tuple[str, int], list[int]]
 
 def _add_all(engine: Engine) -> None:
     for i, prompt in enumerate(PROMPTS):
-        engine.add(str(i), prompt, PARAMS, seed=i)
+        engine.add(EngineRequest(str(i), prompt, PARAMS, seed=i))
 
 
 def _drain(engine: Engine) -> list[StepOutput]:
@@ -123,7 +124,7 @@ def test_who_shares_what_a_failed_step_was_to_store_computes_it(make_engine: Mak
     failures = iter(range(1))
     _inject(engine, lambda at, _: MemoryError() if at == "start" and next(failures, None) is not None else None)
     for name, last in (("first", 5), ("second", 7)):
-        engine.add(name, [*prefix, last], one, seed=3)
+        engine.add(EngineRequest(name, [*prefix, last], one, seed=3))
     engine.step()
     with pytest.raises(MemoryError):
         engine.step()
@@ -228,7 +229,7 @@ def test_who_is_preempted_when_its_text_has_ended_it_does_not_come_back(make_eng
     while num_added < 200 or engine.has_work():
         for _ in range(min(3, 200 - num_added)):
             prompt = rng.choices(range(3, 380), k=rng.randint(1, 40))
-            engine.add(str(num_added), prompt, rng.choice(params), seed=num_added)
+            engine.add(EngineRequest(str(num_added), prompt, rng.choice(params), seed=num_added))
             num_added += 1
         num_ended += sum(output.finish_reason is not None for output in engine.step())
         stats = engine.stats()
@@ -242,7 +243,7 @@ def test_torchs_lack_of_memory_is_known_as_such(make_engine: MakeEngine, monkeyp
     runner: Any = engine._runner
     with monkeypatch.context() as patch:
         patch.setattr(runner._decoder, "logits", lambda *_: torch.empty(1 << 60))
-        engine.add("0", PROMPTS[0], PARAMS, seed=0)
+        engine.add(EngineRequest("0", PROMPTS[0], PARAMS, seed=0))
         engine.step()
         with pytest.raises(MemoryError):
             engine.step()
@@ -259,8 +260,8 @@ def test_blocks_that_could_not_be_cleared_are_cleared_before_anybody_has_them(ma
         engine, lambda at, _: MemoryError() if at == "clear" and next(failures, None) is not None else None
     )
     with poisoned(faulty._runner, 300):
-        engine.add("bad", [10] * 20 + [300], PARAMS, seed=0)
-        engine.add("0", PROMPTS[0], PARAMS, seed=seed)
+        engine.add(EngineRequest("bad", [10] * 20 + [300], PARAMS, seed=0))
+        engine.add(EngineRequest("0", PROMPTS[0], PARAMS, seed=seed))
         outputs = _drain(engine)
     assert {(o.request_id, o.finish_reason) for o in outputs} == {("0", None), ("0", "length"), ("bad", "error")}
     assert [tuple(tokens_of(outputs, "0", c)) for c in range(2)] == [choice.token_ids for choice in good]
@@ -272,8 +273,8 @@ def test_the_trail_says_who_held_what_when_memory_ran_out(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(num_kv_blocks=40)
-    engine.add("small", PROMPTS[0], PARAMS, seed=0)
-    engine.add("large", PROMPTS[1] * 5, PARAMS, seed=0)
+    engine.add(EngineRequest("small", PROMPTS[0], PARAMS, seed=0))
+    engine.add(EngineRequest("large", PROMPTS[1] * 5, PARAMS, seed=0))
     for _ in range(3):
         engine.step()
     _inject(engine, lambda at, _: MemoryError("no 3 MiB") if at == "start" else None)
@@ -307,7 +308,7 @@ def test_the_trail_counts_what_happened_between_two_records_and_stays_short(make
     for _ in range(4):
         engine.generate(PROMPTS, PARAMS)
     with pytest.raises(PromptTooLongError):
-        engine.add("x", [1] * 5000, PARAMS, seed=0)
+        engine.add(EngineRequest("x", [1] * 5000, PARAMS, seed=0))
     engine.generate(PROMPTS[:1], PARAMS)
     lines = engine.memory_trail()
     assert any("preempted 1" in line for line in lines)

@@ -14,6 +14,7 @@ from fakes.engine_runs import check_idle, drain
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest
 
 MakeEngine = Callable[..., Engine]
 ARRIVALS_PER_STEP = 8
@@ -76,7 +77,9 @@ def _request(rng: random.Random, prefix: list[int], vocab: int, max_prompt: int)
 
 
 def _add(engine: Engine, name: str, request: _Request) -> None:
-    engine.add(name, request.prompt, request.params, seed=7, priority=request.priority, tenant=request.tenant)
+    engine.add(
+        EngineRequest(name, request.prompt, request.params, seed=7, priority=request.priority, tenant=request.tenant)
+    )
 
 
 def _run_together(engine: Engine, requests: list[_Request]) -> _Answers:

@@ -10,6 +10,7 @@ from fakes.policy_bench import Bench
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
+from penstock.gpu_node.engine.records import EngineRequest
 
 MakeEngine = Callable[..., Engine]
 
@@ -42,8 +43,8 @@ def test_weights_count_in_the_engine(make_engine: MakeEngine) -> None:
     engine = make_engine(scheduling_policy="fair", max_num_seqs=1)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     for i in range(8):
-        engine.add(f"light{i}", [5, 6, 7], params, seed=1, tenant="light", weight=0.001)
-        engine.add(f"heavy{i}", [5, 6, 7], params, seed=1, tenant="heavy", weight=1000.0)
+        engine.add(EngineRequest(f"light{i}", [5, 6, 7], params, seed=1, tenant="light", weight=0.001))
+        engine.add(EngineRequest(f"heavy{i}", [5, 6, 7], params, seed=1, tenant="heavy", weight=1000.0))
     served: dict[str, None] = {}
     while engine.has_work():
         served |= dict.fromkeys(output.request_id for output in engine.step())
@@ -53,5 +54,5 @@ def test_weights_count_in_the_engine(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_weight_that_is_none_is_refused(make_engine: MakeEngine, weight: float) -> None:
     with pytest.raises(RequestError, match="weight") as refused:
-        make_engine().add("a", [5], SamplingParams(), seed=1, weight=weight)
+        make_engine().add(EngineRequest("a", [5], SamplingParams(), seed=1, weight=weight))
     assert refused.value.param == "weight"

@@ -13,6 +13,7 @@ from bench.queue_cost.streams import read_http, read_streams
 from penstock import AsyncClient
 from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine.records import EngineRequest
 from tests.source_tree import ROOT
 
 STEP_MS = 5.0
@@ -30,7 +31,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedRedis]:
 def test_every_sequence_gains_one_token_a_step_until_it_has_all() -> None:
     engine = ClockEngine(0.0)
     for name, num_tokens in (("short", 1), ("long", 3)):
-        engine.add(name, [SPOKEN] * 8, SamplingParams(max_tokens=num_tokens), seed=0)
+        engine.add(EngineRequest(name, [SPOKEN] * 8, SamplingParams(max_tokens=num_tokens), seed=0))
     steps = []
     while engine.has_work():
         steps.append([(output.request_id, output.position, output.finish_reason) for output in engine.step()])
@@ -39,7 +40,7 @@ def test_every_sequence_gains_one_token_a_step_until_it_has_all() -> None:
 
 def test_a_stamped_sequence_says_when_it_was_added_and_stepped() -> None:
     engine = ClockEngine(0.0)
-    engine.add("0", [STAMP], SamplingParams(max_tokens=1), seed=0)
+    engine.add(EngineRequest("0", [STAMP], SamplingParams(max_tokens=1), seed=0))
     [output] = engine.step()
     added_ns, stepped_ns = map(int, output.text.split())
     assert added_ns <= stepped_ns
