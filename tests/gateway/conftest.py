@@ -18,11 +18,11 @@ import uvicorn
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.errors import PromptTooLongError
-from penstock.contract.job import Priority, SamplingParams, Usage
+from penstock.contract.job import SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gateway.app import make_server
 from penstock.gateway.settings import GatewaySettings
-from penstock.gpu_node.engine.records import EngineStats, ResumedChoice, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
@@ -77,23 +77,12 @@ class EchoEngine:
         self._live: list[_Live] = []
         self._num_steps = 0
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        resume: Sequence[ResumedChoice] = (),
-        priority: int = Priority.STANDARD,
-        tenant: str = "default",
-        weight: float = 1.0,
-        adapter: AdapterRef | None = None,
-    ) -> None:
-        if len(prompt_token_ids) >= self.max_model_len:
-            raise PromptTooLongError(f"prompt has {len(prompt_token_ids)} tokens, too many", param="prompt")
-        self.last_params, self.last_adapter = params, adapter
-        self._live += [_Live(request_id, choice, prompt_token_ids, params) for choice in range(params.n)]
+    def add(self, request: EngineRequest) -> None:
+        prompt, params = request.prompt_token_ids, request.params
+        if len(prompt) >= self.max_model_len:
+            raise PromptTooLongError(f"prompt has {len(prompt)} tokens, too many", param="prompt")
+        self.last_params, self.last_adapter = params, request.adapter
+        self._live += [_Live(request.request_id, choice, prompt, params) for choice in range(params.n)]
 
     def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None) -> None:
         pass
