@@ -13,7 +13,7 @@ MAX_CHUNKS_PER_S = 200
 MIN_INTERVAL_S = 0.02
 """Faster than a screen shows them."""
 HURRIED_SHARE = 0.25
-"""Of the interval: so long after the last departure leaves what somebody waits for."""
+"""Of the interval that so many streams ask for: so long after the last departure leaves what somebody waits for."""
 
 
 class Pace:
@@ -32,10 +32,10 @@ class Pace:
         As long as few are owed any yet, the streams of the last departure count: they go on.
         """
         num_streams = max(num_owed, self._num_streams)
-        interval_s = min(self._max_interval_s, max(MIN_INTERVAL_S, num_streams / MAX_CHUNKS_PER_S))
-        due_s = self._all_left_s + interval_s
+        wanted_s = num_streams / MAX_CHUNKS_PER_S
+        due_s = self._all_left_s + min(self._max_interval_s, max(MIN_INTERVAL_S, wanted_s))
         if hurried:
-            due_s = min(due_s, self._left_s + HURRIED_SHARE * interval_s)
+            due_s = min(due_s, self._left_s + HURRIED_SHARE * min(self._max_interval_s, wanted_s))
         return due_s - now_s
 
     def note(self, now_s: float, *, num_streams: int | None) -> None:
