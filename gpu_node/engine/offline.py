@@ -9,6 +9,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.gpu_node.engine.interrupts import held_interrupts
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 
@@ -54,17 +55,19 @@ class Steps(Protocol):
 
 
 def run(engine: Steps, batch: list[EngineRequest]) -> list[StepOutput]:
-    """All that an engine says to a batch; what fails leaves none of it."""
+    """All that an engine says to a batch; what fails or is interrupted leaves none of it."""
     outputs: list[StepOutput] = []
-    try:
-        for request in batch:
-            engine.add(request)
-        while engine.has_work():
-            outputs += engine.step()
-    except BaseException:
-        for request in batch:
-            engine.abort(request.request_id)
-        raise
+    with held_interrupts() as let_through:
+        try:
+            for request in batch:
+                engine.add(request)
+            while engine.has_work():
+                outputs += engine.step()
+                let_through()
+        except BaseException:
+            for request in batch:
+                engine.abort(request.request_id)
+            raise
     return outputs
 
 

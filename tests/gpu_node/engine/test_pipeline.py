@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -102,22 +104,57 @@ def test_an_aborted_requests_step_may_still_fail(make_engine: MakeEngine, monkey
     check_idle(fresh)
 
 
-def test_an_interrupt_while_a_step_runs_leaves_an_engine_that_goes_on(
+def test_a_second_interrupt_ends_a_step_that_never_would_and_leaves_an_engine_that_goes_on(
     plain: Engine, greedy_alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, interrupts = plain._runner.submit, iter([True])
+    submit, hangs = plain._runner.submit, iter([True, True, True, False])
 
-    class Interrupted:
+    class Hanging:
         def __init__(self, plan: Any) -> None:
             self._handle = submit(plan)
 
         def result(self) -> Any:
-            if next(interrupts, False):
-                raise KeyboardInterrupt
+            while next(hangs, False):
+                signal.raise_signal(signal.SIGINT)
             return self._handle.result()
 
-    monkeypatch.setattr(plain._runner, "submit", Interrupted)
+    monkeypatch.setattr(plain._runner, "submit", Hanging)
     with pytest.raises(KeyboardInterrupt):
         plain.generate(PROMPTS, GREEDY)
+    assert next(hangs)  # it was let through by the second
+    hangs = iter([])
     assert [generation.choices[0].token_ids for generation in plain.generate(PROMPTS, GREEDY)] == greedy_alone
     check_idle(plain)
+
+
+def test_an_interrupt_at_any_call_leaves_an_engine_that_goes_on(make_engine: MakeEngine) -> None:
+    engine, uncached = make_engine(), make_engine(enable_prefix_caching=False)
+    short, num_calls, interrupted_at = GREEDY.model_copy(update={"max_tokens": 3}), 0, 0
+
+    def interrupt(frame: Any, event: str, _: object) -> None:
+        nonlocal num_calls
+        if event == "call" and "/engine/" in frame.f_code.co_filename:
+            num_calls += 1
+            if num_calls == interrupted_at:
+                signal.raise_signal(signal.SIGINT)
+
+    def generate(prompts: list[list[int]]) -> None:
+        nonlocal num_calls
+        num_calls = 0
+        sys.setprofile(interrupt)
+        try:
+            engine.generate(prompts, short)
+        finally:
+            sys.setprofile(None)
+
+    generate([[3] * 40, [4] * 33])
+    handler, num_calls_uninterrupted = signal.getsignal(signal.SIGINT), num_calls
+    for i in range(1, 30):
+        interrupted_at = num_calls_uninterrupted * i // 32
+        prompts = [[10 * i] * 40, [10 * i + 1] * 33]
+        with pytest.raises(KeyboardInterrupt):
+            generate(prompts)
+        assert signal.getsignal(signal.SIGINT) is handler
+        check_idle(engine)
+        said, want = (one.generate(prompts, short) for one in (engine, uncached))
+        assert [one.choices for one in said] == [one.choices for one in want]

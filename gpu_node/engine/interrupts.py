@@ -1,0 +1,41 @@
+"""Ctrl-C between steps only: in the middle of one it would leave lists and blocks half changed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def held_interrupts() -> Iterator[Callable[[], None]]:
+    """Hold interrupts back; calling what this gives lets one through that came, and so does the end.
+
+    A second one is not held back, for a step that never ends. Python handles signals on the main thread alone: on
+    others there is nothing to hold, nor where the process does not handle this one.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    act, came = handler, list[tuple[int, FrameType | None]]()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            let_through()
+
+    def let_through() -> None:
+        if came:
+            last = came[-1]
+            came.clear()
+            act(*last)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield let_through
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        let_through()
