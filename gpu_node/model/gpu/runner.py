@@ -238,6 +238,7 @@ class _Flight:
         """Keep those of its sampling rows and of its scored tokens."""
         self._logprobs = logprobs, scores
 
+    @naming_lack_of_memory()
     def close(self) -> None:
         """Give the device what is left of it."""
         rest, self.rest = self.rest, None

@@ -157,6 +157,20 @@ def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
     assert runner.submit(plan).result().tokens.tolist() == want.tolist()
 
 
+def test_lack_of_memory_for_masks_is_known_as_such(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks at masks is given to the device by who waits for the step."""
+
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner = _runner(tiny_model, "gpu")
+    monkeypatch.setattr(runner._row_marks, "make_room", out_of_memory)
+    allowed = np.arange(384) % 2 == 0
+    flight = runner.submit(plan_of([(Track([5, 6, 7, 8], [1, 2]), 4)], rows_of(1, position=0, mask=[allowed])))
+    with pytest.raises(MemoryError):
+        flight.result()
+
+
 def test_masks_may_be_written_while_the_step_runs(tiny_model: Path) -> None:
     """One with prompts, and one that is replayed."""
     runner = _runner(tiny_model, "gpu")
