@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.gpu_node.model.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, digest_of, read_adapter
 from penstock.gpu_node.model.spec import ModelSpec
 
-_MAX_READ = 64
-"""Adapters that stay mapped, those read last; whoever uses one keeps it."""
+_MAX_KEPT = 8
+"""Adapters that stay in memory though nobody uses them, those read last."""
 _Stamp = tuple[tuple[int, int], ...]
 """Size and time of an adapter's files: as long as it stays, so does what they hold."""
 
@@ -28,7 +30,8 @@ class AdapterLibrary:
         self._folder = folder
         self._max_rank = max_rank
         self._digests: dict[Path, tuple[_Stamp, str]] = {}
-        self._read: dict[str, Adapter] = {}
+        self._read: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
+        self._kept: deque[Adapter] = deque(maxlen=_MAX_KEPT)
         self._lock = threading.Lock()
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"lora_dir {folder} is not a folder")
@@ -78,9 +81,10 @@ class AdapterLibrary:
         if (known := self._read.get(digest)) is not None:
             return known
         adapter = read_adapter(folder, name, digest, self._spec, self._max_rank)
-        if len(self._read) == _MAX_READ:
-            del self._read[next(iter(self._read))]
+        if self._digest(folder) != digest:
+            raise ConfigError("its files changed while they were read")
         self._read[digest] = adapter
+        self._kept.append(adapter)
         return adapter
 
     def _digest(self, folder: Path) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import StoredTensor, mapped, read_safetensors
+from penstock.gpu_node.model.checkpoint import StoredTensor, read_safetensors
 from penstock.gpu_node.model.json_object import read_object
 from penstock.gpu_node.model.low_rank import LowRank
 from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
@@ -44,9 +44,9 @@ class _Pair:
     """Of the rows of `up`, where the checkpoint keeps them in another order than the runners."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Adapter:
-    """An adapter's tensors, mapped from its file."""
+    """An adapter's tensors, as they were when its file was read."""
 
     name: str
     digest: str
@@ -82,7 +82,8 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
     rank, factor = _rank_and_factor(config)
     if rank > max_rank:
         raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
-    stored = dict(read_safetensors(weights, mapped(weights)))
+    # In memory of its own: whoever writes over a mapped file changes what it holds, and who cuts it ends the process.
+    stored = dict(read_safetensors(weights, weights.read_bytes()))
     pairs: dict[tuple[int, MatrixName], tuple[_Pair, ...]] = {}
     for layer in range(spec.num_layers):
         for matrix in MATRICES:

@@ -160,9 +160,9 @@ def mapped(path: Path) -> mmap.mmap:
             raise ConfigError(f"{path} is empty") from error
 
 
-def read_safetensors(path: Path, mapped: mmap.mmap) -> Iterable[tuple[str, StoredTensor]]:
-    """The tensors of one mapped file by name. Raises ConfigError for a file that is cut short or of another kind."""
-    content = np.frombuffer(mapped, np.uint8)
+def read_safetensors(path: Path, held: mmap.mmap | bytes) -> Iterable[tuple[str, StoredTensor]]:
+    """The tensors of one file by name, mapped or in memory. Raises ConfigError for one cut short or of another kind."""
+    content = np.frombuffer(held, np.uint8)
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     if 8 + header_bytes > len(content):
         raise ConfigError(f"{path} is cut short or no safetensors file")

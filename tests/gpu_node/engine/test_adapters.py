@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fakes.engine_runs import drain, tokens_of
 from fakes.prompts import mixed_prompts
 from fakes.random_adapters import make_adapter, merge
 from fakes.schedules import BLOCK_SIZE, check_plan, new_scheduler, new_sequence
@@ -23,6 +25,7 @@ from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.adapter_places import AdapterPlaces, ByAdapter
 from penstock.gpu_node.engine.discipline import FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest
+from penstock.gpu_node.model.adapters import WEIGHTS_FILE
 
 MakeEngine = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -157,3 +160,20 @@ def test_who_waits_for_a_place_gets_one_though_others_keep_coming() -> None:
         seen += [seq.request_id for seq in step.seqs]
         scheduler.commit(step, step.sampled * 0 + 7)
     assert "second" in seen
+
+
+def test_who_began_with_an_adapter_goes_on_with_it_when_its_file_is_written_over(
+    make_engine: MakeEngine, adapters: Path, tmp_path: Path
+) -> None:
+    for name in "ab":
+        shutil.copytree(adapters / name, tmp_path / name)
+    engine = make_engine(lora_dir=tmp_path, max_loras=1)
+    prompts, began_with = [[5, 6, 7] * 7], AdapterRef(name="a", digest=engine.adapters()["a"])
+    want = engine.generate(prompts, GREEDY, adapters="a")[0].choices[0].token_ids
+    other = engine.generate(prompts, GREEDY, adapters="b")[0].choices[0].token_ids  # which takes the only place
+    weights = tmp_path / "a" / WEIGHTS_FILE
+    for content in ((tmp_path / "b" / WEIGHTS_FILE).read_bytes(), b""):
+        weights.write_bytes(content)
+        engine.add(EngineRequest("old", prompts[0], GREEDY, seed=0, adapter=began_with, cache_salt=str(len(content))))
+        assert tuple(tokens_of(drain(engine), "old")) == want != other
+        assert engine.generate(prompts, GREEDY, adapters="b")[0].choices[0].token_ids == other

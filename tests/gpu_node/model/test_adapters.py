@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
+from penstock.gpu_node.model import adapter_library
+from penstock.gpu_node.model.adapters import WEIGHTS_FILE, read_adapter
 from penstock.gpu_node.model.load import load_model
 
 MAX_LOGIT_ERROR = 2e-4
@@ -155,3 +157,24 @@ def test_an_adapter_is_known_by_its_content(family: Family, tmp_path: Path) -> N
     with pytest.raises(RequestError, match="not the one any more") as caught:
         library.find(AdapterRef(name="one", digest="0" * 32))
     assert caught.value.code == "adapter_changed"
+
+
+def test_an_adapter_that_is_written_while_it_is_read_is_not_taken_for_what_it_was(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = _model(family("llama"))
+    library = _load(family("llama"), lora_dir=tmp_path).adapters
+    one, other = (
+        make_adapter(tmp_path / name, base, seed=seed, only="q_proj") for name, seed in (("one", 1), ("x", 2))
+    )
+    before = library.digests()["one"]
+
+    def read_late(folder: Path, *rest: Any) -> Any:
+        (one / WEIGHTS_FILE).write_bytes((other / WEIGHTS_FILE).read_bytes())
+        return read_adapter(folder, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(RequestError) as caught:
+        patch.setattr(adapter_library, "read_adapter", read_late)
+        library.find(AdapterRef(name="one", digest=before))
+    assert caught.value.code == "adapter_unusable"
+    assert library.find(AdapterRef(name="one")).digest == library.digests()["x"] != before
