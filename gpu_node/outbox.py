@@ -157,7 +157,7 @@ class Outbox:
             self._naps = False
             self._collect()
             if not self._dirty:
-                # The streams of the last departure have ended, or wait for the engine; or this node lost what it was full of.
+                # The streams of the last departure have ended or wait for the engine, or what it was held for is lost.
                 self._pause_engine_if_full()
                 continue
             only_hurried = self._pace.until_next_s(len(self._dirty), self._loop.time()) > 0
