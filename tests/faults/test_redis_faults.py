@@ -247,7 +247,7 @@ async def test_a_master_is_made_a_replica_and_keeps_its_clients(tmp_path: Path) 
                 while works[0].num_seen < 20:
                     await asyncio.sleep(0.01)
                 promoted = connect(second.url)
-                while not (await promoted.info("replication"))["master_link_status"] == "up":
+                while (await promoted.info("replication"))["master_link_status"] != "up":
                     await asyncio.sleep(0.01)
                 with first.client() as demoting:
                     await promoted.replicaof("NO", "ONE")

@@ -191,7 +191,7 @@ class SharedRedis(Redis):
         await super().aclose(close_connection_pool)
 
     async def _open_line(self) -> Line:
-        """The line. Who waited while another call failed to open it fails as well: each trying in turn, the last of many
+        """The line. Who waited while another call failed to open it fails as well: each trying in turn, the last
         would hear of it minutes later.
         """
         num_failures = self._num_failures
