@@ -72,6 +72,18 @@ class Copy(Generic[T]):
             self._refreshing = asyncio.create_task(self._refresh(), name="penstock refresh")
         return held.value
 
+    async def at_hand(self, patience_s: float) -> T:
+        """The value as `get` gives it, or the last one where that takes longer or fails; raises UnavailableError where
+        there was none.
+        """
+        try:
+            async with asyncio.timeout(patience_s):
+                return await self.get()
+        except (TimeoutError, UnavailableError):
+            if self._held is None:
+                raise UnavailableError("Redis is away", code="redis_away") from None
+            return self._held.value
+
     async def close(self) -> None:
         """Ends a fetch that nobody waits for."""
         if self._refreshing is not None:
