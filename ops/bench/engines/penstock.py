@@ -10,20 +10,17 @@ from bench.child import Spec, main
 from bench.drive import Saw
 from bench.engines.stepped import SteppedSession
 from bench.workload import BenchRequest
+from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest
+from penstock.gpu_node.worker import EngineLike
 
 
 class PenstockSession(SteppedSession):
-    def __init__(self, spec: Spec) -> None:
-        from penstock.contract.job import SamplingParams
-        from penstock.gpu_node.engine.config import EngineConfig
-        from penstock.gpu_node.engine.engine import Engine
-
-        self._params = SamplingParams
-        self._engine = Engine(EngineConfig(model=spec.weights, **spec.options))
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
 
     def add(self, i: int, request: BenchRequest) -> None:
-        params = self._params(temperature=0, max_tokens=request.num_output, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=request.num_output, ignore_eos=True)
         self._engine.add(EngineRequest(str(i), request.prompt, params, seed=0))
 
     def bind_thread(self) -> None:
@@ -46,7 +43,10 @@ class PenstockSession(SteppedSession):
 
 @contextmanager
 def open_session(spec: Spec) -> Iterator[PenstockSession]:
-    yield PenstockSession(spec)
+    from penstock.gpu_node.engine.config import EngineConfig
+    from penstock.gpu_node.engine.engine import Engine
+
+    yield PenstockSession(Engine(EngineConfig(model=spec.weights, **spec.options)))
 
 
 if __name__ == "__main__":

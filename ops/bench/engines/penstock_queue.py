@@ -7,8 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from bench.child import Spec, main
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class QueuedSession:
     in_own_process = False
 
-    def __init__(self, client: AsyncClient, runner: asyncio.Runner, redis_url: str) -> None:
+    def __init__(self, client: AsyncClient, runner: asyncio.Runner, redis_url: str, node_pid: int) -> None:
         self._client = client
         self.redis_url = redis_url
+        self.node_pid = node_pid
         self._runner = runner
 
     def run(self, workload: Workload, watch: Stopwatch) -> None:
@@ -42,7 +43,8 @@ class QueuedSession:
 
 
 @contextmanager
-def _node(redis_url: str, spec: Spec) -> Iterator[None]:
+def serve_model(redis_url: str, spec: Spec) -> Iterator[int]:
+    """A node that is ready; its process's id."""
     settings = {"model": spec.weights, "progress": "json"} | spec.options
     env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
     node = subprocess.Popen(
@@ -53,22 +55,24 @@ def _node(redis_url: str, spec: Spec) -> Iterator[None]:
     try:
         if not any(json.loads(line)["event"] == "ready" for line in node.stdout or ()):
             raise RuntimeError(f"the node ended with status {node.wait()}")
-        yield
+        yield node.pid
     finally:
         node.terminate()
         node.wait(60)
 
 
 @contextmanager
-def open_session(spec: Spec) -> Iterator[QueuedSession]:
+def open_session(
+    spec: Spec, serve: Callable[[str, Spec], AbstractContextManager[int]] = serve_model
+) -> Iterator[QueuedSession]:
     from penstock import AsyncClient
     from penstock.contract.embedded import EmbeddedRedis
 
-    with EmbeddedRedis() as redis, _node(redis.url, spec), asyncio.Runner() as runner:
+    with EmbeddedRedis() as redis, serve(redis.url, spec) as node_pid, asyncio.Runner() as runner:
         client = AsyncClient(redis.url)
         runner.run(client.connect())
         try:
-            yield QueuedSession(client, runner, redis.url)
+            yield QueuedSession(client, runner, redis.url, node_pid)
         finally:
             runner.run(client.close())
 

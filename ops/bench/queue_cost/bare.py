@@ -18,10 +18,10 @@ Ask = Callable[[str, int], dict[str, float]]
 
 def serve_bare(spec: Spec) -> None:
     """Answers lines of [load, seed] with the load's figures, until there are no more."""
-    from bench.engines.penstock import open_session
+    from bench.queue_cost.settings import open_bare
     from penstock.contract.settle import settle
 
-    with open_session(spec) as session:
+    with open_bare(spec) as session:
         settle()
         session.bind_thread()
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""A real model bare and behind the queue, in turns of one run: `… bench.queue_cost model` writes results/queue.md."""
+"""Engines bare and behind the queue, in turns of one run: `… bench.queue_cost model` writes results/queue.md."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 from redis import Redis
 
 from bench.child import Spec
-from bench.engines.penstock_queue import QueuedSession, open_session
+from bench.engines.penstock_queue import QueuedSession
 from bench.machine import ForeignCpu, describe, revision
 from bench.queue_cost.bare import Ask, bare_engine
 from bench.queue_cost.loads import load_of
 from bench.queue_cost.processes import CpuMeter
+from bench.queue_cost.settings import all_settings, open_queued
 from bench.stopwatch import Stopwatch
-from penstock.cli.demo_model import demo_model
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.queue_cost model"
 MOST_FOREIGN = 0.05
-OPTIONS: dict[str, dict[str, Any]] = {
-    "int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
-    "bf16": {"quantization": "none", "kv_cache_dtype": "int8"},
-}
 Figures = dict[str, float]
 
 
@@ -43,17 +38,21 @@ def measure_model(num_turns: int) -> None:
     """Runs all settings and writes the table."""
     machine = describe()
     lines = [
-        "# What the queue costs a real model",
+        "# What the queue costs",
         "",
         f"SmolLM2-135M, native runner, {machine['cores']} cores of {machine['cpu']}, {machine['date']}, {revision()}. "
         f"`{COMMAND}`",
         "",
-        "The engine alone in a process, and client → Redis → node → client, answer the same loads by turns on the same "
-        f"cores: medians of {num_turns} turns, ratios and differences of each turn's two runs with their quartiles; a "
-        "turn in which other processes had 5 % of the CPU is done again. *Mix*: 64 requests at once. *Single*: streams "
-        "of 32 + 32 tokens, one behind the other.",
+        "The engine alone in a process, and client → Redis → node → client, answer the same loads by turns: medians of "
+        f"{num_turns} turns, ratios and differences of each turn's two runs with their quartiles; a turn in which "
+        "other processes had 5 % of the CPU is done again. *Mix*: 64 requests at once. *Single*: streams of 32 + 32 "
+        "tokens, one behind the other.",
         "",
-        "| weights | mix: tokens/s bare | through Redis | ratio | single: TTFT ms bare | through Redis | added ms "
+        "*On both cores*: Redis, client and the node's loop take their time from the model's threads. *On one core*: "
+        "they have the other. *Elsewhere*: an engine whose steps take their time without computing here, as those of a "
+        "card do.",
+        "",
+        "| engine | mix: tokens/s bare | through Redis | ratio | single: TTFT ms bare | through Redis | added ms "
         "| ITL ms bare | through Redis |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -61,19 +60,19 @@ def measure_model(num_turns: int) -> None:
         "",
         "Per token of the mix: CPU of the whole process (of the node: its event loop), and bytes on Redis's sockets.",
         "",
-        "| weights | CPU µs/token: Redis | client | node's loop | bytes/token to Redis | from Redis |",
+        "| engine | CPU µs/token: Redis | client | node's loop | bytes/token to Redis | from Redis |",
         "|---|---|---|---|---|---|",
     ]
-    for weights, options in OPTIONS.items():
-        mix, single = _measure(options, num_turns)
-        lines.append(f"| {weights} | {_speed(mix)} | {_latency(single)} |")
-        costs.append(f"| {weights} | {_costs(mix)} |")
+    for setting in all_settings():
+        print(setting.name, flush=True)
+        mix, single = _measure(setting.spec, num_turns)
+        lines.append(f"| {setting.name} | {_speed(mix)} | {_latency(single)} |")
+        costs.append(f"| {setting.name} | {_costs(mix)} |")
     (RESULTS / "queue.md").write_text("\n".join(lines + costs) + "\n", encoding="utf-8")
 
 
-def _measure(options: dict[str, Any], num_turns: int) -> tuple[list[Turn], list[Turn]]:
-    spec = Spec("mix", str(demo_model()), options)
-    with open_session(spec) as queued, bare_engine(spec) as bare:
+def _measure(spec: Spec, num_turns: int) -> tuple[list[Turn], list[Turn]]:
+    with open_queued(spec) as queued, bare_engine(spec) as bare:
         for load in ("mix", "single"):
             _turn(bare, queued, load, -1)
         return _turns(bare, queued, "mix", num_turns), _turns(bare, queued, "single", num_turns)
@@ -111,7 +110,7 @@ def _queued_run(queued: QueuedSession, load: str, seed: int) -> tuple[Figures, F
     with Redis.from_url(queued.redis_url) as redis:
         watch = Stopwatch(workload)
         before = redis.info("stats")
-        with CpuMeter(_pids()) as meter:
+        with CpuMeter(_pids(queued)) as meter:
             queued.run(workload, watch)
         after = redis.info("stats")
     return watch.measured(), {name: after[key] - before[key] for name, key in _BYTES.items()} | meter.spent_us
@@ -120,15 +119,10 @@ def _queued_run(queued: QueuedSession, load: str, seed: int) -> tuple[Figures, F
 _BYTES = {"in": "total_net_input_bytes", "out": "total_net_output_bytes"}
 
 
-def _pids() -> dict[str, int]:
+def _pids(queued: QueuedSession) -> dict[str, int]:
     me = psutil.Process()
-    found = {"client": me.pid}
-    for child in me.children(recursive=True):
-        if child.name() == "redis-server":
-            found["redis"] = child.pid
-        elif child.cmdline()[-2:] == ["penstock", "node"]:
-            found["node"] = child.pid
-    return found
+    [redis] = [child.pid for child in me.children(recursive=True) if child.name() == "redis-server"]
+    return {"client": me.pid, "node": queued.node_pid, "redis": redis}
 
 
 def _speed(turns: list[Turn]) -> str:
