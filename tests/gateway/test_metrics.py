@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from dataclasses import fields
 
 import httpx
 import pytest
@@ -14,6 +16,7 @@ from penstock.contract import keys
 from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.figures import EVENTS
 from penstock.contract.job import Priority
+from penstock.producer.client import ClientStats
 from penstock.producer.client import client as client_module
 
 MODEL = "acme/echo"
@@ -102,6 +105,8 @@ def test_pools_figures_are_those_of_redis(fresh, redis_url, engine):
     assert found["penstock_redis_up",] == 1
     assert found["penstock_redis_max_bytes",] == 512 << 20
     assert found["penstock_client_chunks_total",] > 0
+    meanings = re.findall(r"# HELP penstock_client_\w+ (.+)", httpx.get(f"{fresh}/metrics").text)
+    assert len(set(meanings)) == len(fields(ClientStats)), "each says what it counts"
 
 
 def test_what_a_gateway_knows_by_itself_is_told_while_redis_is_away(stack, monkeypatch):

@@ -162,8 +162,9 @@ async def test_a_request_that_is_not_one_fails_alone(redis_url: str, redis: Redi
 
 
 async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
-    redis_url: str, broker: ProducerBroker
+    redis_url: str, broker: ProducerBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     job = new_job(max_tokens=300, n=2, logprobs=2, prompt_logprobs=1)
     async with running(redis_url, ReferenceEngine(step_s=0.005), drain_s=0.05):
         await broker.submit(job, cost=50)
@@ -171,6 +172,9 @@ async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
     status = await broker.status(job.id, "default")
     assert (status.state, status.losses, status.preemptions) == ("queued", 0, 1)
     assert 10 < status.num_chunks < 600
+    last = vars(caplog.records[-1])
+    assert (last["message"], last["num_given_back"], last["num_kept"]) == ("left", 1, 0)
+    assert "a part is not well" not in caplog.text
     async with running(redis_url, ReferenceEngine()):
         result = await ended(broker, job)
     prompt = (job.prompt or "").encode()
