@@ -151,9 +151,12 @@ class Door:
         """Returns when a job of this cost may be submitted; raises BusyError or UnavailableError when not."""
         try:
             self._decide(await self.recent(), cost, priority)
-        except (BusyError, UnavailableError):
+        except BusyError:
             # By what may not be so any more.
             self._decide(await self.pressure(), cost, priority)
+        except UnavailableError:
+            # Its first node may have joined since.
+            self._decide(await self._copy.renewed(), cost, priority)
         self._admitted_cost[priority] += cost
 
     async def close(self) -> None:
