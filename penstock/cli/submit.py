@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from penstock.contract.settings import redis_url_of
+
 PriorityName = Literal["interactive", "standard", "batch"]
 
 
@@ -43,11 +45,13 @@ def submit(
     }
     times = {"deadline_s": deadline, "not_before_s": not_before}
     options = {"model": model, "tenant": tenant, **times, **sampling}
-    asyncio.run(_stream(redis_url, text if raw else [{"role": "user", "content": text}], priority, options))
+    asyncio.run(
+        _stream(redis_url_of(redis_url), text if raw else [{"role": "user", "content": text}], priority, options)
+    )
 
 
 async def _stream(
-    redis_url: str | None, prompt: str | list[dict[str, str]], priority: PriorityName, options: dict[str, Any]
+    redis_url: str, prompt: str | list[dict[str, str]], priority: PriorityName, options: dict[str, Any]
 ) -> None:
     from penstock.contract.job import Priority
     from penstock.producer.client import AsyncClient

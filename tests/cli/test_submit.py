@@ -95,3 +95,10 @@ async def _until_idle(redis_url: str) -> None:
         while await redis.scard("penstock:{reference}:open"):
             assert time.monotonic() < deadline, "the job still runs"
             await asyncio.sleep(0.05)
+
+
+def test_without_a_redis_it_says_how_to_name_one() -> None:
+    clean = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
+    done = subprocess.run([sys.executable, "-m", "penstock", "submit", "x"], env=clean, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--redis-url" in done.stderr and done.stderr.count("\n") == 1
