@@ -59,10 +59,11 @@ def test_prompt_can_come_from_stdin(pool: str) -> None:
     assert submit(pool, "-", *sampling, stdin="hello").stdout == submit(pool, "hello", *sampling).stdout
 
 
-def test_wrong_parameter_is_one_line_and_exit_code_2(pool: str) -> None:
-    done = submit(pool, "hello", "--temperature", "11")
+@pytest.mark.parametrize(("option", "value"), [("temperature", "11"), ("top-p", "0"), ("top-p", "1.5")])
+def test_wrong_parameter_is_one_line_and_exit_code_2(pool: str, option: str, value: str) -> None:
+    done = submit(pool, "hello", f"--{option}", value)
     assert done.returncode == 2
-    assert "temperature" in done.stderr
+    assert option.replace("-", "_") in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
