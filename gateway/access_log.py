@@ -11,6 +11,8 @@ from http import HTTPStatus
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.gateway.openai.answer import JOB_HEADER
+
 logger = logging.getLogger("penstock.gateway.access")
 
 ID_HEADER = "X-Request-Id"
@@ -38,13 +40,14 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        status, request_id = NO_STATUS, uuid.uuid4().hex
+        status, request_id, jobs = NO_STATUS, uuid.uuid4().hex, {}
 
         def noting_status(message: Message) -> Awaitable[None]:
-            nonlocal status
+            nonlocal status, jobs
             if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)[ID_HEADER] = request_id
+                status, headers = message["status"], MutableHeaders(scope=message)
+                headers[ID_HEADER] = request_id
+                jobs = {"job": headers[JOB_HEADER]} if JOB_HEADER in headers else {}
             return send(message)
 
         try:
@@ -59,7 +62,7 @@ class AccessLog:
             line = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:MAX_PATH_CHARS]}
             caller = scope.get("state", {}).get("caller")
             key = {"key_id": caller.key_id} if caller is not None and caller.key_id else {}
-            logger.info("request", extra={**line, "status": int(status), "duration_ms": duration_ms, **key})
+            logger.info("request", extra={**line, "status": int(status), "duration_ms": duration_ms, **jobs, **key})
             scope["app"].state.metrics.requests.labels(self._route_of(scope), int(status)).inc()
 
     def _route_of(self, scope: Scope) -> str:

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
+from penstock.contract.errors import ConfigError
 from penstock.contract.logs import configure_logging
 from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
@@ -95,17 +96,22 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
 def run(settings: GatewaySettings) -> None:
     """Serves until SIGTERM or SIGINT, then lets open answers go on for `drain_s`.
 
-    Raises ConfigError or UnavailableError when Redis cannot be reached.
+    Raises ConfigError when it cannot listen there, and ConfigError or UnavailableError when Redis cannot be reached.
     """
     configure_logging()
-    asyncio.run(_reach_redis(settings))
+    asyncio.run(_try(settings))
     server = make_server(settings)
     settle()
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
 
 
-async def _reach_redis(settings: GatewaySettings) -> None:
+async def _try(settings: GatewaySettings) -> None:
     """Before there is a server, which would wrap what is wrong in its own troubles."""
+    try:
+        listener = await asyncio.get_running_loop().create_server(asyncio.Protocol, settings.host, settings.port)
+    except OSError as error:
+        raise ConfigError(f"port {settings.port} on {settings.host}: {error.strerror}", param="port") from error
+    listener.close()
     async with _client_of(settings):
         pass

@@ -31,6 +31,15 @@ SCRAPE_TIMEOUT_S = 2.0
 """Redis may be away; what this process knows by itself is told all the same."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
+_OF_CLIENT = {
+    "messages": "Messages that came to this process's inbox.",
+    "chunks": "Chunks in them.",
+    "bad_messages": "Messages on it that were none of ours.",
+    "log_reads": "Pages read of jobs' logs.",
+    "gaps": "Times that a chunk came before one that it follows.",
+    "resubscribes": "Times that the inbox was subscribed to again.",
+    "resubmits": "Jobs that Redis had lost and that were submitted again.",
+}
 
 router = APIRouter()
 
@@ -124,7 +133,7 @@ def _told_by(families: Iterable[Metric]) -> CollectorRegistry:
 
 def _of_client(client: AsyncClient) -> Iterator[Metric]:
     for name, value in asdict(client.stats).items():
-        yield CounterMetricFamily(f"penstock_client_{name}", "See ClientStats.", value=value)
+        yield CounterMetricFamily(f"penstock_client_{name}", _OF_CLIENT[name], value=value)
 
 
 def _of_redis(memory: tuple[int, int] | None) -> Iterator[Metric]:

@@ -156,7 +156,8 @@ class Heartbeat:
             stats=stats,
             engine_stalled_s=self._watchdog.stalled_s,
             redis_silent_s=now_s - self._beaten_s,
-            hears_doorbell=self._inbox.hears_doorbell,
+            # Who drains takes nothing more, and listens no more.
+            hears_doorbell=self.draining or self._inbox.hears_doorbell,
             unsent_bytes=self._ledger.unsent_bytes,
             max_unsent_bytes=self._outbox.max_unsent_bytes,
             num_tokenizer_failures=self._inbox.num_tokenizer_failures,

@@ -124,6 +124,7 @@ class HeldJob:
         for chunk in logged:
             self._choices[chunk.choice].extend(chunk)
             self._prompt_logprobs += chunk.prompt_logprobs
+            self.usage = chunk.usage or self.usage
             self._append(chunk)
         self._num_sealed_of_prompt = len(self._prompt_logprobs)
         self.num_acknowledged = len(self._chunks)
@@ -158,7 +159,9 @@ class HeldJob:
         self.num_acknowledged = min(self.num_acknowledged, index)
 
     def result(self) -> bytes:
-        """The packed result, as far as the job got."""
+        """The packed result, as far as the job got; nothing while it is not known what earlier nodes logged of it."""
+        if self.taken.num_chunks and not self._chunks:
+            return b""
         choices = tuple(
             Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason, tuple(c.logprobs))
             for i, c in enumerate(self._choices)

@@ -106,8 +106,7 @@ class Node:
                 async with _background(*serving):
                     await self._until_stopped()
                 await self._drain()
-            with suppress(UnavailableError):
-                await patiently(self._broker.leave, LEAVE_PATIENCE_S)
+            await self._leave()
         finally:
             self._worker.stop()
             await self._redis.aclose()
@@ -191,6 +190,15 @@ class Node:
         with suppress(UnavailableError):
             await patiently(self._outbox.flush, LEAVE_PATIENCE_S)
             await self._give_back(list(self.ledger))
+
+    async def _leave(self) -> None:
+        try:
+            num_kept = await patiently(self._broker.leave, LEAVE_PATIENCE_S)
+        except UnavailableError as error:
+            log.warning("left without a word to the pool", extra={"node_id": self.node_id, "reason": error.message})
+        else:
+            facts = {"num_given_back": self.ledger.counts.given_back_drain, "num_kept": num_kept}
+            log.info("left", extra={"node_id": self.node_id, **facts})
 
     async def _give_back(self, jobs: list[HeldJob]) -> None:
         await patiently(lambda: self._relief.give_back(jobs), LEAVE_PATIENCE_S)

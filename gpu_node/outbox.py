@@ -157,7 +157,9 @@ class Outbox:
             self._naps = False
             self._collect()
             if not self._dirty:
-                continue  # the streams of the last departure have ended, or wait for the engine
+                # The streams of the last departure have ended or wait for the engine, or what it was held for is lost.
+                self._pause_engine_if_full()
+                continue
             only_hurried = self._pace.until_next_s(len(self._dirty), self._loop.time()) > 0
             try:
                 await self.flush(only_hurried=only_hurried)
@@ -174,10 +176,11 @@ class Outbox:
         """Sends what is owed now. Raises UnavailableError; what was not acknowledged stays owed."""
         self._collect()
         batch = [job for job in self._dirty.values() if not only_hurried or _is_waited_for(job)]
+        # Also where nothing leaves: what was waited for when it was noted may have been on its way, or given up since.
+        self._is_hurried = False
         if not batch:
             return
         self._pace.note(self._loop.time(), num_streams=None if only_hurried else len(batch))
-        self._is_hurried = False
         for job in batch:
             del self._dirty[job.taken.lease]
         try:

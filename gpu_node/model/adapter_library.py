@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,8 @@ from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
 from penstock.gpu_node.model.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, digest_of, read_adapter
 from penstock.gpu_node.model.spec import ModelSpec
+
+_log = logging.getLogger(__name__)
 
 _MAX_READ = 64
 """Adapters that stay mapped, those read last; whoever uses one keeps it."""
@@ -29,6 +32,7 @@ class AdapterLibrary:
         self._max_rank = max_rank
         self._digests: dict[Path, tuple[_Stamp, str]] = {}
         self._read: dict[str, Adapter] = {}
+        self._left_out: dict[Path, str] = {}
         self._lock = threading.Lock()
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"lora_dir {folder} is not a folder")
@@ -45,8 +49,8 @@ class AdapterLibrary:
             for name, path in self._folders():
                 try:
                     found[name] = self._digest(path)
-                except (ConfigError, OSError):
-                    continue  # being copied there, or taken away
+                except (ConfigError, OSError) as error:
+                    self._leave_out(path, str(error))
         return found
 
     def find(self, wanted: AdapterRef) -> Adapter:
@@ -90,6 +94,12 @@ class AdapterLibrary:
         if known is None or known[0] != stamp:
             known = self._digests[folder] = stamp, digest_of(folder)
         return known[1]
+
+    def _leave_out(self, folder: Path, why: str) -> None:
+        """It may be on its way there, or away: a folder that stays so is told of once."""
+        if self._left_out.get(folder) != why:
+            self._left_out[folder] = why
+            _log.warning("an adapter is left out", extra={"folder": str(folder), "reason": why})
 
     def _folders(self) -> Iterator[tuple[str, Path]]:
         """Of all adapters by name; those that were named hide those of the shared folder."""

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.gguf_header import read_header
 
 
 def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
@@ -18,6 +21,8 @@ def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], Non
     auto_model: Any = AutoModelForCausalLM
     progress("convert", 0.0)
     try:
+        # Says what a file lacks that was cut short; that parser says which of its arrays it could not shape.
+        read_header(np.memmap(gguf, np.uint8, "r").data)
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         progress("convert", 0.5)
         tokenizer = auto_tokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

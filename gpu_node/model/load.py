@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 def load_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> LoadedModel:
     """Find, check and load a model, of the hub's a `revision`.
 
-    Raises ConfigError naming what is missing or not supported.
+    Raises ConfigError naming what is missing or not supported, or what there is no memory for.
     """
     source = resolve_model(model, progress, revision)
     config = read_object(source.folder / "config.json")
@@ -33,7 +33,10 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
         config = with_rope_scaling(config, source.gguf)
     described = _describe(source, config, options)
     adapters = AdapterLibrary(described.spec, options.lora, options.lora_dir, options.max_lora_rank)
-    runner, arithmetic = _load(described, options, progress)
+    try:
+        runner, arithmetic = _load(described, options, progress)
+    except MemoryError as error:
+        raise ConfigError(f"no memory for the model with {_cache_of(options)}: {error}") from error
     return LoadedModel(
         runner=runner,
         folder=source.folder,
@@ -62,6 +65,15 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
     from penstock.gpu_node.model.torch_load import load_torch
 
     return load_torch(described, options, progress)
+
+
+def _cache_of(options: RunnerOptions) -> str:
+    kv, swap = f"kv_cache_gib {options.kv_cache_gib}", f"swap_space_gib {options.swap_space_gib}"
+    if options.num_blocks is not None:
+        kv = f"{options.num_blocks} KV blocks"
+    if options.num_host_blocks is not None:
+        swap = f"num_swap_blocks {options.num_host_blocks}"
+    return f"{kv} and {swap}"
 
 
 def _has_card() -> bool:

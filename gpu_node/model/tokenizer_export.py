@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.cache import built_once
 
 _PATTERNS = ("*token*", "*.model", "vocab*", "merges*", "chat_template*", "config.json")
+_WITHOUT_VOCABULARY = re.compile(r"(config|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template.*")
+"""Of these files alone transformers makes a tokenizer without a single word, and says nothing."""
 _PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 """Take tokenizer.json as it is. Classes of one family take only vocabulary and merges from it and build the rest."""
 _EXPORT_VERSION = 1
@@ -24,8 +27,8 @@ def plain_tokenizer(folder: Path) -> Path:
     if (folder / "tokenizer.json").is_file() and _class_name(folder) in _PLAIN_CLASSES:
         return folder
     files = sorted({path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()})
-    if all(path.name == "config.json" for path in files):
-        raise ConfigError(f"no tokenizer in {folder}")
+    if all(_WITHOUT_VOCABULARY.fullmatch(path.name) for path in files):
+        raise ConfigError(f"no tokenizer in {folder}: it has no tokenizer.json")
     digest = hashlib.blake2b(digest_size=8)
     for path in files:
         digest.update(path.name.encode() + path.read_bytes())
@@ -50,7 +53,7 @@ def _export(folder: Path, target: Path) -> None:
         tokenizer = auto_tokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         # Files of unknown origin through a foreign parser: it may fail in any way.
-        raise ConfigError(f"no usable tokenizer in {folder}: {error}") from error
+        raise ConfigError(f"no usable tokenizer in {folder}: {' '.join(str(error).split())}") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {folder} cannot be written as a tokenizer.json")
     tokenizer.save_pretrained(target)

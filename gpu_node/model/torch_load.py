@@ -17,6 +17,7 @@ from penstock.gpu_node.model.positions import alibi_biases
 from penstock.gpu_node.model.protocol import RunnerOptions
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.tensors import DecoderTensors
+from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.gpu_node.model.torch_runner import TorchRunner
 from penstock.gpu_node.model.torch_weights import map_weights
 
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@naming_lack_of_memory()
 def load_torch(described: Description, options: RunnerOptions, progress: Progress) -> tuple[TorchRunner, str]:
     """The runner, and a name for its arithmetic. Raises ConfigError naming what is missing or not supported."""
     if options.quantization not in ("auto", "none"):

@@ -16,6 +16,7 @@ import typer
 from penstock.cli.demo_model import demo_model
 from penstock.cli.host import gpus
 from penstock.contract.errors import ConfigError, PenstockError
+from penstock.contract.figures import PoolFigures
 from penstock.contract.wire import NodePressure
 from penstock.kernels.cpu.build import BuildError, origin_of
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
@@ -76,12 +77,20 @@ async def check_redis(url: str | None) -> list[Check]:
 
 
 async def check_nodes(url: str) -> list[Check]:
-    """What the live nodes of all pools say of themselves."""
+    """Pools that nobody serves, and what the live nodes of the others say of themselves."""
     from penstock.producer.client import AsyncClient
 
     async with AsyncClient(url) as client:
-        pressures = [await client.pressure(pool) for pool in await client.pools()]
-    return [check for pressure in pressures for node in pressure.nodes for check in judge_node(node)]
+        pools, _ = await client.figures()
+    return [check for pool in pools for check in judge_pool(pool)]
+
+
+def judge_pool(pool: PoolFigures) -> Iterator[Check]:
+    """A pool's nodes, or that it has none."""
+    if not pool.nodes:
+        yield Check("warn", "pool", f"{pool.pool}: no live node, {pool.num_open} open jobs", "start one: penstock node")
+    for node in pool.nodes:
+        yield from judge_node(node)
 
 
 def judge_node(node: NodePressure) -> Iterator[Check]:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from penstock.contract.settings import redis_url_of
+
 PriorityName = Literal["interactive", "standard", "batch"]
 
 
@@ -17,7 +19,7 @@ def submit(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, not as a chat.")] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Only of the likeliest tokens, up to this share together.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop what is less likely than this share of the likeliest.")] = 0.0,
     presence_penalty: Annotated[float, typer.Option(help="Against saying a token again.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="The same, for each time it was said.")] = 0.0,
@@ -43,11 +45,13 @@ def submit(
     }
     times = {"deadline_s": deadline, "not_before_s": not_before}
     options = {"model": model, "tenant": tenant, **times, **sampling}
-    asyncio.run(_stream(redis_url, text if raw else [{"role": "user", "content": text}], priority, options))
+    asyncio.run(
+        _stream(redis_url_of(redis_url), text if raw else [{"role": "user", "content": text}], priority, options)
+    )
 
 
 async def _stream(
-    redis_url: str | None, prompt: str | list[dict[str, str]], priority: PriorityName, options: dict[str, Any]
+    redis_url: str, prompt: str | list[dict[str, str]], priority: PriorityName, options: dict[str, Any]
 ) -> None:
     from penstock.contract.job import Priority
     from penstock.producer.client import AsyncClient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
 
@@ -15,6 +16,8 @@ def configure_logging() -> None:
             "{asctime}{levelname}{name}{message}",
             style="{",
             rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
+            # uvicorn says its messages twice, the second time with a terminal's colours.
+            reserved_attrs=[*RESERVED_ATTRS, "color_message"],
         )
     )
     logging.basicConfig(level=logging.INFO, handlers=[handler])

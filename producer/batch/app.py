@@ -1,6 +1,16 @@
 """What a worker is started with: `celery -A penstock.producer.batch.app worker`. Settings come from the environment."""
 
+import sys
+
+from penstock.contract.errors import ConfigError
 from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.settings import CelerySettings
 
-app = make_app(CelerySettings.load())
+EXIT_WRONG_USE = 2
+
+try:
+    app = make_app(CelerySettings.load())
+except ConfigError as wrong:
+    # Celery would show where it was raised, and what it was about at the end of that.
+    sys.stderr.write(f"penstock: {wrong.message}\n")
+    sys.exit(EXIT_WRONG_USE)

@@ -1,4 +1,9 @@
-"""The Python client: submits jobs to the queue and streams their tokens; needs neither torch nor a web framework."""
+"""The Python client: submits jobs to the queue and streams their tokens; needs neither torch nor a web framework.
+
+It logs what it meets, and says nothing where its user has no logging set up.
+"""
+
+import logging
 
 from penstock.producer.client.client import AsyncClient
 from penstock.producer.client.job import AsyncJob
@@ -7,3 +12,5 @@ from penstock.producer.client.stats import ClientStats
 from penstock.producer.client.sync import Client, Job
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "ClientSettings", "ClientStats", "Job"]
+
+logging.getLogger("penstock").addHandler(logging.NullHandler())

@@ -99,9 +99,11 @@ class AsyncClient:
         """
         return await (self._pools.renewed() if renewed else self._pools.get())
 
-    async def api_keys(self) -> dict[str, ApiKey]:
-        """Every API key by id, as of at most two seconds ago, for those who let others in."""
-        return await self._keys.get()
+    async def api_keys(self, *, patience_s: float | None = None) -> dict[str, ApiKey]:
+        """Every API key by id, as of at most two seconds ago, for those who let others in; `patience_s`: as they were
+        known last, where Redis does not tell by then.
+        """
+        return await (self._keys.get() if patience_s is None else self._keys.at_hand(patience_s))
 
     async def figures(self) -> tuple[list[PoolFigures], tuple[int, int]]:
         """What operators watch: figures of all pools, and the bytes that Redis uses and may use (0: no limit)."""

@@ -72,6 +72,18 @@ class Copy(Generic[T]):
             self._refreshing = asyncio.create_task(self._refresh(), name="penstock refresh")
         return held.value
 
+    async def at_hand(self, patience_s: float) -> T:
+        """The value as `get` gives it, or the last one where that takes longer or fails; raises UnavailableError where
+        there was none.
+        """
+        try:
+            async with asyncio.timeout(patience_s):
+                return await self.get()
+        except (TimeoutError, UnavailableError):
+            if self._held is None:
+                raise UnavailableError("Redis is away", code="redis_away") from None
+            return self._held.value
+
     async def close(self) -> None:
         """Ends a fetch that nobody waits for."""
         if self._refreshing is not None:
@@ -139,9 +151,12 @@ class Door:
         """Returns when a job of this cost may be submitted; raises BusyError or UnavailableError when not."""
         try:
             self._decide(await self.recent(), cost, priority)
-        except (BusyError, UnavailableError):
+        except BusyError:
             # By what may not be so any more.
             self._decide(await self.pressure(), cost, priority)
+        except UnavailableError:
+            # Its first node may have joined since.
+            self._decide(await self._copy.renewed(), cost, priority)
         self._admitted_cost[priority] += cost
 
     async def close(self) -> None:

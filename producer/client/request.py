@@ -129,7 +129,7 @@ def names_of(pool: PoolRecord) -> tuple[str, ...]:
 def _with_adapter(pools: list[ServedPool], adapter: str) -> list[ServedPool]:
     fitting = [pool for pool in pools if adapter in pool.adapters]
     if not fitting:
-        names = ", ".join(sorted({name for pool in pools for name in pool.adapters})) or "none"
+        names = ", ".join(sorted({name for pool in _live_or_all(pools) for name in pool.adapters})) or "none"
         message = f"adapter {adapter!r} is not served; served: {names}"
         raise NotFoundError(message, code="model_not_found", param="adapter")
     return fitting

@@ -66,10 +66,14 @@ def test_a_nodes_troubles_are_named_each_by_its_part() -> None:
     assert checks[0].finding == "n1: memory 3 steps found none"
 
 
-def test_it_asks_the_live_nodes(redis_url: str) -> None:
-    with NodeProcess(redis_url, name="probed", lease_ms=120_000):
-        said = doctor("--redis-url", redis_url).stdout
-    assert re.search(r"ok +node +probed-\w+: 0 jobs", said)
+def test_it_asks_the_live_nodes_and_names_pools_without_one(redis_url: str) -> None:
+    with NodeProcess(redis_url, name="probed", lease_ms=120_000) as node:
+        served = doctor("--redis-url", redis_url).stdout
+        assert node.stop() == 0
+    deserted = doctor("--redis-url", redis_url).stdout
+    assert re.search(r"ok +node +probed-\w+: 0 jobs", served)
+    assert " pool " not in served
+    assert re.search(r"warn +pool +[\w-]+: no live node, 0 open jobs", deserted)
 
 
 def test_processor_is_judged_by_the_kernels_it_runs() -> None:

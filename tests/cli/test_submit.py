@@ -59,10 +59,11 @@ def test_prompt_can_come_from_stdin(pool: str) -> None:
     assert submit(pool, "-", *sampling, stdin="hello").stdout == submit(pool, "hello", *sampling).stdout
 
 
-def test_wrong_parameter_is_one_line_and_exit_code_2(pool: str) -> None:
-    done = submit(pool, "hello", "--temperature", "11")
+@pytest.mark.parametrize(("option", "value"), [("temperature", "11"), ("top-p", "0"), ("top-p", "1.5")])
+def test_wrong_parameter_is_one_line_and_exit_code_2(pool: str, option: str, value: str) -> None:
+    done = submit(pool, "hello", f"--{option}", value)
     assert done.returncode == 2
-    assert "temperature" in done.stderr
+    assert option.replace("-", "_") in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -95,3 +96,10 @@ async def _until_idle(redis_url: str) -> None:
         while await redis.scard("penstock:{reference}:open"):
             assert time.monotonic() < deadline, "the job still runs"
             await asyncio.sleep(0.05)
+
+
+def test_without_a_redis_it_says_how_to_name_one() -> None:
+    clean = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
+    done = subprocess.run([sys.executable, "-m", "penstock", "submit", "x"], env=clean, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--redis-url" in done.stderr and done.stderr.count("\n") == 1

@@ -226,7 +226,7 @@ class Queue:
         await self.redis.zincrby(f"{P}:{name}", -by_ms, member)
 
     async def sweep(self, *, since_last_ms: int | None = LEASE_MS // 4) -> list[Any]:
-        """The sweep script's answer, when it last ran `since_last_ms` ago (None: never)."""
+        """What the sweep script answers, nodes as their number, when it last ran `since_last_ms` ago (None: never)."""
         if since_last_ms is None:
             await self.redis.delete(f"{P}:sweep")
         else:
@@ -234,8 +234,8 @@ class Queue:
         return await self.run_sweep()
 
     async def run_sweep(self) -> list[Any]:
-        kind, *numbers = await scripts.call(self.redis, "sweep", POOL)
-        return [kind.decode(), *numbers]
+        kind, *found = await scripts.call(self.redis, "sweep", POOL)
+        return [kind.decode(), len(found[0]), *found[1:]] if found else [kind.decode()]
 
     async def kill(self, node: FakeNode) -> None:
         """Makes a node's last beat older than a lease, and finds it out."""

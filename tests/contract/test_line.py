@@ -65,6 +65,46 @@ async def test_commands_go_on_over_a_new_line_when_one_was_cut(redis_url: str, r
     await other.aclose()
 
 
+async def test_calls_that_wait_for_a_connection_fail_together_when_there_is_none(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tried, gate = 0, asyncio.Event()
+
+    async def fail(*_: Any) -> Line:
+        nonlocal num_tried
+        num_tried += 1
+        await gate.wait()
+        raise exceptions.TimeoutError("nobody answers")
+
+    client = connect(redis_url)
+    with monkeypatch.context() as patched:
+        patched.setattr(Line, "open", fail)
+        calls = [asyncio.ensure_future(client.ping()) for _ in range(20)]
+        await asyncio.sleep(0)
+        gate.set()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(answer) for answer in answers} == {exceptions.TimeoutError}
+        assert num_tried == 1
+        with pytest.raises(exceptions.TimeoutError):
+            await client.ping()
+        assert num_tried == 2, "who comes later tries again"
+    assert await client.ping() is True
+    await client.aclose()
+
+
+async def test_a_connection_to_what_has_become_a_replica_is_given_up(redis_url: str, redis: Redis) -> None:
+    other, script = connect(redis_url), "return redis.call('SET', KEYS[1], '1')"
+    number = await other.client_id()
+    await redis.replicaof("127.0.0.1", "1")
+    try:
+        with pytest.raises(UnavailableError), translated():
+            await other.eval(script, 1, "key")
+    finally:
+        await redis.replicaof("NO", "ONE")
+    assert await other.client_id() != number
+    await other.aclose()
+
+
 async def test_messages_come_in_order_and_readers_get_their_turn_between_two(redis: Redis) -> None:
     heard: list[bytes] = []
     most_at_once = at_once = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from contract.harness import LEASE_MS, POOL, RECORD, SCHEMA, FakeNode, P, Queue
 
@@ -70,6 +72,19 @@ async def test_jobs_of_a_silent_node_are_queued_again(queue: Queue) -> None:
     taken = (await other.take()).jobs
     assert {job.job_id for job in taken} == {one, two}
     assert {job.losses for job in taken} == {1}
+
+
+async def test_whoever_finds_a_dead_node_says_which(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+    node = await queue.node("n1")
+    await queue.submit_many(2, cost=30)
+    await node.take()
+    await queue.age("nodes", "n1", LEASE_MS + 1)
+    await queue.redis.set(f"{P}:sweep", await queue.now_ms() - LEASE_MS // 4)
+
+    await asyncio.gather(*(queue.producer.read_beat(POOL, name) for name in ("me", "you")))
+
+    (said,) = (vars(record) for record in caplog.records if record.message == "nodes are lost")
+    assert (said["pool"], said["node_ids"], said["num_requeued"], said["num_ended"]) == (POOL, ["n1"], 2, 0)
 
 
 async def test_node_that_beat_within_its_lease_keeps_its_jobs(queue: Queue) -> None:

@@ -90,7 +90,7 @@ async def test_a_node_that_was_cut_off_comes_back_and_serves(redis_server: str, 
                 await asyncio.gather(*reading)
             proxy.set_black_hole(on=False)
             proxy.cut()
-            while not (await client.pools(renewed=True))[POOL].is_alive:
+            while not (await client.pressure(POOL)).nodes:
                 await asyncio.sleep(0.05)
             again = new_work(POOL, 20)
             await read(client, again)

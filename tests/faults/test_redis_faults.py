@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from faults.proxy import CUT_REPLY, LOST_CALL, LOST_REPLY, Fault, FaultProxy, Rule
-from faults.redis_process import RedisProcess
+from faults.redis_process import RedisProcess, free_port
 from faults.road import POOL, QUICK, SCRIPTS, new_works, read, served, walk
 from faults.sentinel import Replicated
 from faults.work import PROMPT, Work, check_logs, check_settled, new_work, statuses
@@ -232,6 +232,28 @@ async def test_a_replica_is_promoted(tmp_path: Path) -> None:
                 proxy.cut()
                 await asyncio.gather(*reading)
                 promoted = connect(servers.replica.url)
+                await all_ended(promoted, works)
+            await check_settled(promoted, POOL)
+            await promoted.aclose()
+
+
+async def test_a_master_is_made_a_replica_and_keeps_its_clients(tmp_path: Path) -> None:
+    first = RedisProcess(tmp_path / "first", port=free_port())
+    with first, RedisProcess(tmp_path / "second", port=free_port(), replicaof=("127.0.0.1", first.port)) as second:
+        async with proxied(first) as (proxy, _):
+            works = new_works(150)
+            async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
+                reading = [asyncio.create_task(read(client, work)) for work in works]
+                while works[0].num_seen < 20:
+                    await asyncio.sleep(0.01)
+                promoted = connect(second.url)
+                while (await promoted.info("replication"))["master_link_status"] != "up":
+                    await asyncio.sleep(0.01)
+                with first.client() as demoting:
+                    await promoted.replicaof("NO", "ONE")
+                    demoting.replicaof("127.0.0.1", str(second.port))
+                proxy.target = second.address
+                await asyncio.gather(*reading)
                 await all_ended(promoted, works)
             await check_settled(promoted, POOL)
             await promoted.aclose()

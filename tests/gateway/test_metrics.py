@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from dataclasses import fields
 
 import httpx
 import pytest
@@ -14,13 +16,15 @@ from penstock.contract import keys
 from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.figures import EVENTS
 from penstock.contract.job import Priority
+from penstock.producer.client import ClientStats
+from penstock.producer.client import client as client_module
 
 MODEL = "acme/echo"
 
 
-def scrape(url: str) -> dict[tuple[str, ...], float]:
+def scrape(url: str, *, timeout_s: float = 30) -> dict[tuple[str, ...], float]:
     """Value by (name, label values in the order of the labels' names)."""
-    answer = httpx.get(f"{url}/metrics", timeout=30)
+    answer = httpx.get(f"{url}/metrics", timeout=timeout_s)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
     return {
@@ -101,12 +105,16 @@ def test_pools_figures_are_those_of_redis(fresh, redis_url, engine):
     assert found["penstock_redis_up",] == 1
     assert found["penstock_redis_max_bytes",] == 512 << 20
     assert found["penstock_client_chunks_total",] > 0
+    meanings = re.findall(r"# HELP penstock_client_\w+ (.+)", httpx.get(f"{fresh}/metrics").text)
+    assert len(set(meanings)) == len(fields(ClientStats)), "each says what it counts"
 
 
-def test_what_a_gateway_knows_by_itself_is_told_while_redis_is_away(stack):
+def test_what_a_gateway_knows_by_itself_is_told_while_redis_is_away(stack, monkeypatch):
+    # Or the copy of them would do for as long as the test takes.
+    monkeypatch.setattr(client_module, "KEYS_TTL_S", 0.01)
     with EmbeddedRedis() as server:
         url = stack.start_gateway(redis_url=server.url)
         assert scrape(url)["penstock_redis_up",] == 1
-    found = scrape(url)
+    found = scrape(url, timeout_s=10)
     assert found["penstock_redis_up",] == 0
     assert ("penstock_client_messages_total",) in found

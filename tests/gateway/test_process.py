@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,8 @@ def test_it_says_where_it_listens_and_logs_no_prompts(redis_url, engine):
         ("POST", "/v1/completions", 200),
         ("POST", "/v1/completions", 400),
     ]
+    assert requests[0]["job"].startswith("echo.") and "job" not in requests[1]
+    assert "color_message" not in log
     assert "s3cret" not in log
     assert out == ""
 
@@ -88,6 +91,16 @@ def test_what_keeps_it_from_starting_is_said_in_one_line(variables, said, status
     assert process.stderr.count("\n") == 1
 
 
+def test_a_port_that_is_taken_is_said_in_one_line_before_anything_else(redis_url):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "penstock", "gateway", "--redis-url", redis_url, "--port", str(port)]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2
+    assert process.stderr.startswith(f"penstock: port {port} on 127.0.0.1: ")
+    assert process.stderr.count("\n") == 1 and "in use" in process.stderr
+
+
 def test_health_and_ready(stack, http):
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/ready").json() == {"status": "ready"}
@@ -96,7 +109,8 @@ def test_health_and_ready(stack, http):
 def test_it_shows_each_node_and_what_is_not_well_there(stack, http):
     pools = http.get("/health/nodes").json()
     (node,) = pools["echo"]
-    assert node["kv_blocks_total"] > 0 and node["troubles"] == {}
+    # A machine that is held up makes these two, and nothing else.
+    assert node["kv_blocks_total"] > 0 and node["troubles"].keys() <= {"loop", "clock"}
 
 
 def test_redis_going_away_is_seen_by_ready_and_not_by_health():

@@ -118,3 +118,17 @@ def test_a_job_taken_anew_replaces_the_old_lease_and_letting_go_of_the_old_one_d
     assert ledger.get(JOB_ID) is new
     ledger.remove(new)
     assert len(ledger) == 0
+
+
+def test_a_job_that_ends_before_its_log_was_read_tells_no_result_that_would_contradict_it() -> None:
+    job = HeldJob(Taken(JOB_ID, "1:x:1", losses=1, num_chunks=3, cost=9, deadline_in_ms=0))
+    assert job.result() == b""
+    job.open(SamplingParams(), [Chunk(JOB_ID, 0, 0, 0, (7,), "a")])
+    result = results.decode_result(job.result(), JOB_ID, Outcome("cancelled"), (0, 0, 0, 0))
+    assert result.choices[0].token_ids == (7,)
+
+
+def test_a_job_that_was_all_logged_keeps_the_usage_that_its_reader_was_told() -> None:
+    job, told = held(), Usage(5, 1, 4)
+    job.open(SamplingParams(), [Chunk(JOB_ID, 0, 0, 0, (7,), "a", "stop", told)])
+    assert results.decode_result(job.result(), JOB_ID, Outcome("done"), (0, 0, 0, 0)).usage == told

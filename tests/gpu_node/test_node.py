@@ -17,9 +17,12 @@ from redis.asyncio import Redis
 from uuid_utils import uuid7
 
 from penstock.contract import keys
+from penstock.contract.audit import audit
+from penstock.contract.broker.admin import AdminBroker
+from penstock.contract.broker.node import NodeBroker
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.errors import ConfigError, InvariantError
-from penstock.contract.job import Job, Result, SamplingParams
+from penstock.contract.job import Chunk, Job, Result, SamplingParams
 from penstock.gpu_node import heartbeat, inbox
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.node import Node
@@ -159,8 +162,9 @@ async def test_a_request_that_is_not_one_fails_alone(redis_url: str, redis: Redi
 
 
 async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
-    redis_url: str, broker: ProducerBroker
+    redis_url: str, broker: ProducerBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     job = new_job(max_tokens=300, n=2, logprobs=2, prompt_logprobs=1)
     async with running(redis_url, ReferenceEngine(step_s=0.005), drain_s=0.05):
         await broker.submit(job, cost=50)
@@ -168,11 +172,35 @@ async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
     status = await broker.status(job.id, "default")
     assert (status.state, status.losses, status.preemptions) == ("queued", 0, 1)
     assert 10 < status.num_chunks < 600
+    last = vars(caplog.records[-1])
+    assert (last["message"], last["num_given_back"], last["num_kept"]) == ("left", 1, 0)
+    assert "a part is not well" not in caplog.text
     async with running(redis_url, ReferenceEngine()):
         result = await ended(broker, job)
     prompt = (job.prompt or "").encode()
     assert list(result.choices) == [reference_choice(job.id, job.params, prompt, i) for i in range(2)]
     assert result.prompt_logprobs == reference_prompt_logprobs(job.params, prompt)
+
+
+async def test_a_job_cancelled_before_its_new_node_has_read_its_log_contradicts_nothing(
+    redis_url: str, redis: Redis, broker: ProducerBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, is_read, read_log = new_job(max_tokens=500), asyncio.Event(), NodeBroker.log
+
+    async def read_late(node: NodeBroker, *args: Any) -> list[Chunk]:
+        await is_read.wait()
+        return await read_log(node, *args)
+
+    monkeypatch.setattr(NodeBroker, "log", read_late)
+    async with running(redis_url, ReferenceEngine(step_s=0.005), drain_s=0.0):
+        await broker.submit(job, cost=50)
+        await until(broker, job, lambda status: status.num_chunks > 5)
+    async with running(redis_url, ReferenceEngine(step_s=0.005)):
+        await until(broker, job, lambda status: status.state == "running")
+        await broker.cancel(job.id, "default")
+        assert (await ended(broker, job)).outcome.state == "cancelled"
+        is_read.set()
+    assert await audit(AdminBroker(redis), POOL) == []
 
 
 async def test_a_second_stop_ends_the_grace_time(redis_url: str, broker: ProducerBroker) -> None:

@@ -28,6 +28,7 @@ from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.tensors import DecoderTensors
+from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -35,6 +36,7 @@ _KV_DTYPES = _DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _UTILIZATION = 0.9
 
 
+@naming_lack_of_memory()
 def load_gpu(described: Description, options: RunnerOptions, progress: Progress) -> tuple[GpuRunner, str]:
     """The runner, and a name for its arithmetic. Raises ConfigError naming what is missing or not supported."""
     device = Device(_device())

@@ -8,6 +8,7 @@ costs five times as much as the call itself, at every step of an engine.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -26,6 +27,8 @@ _REPLY_ERRORS = {
     "NOAUTH": exceptions.AuthenticationError,
     "OOM": exceptions.OutOfMemoryError,
 }
+_REPLICA_CODES = re.compile(r"(?:^|-)(?:READONLY|MASTERDOWN) ")
+"""What only a replica says, at the head of a reply or inside the report of a script that met it."""
 
 
 class Line(asyncio.Protocol):
@@ -128,12 +131,14 @@ class Line(asyncio.Protocol):
         if not self._waiting:
             raise exceptions.InvalidResponse("Redis answered what was not asked")
         answer, _ = self._waiting.popleft()
-        if answer.done():
-            return
-        if isinstance(reply, Exception):
-            answer.set_exception(reply)
-        else:
-            answer.set_result(reply)
+        if not answer.done():
+            if isinstance(reply, Exception):
+                answer.set_exception(reply)
+            else:
+                answer.set_result(reply)
+        if isinstance(reply, exceptions.ReadOnlyError):
+            # It was the master once, and kept its clients: the address may lead to the new one by now.
+            self.close(reply)
 
     def _check_clock(self) -> None:
         """One clock for all calls: a time-out of its own would cost a call as much as all the rest."""
@@ -148,6 +153,8 @@ class Line(asyncio.Protocol):
 
 
 def _error_of(text: str) -> exceptions.ResponseError:
+    if _REPLICA_CODES.search(text):
+        return exceptions.ReadOnlyError(text)
     kind = _REPLY_ERRORS.get(text.partition(" ")[0], exceptions.ResponseError)
     return cast(exceptions.ResponseError, kind(text))
 
@@ -159,6 +166,9 @@ class SharedRedis(Redis):
         super().__init__(*args, **options)
         self._line: Line | None = None
         self._opening = asyncio.Lock()
+        self._num_failures = 0
+        self._failure: Exception | None = None
+        """Why no line could be opened, last."""
         self._is_closing = False
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
@@ -181,9 +191,20 @@ class SharedRedis(Redis):
         await super().aclose(close_connection_pool)
 
     async def _open_line(self) -> Line:
+        """The line. Who waited while another call failed to open it fails as well: each trying in turn, the last
+        would hear of it minutes later.
+        """
+        num_failures = self._num_failures
         async with self._opening:
-            if self._line is None or self._line.lost.done():
+            if self._line is not None and not self._line.lost.done():
+                return self._line
+            if self._failure is not None and self._num_failures > num_failures:
+                raise self._failure
+            try:
                 self._line = await Line.open(self)
-                if self._is_closing:
-                    self._line.close()
+            except (exceptions.RedisError, OSError) as error:
+                self._num_failures, self._failure = num_failures + 1, error
+                raise
+            if self._is_closing:
+                self._line.close()
             return self._line

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from penstock.contract import keys, wire
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
+from penstock.contract.broker.sweep import sweep
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Chunk, Outcome, Priority
 from penstock.contract.policy import HOLD_MS
@@ -209,7 +210,7 @@ class NodeBroker:
 
     async def sweep(self) -> None:
         """Finds dead nodes and due jobs; the script itself limits how often."""
-        await scripts.call(self._redis, "sweep", self._pool)
+        await sweep(self._redis, self._pool)
 
     async def _call(self, name: str, *arguments: scripts.Argument) -> Any:
         return await scripts.call(self._redis, name, self._pool, self._node_id, *arguments)

@@ -15,6 +15,7 @@ from penstock.contract import keys, results, wire
 from penstock.contract.admission import estimate_bytes
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
+from penstock.contract.broker.sweep import sweep
 from penstock.contract.errors import (
     BusyError,
     ConflictError,
@@ -174,9 +175,7 @@ class ProducerBroker:
 
     async def read_beat(self, pool: str, inbox: str) -> None:
         """Says that this reading process lives, and sweeps: jobs move on as long as anybody is alive."""
-        await asyncio.gather(
-            scripts.call(self._redis, "read_beat", pool, inbox), scripts.call(self._redis, "sweep", pool)
-        )
+        await asyncio.gather(scripts.call(self._redis, "read_beat", pool, inbox), sweep(self._redis, pool))
 
     async def pressure(self, pool: str) -> PoolPressure:
         """Admission's input: the records of all live nodes and the queued cost per class.

@@ -1,5 +1,6 @@
 -- finish: appends a job's last chunks, stores its result, ends it. Repeating it is harmless.
 -- ARGV: node id lease index state code message param kv_ms result k chunk1 … chunkk
+-- result: '' where the job ended before its node had read what others logged of it; then it has none.
 -- kv_ms: KV tokens times the milliseconds that the node held them, or '': its tenant's charge is corrected to that.
 -- Answer: OK | FENCED | NEED n | GONE
 local node, id, lease, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
@@ -29,7 +30,7 @@ while from < FIRST + count do
   from = to + 1
 end
 for i = FIRST, FIRST + count - 1 do publish(job, ARGV[i]) end
-redis.call('SET', P .. ':out:' .. id, result, 'PX', schema.result_ttl_ms)
+if result ~= '' then redis.call('SET', P .. ':out:' .. id, result, 'PX', schema.result_ttl_ms) end
 if kv_ms then correct_turn(job, kv_ms / weight_of(job) - (tonumber(job.charge) or 0)) end
 end_job(job, schema, now, state, code, message, param)
 flush()

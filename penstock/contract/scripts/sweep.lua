@@ -1,7 +1,7 @@
 -- sweep: finds silent nodes, gives their jobs to others, ends what is due. Called by everybody; runs rarely.
 -- If the last run is missing, too old or in the future, Redis was away or a clock stepped: then nobody could beat, so
 -- every node, reader and revision starts anew and nobody is judged.
--- Answer: {SKIPPED} | {RESET} | {OK, nodes lost, jobs requeued, jobs ended}
+-- Answer: {SKIPPED} | {RESET} | {OK, {node that was lost, …}, jobs requeued, jobs ended}
 local MAX_JOBS = 128
 local MAX_READER_SILENCE_MS = 600000
 local schema, now = read_schema(), clock()
@@ -70,7 +70,7 @@ local function lose(job, was_draining)
   end
 end
 
-local nodes_lost = 0
+local nodes_lost = {}
 for _, dead in ipairs(lost) do
   redis.call('ZREM', P .. ':free', dead.node)
   redis.call('HDEL', P .. ':hold', dead.node)
@@ -79,7 +79,7 @@ for _, dead in ipairs(lost) do
     redis.call('ZREM', P .. ':nodes', dead.node)
     redis.call('HDEL', P .. ':pressure', dead.node)
     redis.call('HDEL', P .. ':adapters', dead.node)
-    nodes_lost = nodes_lost + 1
+    nodes_lost[#nodes_lost + 1] = dead.node
     tally('nodes_lost')
   end
 end

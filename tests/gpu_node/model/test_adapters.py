@@ -139,6 +139,19 @@ def test_a_broken_file_is_refused_and_others_are_not(family: Family, tmp_path: P
         library.find(AdapterRef(name="other"))
 
 
+def test_a_folder_that_is_no_adapter_is_told_of_once(
+    family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = _load(family("llama"), lora_dir=tmp_path).adapters
+    make_adapter(tmp_path / "whole", _model(family("llama")), only="q_proj")
+    make_adapter(tmp_path / "half", _model(family("llama")), only="q_proj")
+    (tmp_path / "half" / "adapter_model.safetensors").unlink()
+    for _ in range(3):
+        assert library.digests().keys() == {"whole"}
+    (said,) = (vars(record) for record in caplog.records if record.message == "an adapter is left out")
+    assert said["folder"] == str(tmp_path / "half") and "adapter_model.safetensors" in said["reason"]
+
+
 def test_an_adapter_is_known_by_its_content(family: Family, tmp_path: Path) -> None:
     base = _model(family("llama"))
     library = _load(family("llama"), lora_dir=tmp_path).adapters

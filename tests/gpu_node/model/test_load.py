@@ -27,6 +27,7 @@ from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.gpu_node.model.revision import revision_of
 from penstock.gpu_node.model.source import ModelSource, resolve_model
 from penstock.gpu_node.model.spec import Llama3Scaling, Rope
+from penstock.gpu_node.model.tokenizer_export import plain_tokenizer
 
 OPTIONS = runner_options()
 
@@ -216,6 +217,32 @@ def test_names_of_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ConfigError):
             resolve_model(name, lambda stage, fraction: None)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 1000, 90_000_000])
+def test_a_gguf_file_that_was_cut_short_is_named_as_that(
+    demo_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    cut = tmp_path / "cut.gguf"
+    with demo_gguf.open("rb") as whole:
+        cut.write_bytes(whole.read(num_bytes))
+    with pytest.raises(ConfigError, match=f"^cannot read {cut}: .*(cut short|empty)"):
+        _described(cut)
+
+
+@pytest.mark.parametrize("chosen", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_a_folder_without_a_vocabulary_is_refused(model_copy: Path, chosen: str) -> None:
+    (model_copy / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": chosen}))
+    (model_copy / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=f"^no tokenizer in {model_copy}: it has no tokenizer.json$"):
+        plain_tokenizer(model_copy)
+
+
+def test_a_tokenizer_that_cannot_be_used_is_said_in_one_line(model_copy: Path) -> None:
+    (model_copy / "tokenizer.json").rename(model_copy / "vocab.txt")
+    with pytest.raises(ConfigError, match=f"^no usable tokenizer in {model_copy}: [^\n]+$"):
+        plain_tokenizer(model_copy)
 
 
 def _described(gguf: Path) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from uuid_utils import uuid7
 
@@ -32,9 +34,11 @@ def test_a_model_whose_nodes_are_all_away_is_still_known(wanted: str) -> None:
 
 
 def test_errors_name_what_is_served_now() -> None:
-    pools = [pool("dead", is_alive=False), pool("a"), pool("b")]
+    pools = [replace(pool("dead", is_alive=False), adapters={"gone": "0" * 32}), pool("a"), pool("b")]
     with pytest.raises(NotFoundError, match=r"served: acme/a, acme/b$"):
         choose_pool(pools, "other")
+    with pytest.raises(NotFoundError, match=r"served: none$"):
+        choose_pool(pools, None, adapter="other")
     with pytest.raises(RequestError, match=r"served: acme/a, acme/b$"):
         choose_pool(pools, None)
     with pytest.raises(UnavailableError):

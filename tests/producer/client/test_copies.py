@@ -173,3 +173,33 @@ async def test_nobody_is_refused_for_what_was_so_a_moment_ago(monkeypatch: pytes
     await asyncio.sleep(0.02)
     await door.admit(80, Priority.INTERACTIVE)
     await door.close()
+
+
+async def test_a_node_that_has_just_joined_is_found() -> None:
+    nodes: list[NodePressure] = []
+
+    async def fetch() -> PoolPressure:
+        return PoolPressure(tuple(nodes))
+
+    door = Door(fetch)
+    with pytest.raises(UnavailableError):
+        await door.admit(80, Priority.INTERACTIVE)
+    nodes.append(NodePressure("n", kv_tokens_unclaimed=10_000, drain_cost_per_s=1e6))
+    await door.admit(80, Priority.INTERACTIVE)
+    await door.close()
+
+
+async def test_a_copy_at_hand_is_the_last_one_while_there_is_no_newer() -> None:
+    fetch = Fetch()
+    copy = Copy(fetch, ttl_s=0.01)
+    with pytest.raises(UnavailableError):
+        await copy.at_hand(0.01)
+    fetch.gate.set()
+    number = await copy.at_hand(30)
+    fetch.gate.clear()
+    await asyncio.sleep(0.02)
+    assert await copy.at_hand(0.01) == number
+    assert fetch.num_calls > number, "it was asked for"
+    fetch.error = UnavailableError("away")
+    fetch.gate.set()
+    assert await copy.at_hand(30) == number

@@ -140,3 +140,11 @@ print(next(stream).index)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)
+
+
+def test_a_user_without_logging_sees_no_bare_lines_of_it() -> None:
+    script = (
+        "import logging, penstock.producer.client; logging.getLogger('penstock.contract').warning('nodes are lost')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""

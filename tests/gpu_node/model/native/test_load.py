@@ -218,6 +218,15 @@ def test_a_model_ends_with_a_step_that_nobody_waits_for(llama: Llama, this_isa: 
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer ends the process instead")
+@pytest.mark.parametrize("runner", ["native", "torch"])
+def test_a_cache_that_no_memory_holds_is_refused_by_name(llama: Llama, this_isa: Isa, runner: str) -> None:
+    # More than the processor has addresses for: where a system promises any memory, that is what it cannot promise.
+    folder, many = llama(num_key_value_heads=4, head_dim=256), 2_000_000_000
+    with pytest.raises(ConfigError, match=f"no memory for the model with 8 KV blocks and num_swap_blocks {many}"):
+        _load(folder, runner=runner, num_host_blocks=many)
+
+
+@pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer ends the process instead")
 def test_lack_of_memory_is_known_as_such(llama: Llama, this_isa: Isa) -> None:
     runner = _load(llama()).runner
     assert isinstance(runner, NativeRunner)

@@ -1,0 +1,113 @@
+"""When tokens leave while others come: nobody is kept from the loop, and no engine is held for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from fakes.reference_engine import ReferenceEngine
+
+from penstock.contract.broker.node import Emission, NodeBroker, Taken
+from penstock.contract.errors import UnavailableError
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node import pace
+from penstock.gpu_node.bell import Bell
+from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.pace import Pace
+from penstock.gpu_node.worker import EngineWorker
+
+LEASE = "1:x:1"
+MAX_UNSENT_BYTES = 1 << 10
+PATIENCE_S = 30.0
+
+
+class ScriptedBroker(NodeBroker):
+    """Says what the test says to each call that sends chunks."""
+
+    def __init__(self) -> None:
+        self.num_emitted = 0
+        self.on_emit: Callable[[], None] = lambda: None
+
+    async def emit(self, emissions: Sequence[Emission]) -> list[str]:
+        self.num_emitted += 1
+        self.on_emit()
+        for _ in range(3):  # the answer takes a while
+            await asyncio.sleep(0)
+        return ["OK"] * len(emissions)
+
+
+class CountingPace(Pace):
+    """How often the outbox asked when something may leave."""
+
+    num_asked = 0
+
+    def until_next_s(self, num_owed: int, now_s: float, *, hurried: bool = False) -> float:
+        self.num_asked += 1
+        return super().until_next_s(num_owed, now_s, hurried=hurried)
+
+
+def step(position: int, text: str = "a") -> list[StepOutput]:
+    return [StepOutput(LEASE, 0, position, (position,), text, None)]
+
+
+class Rig:
+    """An outbox that holds one job; its engine's thread never starts."""
+
+    def __init__(self) -> None:
+        self.broker, self.pace = ScriptedBroker(), CountingPace(1.0)
+        self.worker, ledger = EngineWorker(ReferenceEngine(), lambda outputs: None), Ledger()
+        self.outbox = Outbox(
+            self.broker, ledger, self.worker, Bell(), max_unsent_bytes=MAX_UNSENT_BYTES, pace=self.pace
+        )
+        self.job = HeldJob(Taken("p.1", LEASE, losses=0, num_chunks=0, cost=9, deadline_in_ms=0))
+        self.job.open(SamplingParams(max_tokens=100))
+        ledger.add(self.job)
+
+
+@pytest.fixture
+def slow_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two departures there is time for a test."""
+    monkeypatch.setattr(pace, "MIN_INTERVAL_S", 0.5)
+
+
+@asynccontextmanager
+async def running_rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    task = asyncio.create_task(rig.outbox.run())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield rig
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+@pytest.mark.usefixtures("slow_pace")
+async def test_a_token_that_comes_while_the_first_one_leaves_waits_without_keeping_others_from_the_loop() -> None:
+    async with running_rig() as rig:
+        rig.broker.on_emit = lambda: rig.outbox.deliver(step(1)) if rig.broker.num_emitted == 1 else None
+        rig.outbox.deliver(step(0))
+        while rig.broker.num_emitted < 2:
+            await asyncio.sleep(0.001)
+        assert rig.job.choice_so_far(0)[0] == (0, 1)
+        assert rig.pace.num_asked < 20
+
+
+@pytest.mark.usefixtures("slow_pace")
+async def test_an_engine_that_was_held_for_a_job_goes_on_when_that_job_is_lost() -> None:
+    def fail() -> None:
+        raise UnavailableError("away")
+
+    async with running_rig() as rig:
+        rig.broker.on_emit = fail
+        rig.outbox.deliver(step(0, "a" * 2 * MAX_UNSENT_BYTES))
+        while not rig.worker.is_paused:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)  # it has waited out its pause, and waits for the next departure
+        rig.outbox.drop(rig.job)
+        while rig.worker.is_paused:
+            await asyncio.sleep(0.001)
