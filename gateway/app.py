@@ -61,7 +61,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[JOB_HEADER, ID_HEADER],
+            expose_headers=[JOB_HEADER, ID_HEADER, "Retry-After"],
         )
     app.add_middleware(AccessLog, paths=frozenset(route.path for route in generate.ROUTES))
     return app

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from penstock.contract.tools import WantedCalls
+from penstock.contract.tools import WantedCalls, json_of
 
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_REGEX_CHARS = 1 << 13
@@ -38,11 +38,11 @@ class StructuredOutputs(BaseModel):
     @field_validator("json_schema", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return json.dumps(value)
         try:
-            is_schema = value is None or isinstance(json.loads(value), dict)
-        except (TypeError, ValueError):
+            if isinstance(value, Mapping):
+                return json.dumps(value, allow_nan=False)
+            is_schema = value is None or isinstance(json_of(value), dict)
+        except (TypeError, ValueError, RecursionError):
             is_schema = False
         if not is_schema:
             raise ValueError("a JSON schema must be a JSON object, or the text of one")

@@ -29,12 +29,14 @@ FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FUN
 
 
 def json_of(text: str) -> Any:
-    """A JSON value that JSON can write again; raises ValueError."""
+    """A JSON value that JSON can write again, and as UTF-8; raises ValueError."""
     try:
         value = json.loads(text, parse_constant=_not_json)
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("text must be valid Unicode, without lone surrogates") from None
     return value
 
 

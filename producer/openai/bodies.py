@@ -111,7 +111,7 @@ class _Generation(Wire):
 
     include_stop_str_in_output: bool | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
-    bad_words: Annotated[list[str], FailFast(), Field(default_factory=list, max_length=MAX_BAD_WORDS)]
+    bad_words: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_BAD_WORDS)] = None
     structured_outputs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
 

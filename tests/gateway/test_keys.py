@@ -142,12 +142,15 @@ async def test_nothing_of_a_job_is_told_or_done_for_another_tenant(closed, redis
 
 
 def test_a_page_of_an_allowed_site_may_ask_and_is_told_why_it_may_not(closed):
-    url, _ = closed
+    url, made = closed
     origin = {"origin": "https://page.example"}
     asking = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     assert httpx.options(f"{url}/v1/completions", headers=asking).status_code == 200
     refused = ask(url, headers=origin)
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin["origin"])
+    _, late = [ask(url, made["limited"], headers=origin, prompt=text) for text in ("more", "again")]
+    shown = {name.strip().lower() for name in late.headers["access-control-expose-headers"].split(",")}
+    assert late.status_code == 429 and {"retry-after", "x-penstock-job", "x-request-id"} <= shown
 
 
 def test_the_first_key_closes_an_open_gateway_for_good(closed, redis_url, stack, monkeypatch):

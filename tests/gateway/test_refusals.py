@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from penstock.contract.errors import InvariantError
+from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.producer.client import AsyncClient
 
 MODEL = "acme/echo"
@@ -19,6 +20,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": MODEL, "prompt": "hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BROKEN_CALL = CALL | {"function": {"name": "f", "arguments": "[]"}}
+HALF_A_CHARACTER = CALL | {"function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}
 JSON = {"content-type": "application/json"}
 
 
@@ -80,6 +82,8 @@ def error_of(response) -> dict[str, object]:
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
         ({"structured_outputs": {"lark": "a"}}, "structured_outputs.lark"),
+        ({"structured_outputs": {"json": '{"a":' * 10_000}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": '{"const": NaN}'}}, "structured_outputs.json"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"bogus": 1}}, "stream_options.bogus"),
         ({"priority": "urgent"}, "priority"),
@@ -90,6 +94,10 @@ def error_of(response) -> dict[str, object]:
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0]"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [BROKEN_CALL]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [HALF_A_CHARACTER]}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
         ({"messages": [{"role": "user", "content": "x", "bogus": 1}]}, "messages[0].bogus"),
@@ -159,6 +167,7 @@ def test_options_that_contradict_each_other_are_named_as_they_were_written(http,
         {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "top_p": None, "stop": None, "n": None},
         {"logprobs": False, "top_logprobs": None, "response_format": {"type": "text"}, "tools": [], "store": False},
         {"user": "u", "metadata": {"k": "v"}, "tool_choice": "auto", "parallel_tool_calls": True},
+        dict.fromkeys(ChatRequest.model_fields.keys() - CHAT.keys()),
     ],
 )
 def test_values_that_ask_for_nothing_are_accepted(http, change):
@@ -166,6 +175,8 @@ def test_values_that_ask_for_nothing_are_accepted(http, change):
 
 
 def test_completion_values_that_ask_for_nothing_are_accepted(http):
+    nulls = dict.fromkeys(CompletionRequest.model_fields.keys() - TEXT.keys())
+    assert http.post("/v1/completions", json=TEXT | nulls).status_code == 200
     neutral = {"best_of": 1, "echo": False, "suffix": None, "logprobs": None, "stream_options": None}
     assert http.post("/v1/completions", json={**TEXT, **neutral}).status_code == 200
 
@@ -192,6 +203,14 @@ def test_what_is_no_json_object_is_a_400(http, raw):
     response = http.post("/v1/completions", content=raw, headers=JSON)
     assert response.status_code == 400
     error_of(response)
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+def test_a_schema_is_json_and_no_more(http, number):
+    raw = json.dumps(TEXT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 0}}}})
+    response = http.post("/v1/completions", content=raw.replace("0}", number + "}"), headers=JSON)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "response_format.json_schema"
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])

@@ -35,6 +35,7 @@ WRITTEN = st.sampled_from(
         *('<|python_tag|>{"name": "f", "parameters": {}}', "<think>hm</think>", "<think>hm\n</think>\n\n"),
         *('{"name": "f", "parameters": {}}', '[{"name": "f", "arguments": {"b": null}}]', '{"name": 5}', '{"name"'),
         *("[" * 5000, '{"name": "\\ud800", "arguments": {}}', '{"name": "f", "arguments": {"a": NaN}}', "so be it"),
+        *('{"name": "f", "arguments": {"a": "\\ud800"}}', '{"name": "f", "parameters": {"a": "\\ud800"}}'),
     ]
 )
 TEXTS = st.lists(WRITTEN | st.text('<>[]{}"ntool_caTOLCS/ \n', max_size=9), max_size=8).map("".join)
@@ -56,7 +57,9 @@ def test_any_cut_of_a_text_says_the_same(form: AnswerForm, text: str, data: st.D
     assert read(form, pieces) == said
     assert read(form, list(text)) == said
     assert [call.index for call in said.calls] == list(range(len(said.calls)))
-    assert all(isinstance(json.loads(call.arguments), dict) for call in said.calls)
+    for call in said.calls:
+        arguments = json.loads(call.arguments)
+        assert isinstance(arguments, dict) and json.dumps(arguments, ensure_ascii=False).encode()
 
 
 @given(st.sampled_from([AnswerForm(calls) for calls in ("none", *CALL_FORMS)]), TEXTS)

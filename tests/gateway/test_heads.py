@@ -1,0 +1,76 @@
+"""What only shows in a request's bytes: heads as odd callers write them, and what may stand behind a body."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+BODY = json.dumps({"model": "acme/echo", "prompt": "hi"}).encode()
+LINE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
+
+
+@pytest.fixture
+def connection(url, engine) -> Iterator[socket.socket]:
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        yield connection
+
+
+def read_answers(connection: socket.socket, num_texts: int) -> bytes:
+    """Until so many answers have come, or one that refuses."""
+    answer = b""
+    while answer.count(b'"text":"hi"') < num_texts and b'"error"' not in answer:
+        part = connection.recv(1 << 16)
+        assert part, answer
+        answer += part
+    return answer
+
+
+UPGRADES = {
+    # As Java's HttpClient begins a connection without TLS, whatever it sends.
+    "h2c": b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAA\r\nUpgrade: h2c\r\n",
+    "two lines": b"Upgrade: h2c\r\nConnection: Upgrade\r\nConnection: HTTP2-Settings\r\n",
+    "websocket": b"Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
+}
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES.values(), ids=UPGRADES)
+@pytest.mark.parametrize(("framing", "body"), [(LENGTH, BODY), (CHUNKED, CHUNK + b"0\r\n\r\n")], ids=["all", "chunks"])
+@pytest.mark.parametrize("cut", [0, 1, 20, len(LINE) + 30, -20, -1])
+def test_an_offer_of_another_protocol_is_passed_over(connection, upgrade, framing, body, cut):
+    request = LINE + upgrade + framing + b"\r\n" + body
+    for part in (request[:cut], request[cut:]):
+        connection.sendall(part)
+    connection.sendall(LINE + LENGTH + b"\r\n" + BODY)
+    assert read_answers(connection, 2).count(b"HTTP/1.1 200 OK") == 2
+
+
+@pytest.mark.parametrize(
+    ("begin", "line"),
+    [(b"0\r\n", b"x: " + b"y" * 1000 + b"\r\n"), (b"0\r\nx: ", b"y" * 1000), (b"1;", b"y" * 1000)],
+    ids=["trailers", "one trailer", "extension"],
+)
+def test_what_stands_behind_a_chunk_is_bounded_as_the_head_is(connection, begin, line):
+    connection.sendall(LINE + CHUNKED + b"\r\n" + CHUNK + begin)
+    num_sent, answer = 0, b""
+    connection.settimeout(0.01)
+    while not answer:
+        assert num_sent < 4 << 20, "any size is taken"
+        with contextlib.suppress(TimeoutError):
+            connection.sendall(line)
+            num_sent += len(line)
+            answer = connection.recv(4096) if num_sent > 64 << 10 else b""
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+def test_short_trailers_are_read_over(connection):
+    connection.sendall(LINE + CHUNKED + b"\r\n" + CHUNK + b"0\r\nx-sum: 5\r\n\r\n")
+    assert b"HTTP/1.1 200 OK" in read_answers(connection, 1)
