@@ -32,14 +32,26 @@ class Courier:
         patience = pauses()
         while True:
             self.require_open()
+            await self._take_slot(give_up_s)
             try:
-                async with self._slots:
-                    return await call(self._broker)
+                return await call(self._broker)
             except UnavailableError:
                 pause_s = next(patience)
                 if clock() + pause_s > give_up_s:
                     raise
+            finally:
+                self._slots.release()
             await asyncio.sleep(pause_s)
+
+    async def _take_slot(self, give_up_s: float) -> None:
+        if not self._slots.locked():
+            await self._slots.acquire()  # which does not wait
+            return
+        try:
+            async with asyncio.timeout_at(give_up_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise UnavailableError(f"Redis is away: {MAX_CALLS} calls wait for it", code="redis_away") from None
 
     def require_open(self) -> None:
         """Raises UnavailableError where the client is not connected, or no longer."""

@@ -1,0 +1,58 @@
+"""Calls on behalf of many streams: whoever waits for others to be answered waits no longer than for Redis itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from penstock.contract.broker.producer import ProducerBroker
+from penstock.contract.errors import UnavailableError
+from penstock.producer.client.courier import MAX_CALLS, Courier
+
+NO_BROKER = cast(ProducerBroker, None)
+
+
+def open_courier(outage_s: float) -> Courier:
+    courier = Courier(NO_BROKER, outage_s)
+    courier.is_open = True
+    return courier
+
+
+async def test_who_finds_all_calls_waiting_gives_up_in_time() -> None:
+    courier, answered = open_courier(0.1), asyncio.Event()
+
+    async def wait(_: ProducerBroker) -> bool:
+        return await answered.wait()
+
+    waiting = [asyncio.create_task(courier.ask(wait)) for _ in range(MAX_CALLS)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        with pytest.raises(UnavailableError, match=f"{MAX_CALLS} calls wait"):
+            await courier.ask(wait)
+    answered.set()
+    assert all(await asyncio.gather(*waiting))
+    assert await courier.ask(wait), "the places are free again"
+
+
+async def test_a_place_is_free_again_however_its_call_ended() -> None:
+    courier, num_under_way, most = open_courier(0.0), 0, 0
+
+    async def fail(_: ProducerBroker) -> None:
+        nonlocal num_under_way, most
+        num_under_way += 1
+        most = max(most, num_under_way)
+        await asyncio.sleep(0)
+        num_under_way -= 1
+        raise UnavailableError("away")
+
+    cancelled = [asyncio.create_task(courier.ask(fail)) for _ in range(MAX_CALLS)]
+    await asyncio.sleep(0)
+    for task in cancelled:
+        task.cancel()
+    await asyncio.gather(*cancelled, return_exceptions=True)
+    num_under_way = most = 0
+    answers = await asyncio.gather(*(courier.ask(fail) for _ in range(MAX_CALLS)), return_exceptions=True)
+    assert {type(answer) for answer in answers} == {UnavailableError}
+    assert most == MAX_CALLS
