@@ -160,8 +160,10 @@ class Reception:
 
 def _num_chars(request: Request) -> int:
     """Of text that is to be tokenized."""
-    turns = sum(len(message.content) for message in request.messages or ())
-    return len(request.prompt or "") + turns + len(request.tools or "")
+    messages = request.messages or ()
+    turns = sum(len(message.content) for message in messages)
+    calls = sum(len(call.arguments) for message in messages for call in message.tool_calls)
+    return len(request.prompt or "") + turns + calls + len(request.tools or "")
 
 
 def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:

@@ -22,7 +22,8 @@ from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.node import NodeBroker
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.errors import ConfigError, InvariantError
-from penstock.contract.job import Chunk, Job, Result, SamplingParams
+from penstock.contract.job import Chunk, Job, Message, Result, SamplingParams
+from penstock.contract.tools import ToolCall
 from penstock.gpu_node import heartbeat, inbox
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.node import Node
@@ -494,6 +495,24 @@ async def test_a_job_does_not_wait_for_the_long_prompt_of_one_that_was_taken_wit
         assert (await broker.status(long.id, "default")).state == "running"
         may_go_on.set()
         assert (await ended(broker, long)).outcome.state == "done"
+
+
+async def test_a_chat_that_is_long_by_its_calls_is_read_beside_the_loop(redis_url: str, broker: ProducerBroker) -> None:
+    engine, readers = ReferenceEngine(), list[threading.Thread]()
+
+    def encode_chat(messages: object, tools: str | None = None) -> list[int]:
+        readers.append(threading.current_thread())
+        return [1, 2, 3]
+
+    engine.tokenizer.encode_chat = encode_chat  # type: ignore[method-assign]
+    call = ToolCall(id="1", name="f", arguments=f'{{"a": "{MAX_CHARS_ON_LOOP * "x"}"}}')
+    turns = Message(role="user", content="hi"), Message(role="assistant", content="", tool_calls=(call,))
+    job = Job(id=f"{POOL}.{uuid7()}", messages=turns, params=SamplingParams(max_tokens=5))
+    async with running(redis_url, engine):
+        await broker.submit(job, cost=50)
+        assert (await ended(broker, job)).outcome.state == "done"
+    assert threading.main_thread() not in readers
+    assert len(readers) == 1
 
 
 async def test_long_prompts_that_come_together_are_tokenized_side_by_side(
