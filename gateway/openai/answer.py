@@ -141,8 +141,8 @@ class StreamAnswer(Answer):
         if order.cut_at is not None and not order.reads_all:
             renderer.go_on()
         if renderer.form == PLAIN and not order.tells_tokens and not order.reads_all:
-            return PieceWriter(renderer, indices)
-        return ReadPieceWriter(renderer, indices, after=order.cut_at.index if order.cut_at else -1)
+            return PieceWriter(renderer, indices, order.cut_at)
+        return ReadPieceWriter(renderer, indices, order.cut_at)
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
         renderer = await self._renderer(jobs)

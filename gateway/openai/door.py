@@ -24,7 +24,7 @@ MAX_KEY_CHARS = 200
 AFTER = "after"
 PLACE_HEADER = "last-event-id"
 """What browsers call it. Either comes with the body as it was sent before; the stream goes on behind that event."""
-MAX_INDEX_DIGITS = 9
+MAX_NUMBER_DIGITS = 9
 
 
 async def read_body(request: Request, model: type[_Body]) -> _Body:
@@ -50,12 +50,16 @@ def place_of(request: Request, body: ChatRequest | CompletionRequest) -> Place |
     said = request.query_params.get(AFTER) or request.headers.get(PLACE_HEADER)
     if not said:
         return None
-    job_id, _, index = said.rpartition(":")
-    if not is_job_id(job_id) or not index.isdecimal() or len(index) > MAX_INDEX_DIGITS:
-        raise RequestError("not the id of an event of ours, which is <job>:<number>", param=AFTER)
+    job_id, *numbers = said.rsplit(":", 2)
+    if not is_job_id(job_id) or len(numbers) != 2 or not all(map(_is_number, numbers)):
+        raise RequestError("not the id of an event of ours, which is <job>:<chunk>:<tokens>", param=AFTER)
     if not body.stream or len(body.prompts()) != 1:
         raise RequestError("only a stream of one prompt goes on where it was cut", param=AFTER)
-    return Place(job_id, int(index))
+    return Place(job_id, *map(int, numbers))
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= MAX_NUMBER_DIGITS
 
 
 def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
+from penstock.contract.errors import StreamDivergedError
 from penstock.contract.job import Chunk
+from penstock.gateway.stream.order import Place
 from penstock.gateway.stream.sse import event
 from penstock.producer.openai.reading import AnswerReader, Said
 from penstock.producer.openai.render import Renderer, finish_reason_of
@@ -25,28 +27,63 @@ class _Frame(NamedTuple):
     tail: bytes
 
 
+class Progress:
+    """How far a stream is, as its events' ids say it: `<job>:<chunk>:<tokens of the stream up to the chunk's end>`.
+
+    One that goes on passes over the chunks that went out before. The tokens tell whether the log is still the one that
+    was read then, or was lost with Redis's last writes and made anew, with other cuts.
+    """
+
+    def __init__(self, cut_at: Place | None) -> None:
+        self._cut_at = cut_at
+        self._has_begun = cut_at is None
+        self.num_tokens = 0
+
+    def is_new(self, chunk: Chunk) -> bool:
+        """Counts the next chunk in; whether it did not go out before. Raises StreamDivergedError."""
+        if not self._has_begun:
+            self._has_begun, self.num_tokens = True, chunk.position
+        self.num_tokens += len(chunk.token_ids)
+        return self._cut_at is None or self._is_behind(self._cut_at, chunk)
+
+    def _is_behind(self, cut_at: Place, chunk: Chunk) -> bool:
+        if chunk.index < cut_at.index:
+            return False
+        if (chunk.index, self.num_tokens) != (cut_at.index, cut_at.num_tokens):
+            raise StreamDivergedError(
+                f"the stream of job {chunk.job_id} was cut at a chunk that is no longer in its log"
+            )
+        self._cut_at = None
+        return False
+
+
 class PieceWriter:
     """Events of one answer's chunks; `indices` says which of its jobs is which."""
 
-    def __init__(self, renderer: Renderer, indices: Mapping[str, int]) -> None:
+    def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: Place | None) -> None:
+        """Raises StreamDivergedError at the events of a stream that was `cut_at` a place that is no longer there."""
         self._renderer = renderer
         self._indices = indices
+        self._progress = Progress(cut_at)
         self._frames: dict[tuple[str, int], _Frame | None] = {}
 
     def events_of(self, batch: Sequence[Chunk]) -> bytes:
         """One event for each chunk that says something."""
-        return b"".join([self._event_of(chunk) for chunk in batch if chunk.text or chunk.finish_reason])
+        return b"".join([self._event_of(chunk) for chunk in batch])
 
     def _event_of(self, chunk: Chunk) -> bytes:
+        if not self._progress.is_new(chunk):
+            return b""
         if chunk.text and chunk.finish_reason is None:
             frame = self._frames.get((chunk.job_id, chunk.choice))
             if frame is not None:
                 text = to_json(chunk.text, ensure_ascii=True)
-                return b"%b%d%b%b%b" % (frame.head, chunk.index, frame.middle, text, frame.tail)
+                num_tokens = self._progress.num_tokens
+                return b"%b%d:%d%b%b%b" % (frame.head, chunk.index, num_tokens, frame.middle, text, frame.tail)
         finish_reason = finish_reason_of(chunk.finish_reason)
         if not chunk.text and finish_reason is None:
             return b""
-        rendered = event(self._piece(chunk, chunk.text, finish_reason), f"{chunk.job_id}:{chunk.index}")
+        rendered = event(self._piece(chunk, chunk.text, finish_reason), _id_of(chunk, self._progress))
         if (chunk.job_id, chunk.choice) not in self._frames:
             # Behind the first piece, which is of another form.
             self._frames[chunk.job_id, chunk.choice] = self._frame_of(chunk)
@@ -69,11 +106,11 @@ class ReadPieceWriter:
     Chats may be read for calls and reasoning, and tokens may come with how likely they were.
     """
 
-    def __init__(self, renderer: Renderer, indices: Mapping[str, int], *, after: int) -> None:
-        """Events of chunks up to index `after` went out before; they are read again for what follows from them."""
+    def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: Place | None) -> None:
+        """What went out before a stream was `cut_at` a place is read again for what follows from it; raises too."""
         self._renderer = renderer
         self._indices = indices
-        self._after = after
+        self._progress = Progress(cut_at)
         self._readers: dict[tuple[str, int], AnswerReader] = {}
         self._have_called: set[tuple[str, int]] = set()
 
@@ -82,11 +119,11 @@ class ReadPieceWriter:
         return b"".join([self._event_of(chunk) for chunk in batch])
 
     def _event_of(self, chunk: Chunk) -> bytes:
-        index = self._indices[chunk.job_id]
+        index, is_new = self._indices[chunk.job_id], self._progress.is_new(chunk)
         piece = self._renderer.prompt_piece(index, chunk.prompt_logprobs) if chunk.prompt_logprobs else None
         if chunk.text or chunk.finish_reason or chunk.logprobs:
             piece = self._piece_of(chunk, index)
-        return event(piece, f"{chunk.job_id}:{chunk.index}") if piece and chunk.index > self._after else b""
+        return event(piece, _id_of(chunk, self._progress)) if piece and is_new else b""
 
     def _piece_of(self, chunk: Chunk, index: int) -> dict[str, Any] | None:
         key = chunk.job_id, chunk.choice
@@ -100,3 +137,7 @@ class ReadPieceWriter:
         if not said and finish_reason is None and not chunk.logprobs:
             return None
         return self._renderer.piece(index, chunk.choice, said, finish_reason, chunk.logprobs)
+
+
+def _id_of(chunk: Chunk, progress: Progress) -> str:
+    return f"{chunk.job_id}:{chunk.index}:{progress.num_tokens}"

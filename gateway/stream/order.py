@@ -23,10 +23,11 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A chunk of a job: the last one that a caller got of a stream."""
+    """A chunk of a job: the last one that a caller got of a stream, which had so many tokens by its end."""
 
     job_id: str
     index: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class Order:
 
     @property
     def read_after(self) -> int:
-        """The index of the chunk behind which a stream is read."""
-        return -1 if self.cut_at is None or self.reads_all else self.cut_at.index
+        """The index of the chunk behind which a stream is read; the one that it was cut at is read again."""
+        return -1 if self.cut_at is None or self.reads_all else self.cut_at.index - 1
 
     @property
     def tells_tokens(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import accumulate
 from typing import Any
 
 import httpx
@@ -144,7 +145,9 @@ def test_an_event_is_one_line_of_ascii_whatever_it_carries():
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]))), include_usage=st.booleans())
 def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, texts, include_usage):
     chunks = [
-        Chunk(f"job:{i % 2}", i, choice=i % 3, text=text, finish_reason="stop" if i == len(texts) - 1 else None)
+        Chunk(
+            *(f"job:{i % 2}", i, i % 3, 0, (7,) * (i % 4), text), finish_reason="stop" if i == len(texts) - 1 else None
+        )
         for i, text in enumerate(texts)
     ]
     fields = {
@@ -154,9 +157,10 @@ def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, tex
         "params": SamplingParams(n=3),
         "include_usage": include_usage,
     }
-    pieces, renderer = PieceWriter(dialect(**fields), {"job:0": 0, "job:1": 1}), dialect(**fields)
+    pieces, renderer = PieceWriter(dialect(**fields), {"job:0": 0, "job:1": 1}, None), dialect(**fields)
+    num_tokens = [*accumulate(len(chunk.token_ids) for chunk in chunks)]
     rendered = [
-        event(renderer.piece(i % 2, c.choice, Said(c.text), c.finish_reason), f"{c.job_id}:{c.index}")
+        event(renderer.piece(i % 2, c.choice, Said(c.text), c.finish_reason), f"{c.job_id}:{i}:{num_tokens[i]}")
         for i, c in enumerate(chunks)
         if c.text or c.finish_reason
     ]

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection
+from itertools import accumulate
 from urllib.parse import urlsplit
 
 import httpx
+import msgpack
 import openai
 import pytest
 import redis
@@ -55,14 +57,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
         time.sleep(0.02)
 
 
-def test_events_carry_the_jobs_id_and_the_chunks_number(http, engine):
+def test_events_carry_the_jobs_id_the_chunks_number_and_that_of_the_tokens_so_far(http, engine):
     engine.step_s = 0.05
     response = http.post("/v1/completions", json=text_body("a\nb", stream=True))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
     *pieces, last = events_of(response.content)
-    # Tokens that pile up while a node has no turn share a chunk.
-    assert [event_id for event_id, _ in pieces] == [f"{response.headers[JOB]}:{i}" for i in range(len(pieces))]
+    # Tokens that pile up while a node has no turn share a chunk; each is a byte of text here.
+    num_bytes = accumulate(len(text_of([piece])) for piece in pieces)
+    expected = [f"{response.headers[JOB]}:{i}:{so_far}" for i, so_far in enumerate(num_bytes)]
+    assert [event_id for event_id, _ in pieces[:-1]] == expected[:-1]
     assert len(pieces) > 1 and text_of(pieces) == "a\nb"
     assert last == (None, "[DONE]")
 
@@ -311,7 +315,7 @@ def test_a_cut_stream_goes_on_through_another_gateway(stack, http, narrow, how, 
     rest = httpx.post(f"{stack.start_gateway()}/v1/completions", json=body, **asked)
     assert rest.headers[JOB] == job_id
     events = events_of(rest.content)
-    assert events[0][0] == f"{job_id}:5"
+    assert events[0][0].startswith(f"{job_id}:5:")
     assert events[-1][1] == "[DONE]"
     assert text + text_of(events) == "gates open by pressure"
 
@@ -324,6 +328,38 @@ def test_a_stream_that_nobody_comes_back_to_is_cancelled_after_a_while(stack, ht
     body = text_body("a" * 250, stream=True)
     again = http.post("/v1/completions", json=body, headers={"Last-Event-ID": place})
     assert again.json()["error"]["message"] == "nobody reads this job any more"
+
+
+def cut_log_otherwise(stack, job_id: str, at: int) -> None:
+    """As if Redis had lost the log and another node had made it anew: two chunks of one choice are one."""
+    with redis.Redis.from_url(stack.redis_url) as client:
+        key = f"penstock:{{echo}}:log:{job_id}"
+        chunks = [msgpack.unpackb(entry) for entry in client.lrange(key, 0, -1)]
+        first = chunks[at]
+        second = next(chunk for chunk in chunks[at + 1 :] if chunk["c"] == first["c"])
+        chunks.remove(second)
+        first |= {name: first[name] + second[name] for name in ("t", "s", "l") if name in first}
+        client.delete(key)
+        client.rpush(key, *(msgpack.packb(chunk | {"i": i}) for i, chunk in enumerate(chunks)))
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 2}, {"logprobs": 1}])
+def test_a_cut_stream_whose_log_was_cut_otherwise_since_lacks_and_repeats_nothing(stack, http, engine, options):
+    engine.step_s = 0.03
+    body = text_body("abcdefgh", stream=True) | options
+    whole = http.post("/v1/completions", json=body)
+    *events, _ = events_of(whole.content)
+    assert len(events) > 4
+    cut_log_otherwise(stack, whole.headers[JOB], 2)
+    refused = []
+    for at, (place, _) in enumerate(events):
+        answer = http.post("/v1/completions", json=body, headers={"Last-Event-ID": place})
+        if "stream_diverged" in answer.text:
+            assert "choices" not in answer.text
+            refused.append(at)
+        else:
+            assert sorted(text_of(events_of(answer.content))) == sorted(text_of(events[at + 1 :]))
+    assert refused[:2] == [2, 3]
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
@@ -350,11 +386,13 @@ def test_a_cut_chat_says_who_speaks_once_a_choice(http, num_choices):
     ("place", "options", "status"),
     [
         ("nonsense", {"stream": True}, 400),
-        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:x", {"stream": True}, 400),
-        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:" + "9" * 10, {"stream": True}, 400),
-        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3", {"stream": False}, 400),
-        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3", {"stream": True, "prompt": ["a", "b"]}, 400),
-        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3", {"stream": True}, 404),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3", {"stream": True}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:x:3", {"stream": True}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3:-1", {"stream": True}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3:" + "9" * 10, {"stream": True}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3:4", {"stream": False}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3:4", {"stream": True, "prompt": ["a", "b"]}, 400),
+        ("echo.01a1fa14-846e-7256-a773-ee21bc2d4d97:3:4", {"stream": True}, 404),
     ],
 )
 def test_a_place_that_is_none_is_refused(http, place, options, status):
