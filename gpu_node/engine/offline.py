@@ -23,9 +23,12 @@ def spread(
     adapters: Adapters,
     tokenizer: Tokenizer,
 ) -> list[EngineRequest]:
-    """A request for each prompt, named by its index. Raises RequestError when the lists differ in length or a chat
-    cannot be rendered.
+    """A request for each prompt, named by its index. Raises RequestError when the lists differ in length, a prompt is
+    none, or a chat cannot be rendered.
     """
+    if isinstance(prompts, str) or any(isinstance(prompt, int | Mapping) for prompt in prompts):
+        message = "prompts must be a list, of which each is a text, token ids or the messages of a chat"
+        raise RequestError(message, param="prompts")
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     named = [adapters] * len(prompts) if adapters is None or isinstance(adapters, str) else list(adapters)
     for name, given in (("params", wanted), ("adapters", named)):

@@ -219,6 +219,12 @@ def test_prompts_may_be_text_tokens_or_chats(plain: Engine) -> None:
         plain.generate([[*chat, {"content": "hi"}]], GREEDY)
 
 
+@pytest.mark.parametrize("prompts", ["hi", [1, 2], [{"role": "user", "content": "hi"}]])
+def test_a_single_prompt_is_no_list_of_prompts(plain: Engine, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="prompts must be a list"):
+        plain.generate(prompts, GREEDY)
+
+
 def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> None:
     engine = make_engine(enable_prefix_caching=True)
     want = engine.generate(["the gate"], GREEDY)[0].choices[0].token_ids
