@@ -1,4 +1,4 @@
-"""The pieces of a stream as events. Those of one choice differ in number and text alone: the rest is rendered once."""
+"""The pieces of a stream as events. Those of one choice differ in numbers and text alone: the rest is rendered once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARK_TEXT = "\ue001"
 
 
 class _Frame(NamedTuple):
-    """What stands around the chunk's index and its text."""
+    """What stands around the chunk's numbers and its text."""
 
     head: bytes
     middle: bytes
