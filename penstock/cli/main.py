@@ -10,10 +10,16 @@ from typer.core import TyperGroup
 
 from penstock import __version__
 from penstock.cli import audit, batch, dead, demo, doctor, gateway, keys, node, serve, submit
-from penstock.contract.errors import BusyError, ConfigError, PenstockError, RequestError, UnavailableError
+from penstock.contract.errors import (
+    EXIT_WRONG_USE,
+    BusyError,
+    ConfigError,
+    PenstockError,
+    RequestError,
+    UnavailableError,
+)
 
 EXIT_FAILED = 1
-EXIT_WRONG_USE = 2
 EXIT_TRY_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h."""
 EXIT_INTERRUPTED = 130

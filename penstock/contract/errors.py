@@ -27,6 +27,9 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from penstock.contract.job import Outcome
 
+EXIT_WRONG_USE = 2
+"""Status of a command that was called in a way that cannot work: what ConfigError and RequestError mean to a shell."""
+
 
 class PenstockError(Exception):
     """Root of all errors that penstock raises on purpose."""

@@ -2,11 +2,9 @@
 
 import sys
 
-from penstock.contract.errors import ConfigError
+from penstock.contract.errors import EXIT_WRONG_USE, ConfigError
 from penstock.producer.batch.celery_app import make_app
 from penstock.producer.batch.settings import CelerySettings
-
-EXIT_WRONG_USE = 2
 
 try:
     app = make_app(CelerySettings.load())

@@ -179,15 +179,21 @@ async def test_streams_stay_whole_while_redis(server: RedisProcess, trouble: Tro
     async with proxied(server) as (proxy, direct):
         works = new_works(150)
         async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
-            reading = [asyncio.create_task(read(client, work)) for work in works]
-            while works[0].num_seen < 20:
-                await asyncio.sleep(0.01)
+            reading = await under_way(client, works, works[0])
             later = new_works(150)
             troubled = asyncio.create_task(trouble(server, proxy))
             reading += [asyncio.create_task(read(client, work)) for work in later]
             await asyncio.gather(troubled, *reading)
             await all_ended(direct, [*works, *later])
         await check_settled(direct, POOL)
+
+
+async def under_way(client: AsyncClient, works: list[Work], watched: Work) -> list[asyncio.Task[None]]:
+    """Readers of all of them, once one has got some of its tokens."""
+    reading = [asyncio.create_task(read(client, work)) for work in works]
+    while watched.num_seen < 20:
+        await asyncio.sleep(0.01)
+    return reading
 
 
 async def all_ended(redis: Redis, works: list[Work]) -> None:
@@ -204,9 +210,7 @@ async def test_a_full_redis_refuses_new_jobs_and_serves_the_others(server: Redis
     async with proxied(server) as (proxy, direct):
         works = new_works(100)
         async with served(proxy.url), AsyncClient(proxy.url) as client:
-            reading = [asyncio.create_task(read(client, work)) for work in works]
-            while works[-1].num_seen < 20:
-                await asyncio.sleep(0.01)
+            reading = await under_way(client, works, works[-1])
             await direct.config_set("maxmemory", 1)
             with pytest.raises(BusyError) as refused:
                 await client.submit(PROMPT, **new_work(POOL, 10).options)
@@ -224,9 +228,7 @@ async def test_a_replica_is_promoted(tmp_path: Path) -> None:
         async with proxied(servers.master) as (proxy, _):
             works = new_works(300)
             async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
-                reading = [asyncio.create_task(read(client, work)) for work in works]
-                while works[0].num_seen < 20:
-                    await asyncio.sleep(0.01)
+                reading = await under_way(client, works, works[0])
                 servers.master.kill()
                 proxy.target = await asyncio.to_thread(servers.wait_for_promotion)
                 proxy.cut()
@@ -243,9 +245,7 @@ async def test_a_master_is_made_a_replica_and_keeps_its_clients(tmp_path: Path) 
         async with proxied(first) as (proxy, _):
             works = new_works(150)
             async with served(proxy.url), AsyncClient(proxy.url, settings=QUICK) as client:
-                reading = [asyncio.create_task(read(client, work)) for work in works]
-                while works[0].num_seen < 20:
-                    await asyncio.sleep(0.01)
+                reading = await under_way(client, works, works[0])
                 promoted = connect(second.url)
                 while (await promoted.info("replication"))["master_link_status"] != "up":
                     await asyncio.sleep(0.01)

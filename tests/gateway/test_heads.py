@@ -20,7 +20,7 @@ CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
 @pytest.fixture
 def connection(url, engine) -> Iterator[socket.socket]:
     address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         yield connection
 
 
@@ -31,6 +31,19 @@ def read_answers(connection: socket.socket, num_texts: int) -> bytes:
         part = connection.recv(1 << 16)
         assert part, answer
         answer += part
+    return answer
+
+
+def answer_to_endless(connection: socket.socket, line: bytes) -> bytes:
+    """What comes while the same is sent on and on."""
+    num_sent, answer = 0, b""
+    connection.settimeout(0.01)
+    while not answer:
+        assert num_sent < 4 << 20, "any size is taken"
+        with contextlib.suppress(TimeoutError):
+            connection.sendall(line)
+            num_sent += len(line)
+            answer = connection.recv(4096) if num_sent > 64 << 10 else b""
     return answer
 
 
@@ -53,6 +66,14 @@ def test_an_offer_of_another_protocol_is_passed_over(connection, upgrade, framin
     assert read_answers(connection, 2).count(b"HTTP/1.1 200 OK") == 2
 
 
+@pytest.mark.parametrize("line", [b"x-%d: " + b"y" * 1000 + b"\r\n", b"y" * 1000])
+def test_a_head_without_an_end_is_cut_off(connection, line):
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Long: ")
+    answer = answer_to_endless(connection, line)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "head_too_large"
+
+
 @pytest.mark.parametrize(
     ("begin", "line"),
     [(b"0\r\n", b"x: " + b"y" * 1000 + b"\r\n"), (b"0\r\nx: ", b"y" * 1000), (b"1;", b"y" * 1000)],
@@ -60,15 +81,7 @@ def test_an_offer_of_another_protocol_is_passed_over(connection, upgrade, framin
 )
 def test_what_stands_behind_a_chunk_is_bounded_as_the_head_is(connection, begin, line):
     connection.sendall(LINE + CHUNKED + b"\r\n" + CHUNK + begin)
-    num_sent, answer = 0, b""
-    connection.settimeout(0.01)
-    while not answer:
-        assert num_sent < 4 << 20, "any size is taken"
-        with contextlib.suppress(TimeoutError):
-            connection.sendall(line)
-            num_sent += len(line)
-            answer = connection.recv(4096) if num_sent > 64 << 10 else b""
-    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert answer_to_endless(connection, line).startswith(b"HTTP/1.1 431 ")
 
 
 def test_short_trailers_are_read_over(connection):

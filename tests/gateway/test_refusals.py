@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -264,23 +263,6 @@ def test_a_body_that_does_not_come_is_not_waited_for(stack, shared_engine, http)
             assert part, answer
             answer += part
     assert answer.startswith(b"HTTP/1.1 400 ")
-
-
-@pytest.mark.parametrize("line", [b"x-%d: " + b"y" * 1000 + b"\r\n", b"y" * 1000])
-def test_a_head_without_an_end_is_cut_off(url, http, line):
-    address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Long: ")
-        num_sent, answer = 0, b""
-        connection.settimeout(0.01)
-        while not answer:
-            assert num_sent < 4 << 20, "a head of any size is taken"
-            with contextlib.suppress(TimeoutError):
-                connection.sendall(line)
-                num_sent += len(line)
-                answer = connection.recv(4096) if num_sent > 64 << 10 else b""
-    assert answer.startswith(b"HTTP/1.1 431 ")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "head_too_large"
 
 
 def test_a_connection_may_be_used_for_more_than_a_head_in_all(http):
