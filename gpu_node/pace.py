@@ -2,7 +2,8 @@
 
 Each departure costs time that the engine could use: the node, Redis and whoever reads wake up, on cold caches where the
 engine computes on the same cores. So a node sends about MAX_CHUNKS_PER_S however many streams it has, within the times
-that a token may wait at least and at most. First tokens and ends, for which somebody waits, leave sooner.
+that a token may wait at least and at most. First tokens and ends, for which somebody waits, leave at once, unless so
+many have left just before that they would again wake everybody all the time.
 """
 
 from __future__ import annotations
@@ -12,17 +13,25 @@ import math
 MAX_CHUNKS_PER_S = 200
 MIN_INTERVAL_S = 0.02
 """Faster than a screen shows them."""
-HURRIED_SHARE = 0.25
-"""Of the interval that so many streams ask for: so long after the last departure leaves what somebody waits for."""
+MAX_DEPARTURES_PER_S = 100
+"""Those for what somebody waits for count against it like all others, but only they are held up by it."""
+MAX_DEPARTURES_AT_ONCE = 8
+"""So many leave without a pause after a time in which few did."""
+_SHARE_S = 1 / MAX_DEPARTURES_PER_S
+_MAX_AHEAD_S = (MAX_DEPARTURES_AT_ONCE - 1) * _SHARE_S
 
 
 class Pace:
-    """Times of departures on a monotonic clock, in seconds."""
+    """Times of departures on a monotonic clock, in seconds.
+
+    What is hurried leaves by the generic cell rate algorithm (ITU-T I.371): each departure takes up its share of a
+    second, behind those before it, and a hurried one is too early while more is taken up than _MAX_AHEAD_S.
+    """
 
     def __init__(self, max_interval_s: float) -> None:
         """No token waits longer than `max_interval_s`."""
         self._max_interval_s = max_interval_s
-        self._all_left_s = self._left_s = -math.inf
+        self._all_left_s = self._taken_up_s = -math.inf
         self._num_streams = 0
 
     def until_next_s(self, num_owed: int, now_s: float, *, hurried: bool = False) -> float:
@@ -32,15 +41,15 @@ class Pace:
         As long as few are owed any yet, the streams of the last departure count: they go on.
         """
         num_streams = max(num_owed, self._num_streams)
-        wanted_s = num_streams / MAX_CHUNKS_PER_S
-        due_s = self._all_left_s + min(self._max_interval_s, max(MIN_INTERVAL_S, wanted_s))
+        interval_s = min(self._max_interval_s, max(MIN_INTERVAL_S, num_streams / MAX_CHUNKS_PER_S))
+        due_s = self._all_left_s + interval_s
         if hurried:
-            due_s = min(due_s, self._left_s + HURRIED_SHARE * min(self._max_interval_s, wanted_s))
+            due_s = min(due_s, self._taken_up_s - _MAX_AHEAD_S)
         return due_s - now_s
 
     def note(self, now_s: float, *, num_streams: int | None) -> None:
         """All that was owed leaves now, to so many streams; None: only what somebody waits for."""
-        self._left_s = now_s
+        self._taken_up_s = min(max(self._taken_up_s, now_s), now_s + _MAX_AHEAD_S) + _SHARE_S
         if num_streams is not None:
             self._all_left_s = now_s
             self._num_streams = num_streams

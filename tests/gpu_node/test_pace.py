@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.pace import HURRIED_SHARE, MAX_CHUNKS_PER_S, MIN_INTERVAL_S, Pace
+from penstock.gpu_node.pace import MAX_CHUNKS_PER_S, MAX_DEPARTURES_AT_ONCE, MAX_DEPARTURES_PER_S, MIN_INTERVAL_S, Pace
 
 EPSILON_S = 1e-6
 RUN_S = 3.0
@@ -54,13 +54,45 @@ def test_an_interval_of_nothing_sends_every_step() -> None:
 
 
 @given(num_streams=st.integers(1, 2000), late_s=st.floats(0.0, 0.2))
-def test_what_somebody_waits_for_leaves_sooner_and_does_not_put_off_the_others(num_streams: int, late_s: float) -> None:
+def test_what_somebody_waits_for_does_not_put_off_the_others(num_streams: int, late_s: float) -> None:
     pace = Pace(max_interval_s=0.1)
     pace.note(5.0, num_streams=num_streams)
     interval_s = pace.until_next_s(num_streams, 5.0)
-    hurried_s = pace.until_next_s(num_streams, 5.0, hurried=True)
-    assert hurried_s == pytest.approx(HURRIED_SHARE * min(interval_s, num_streams / MAX_CHUNKS_PER_S))
+    assert pace.until_next_s(num_streams, 5.0, hurried=True) <= 0
     pace.note(5.0 + late_s, num_streams=None)
-    left_s = pace.until_next_s(num_streams, 5.0 + late_s)
-    assert left_s == pytest.approx(interval_s - late_s)
-    assert pace.until_next_s(num_streams, 5.0 + late_s, hurried=True) == pytest.approx(min(left_s, hurried_s))
+    assert pace.until_next_s(num_streams, 5.0 + late_s) == pytest.approx(interval_s - late_s)
+
+
+@given(
+    num_streams=st.integers(1, 2000),
+    max_interval_s=st.floats(0.0, 1.0),
+    waits_s=st.lists(st.floats(0.0, 0.05), min_size=30, max_size=200),
+)
+def test_what_somebody_waits_for_leaves_at_once_or_soon_and_not_all_the_time(
+    num_streams: int, max_interval_s: float, waits_s: list[float]
+) -> None:
+    pace = Pace(max_interval_s)
+    now_s, left_at = 100.0, []
+    for wait_s in waits_s:
+        now_s += wait_s
+        if pace.until_next_s(num_streams, now_s) <= 0:
+            pace.note(now_s, num_streams=num_streams)
+        hurried_s = max(0.0, pace.until_next_s(num_streams, now_s, hurried=True))
+        assert hurried_s <= 1 / MAX_DEPARTURES_PER_S + EPSILON_S
+        if pace.until_next_s(num_streams, now_s + hurried_s) > 0:
+            now_s += hurried_s
+            pace.note(now_s, num_streams=None)
+            left_at.append(now_s)
+    for i, began_s in enumerate(left_at):
+        within = [at_s for at_s in left_at[i:] if at_s < began_s + 1.0]
+        assert len(within) <= MAX_DEPARTURES_PER_S + MAX_DEPARTURES_AT_ONCE
+
+
+def test_a_few_at_once_leave_at_once_and_many_do_not() -> None:
+    pace = Pace(max_interval_s=1.0)
+    pace.note(5.0, num_streams=2000)
+    num_left = 0
+    while pace.until_next_s(2000, 6.0 - EPSILON_S, hurried=True) <= 0 and num_left < 100:
+        pace.note(6.0 - EPSILON_S, num_streams=None)
+        num_left += 1
+    assert num_left == MAX_DEPARTURES_AT_ONCE
