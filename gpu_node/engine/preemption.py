@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from penstock.gpu_node.model.protocol import StepResult
+if TYPE_CHECKING:
+    # Commands know the settings of nodes where numpy is not installed.
+    from penstock.gpu_node.model.protocol import StepResult
 
 PreemptionName = Literal["auto", "recompute", "swap"]
 
