@@ -62,6 +62,9 @@ class Host:
         self._knows_read_only_keys = "v=6." not in said
         client = server.with_name(server.name.replace("-server", "-cli"))
         (self.bin / "redis-server").symlink_to(server)
+        entry = self.bin / "docker-entrypoint.sh"
+        entry.write_text('#!/bin/sh\nexec "$@"\n')
+        entry.chmod(0o700)
         (self.bin / "redis-cli").symlink_to(client if client.exists() else str(shutil.which("redis-cli")))
 
     def start(self, service: str) -> None:
@@ -239,6 +242,18 @@ def test_every_service_is_watched_restarted_and_given_time_to_stop(service: str)
         assert described["depends_on"] == {"redis": {"condition": "service_healthy"}}
 
 
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_that_is_taken_over_can_change_nothing_but_its_data(service: str) -> None:
+    described = SERVICES[service]
+    assert described["read_only"] is True
+    assert "no-new-privileges:true" in described["security_opt"]
+    assert described["logging"]["driver"] == "local"
+    assert described.get("cap_drop") == (None if service == "redis" else ["ALL"])
+    if service == "redis":  # Its image starts as root, and gives that up for commands that its entry point knows.
+        assert described["command"][0] == "redis-server"
+        assert "exec docker-entrypoint.sh redis-server " in ACL_SERVICES["redis"]["command"][2]
+
+
 def test_nothing_is_reachable_from_other_machines_unless_asked_for() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published == {"gateway": ["${GATEWAY_BIND:-127.0.0.1}:${GATEWAY_PORT:-8000}:8000"]}
@@ -276,7 +291,7 @@ def test_images_run_unprivileged_with_a_safe_path() -> None:
 def test_what_a_node_fetches_or_converts_outlives_its_container() -> None:
     [volume] = [v for v in SERVICES["gpu_node"]["volumes"] if v.startswith("model-cache:")]
     mounted = volume.partition(":")[2]
-    for variable in ("HF_HOME", "PENSTOCK_CACHE"):
+    for variable in ("HF_HOME", "PENSTOCK_CACHE", "TRITON_CACHE_DIR"):
         assert f"{variable}={mounted}/" in DOCKERFILE
 
 
