@@ -69,6 +69,7 @@ bench-gpu:
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "penstock needs Python 3.11 or later; $(PYTHON) is `$(PYTHON) --version 2>&1`. Try: make PYTHON=python3.12"; exit 1; }
+	@echo "Installing into $(VENV), once; torch alone takes minutes where the line is slow."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -r requirements.lock
 	@# The model's file is all we want of this package, not the framework that it plugs into.
