@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.contract.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from redis.asyncio import Redis
-
     from penstock.contract.figures import PoolFigures
 
-T = TypeVar("T")
 RedisUrl = Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")]
 
 app = typer.Typer(no_args_is_help=True)
@@ -29,13 +25,7 @@ def pools() -> None:
 @app.command("list")
 def list_pools(redis_url: RedisUrl = None) -> None:
     """Print one line per pool: its nodes, its jobs, how full its KV cache is, tokens a second."""
-
-    async def find(redis: Redis) -> list[PoolFigures]:
-        from penstock.contract.broker.figures import FiguresBroker
-
-        return await FiguresBroker(redis).all()
-
-    for pool in _run(redis_url, find):
+    for pool in asyncio.run(_figures(redis_url_of(redis_url))):
         print(line_of(pool))
 
 
@@ -44,13 +34,7 @@ def forget(
     pool: Annotated[str, typer.Argument(help="Its name as `list` prints it.")], redis_url: RedisUrl = None
 ) -> None:
     """Remove a pool that has neither nodes nor open jobs; results live out their time, dead letters go with it."""
-
-    async def remove(redis: Redis) -> None:
-        from penstock.contract.broker.admin import AdminBroker
-
-        await AdminBroker(redis).forget(pool)
-
-    _run(redis_url, remove)
+    asyncio.run(_forget(redis_url_of(redis_url), pool))
 
 
 def line_of(pool: PoolFigures) -> str:
@@ -67,14 +51,17 @@ def line_of(pool: PoolFigures) -> str:
     return "  ".join(parts)
 
 
-def _run(redis_url: str | None, work: Callable[[Redis], Awaitable[T]]) -> T:
-    async def run() -> T:
-        from penstock.contract.broker.connection import connect
+async def _figures(redis_url: str) -> list[PoolFigures]:
+    from penstock.contract.broker.connection import connect
+    from penstock.contract.broker.figures import FiguresBroker
 
-        redis = connect(redis_url_of(redis_url))
-        try:
-            return await work(redis)
-        finally:
-            await redis.aclose()
+    async with connect(redis_url) as redis:
+        return await FiguresBroker(redis).all()
 
-    return asyncio.run(run())
+
+async def _forget(redis_url: str, pool: str) -> None:
+    from penstock.contract.broker.admin import AdminBroker
+    from penstock.contract.broker.connection import connect
+
+    async with connect(redis_url) as redis:
+        await AdminBroker(redis).forget(pool)
