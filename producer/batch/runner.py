@@ -44,6 +44,8 @@ async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lamb
                 missing = (line for line in lines_of(path) if line.custom_id not in results.custom_ids)
                 async with AsyncClient(redis_url) as client:
                     await _Run(client, batch, batch_id, results, on_progress).answer_all(missing)
+                if not results.is_whole:
+                    raise RequestError("the input was changed meanwhile: its lines are no longer those", param="input")
     return results.progress
 
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shlex
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -366,3 +368,43 @@ def test_failed_rows_show_in_the_exit_code(served_url: str, tmp_path: Path) -> N
         said = run.communicate(timeout=30)[0]
     assert run.returncode == 1
     assert "1 answered, 1 failed" in said
+
+
+async def test_a_pipe_is_read_as_a_file_is(served_url: str, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", [chat_row("a"), chat_row("b")]).read_text()
+    done = []
+    for name in ("piped.jsonl", "again.jsonl"):
+        with subprocess.Popen(["echo", rows], stdout=subprocess.PIPE) as echo:
+            assert echo.stdout is not None
+            batch = Batch(f"/dev/fd/{echo.stdout.fileno()}", str(tmp_path / name), batch_id="one")
+            done.append(await run_batch(served_url, batch))
+    assert done[0] == done[1] and done[0].num_answered == num_lines(tmp_path / "again.jsonl") == 2
+
+
+async def test_an_input_that_is_changed_meanwhile_is_no_whole_batch(served_url: str, tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [chat_row("a"), chat_row("b")])
+    with pytest.raises(RequestError, match="changed"):
+        await run_batch(served_url, batch, lambda _: Path(batch.input).write_text(""))
+    assert not Path(batch.output).exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+async def test_an_output_that_cannot_be_put_into_place_is_refused(tmp_path: Path, kind: str) -> None:
+    batch = batch_of(tmp_path, [chat_row("a")])
+    {"folder": os.mkdir, "pipe": os.mkfifo}[kind](batch.output)
+    with pytest.raises(RequestError, match="no regular file"):
+        await run_batch(NOWHERE, batch)
+    assert files_in(tmp_path) == {"in.jsonl", "out.jsonl"}
+
+
+def test_a_batch_whose_disk_was_full_goes_on_later(served_url: str, tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [chat_row(str(number)) for number in range(9)])
+    run = (sys.executable, "-m", "penstock", "batch", "run", batch.input, batch.output, "--redis-url", served_url)
+    with process("sh", "-c", f"ulimit -f 2; exec {shlex.join(run)} --in-flight 1") as small:
+        said = small.communicate(timeout=30)[0]
+    assert (small.returncode, said.strip()) == (2, f"penstock: {batch.output}.partial: File too large")
+    assert 0 < num_lines(Path(f"{batch.output}.partial")) < 9
+
+    with process(*run) as large:
+        assert "9 answered, 0 failed" in large.communicate(timeout=30)[0]
+    assert sorted(row["custom_id"] for row in rows_in(Path(batch.output))) == [str(number) for number in range(9)]
