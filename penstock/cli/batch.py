@@ -80,6 +80,7 @@ class BatchBar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("Batch"),
             BarColumn(),
@@ -87,8 +88,10 @@ class BatchBar:
             TextColumn("{task.fields[failed]}"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[waiting]}"),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
+            # Or a log would get an empty line.
+            disable=not console.is_terminal,
         )
         self._task: TaskID = self._progress.add_task("batch", total=None, failed="", waiting="")
 

@@ -18,8 +18,8 @@ from penstock.producer.client.stream import StreamReader
 class AsyncJob:
     """A handle; any number of readers may stream from it, each gets everything from where the handle starts.
 
-    A submitted job's first mailbox is open since before the submission, so that its first reader needs no log. Who waits
-    for the result is one too, or thousands of handles would keep what nobody is going to read.
+    A submitted job's first mailbox is open since before the submission, so that its first reader needs no log. Who
+    waits for the result is one too, or thousands of handles would keep what nobody is going to read.
     """
 
     def __init__(self, source: JobSource, inbox: Inbox, *, after: int = -1, first_box: Mailbox | None = None) -> None:
