@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from penstock import __version__
 from penstock.cli import audit, batch, dead, demo, doctor, gateway, keys, node, serve, submit
 from penstock.contract.errors import (
+    EXIT_INTERRUPTED,
     EXIT_WRONG_USE,
     BusyError,
     ConfigError,
@@ -23,7 +24,6 @@ from penstock.contract.errors import (
 EXIT_FAILED = 1
 EXIT_TRY_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h."""
-EXIT_INTERRUPTED = 130
 
 
 class _Group(TyperGroup):

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 EXIT_WRONG_USE = 2
 """Status of a command that was called in a way that cannot work: what ConfigError and RequestError mean to a shell."""
+EXIT_INTERRUPTED = 130
+"""Status of a command that Ctrl-C ended."""
 
 
 class PenstockError(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -48,7 +49,7 @@ def connect(url: str) -> Redis:
             driver_info=None,
         )
         # Connects nowhere, and takes the options behind the URL's question mark.
-        redis.connection_pool.make_connection()
+        cast(Any, redis.connection_pool).make_connection()
     except ValueError as error:
         # Not the URL itself, which may hold a password.
         raise ConfigError(f"redis_url: {error}", param="redis_url") from error

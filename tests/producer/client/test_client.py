@@ -382,6 +382,7 @@ async def test_weight_is_the_clients_or_the_terms(redis_url: str, told_node: Fak
         (b"bytes", {}, "prompt", "text"),
         ([1, -5], {}, "prompt[1]", "0"),
         ([1, "x"], {}, "prompt[1]", "integer"),
+        (["1", "2"], {}, "prompt", "one text"),
         ([{"role": "robot", "content": "x"}], {}, "messages[0].role", "user"),
         ([{"role": "user"}], {}, "messages[0].content", "required"),
         ([1] * 5000, {}, "prompt", "4096"),
