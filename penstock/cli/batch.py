@@ -60,9 +60,10 @@ def run(
 
 
 def _run_here(redis_url: str, wanted: Batch, bar: BatchBar) -> Progress:
-    from penstock.producer.batch.runner import run_batch
+    from penstock.producer.batch.runner import answer_batch, opened
 
-    return asyncio.run(run_batch(redis_url, wanted, bar.update))
+    with opened(wanted) as one:
+        return asyncio.run(answer_batch(redis_url, one, bar.update))
 
 
 def _run_in_worker(redis_url: str, wanted: Batch, bar: BatchBar) -> Progress:

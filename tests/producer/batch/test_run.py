@@ -7,6 +7,8 @@ import contextlib
 import fcntl
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -413,3 +415,20 @@ def test_a_batch_whose_disk_was_full_goes_on_later(served_url: str, tmp_path: Pa
     with process(*run) as large:
         assert "9 answered, 0 failed" in large.communicate(timeout=30)[0]
     assert sorted(row["custom_id"] for row in rows_in(Path(batch.output))) == [str(number) for number in range(9)]
+
+
+def test_ctrl_c_is_heeded_while_the_input_is_read(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "penstock", "batch", "run", "/dev/stdin", str(tmp_path / "out.jsonl"))
+    with subprocess.Popen(
+        (*command, "--redis-url", NOWHERE), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdin is not None
+        # More than a pipe holds: what comes back from this is being read.
+        run.stdin.write("\n" * (1 << 20))
+        run.stdin.flush()
+        run.send_signal(signal.SIGINT)
+        try:
+            assert (run.wait(timeout=20), run.stderr and run.stderr.read()) == (130, "")
+        finally:
+            run.kill()
+    assert files_in(tmp_path) == set()
