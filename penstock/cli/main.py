@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ from typer.core import TyperGroup
 from penstock import __version__
 from penstock.cli import audit, batch, dead, demo, doctor, gateway, keys, node, pools, serve, submit
 from penstock.contract.errors import (
+    EXIT_INTERRUPTED,
     EXIT_WRONG_USE,
     BusyError,
     ConfigError,
@@ -22,11 +24,11 @@ from penstock.contract.errors import (
 EXIT_FAILED = 1
 EXIT_TRY_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h."""
-EXIT_INTERRUPTED = 130
 
 
 class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
+        _take_any_text()
         try:
             return super().invoke(ctx)
         except PenstockError as error:
@@ -34,6 +36,15 @@ class _Group(TyperGroup):
             raise typer.Exit(exit_code_of(error)) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+def _take_any_text() -> None:
+    """Shows what the terminal's encoding lacks as escapes, and reads what is not text so that the door refuses it by
+    name; both would end the command half way otherwise.
+    """
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def exit_code_of(error: PenstockError) -> int:
