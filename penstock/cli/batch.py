@@ -60,9 +60,10 @@ def run(
 
 
 def _run_here(redis_url: str, wanted: Batch, bar: BatchBar) -> Progress:
-    from penstock.producer.batch.runner import run_batch
+    from penstock.producer.batch.runner import answer_batch, opened
 
-    return asyncio.run(run_batch(redis_url, wanted, bar.update))
+    with opened(wanted) as one:
+        return asyncio.run(answer_batch(redis_url, one, bar.update))
 
 
 def _run_in_worker(redis_url: str, wanted: Batch, bar: BatchBar) -> Progress:
@@ -80,6 +81,7 @@ class BatchBar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("Batch"),
             BarColumn(),
@@ -87,8 +89,10 @@ class BatchBar:
             TextColumn("{task.fields[failed]}"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[waiting]}"),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
+            # Or a log would get an empty line.
+            disable=not console.is_terminal,
         )
         self._task: TaskID = self._progress.add_task("batch", total=None, failed="", waiting="")
 

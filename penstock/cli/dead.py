@@ -15,6 +15,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.settings import redis_url_of
 
 if TYPE_CHECKING:
+    from penstock.contract.wire import Request
     from penstock.producer.client import AsyncClient
 
 T = TypeVar("T")
@@ -56,13 +57,8 @@ def show(
 
     async def find(client: AsyncClient) -> dict[str, Any]:
         letter, request = await client.dead.get(job_id), await client.dead.request(job_id)
-        asked = asdict(request) | {"params": request.params.model_dump(exclude_defaults=True)}
-        forms = {name: form for name, form in asked.items() if form is not None}
-        if request.messages is not None:
-            forms["messages"] = [message.model_dump() for message in request.messages]
-        if not prompt:
-            forms = {name: form if name == "params" else f"{len(form)} long" for name, form in forms.items()}
-        return asdict(letter) | {"priority": letter.priority.name.lower(), "request": forms}
+        asked = _asked(request, with_texts=prompt)
+        return asdict(letter) | {"priority": letter.priority.name.lower(), "request": asked}
 
     print(json.dumps(_run(redis_url, find), indent=2, ensure_ascii=False))
 
@@ -97,6 +93,20 @@ def purge(
         return num_purged
 
     print(_run(redis_url, forget), "forgotten")
+
+
+def _asked(request: Request, *, with_texts: bool) -> dict[str, Any]:
+    """What the job asked for; of texts, tokens and turns no more than how long they are unless `with_texts`."""
+    messages = request.messages and [message.model_dump() for message in request.messages]
+    forms = {
+        "prompt": request.prompt,
+        "prompt_token_ids": request.prompt_token_ids,
+        "messages": messages,
+        "tools": request.tools,
+    }
+    asked = {name: form if with_texts else f"{len(form)} long" for name, form in forms.items() if form is not None}
+    adapter = {} if request.adapter is None else {"adapter": request.adapter.model_dump()}
+    return {"params": request.params.model_dump(exclude_defaults=True)} | adapter | asked
 
 
 def _time(unix_ms: int) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import audit, batch, dead, demo, doctor, gateway, keys, node, serve, submit
+from penstock.cli import audit, batch, dead, demo, doctor, gateway, keys, node, pools, serve, submit
 from penstock.contract.errors import (
+    EXIT_INTERRUPTED,
     EXIT_WRONG_USE,
     BusyError,
     ConfigError,
@@ -22,11 +24,11 @@ from penstock.contract.errors import (
 EXIT_FAILED = 1
 EXIT_TRY_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h."""
-EXIT_INTERRUPTED = 130
 
 
 class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
+        _take_any_text()
         try:
             return super().invoke(ctx)
         except PenstockError as error:
@@ -34,6 +36,15 @@ class _Group(TyperGroup):
             raise typer.Exit(exit_code_of(error)) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+def _take_any_text() -> None:
+    """Shows what the terminal's encoding lacks as escapes, and reads what is not text so that the door refuses it by
+    name; both would end the command half way otherwise.
+    """
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def exit_code_of(error: PenstockError) -> int:
@@ -72,5 +83,6 @@ def _options(
 for _command in (demo.demo, serve.serve, submit.submit, node.node, gateway.gateway, doctor.doctor, audit.audit):
     app.command()(_command)
 app.add_typer(batch.app, name="batch")
+app.add_typer(pools.app, name="pools")
 app.add_typer(keys.app, name="keys")
 app.add_typer(dead.app, name="dead")

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -86,9 +87,15 @@ class Child:
         if self._process.stdin is not None:
             self._process.stdin.close()
         await asyncio.wait((self.task,), timeout=self._command.grace_s + _GUARD_MARGIN_S)
-        if not self.task.done():
-            self._process.kill()
+        await self.kill()
         await self.task
+
+    async def kill(self) -> None:
+        """Makes the child end at once, if it has not."""
+        if not self.task.done():
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await asyncio.wait((self.task,))
 
     async def _watch(self) -> None:
         async with asyncio.TaskGroup() as relays:
@@ -123,7 +130,9 @@ class Child:
 
 
 class Supervisor:
-    """The children of one command; leaving its context ends them, the last started first."""
+    """The children of one command; leaving its context ends them, the last started first. Who is cancelled while it
+    waits for that makes them end at once.
+    """
 
     def __init__(self, sink: LogSink) -> None:
         self._sink = sink
@@ -135,8 +144,13 @@ class Supervisor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        while self._children:
-            await self._children.pop().stop()
+        try:
+            while self._children:
+                await self._children[-1].stop()
+                self._children.pop()
+        except BaseException:
+            await asyncio.gather(*(child.kill() for child in self._children))
+            raise
 
     async def start(self, command: Command) -> Child:
         """Starts a child; it is not ready yet."""
@@ -173,17 +187,26 @@ class Supervisor:
 
 
 def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work`; SIGTERM cancels it as Ctrl-C does, and becomes the usual exit status."""
+    """Runs `work`; Ctrl-C and SIGTERM cancel it, as often as they come, and become the usual exit status."""
+    received: list[int] = []
 
     async def stoppable() -> None:
         task = asyncio.create_task(work)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+        def stop(number: int) -> None:
+            received.append(number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Who starts us in the background lets us ignore Ctrl-C.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, stop, number)
         await task
 
     try:
         asyncio.run(stoppable())
     except asyncio.CancelledError:
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + received[0])
 
 
 def node_command(

@@ -30,13 +30,16 @@ class LoadingBar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+        console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.fields[stage]}"),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
+            # Or a log would get an empty line.
+            disable=not console.is_terminal,
         )
         self._progress.add_task(f"Loading {Path(self._model).name}", total=1.0, stage="starting")
         self._progress.start()

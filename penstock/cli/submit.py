@@ -60,10 +60,9 @@ async def _stream(
         job = await client.submit(prompt, priority=Priority[priority.upper()], background=False, **options)
         try:
             async for chunk in job.stream():
-                sys.stdout.write(chunk.text)
-                sys.stdout.flush()
+                print(chunk.text, end="", flush=True)
         except asyncio.CancelledError:
             await job.cancel()
             raise
         finally:
-            sys.stdout.write("\n")
+            print()

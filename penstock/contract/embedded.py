@@ -185,8 +185,11 @@ def _short_temp_folder() -> Path:
 
 def _lock_folder(data_dir: Path) -> int:
     """An open, locked descriptor: two servers on one append-only file would destroy it."""
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(data_dir / "penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(data_dir / "penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}", param="data_dir") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -22,13 +22,15 @@ Redis errors are translated in `contract/broker`, HTTP ones in `gateway`, torch'
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from penstock.contract.job import Outcome
 
 EXIT_WRONG_USE = 2
 """Status of a command that was called in a way that cannot work: what ConfigError and RequestError mean to a shell."""
+EXIT_INTERRUPTED = 130
+"""Status of a command that Ctrl-C ended."""
 
 
 class PenstockError(Exception):
@@ -44,6 +46,16 @@ class PenstockError(Exception):
         self.param = param
         if code is not None:
             self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What an exception is copied by otherwise knows nothing of arguments that must be named.
+        return _copy_of, (type(self), self.args, self.__dict__)
+
+
+def _copy_of(kind: type[PenstockError], args: tuple[Any, ...], fields: dict[str, Any]) -> PenstockError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class RequestError(PenstockError):

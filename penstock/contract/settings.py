@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
@@ -49,6 +49,11 @@ class Settings(BaseSettings):
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
             raise config_error(error) from error
+        except SettingsError as error:
+            # No more than its text says which field it is about.
+            name = str(error).split('"')[1]
+            variable = f"{cls.model_config.get('env_prefix', '')}{name.upper()}"
+            raise ConfigError(f'{variable} must be JSON, such as ["one", "two"]', param=name) from error
 
 
 class RedisSettings(Settings):

@@ -15,13 +15,16 @@ from penstock.contract.errors import ConfigError, RequestError
 
 
 @contextmanager
-def readable(param: str) -> Iterator[None]:
-    """Turns what files and stores raise into RequestError; `param` is what the caller named them by."""
+def readable(param: str, name: str = "") -> Iterator[None]:
+    """Turns what files and stores raise into RequestError; `param` is what the caller named them by, and `name` stands
+    in the message where the error names no file.
+    """
     try:
         yield
     except OSError as error:
         # Of a store there may be no more than the message.
-        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        name = error.filename or name
+        said = f"{name}: {error.strerror}" if name and error.strerror else str(error)
         raise RequestError(said, param=param) from error
 
 
@@ -37,13 +40,15 @@ def canonical(name: str) -> str:
 
 @contextmanager
 def local_copy(name: str, *, param: str) -> Iterator[Path]:
-    """A file on this machine with what lies at `name`."""
-    if not is_remote(name):
+    """A file on this machine with what lies at `name`, which can be read more than once, as a pipe cannot."""
+    with readable(param):
+        is_here = not is_remote(name) and Path(name).is_file()
+    if is_here:
         yield Path(name)
         return
     with tempfile.TemporaryDirectory(prefix="penstock-batch-") as folder:
         copy = Path(folder) / "copy"
-        with readable(param), _fsspec_open(name, "rb", param) as source, copy.open("wb") as target:
+        with readable(param), _open(name, param) as source, copy.open("wb") as target:
             shutil.copyfileobj(source, target)
         yield copy
 
@@ -58,8 +63,14 @@ def exists(name: str) -> bool:
 
 
 def partial_path(output: str) -> Path:
-    """The file that grows while a batch runs: beside a local output, in the user's state folder for a remote one."""
+    """The file that grows while a batch runs: beside a local output, in the user's state folder for a remote one.
+
+    Raises RequestError for an output that a whole file cannot be put in place of.
+    """
     if not is_remote(output):
+        with readable("output"):
+            if Path(output).exists() and not Path(output).is_file():
+                raise RequestError(f"{output} is no regular file", param="output")
         return Path(f"{output}.partial")
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "penstock/batch"
     with readable("output"):
@@ -85,6 +96,10 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _open(name: str, param: str) -> Any:
+    return _fsspec_open(name, "rb", param) if is_remote(name) else Path(name).open("rb")
 
 
 def _fsspec_open(name: str, mode: str, param: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from celery.exceptions import CeleryError
 from celery.result import AsyncResult
-from celery.states import RETRY, SUCCESS
+from celery.states import READY_STATES, RETRY, SUCCESS
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
@@ -41,16 +41,17 @@ def run_in_worker(redis_url: str, batch: Batch, on_progress: Callable[[Progress]
 
 
 def _follow(task: AsyncResult, on_progress: Callable[[Progress], None]) -> Progress:
-    while not task.ready():
-        state, said = task.state, task.info
-        if state == PROGRESS_STATE:
-            on_progress(Progress(**said))
+    # State and what is said of it in one read: between two the task goes on.
+    while (now := task.backend.get_task_meta(task.id))["status"] not in READY_STATES:
+        if now["status"] == PROGRESS_STATE:
+            on_progress(Progress(**now["result"]))
         else:
-            on_progress(Progress(0, waiting=str(said) if state == RETRY else "no worker has taken it yet"))
+            waiting = str(now["result"]) if now["status"] == RETRY else "no worker has taken it yet"
+            on_progress(Progress(0, waiting=waiting))
         time.sleep(POLL_INTERVAL_S)
-    if task.state == SUCCESS:
-        return Progress(**task.result)
-    raise _error_of(task.result)
+    if now["status"] == SUCCESS:
+        return Progress(**now["result"])
+    raise _error_of(now["result"])
 
 
 def _error_of(result: Any) -> PenstockError:

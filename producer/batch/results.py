@@ -12,8 +12,9 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from penstock.contract.errors import BusyError, RequestError
 from penstock.producer.batch import places
@@ -30,7 +31,7 @@ def row_id_of(batch_id: str, custom_id: str) -> str:
 class ResultsFile:
     """The rows written so far, and the end of the file where the next ones go."""
 
-    def __init__(self, file: BinaryIO, progress: Progress, batch_id: str) -> None:
+    def __init__(self, file: FileIO, progress: Progress, batch_id: str) -> None:
         self._file = file
         self._batch_id = batch_id
         self.progress = progress
@@ -55,10 +56,10 @@ class ResultsFile:
     async def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes rows; returns when they are on disk."""
         fresh = list(rows)
-        with places.readable("output"):
-            for row in fresh:
-                self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-            self._file.flush()
+        left = memoryview(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in fresh))
+        with places.readable("output", self._file.name):
+            while left:
+                left = left[self._file.write(left) :]
             await asyncio.to_thread(os.fsync, self._file.fileno())
         for row in fresh:
             self._take(row)
@@ -96,10 +97,11 @@ def _load_published(results: ResultsFile, output: str) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[BinaryIO]:
+def _locked(path: Path) -> Iterator[FileIO]:
     while True:
         with places.readable("output"):
-            file = path.open("ab")
+            # With no buffer, which would be written once more at the end when the disk is full.
+            file = path.open("ab", buffering=0)
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,7 +118,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
                 return
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def _is_at(file: FileIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

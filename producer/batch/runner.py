@@ -10,7 +10,9 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import BusyError, JobFailedError, RequestError, UnavailableError, error_of
@@ -29,21 +31,46 @@ Row = dict[str, Any]
 OnProgress = Callable[[Progress], None]
 
 
-async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None) -> Progress:
-    """Runs a batch to its end, however long the queue keeps it waiting; cancelled, it can be run again.
+@dataclass(frozen=True, slots=True)
+class OpenBatch:
+    """A batch whose input was read through, and whose output is ours alone."""
 
-    Raises RequestError when input or output cannot be used, BusyError while another run writes the same output.
+    batch: Batch
+    batch_id: str
+    path: Path
+    results: ResultsFile
+
+
+@contextmanager
+def opened(batch: Batch) -> Iterator[OpenBatch]:
+    """Opens a batch; at the end of the block its rows are published if they are whole.
+
+    Raises RequestError when input or output cannot be used, BusyError while another run writes the same output. It
+    waits for files, pipes and stores, so a caller that is to heed Ctrl-C meanwhile calls it outside an event loop.
     """
     with places.local_copy(batch.input, param="input") as path:
         with places.readable("input"):
             survey = survey_of(path)
         batch_id = batch.batch_id or _batch_id_of(batch, survey.digest)
         with open_results(batch.output, batch_id, survey.num_lines) as results:
-            on_progress(results.progress)
-            if not results.is_whole:
-                missing = (line for line in lines_of(path) if line.custom_id not in results.custom_ids)
-                async with AsyncClient(redis_url) as client:
-                    await _Run(client, batch, batch_id, results, on_progress).answer_all(missing)
+            yield OpenBatch(batch, batch_id, path, results)
+
+
+async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None) -> Progress:
+    """Opens and answers a batch; raises what these two raise."""
+    with opened(batch) as one:
+        return await answer_batch(redis_url, one, on_progress)
+
+
+async def answer_batch(redis_url: str, one: OpenBatch, on_progress: OnProgress) -> Progress:
+    """Runs a batch to its end, however long the queue keeps it waiting; cancelled, it can be run again."""
+    results = one.results
+    on_progress(results.progress)
+    if not results.is_whole:
+        async with AsyncClient(redis_url) as client:
+            await _Run(client, one.batch, one.batch_id, results, on_progress).answer_all(lines_of(one.path))
+        if not results.is_whole:
+            raise RequestError("the input was changed meanwhile: its lines are no longer those", param="input")
     return results.progress
 
 
@@ -98,7 +125,7 @@ class _Run:
         self._rows: asyncio.Queue[Row | None] = asyncio.Queue(batch.max_in_flight)
 
     async def answer_all(self, lines: Iterator[Line]) -> None:
-        """Returns when every line has its row on disk."""
+        """Returns when every line has its row on disk, of which some may have one already."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write_rows())
@@ -111,7 +138,11 @@ class _Run:
 
     async def _work(self, lines: Iterator[Line]) -> None:
         for line in lines:
-            await self._rows.put(await self._row_of(line))
+            if line.custom_id in self._results.custom_ids:
+                # There may be millions of them.
+                await asyncio.sleep(0)
+            else:
+                await self._rows.put(await self._row_of(line))
 
     async def _row_of(self, line: Line) -> Row:
         row_id = row_id_of(self._batch_id, line.custom_id)

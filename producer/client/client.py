@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -62,16 +63,25 @@ class AsyncClient:
         self._keys = Copy(lambda: self._courier.ask(lambda _: keys.all()), KEYS_TTL_S)
         self.dead = DeadLetterBox(self._courier, DeadLetters(self._redis), self.submit)
         self._doors: dict[str, Door] = {}
+        self._connecting = asyncio.Lock()
+        self._is_closed = False
 
     async def connect(self) -> Self:
-        """Subscribes; raises UnavailableError when Redis is away. `async with` does it too."""
-        if not self._courier.is_open:
-            await self._inbox.open()
-        self._courier.is_open = True
+        """Subscribes, unless it has; `async with` does it too.
+
+        Raises UnavailableError when Redis is away, and where the client was closed: one is not opened again.
+        """
+        async with self._connecting:
+            if self._is_closed:
+                raise UnavailableError("the client was closed: make another one", code="client_closed")
+            if not self._courier.is_open:
+                await self._inbox.open()
+                self._courier.is_open = True
         return self
 
     async def close(self) -> None:
         """Ends every stream, task and connection of this client; jobs go on unless they were not `background`."""
+        self._is_closed = True
         self._courier.is_open = False
         await self._pools.close()
         for door in self._doors.values():

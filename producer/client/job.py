@@ -18,7 +18,8 @@ from penstock.producer.client.stream import StreamReader
 class AsyncJob:
     """A handle; any number of readers may stream from it, each gets everything from where the handle starts.
 
-    A submitted job's first mailbox is open since before the submission, so that its first reader needs no log.
+    A submitted job's first mailbox is open since before the submission, so that its first reader needs no log. Who
+    waits for the result is one too, or thousands of handles would keep what nobody is going to read.
     """
 
     def __init__(self, source: JobSource, inbox: Inbox, *, after: int = -1, first_box: Mailbox | None = None) -> None:
@@ -53,9 +54,12 @@ class AsyncJob:
         return StreamReader(self._source, self._box_to_read, StreamCursor(self._start), self._inbox.stats).batches()
 
     async def result(self, *, check: bool = True) -> Result:
-        """The job's result once it has ended; raises the job's error when it did not end `done`, unless told not to."""
+        """The job's result once it has ended; raises the job's error when it did not end `done`, unless told not to.
+
+        A stream that begins later reads from the log what it would have found waiting.
+        """
         feed = self._source.feed
-        box = self._open_box(behind=all(other.nudged for other in feed.boxes), max_chunks=1)
+        box = self._take_first_box() or self._open_box(behind=all(other.nudged for other in feed.boxes), max_chunks=1)
         try:
             while True:
                 await self._wait_for_end(box)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -16,10 +17,14 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for any number of threads; a daemon, so that it holds nobody up who forgets to stop it."""
+    """Runs coroutines for any number of threads of one process; a daemon, so that it holds nobody up who forgets to
+    stop it.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A garbage collector or a signal handler may call again in the middle of a call.
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
         self._stopped = False
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-client", daemon=True)
@@ -39,6 +44,10 @@ class LoopThread:
 
     def post(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Starts it and does not wait."""
+        if not self._is_ours:
+            coroutine.close()
+            message = "the client belongs to the process that made it: make another one after a fork"
+            raise UnavailableError(message, code="client_closed")
         with self._lock:
             if self._stopped:
                 coroutine.close()
@@ -47,6 +56,9 @@ class LoopThread:
 
     def stop(self, last: Coroutine[Any, Any, None]) -> None:
         """Runs `last`, cancels what else runs, and ends the thread; only the first call does anything."""
+        if not self._is_ours:
+            last.close()
+            return
         with self._lock:
             if self._stopped:
                 last.close()
@@ -57,6 +69,11 @@ class LoopThread:
         # A garbage collector may call from the loop's own thread.
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_TIMEOUT_S)
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether this is the process that has the thread: a fork copies everything but threads."""
+        return os.getpid() == self._pid
 
     def _run(self) -> None:
         asyncio.run(self._main())

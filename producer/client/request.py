@@ -173,6 +173,8 @@ def _prompt_field(prompt: Prompt) -> dict[str, Any]:
         raise RequestError("prompt must be text, a sequence of token ids or a sequence of messages", param="prompt")
     if not prompt:
         raise RequestError("prompt must not be empty", param="prompt")
+    if isinstance(prompt[0], str):
+        raise RequestError("prompt must be one text: each of several is a job of its own", param="prompt")
     if isinstance(prompt[0], (Mapping, Message)):
         return {"messages": tuple(prompt)}
     return {"prompt_token_ids": tuple(prompt)}

@@ -20,7 +20,7 @@ from penstock.producer.client.stats import ClientStats
 
 
 class Client:
-    """Submits jobs and streams what comes back; any number of threads may share one.
+    """Submits jobs and streams what comes back; any number of threads may share one, forked processes may not.
 
         with Client("redis://localhost") as client:
             for chunk in client.stream("Once upon a time", max_tokens=64):

@@ -22,7 +22,8 @@ async def bury(redis_url: str, count: int) -> list[str]:
     redis = connect(redis_url)
     queue = Queue(redis)
     await queue.node("watcher")
-    jobs = [new_job(prompt="a secret", params=SamplingParams(max_tokens=7)) for _ in range(count)]
+    adapter = {"name": "sql", "digest": "0" * 32}
+    jobs = [new_job(prompt="a secret", params=SamplingParams(max_tokens=7), adapter=adapter) for _ in range(count)]
     for number, job in enumerate(jobs):
         await queue.submit(job)
         for letter in "abc":
@@ -46,7 +47,8 @@ def test_dead_letters_are_listed_shown_tried_again_and_forgotten(redis_url: str)
     assert "a secret" not in said
     shown = json.loads(said)
     assert [loss["node_id"] for loss in shown["losses"]] == ["a0", "b0", "c0"]
-    assert shown["request"] == {"params": {"max_tokens": 7}, "prompt": "8 long"}
+    adapter = {"name": "sql", "digest": "0" * 32}
+    assert shown["request"] == {"params": {"max_tokens": 7}, "adapter": adapter, "prompt": "8 long"}
     assert json.loads(dead(redis_url, "show", first, "--prompt").stdout)["request"]["prompt"] == "a secret"
 
     old, new = dead(redis_url, "retry", first).stdout.split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 
@@ -11,9 +12,9 @@ from penstock.contract.broker.connection import connect
 from penstock.contract.broker.key_store import KeyStore
 
 
-def keys(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def keys(redis_url: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "penstock", "keys", *arguments, "--redis-url", redis_url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
 
 
 async def known_of(redis_url: str):
@@ -34,6 +35,11 @@ def test_key_is_made_listed_and_revoked(redis_url: str) -> None:
     assert listed == f"{record.key_id} acme infer max_open_jobs=7 for tests\n"
     assert keys(redis_url, "revoke", record.key_id).returncode == 0
     assert keys(redis_url, "list").stdout.startswith(f"{record.key_id} acme revoked")
+
+
+def test_a_terminal_of_another_encoding_shows_what_it_can(redis_url: str) -> None:
+    keys(redis_url, "add", "acme", "--label", "Zoë's")
+    assert keys(redis_url, "list", PYTHONIOENCODING="ascii").stdout.endswith(" Zo\\xeb's\n")
 
 
 def test_wrong_use_says_what_is_wrong(redis_url: str) -> None:

@@ -13,6 +13,7 @@ import penstock
 from penstock.cli.demo_model import demo_model
 from penstock.cli.main import app, exit_code_of
 from penstock.contract.errors import (
+    EXIT_INTERRUPTED,
     BusyError,
     ConfigError,
     JobFailedError,
@@ -35,6 +36,20 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_version_is_printed() -> None:
     assert run("--version").stdout.split() == ["penstock", penstock.__version__]
+
+
+def test_ctrl_c_is_quiet_while_the_command_is_loaded() -> None:
+    code = """
+import os, runpy, signal, sys
+class Impatient:
+    def find_spec(self, name, *_):
+        if name == "penstock.contract.job":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Impatient())
+runpy.run_module("penstock", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (EXIT_INTERRUPTED, "", "")
 
 
 def test_version_is_the_distributions() -> None:

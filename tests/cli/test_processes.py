@@ -200,3 +200,38 @@ def test_nothing_outlives_the_parent(number: signal.Signals) -> None:
     parent.communicate()
 
     wait_until_dead(pids)
+
+
+STOPPED = f"""
+import sys
+from penstock.cli.processes import Command, Supervisor, run_until_stopped
+
+async def main():
+    async with Supervisor(lambda name, line: None) as supervisor:
+        children = []
+        for number in range(2):
+            code = "import os, time; print(os.getpid(), flush=True)\\n" + {STUBBORN + READY + SLEEP!r}
+            children.append(await supervisor.start(Command("child", (sys.executable, "-c", code), {{}}, grace_s=60)))
+        for child in children:
+            await child.ready()
+        print(*(line for child in children for line in child._tail), flush=True)
+        await supervisor.until_one_dies()
+
+run_until_stopped(main())
+"""
+
+
+def test_who_asks_twice_does_not_wait_for_the_children() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    parent.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        parent.wait(1)
+    assert all(map(is_alive, pids))
+
+    parent.send_signal(signal.SIGINT)
+    _, errors = parent.communicate(timeout=20)
+
+    assert (parent.returncode, errors) == (130, b"")
+    assert not any(map(is_alive, pids))

@@ -59,6 +59,13 @@ def test_prompt_can_come_from_stdin(pool: str) -> None:
     assert submit(pool, "-", *sampling, stdin="hello").stdout == submit(pool, "hello", *sampling).stdout
 
 
+def test_what_is_no_text_is_refused_in_one_line(pool: str) -> None:
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command(pool, "-", "--raw"), input=b"a\xff", env=strict, capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"penstock: prompt: text must be valid Unicode") and done.stderr.count(b"\n") == 1
+
+
 @pytest.mark.parametrize(("option", "value"), [("temperature", "11"), ("top-p", "0"), ("top-p", "1.5")])
 def test_wrong_parameter_is_one_line_and_exit_code_2(pool: str, option: str, value: str) -> None:
     done = submit(pool, "hello", f"--{option}", value)

@@ -225,6 +225,13 @@ def test_data_dir_carries_writes_across_restarts(tmp_path: Path) -> None:
         assert client.get("key") == "value"
 
 
+def test_data_dir_that_cannot_be_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/file: File exists") as caught:
+        EmbeddedRedis(data_dir=tmp_path / "file").start()
+    assert caught.value.param == "data_dir"
+
+
 def test_data_dir_has_one_server_at_a_time(tmp_path: Path) -> None:
     with EmbeddedRedis(data_dir=tmp_path), pytest.raises(ConfigError, match="in use"):
         EmbeddedRedis(data_dir=tmp_path).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any
 
@@ -55,6 +56,14 @@ def test_error_carries_message_code_and_field(cls: type[PenstockError]) -> None:
     assert (str(error), error.message, error.code, error.param) == ("what happened", "what happened", "special", None)
     assert cls("x", **waiting).code == cls.code != ""
     assert cls.code == "internal_error" or cls.type
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_error_is_itself_in_another_process(cls: type[PenstockError]) -> None:
+    error = cls("what happened", code="special", **({"retry_after_ms": 7} if cls is BusyError else {}))
+    error.param = "field"
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is cls and there.args == error.args and vars(there) == vars(error)
 
 
 def test_callers_faults_are_4xx_and_ours_5xx() -> None:

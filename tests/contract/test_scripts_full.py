@@ -93,6 +93,8 @@ def test_wrong_url_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match="redis_url: Redis URL must") as caught:
         connect("ftp://host")
     assert caught.value.param == "redis_url"
+    with pytest.raises(ConfigError, match="redis_url: unknown option 'tls'"):
+        connect("redis://host/0?tls=yes")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ class RoomSettings(Settings):
 
     size: int = 3
     name: str = "room"
+    doors: tuple[str, ...] = ()
 
 
 def test_a_given_value_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +52,15 @@ def test_wrong_value_names_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="size") as caught:
         RoomSettings.load()
     assert caught.value.param == "size"
+
+
+def test_a_list_that_is_not_json_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_ROOM_DOORS", "front")
+    with pytest.raises(ConfigError, match="PENSTOCK_ROOM_DOORS must be JSON") as caught:
+        RoomSettings.load()
+    assert caught.value.param == "doors"
+    monkeypatch.setenv("PENSTOCK_ROOM_DOORS", '["front"]')
+    assert RoomSettings.load().doors == ("front",)
 
 
 def test_redis_url_has_one_variable_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -37,7 +38,7 @@ def connect(url: str) -> Redis:
     by those who know what they ask. Raises ConfigError for an URL that is none.
     """
     try:
-        return SharedRedis.from_url(
+        redis = SharedRedis.from_url(
             url,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=REPLY_TIMEOUT_S,
@@ -47,9 +48,14 @@ def connect(url: str) -> Redis:
             # Or each connection would tell Redis what library it is: refused to our users, it would fill the ACL log.
             driver_info=None,
         )
+        # Connects nowhere, and takes the options behind the URL's question mark.
+        cast(Any, redis.connection_pool).make_connection()
     except ValueError as error:
         # Not the URL itself, which may hold a password.
         raise ConfigError(f"redis_url: {error}", param="redis_url") from error
+    except TypeError as error:
+        raise ConfigError(f"redis_url: unknown option {str(error).rpartition(' ')[2]}", param="redis_url") from error
+    return redis
 
 
 @contextmanager

@@ -10,16 +10,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis as sync_redis
 from celery import Celery
+from celery.backends.base import BaseBackend
 from celery.result import AsyncResult
 
 from penstock.contract.errors import RequestError
+from penstock.producer.batch import remote
 from penstock.producer.batch.celery_app import celery_url, make_app
+from penstock.producer.batch.records import Batch, Progress
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE, RUN_FILE
 from tests.producer.batch.conftest import (
@@ -208,6 +213,22 @@ def test_a_batch_by_command_through_a_worker(served_url: str, idle_log: Path, tm
     assert "1 answered, 1 failed" in said
     assert "line 3: custom_id 'good' stands in line 1" in refused
     assert_whole(tmp_path, rows)
+
+
+def test_a_task_that_goes_on_between_two_looks_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = {"status": "PROGRESS", "result": asdict(Progress(2))}
+    states = [progress, progress, {"status": "FAILURE", "result": RequestError("the input is gone")}]
+
+    class Moving(BaseBackend):  # type: ignore[misc]
+        def get_task_meta(self, task_id: str) -> dict[str, object]:
+            return states.pop(0) if len(states) > 1 else states[0]
+
+    task = AsyncResult("id", backend=Moving(Celery(set_as_current=False)))
+    monkeypatch.setattr(remote, "make_app", lambda *_: SimpleNamespace(send_task=lambda *_, **__: task))
+    seen: list[Progress] = []
+    with pytest.raises(RequestError, match="gone"):
+        remote.run_in_worker("unix:///nowhere", Batch("in", "out"), seen.append)
+    assert set(seen) == {Progress(2)}
 
 
 def test_celery_reads_the_addresses_we_write() -> None:

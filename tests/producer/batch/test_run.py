@@ -6,9 +6,13 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shlex
+import signal
+import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +65,10 @@ def job_ids(url: str) -> set[bytes]:
 def taken_ms(url: str, name: bytes) -> int:
     with sync_redis.Redis.from_url(url) as client:
         return int(client.hget(name, "taken") or 0)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def files_in(folder: Path) -> set[str]:
@@ -366,3 +374,61 @@ def test_failed_rows_show_in_the_exit_code(served_url: str, tmp_path: Path) -> N
         said = run.communicate(timeout=30)[0]
     assert run.returncode == 1
     assert "1 answered, 1 failed" in said
+
+
+async def test_a_pipe_is_read_as_a_file_is(served_url: str, tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [chat_row("a"), chat_row("b")])
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end), os.fdopen(write_end, "wb") as writer:
+        writer.write(files_of(tmp_path)["in.jsonl"])
+        writer.close()
+        done = await run_batch(served_url, replace(batch, input=f"/dev/fd/{read_end}"))
+    assert done.num_answered == 2
+    # The lines make the batch, not where they came from.
+    assert await run_batch(NOWHERE, batch) == done
+
+
+async def test_an_input_that_is_changed_meanwhile_is_no_whole_batch(served_url: str, tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [chat_row("a"), chat_row("b")])
+    with pytest.raises(RequestError, match="changed"):
+        await run_batch(served_url, batch, lambda _: Path(batch.input).write_text(""))
+    assert "out.jsonl" not in files_in(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+async def test_an_output_that_cannot_be_put_into_place_is_refused(tmp_path: Path, kind: str) -> None:
+    batch = batch_of(tmp_path, [chat_row("a")])
+    {"folder": os.mkdir, "pipe": os.mkfifo}[kind](batch.output)
+    with pytest.raises(RequestError, match="no regular file"):
+        await run_batch(NOWHERE, batch)
+    assert files_in(tmp_path) == {"in.jsonl", "out.jsonl"}
+
+
+def test_a_batch_whose_disk_was_full_goes_on_later(served_url: str, tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [chat_row(str(number)) for number in range(9)])
+    run = (sys.executable, "-m", "penstock", "batch", "run", batch.input, batch.output, "--redis-url", served_url)
+    with process("sh", "-c", f"ulimit -f 2; exec {shlex.join(run)} --in-flight 1") as small:
+        said = small.communicate(timeout=30)[0]
+    assert (small.returncode, said) == (2, f"penstock: {batch.output}.partial: File too large\n")
+    assert 0 < num_lines(Path(f"{batch.output}.partial")) < 9
+
+    with process(*run) as large:
+        assert "9 answered, 0 failed" in large.communicate(timeout=30)[0]
+    assert sorted(row["custom_id"] for row in rows_in(Path(batch.output))) == [str(number) for number in range(9)]
+
+
+def test_ctrl_c_is_heeded_while_the_input_is_read(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "penstock", "batch", "run", "/dev/stdin", str(tmp_path / "out.jsonl"))
+    with subprocess.Popen(
+        (*command, "--redis-url", NOWHERE), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdin is not None
+        # More than a pipe holds: what comes back from this is being read.
+        run.stdin.write("\n" * (1 << 20))
+        run.stdin.flush()
+        run.send_signal(signal.SIGINT)
+        try:
+            assert (run.wait(timeout=20), run.stderr and run.stderr.read()) == (130, "")
+        finally:
+            run.kill()
+    assert files_in(tmp_path) == set()

@@ -382,6 +382,7 @@ async def test_weight_is_the_clients_or_the_terms(redis_url: str, told_node: Fak
         (b"bytes", {}, "prompt", "text"),
         ([1, -5], {}, "prompt[1]", "0"),
         ([1, "x"], {}, "prompt[1]", "integer"),
+        (["1", "2"], {}, "prompt", "one text"),
         ([{"role": "robot", "content": "x"}], {}, "messages[0].role", "user"),
         ([{"role": "user"}], {}, "messages[0].content", "required"),
         ([1] * 5000, {}, "prompt", "4096"),
@@ -420,3 +421,19 @@ async def test_a_closed_client_says_so(redis_url: str, node: FakeNode) -> None:
     with pytest.raises(UnavailableError) as caught:
         await reading
     assert caught.value.code == "client_closed"
+
+
+async def test_a_closed_client_is_not_opened_again(redis_url: str, node: FakeNode) -> None:
+    client = AsyncClient(redis_url)
+    async with client:
+        assert client.is_alive
+    with pytest.raises(UnavailableError, match="another one") as caught:
+        await client.connect()
+    assert caught.value.code == "client_closed"
+
+
+async def test_connecting_twice_at_once_subscribes_once(redis_url: str, redis: Redis) -> None:
+    client = AsyncClient(redis_url)
+    await asyncio.gather(client.connect(), client.connect())
+    assert len(await redis.pubsub_channels("penstock:inbox:*")) == 1
+    await client.close()

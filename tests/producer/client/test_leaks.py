@@ -10,6 +10,7 @@ from fakes.fake_node import POOL, FakeNode
 from redis.asyncio import Redis
 
 from penstock.contract import keys
+from penstock.contract.job import Chunk
 from penstock.producer.client import AsyncClient
 from tests.producer.client.conftest import QUICK
 from tests.producer.client.reading import read_all, read_some
@@ -104,3 +105,14 @@ async def test_closing_in_the_middle_leaves_nothing_behind(redis_url: str, redis
         while node.jobs:  # nobody reads them: they are cancelled
             await asyncio.sleep(0.02)
     assert our_tasks() == tasks_before
+
+
+async def test_handles_whose_result_was_read_keep_no_chunks(redis_url: str) -> None:
+    async with FakeNode(redis_url) as node, AsyncClient(redis_url) as client:
+        jobs = [await client.submit("hello", max_tokens=100) for _ in range(20)]
+        assert {len((await job.result()).choices[0].token_ids) for job in jobs} == {100}
+        while node.jobs:
+            await asyncio.sleep(0.02)
+        gc.collect()
+        assert sum(isinstance(thing, Chunk) for thing in gc.get_objects()) < len(jobs)
+        assert len(await read_all(jobs[0].stream())) == 101

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from fakes.fake_node import FakeNode, fake_text, fake_tokens
@@ -128,6 +132,43 @@ def test_connecting_to_nothing_leaves_no_thread() -> None:
         Client("unix:///nonexistent/redis.sock")
     gc.collect()
     assert client_threads() == []
+
+
+def test_a_forked_process_is_told_to_make_its_own(client: Client) -> None:
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        with suppress(BaseException):
+            signal.alarm(10)
+            try:
+                client.status("nobody's")
+            except UnavailableError as error:
+                os.write(write_end, error.code.encode())
+            client.close()
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as said:
+        assert said.read() == b"client_closed"
+    os.wait()
+    assert client.submit("hello", max_tokens=3).result().outcome.state == "done"
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_call_holds_nobody_up(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = client.submit("hello", max_tokens=3000)
+    stream = job.stream()
+    next(stream)
+    abandoned: list[object] = [stream]
+    abandoned.append(abandoned)
+    start = asyncio.run_coroutine_threadsafe
+
+    def start_with_a_collection(*args: Any) -> Any:
+        gc.collect()
+        return start(*args)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", start_with_a_collection)
+    del stream, abandoned
+    assert job.cancel() == "running"
 
 
 def test_the_interpreter_ends_although_nobody_closed(redis_url: str, node: FakeNode) -> None:
