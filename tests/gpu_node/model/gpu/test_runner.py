@@ -123,6 +123,16 @@ def test_a_step_may_be_submitted_before_the_tokens_ahead_of_it_are_known(tiny_mo
     assert _two_steps(_runner(tiny_model, "gpu", deterministic=True), ahead=False) == _two_steps(runner, ahead=False)
 
 
+def test_tables_of_whole_contexts_have_room_where_they_fill_no_line_of_memory(tiny_model: Path) -> None:
+    """One sequence at the end of three blocks, as a replayed step and as the chunk that computes the same."""
+    prompt = [5, 6, 7, 8, 9] * 4
+    runner = _runner(tiny_model, "gpu", max_num_seqs=1, max_model_len=24)
+    alone, whole = (Track([*prompt, 11], [1, 2, 3], done) for done in (len(prompt), 0))
+    rows = rows_of(1, temperature=0.0, position=0)
+    want = runner.submit(plan_of([(whole, len(prompt) + 1)], rows)).result().tokens
+    assert runner.submit(plan_of([(alone, 1)], rows)).result().tokens.tolist() == want.tolist()
+
+
 def test_logprobs_are_the_torch_runners(tiny_model: Path) -> None:
     """Of sampled tokens and of a prompt's, one row with a mask among them."""
     allowed = np.arange(384) % 2 == 0
