@@ -13,6 +13,9 @@ from torch import Tensor
 
 from penstock.gpu_node.model.gpu.page_locked import page_locked
 
+OLDEST_CARD = 8, 0
+"""The compute capability that the kernels want: before Ampere, Triton knows no bfloat16."""
+
 
 class Mark(Protocol):
     """A point in a stream's work."""

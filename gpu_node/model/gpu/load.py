@@ -14,7 +14,7 @@ from penstock.gpu_node.model.checkpoint import Checkpoint
 from penstock.gpu_node.model.description import Description, cache_sizes, num_host_blocks
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
-from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.device import OLDEST_CARD, Device
 from penstock.gpu_node.model.gpu.graphs import bucket_sizes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4
@@ -55,7 +55,7 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     sizes = _sizes(described, options, decoder, layout, device)
     pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
     limits = Limits(options.max_num_seqs, described.max_model_len, options.block_size, options.deterministic)
-    if options.deterministic:
+    if options.deterministic and device.is_card:
         _forbid_split_sums()
     runner = GpuRunner(decoder, adapters, pool, sizes, limits, device)
     if device.is_card:
@@ -71,7 +71,12 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
 
 def _device() -> torch.device:
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device())
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if capability < OLDEST_CARD:
+            has, wanted = (".".join(map(str, pair)) for pair in (capability, OLDEST_CARD))
+            raise ConfigError(f"runner gpu: {name} has compute capability {has}, and {wanted} is the least")
+        return device
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             "runner gpu: torch sees no CUDA device (TRITON_INTERPRET=1 runs its kernels slowly on the CPU)"
@@ -98,7 +103,11 @@ def _dtype_name(wanted: str, stored: str) -> str:
 
 
 def _forbid_split_sums() -> None:
-    """Let cuBLAS not cut sums over columns into parts, which end up added in one order or another."""
+    """Let no product cut its sums over columns into parts, which end up added in one order or another.
+
+    Only cuBLASLt can be told so: with the library that torch takes by itself, products would be refused.
+    """
+    torch.backends.cuda.preferred_blas_library("cublaslt")
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     matmul.allow_fp16_reduced_precision_reduction = (False, False)

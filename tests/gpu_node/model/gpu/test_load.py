@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.random_families import make_family_model
 from fakes.runner_options import runner_options
 
 from penstock.contract.errors import ConfigError
@@ -96,3 +97,56 @@ def test_the_largest_step_leaves_no_trace(tiny_model: Path) -> None:
     pool = KvPool(layout, 1, 0, device)
     run_largest_step(decoder, pool, num_tokens=37, num_samples=2)
     assert not any(cache.k.any() or cache.v.any() for cache in pool.layers)
+
+
+def test_the_largest_step_is_of_contexts_that_the_model_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases end where those do: what lies behind them on a card need not be memory."""
+    device, layout, decoder = _parts(make_family_model(tmp_path, "falcon rw"))
+    contexts: list[list[int]] = []
+    compute = decoder.logits
+
+    def watched(step: Any, *given: Any) -> torch.Tensor:
+        contexts.append(step.context_lens.tolist())
+        return compute(step, *given)
+
+    monkeypatch.setattr(decoder, "logits", watched)
+    run_largest_step(decoder, KvPool(layout, 1, 0, device), num_tokens=150, num_samples=2)
+    assert contexts == [[64, 64, 22]]
+
+
+def test_a_card_that_is_too_old_is_refused_by_name(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"is_available": True, "current_device": 0, "get_device_capability": (7, 5), "get_device_name": "Tesla T4"}
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5, and 8\.0 is the least"):
+        _load(tiny_model)
+
+
+def test_products_that_may_not_cut_their_sums_are_left_to_the_library_that_can_be_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch refuses those products with the library that it takes by itself, at the first of them."""
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
+    matmul = torch.backends.cuda.matmul
+    try:
+        load._forbid_split_sums()
+        assert not matmul.allow_bf16_reduced_precision_reduction_split_k
+        assert not matmul.allow_fp16_reduced_precision_reduction_split_k
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    assert chosen == ["cublaslt"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_deterministic_runner_of_short_floats_computes(dtype: str, tiny_model: Path) -> None:
+    try:
+        _load(tiny_model, dtype=dtype, deterministic=True)
+    finally:
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+        torch.backends.cuda.preferred_blas_library("default")
