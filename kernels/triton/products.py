@@ -37,8 +37,9 @@ def _quantise(q, scales, x, size, SIZE_PAD: tl.constexpr, MOST: tl.constexpr):
     """Grid [rows]."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE_PAD)
     values = tl.load(x + row * size + i, mask=i < size, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(values), 0) / MOST
-    values = values / tl.where(scale > 0, scale, 1.0)
+    # A plain division is not exact on a card: numbers would be rounded otherwise than the reference says.
+    scale = tl.div_rn(tl.max(tl.abs(values), 0), MOST)
+    values = tl.div_rn(values, tl.where(scale > 0, scale, 1.0))
     if q.dtype.element_ty == tl.int8:
         values = rounded(values)
     tl.store(q + row * size + i, values.to(q.dtype.element_ty), mask=i < size)
@@ -71,7 +72,8 @@ def _multiply_scaled(
         inside = start + c < num_columns
         a = tl.load(left + start, mask=(r < num_rows)[:, None] & inside[None, :], other=0.0)
         b = tl.load(right + start, mask=(o < num_outputs)[None, :] & inside[:, None], other=0.0)
-        sums = tl.dot(a, b, sums, out_dtype=SUM)
+        # Hopper's products of float8 keep 14 bits of a sum, so that only short ones are left to them.
+        sums = tl.dot(a, b, sums, out_dtype=SUM, max_num_imprecise_acc=COLUMNS)
     row_scales = tl.load(q_scales + r, mask=r < num_rows, other=0.0)
     output_scales = tl.load(weight_scales + o, mask=o < num_outputs, other=0.0)
     result = sums.to(tl.float32) * row_scales[:, None] * output_scales[None, :]
