@@ -89,7 +89,9 @@ class KvPool:
         """Copy device blocks to the host. They are staged first, because the step may fill them anew at once."""
         self.settle()
         sources = sent(copies[:, 0].astype(np.int64), self._device.torch)
-        torch.index_select(self._near, 0, sources, out=self._staged[: len(copies)])
+        # By words: each number that is copied has its place worked out.
+        near, there = self._near.view(torch.int32), self._staged[: len(copies)].view(torch.int32)
+        torch.index_select(near, 0, sources, out=there)
         staged = self._device.mark()
         with self._device.on_side():
             staged.hold()
