@@ -63,8 +63,10 @@ class KvPool:
                 if (staying >= self._host_from).any():
                     self.settle()
                 copy_blocks(self._near, staying, host_from=self._host_from, host_jump=self._jump)
-            for first in range(0, int(leaves.sum()), len(self._staged)):
-                self._send(wave[leaves][first : first + len(self._staged)])
+            leaving = wave[leaves]
+            while len(leaving):
+                self._send(leaving[: len(self._staged)])
+                leaving = leaving[len(self._staged) :]
 
     def settle(self) -> None:
         """Let what follows see all that left for the host."""

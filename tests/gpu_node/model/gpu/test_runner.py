@@ -133,6 +133,18 @@ def test_tables_of_whole_contexts_have_room_where_they_fill_no_line_of_memory(ti
     assert runner.submit(plan_of([(alone, 1)], rows)).result().tokens.tolist() == want.tolist()
 
 
+def test_blocks_are_copied_where_the_host_has_none(tiny_model: Path) -> None:
+    """As a choice that shares its prompt with others takes a block of its own."""
+    prompt, rows = [5, 6, 7, 8, 9], rows_of(1, temperature=0.0, position=0)
+    runner = _runner(tiny_model, "gpu", num_host_blocks=0)
+    runner.submit(plan_of([(Track(prompt, [1]), len(prompt))], rows)).result()
+    said = [
+        runner.submit(plan_of([(Track([*prompt, 11], blocks, len(prompt)), 1)], rows, copies)).result().tokens.tolist()
+        for blocks, copies in (([2], [(1, 2)]), ([1], []))
+    ]
+    assert said[0] == said[1]
+
+
 def test_logprobs_are_the_torch_runners(tiny_model: Path) -> None:
     """Of sampled tokens and of a prompt's, one row with a mask among them."""
     allowed = np.arange(384) % 2 == 0
