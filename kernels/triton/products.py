@@ -17,6 +17,10 @@ GROUP = 32
 """Columns that share a scale in int4."""
 
 
+MEDIUM_ROWS = 64
+"""Rows that have tiles between those of fewer and those of more."""
+
+
 class _Tiles(NamedTuple):
     ROWS: int
     OUTPUTS: int
@@ -29,7 +33,7 @@ def _tiles(num_rows: int) -> _Tiles:
     """Few rows want many programs that read weights, many rows want reuse."""
     if num_rows <= 16:
         return _Tiles(16, 64, 128, 4, 4)
-    return _Tiles(64, 64, 128, 4, 3) if num_rows <= 64 else _Tiles(128, 128, 64, 8, 3)
+    return _Tiles(64, 64, 128, 4, 3) if num_rows <= MEDIUM_ROWS else _Tiles(128, 128, 64, 8, 3)
 
 
 @triton.jit
@@ -126,7 +130,10 @@ def quantise_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.attention.quantise_vectors` for x: [rows, size], rows contiguous."""
     q = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    _quantise[(len(x),)](q, scales, x, x.shape[1], SIZE_PAD=padded(x.shape[1]), MOST=QUANTISED_MAX[dtype])
+    size_pad = padded(x.shape[1])
+    # A thread keeps its part of the row in registers.
+    num_warps = min(16, max(4, size_pad // 1024))
+    _quantise[(len(x),)](q, scales, x, x.shape[1], SIZE_PAD=size_pad, MOST=QUANTISED_MAX[dtype], num_warps=num_warps)
     return q, scales
 
 
@@ -148,6 +155,8 @@ def multiply_int4(x: Tensor, packed: Tensor, scales: Tensor, minima: Tensor) -> 
     (num_rows, num_columns), num_outputs = x.shape, len(packed)
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     tiles = _tiles(num_rows)
+    if x.dtype.itemsize > 2:
+        tiles = tiles._replace(num_stages=2)  # of Ada's shared memory three would take too much
     _multiply_int4[_grid(tiles, num_rows, num_outputs)](
         *(out, x, packed, scales, minima, num_rows, num_outputs, num_columns), **tiles._asdict()
     )

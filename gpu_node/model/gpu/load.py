@@ -29,6 +29,7 @@ from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
+from penstock.kernels.triton.products import MEDIUM_ROWS
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -59,14 +60,22 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
         _forbid_split_sums()
     runner = GpuRunner(decoder, adapters, pool, sizes, limits, device)
     if device.is_card:
-        # What steps need beside the graphs is compiled before the first one comes.
-        run_largest_step(decoder, pool, options.max_num_batched_tokens, options.max_num_seqs)
+        _compile_rest(runner, decoder, pool, options)
     formats = "+".join(sorted(keep.formats))
     arithmetic = {"dtype": name, "quantization": formats, "kv_cache_dtype": kept}
     blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     _log.info("gpu runner", extra={"device": str(device.torch), **arithmetic, **blocks})
     parts = "gpu", name, *((formats,) if formats != "none" else ()), "kv", kept
     return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
+
+
+def _compile_rest(runner: GpuRunner, decoder: GpuDecoder, pool: KvPool, options: RunnerOptions) -> None:
+    """Compile what steps need beside the graphs before the first one comes."""
+    most = options.max_num_batched_tokens
+    # Tiles of products depend on how many rows there are, and graphs need not be of so many.
+    for num_tokens in sorted({min(MEDIUM_ROWS, most), most}):
+        run_largest_step(decoder, pool, num_tokens, options.max_num_seqs)
+    runner.compile_rest()
 
 
 def _device() -> torch.device:
