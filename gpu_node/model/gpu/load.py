@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -116,7 +117,9 @@ def _forbid_split_sums() -> None:
 
     Only cuBLASLt can be told so: with the library that torch takes by itself, products would be refused.
     """
-    torch.backends.cuda.preferred_blas_library("cublaslt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it calls itself experimental
+        torch.backends.cuda.preferred_blas_library("cublaslt")
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     matmul.allow_fp16_reduced_precision_reduction = (False, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,7 +169,12 @@ def test_products_that_may_not_cut_their_sums_are_left_to_the_library_that_can_b
 ) -> None:
     """torch refuses those products with the library that it takes by itself, at the first of them."""
     chosen: list[str] = []
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
+
+    def prefer(library: str) -> None:
+        warnings.warn("this is an experimental feature", UserWarning, stacklevel=1)
+        chosen.append(library)
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
     matmul = torch.backends.cuda.matmul
     try:
         load._forbid_split_sums()
@@ -188,4 +194,4 @@ def test_a_deterministic_runner_of_short_floats_computes(dtype: str, tiny_model:
     finally:
         matmul = torch.backends.cuda.matmul
         matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
-        torch.backends.cuda.preferred_blas_library("default")
+        torch.backends.cuda.preferred_blas_library("cublas")

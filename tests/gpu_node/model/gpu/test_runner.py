@@ -164,11 +164,20 @@ def test_logprobs_are_the_torch_runners(tiny_model: Path) -> None:
                 np.testing.assert_allclose(theirs.values[row, :width], mine.values[row, :width], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory", 2),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    error: RuntimeError, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     runner = _runner(tiny_model, "gpu")
     plan = plan_of([(Track([5, 6, 7, 8], [1, 2]), 4)], rows_of(1, position=0))
