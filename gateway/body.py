@@ -19,7 +19,7 @@ async def read_json_body(request: Request, *, max_bytes: int, timeout_s: float) 
         raise RequestError(f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
     except ClientDisconnect:
         raise RequestError("the body ended early", code="body_incomplete") from None
-    _check_content_type(request)
+    _check_kind(request)
     return body
 
 
@@ -36,8 +36,13 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _check_content_type(request: Request) -> None:
+def _check_kind(request: Request) -> None:
     """A page of a foreign site can send anything else than JSON to this port without asking."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise RequestError(
+            f"Content-Encoding {coding[:64]!r} is not read; send it plain", code="unsupported_media_type"
+        )
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError("Content-Type must be application/json", code="unsupported_media_type")

@@ -17,10 +17,13 @@ from penstock.producer.client import AsyncClient
 READY_TIMEOUT_S = 2.0
 """The client waits out short absences of Redis, a probe does not."""
 
+PROBED = ["GET", "HEAD"]
+"""Some who look whether we live want no body."""
+
 router = APIRouter()
 
 
-@router.get("/health")
+@router.api_route("/health", methods=PROBED)
 async def health() -> dict[str, str]:
     """Says nothing about Redis: restarting this process would not bring it back."""
     return {"status": "ok"}
@@ -38,7 +41,7 @@ async def nodes(request: Request) -> dict[str, list[dict[str, Any]]]:
     return {pool: [asdict(node) for node in pressure.nodes] for pool, pressure in pressures.items()}
 
 
-@router.get("/ready")
+@router.api_route("/ready", methods=PROBED)
 async def ready(request: Request) -> dict[str, str]:
     """Raises UnavailableError, which is a 503, while nobody could serve a request."""
     try:

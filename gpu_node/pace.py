@@ -13,19 +13,19 @@ import math
 MAX_CHUNKS_PER_S = 200
 MIN_INTERVAL_S = 0.02
 """Faster than a screen shows them."""
-MAX_DEPARTURES_PER_S = 100
-"""Those for what somebody waits for count against it like all others, but only they are held up by it."""
-MAX_DEPARTURES_AT_ONCE = 8
-"""So many leave without a pause after a time in which few did."""
-_SHARE_S = 1 / MAX_DEPARTURES_PER_S
-_MAX_AHEAD_S = (MAX_DEPARTURES_AT_ONCE - 1) * _SHARE_S
+MAX_SHARE_S = 0.01
+"""So much time a departure takes up, hurried or not: 100 hurried ones a second at most, and more where streams are few,
+as there is little then that they could hold up."""
+MAX_STREAMS_PER_S = 800
+MAX_AHEAD_S = 0.07
+"""So much may be taken up before what is hurried waits: by eight departures, or more where streams are few."""
 
 
 class Pace:
     """Times of departures on a monotonic clock, in seconds.
 
-    What is hurried leaves by the generic cell rate algorithm (ITU-T I.371): each departure takes up its share of a
-    second, behind those before it, and a hurried one is too early while more is taken up than _MAX_AHEAD_S.
+    What is hurried leaves by the generic cell rate algorithm (ITU-T I.371): each departure takes up its share of time,
+    behind those before it, and a hurried one is too early while more than MAX_AHEAD_S is taken up.
     """
 
     def __init__(self, max_interval_s: float) -> None:
@@ -44,12 +44,13 @@ class Pace:
         interval_s = min(self._max_interval_s, max(MIN_INTERVAL_S, num_streams / MAX_CHUNKS_PER_S))
         due_s = self._all_left_s + interval_s
         if hurried:
-            due_s = min(due_s, self._taken_up_s - _MAX_AHEAD_S)
+            due_s = min(due_s, self._taken_up_s - MAX_AHEAD_S)
         return due_s - now_s
 
     def note(self, now_s: float, *, num_streams: int | None) -> None:
         """All that was owed leaves now, to so many streams; None: only what somebody waits for."""
-        self._taken_up_s = min(max(self._taken_up_s, now_s), now_s + _MAX_AHEAD_S) + _SHARE_S
         if num_streams is not None:
             self._all_left_s = now_s
             self._num_streams = num_streams
+        share_s = min(MAX_SHARE_S, self._num_streams / MAX_STREAMS_PER_S)
+        self._taken_up_s = min(max(self._taken_up_s, now_s), now_s + MAX_AHEAD_S) + share_s

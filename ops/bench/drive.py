@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -42,6 +43,11 @@ def drive(engine: Stepper, workload: Workload, watch: Stopwatch) -> None:
             engine.step(watch.saw)
         elif pending:
             time.sleep(max(0.0, watch.wait_s(pending[0])))
+
+
+def fine_runner() -> asyncio.Runner:
+    """A loop with timers to the microsecond; with epoll's, to a millisecond, requests would be sent late."""
+    return asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector()))
 
 
 async def drive_streams(ask: Ask, workload: Workload, watch: Stopwatch) -> None:

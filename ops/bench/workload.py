@@ -60,13 +60,18 @@ def offline_mix(num_requests: int = 64, *, seed: int = 0) -> list[BenchRequest]:
 
 def poisson(num_requests: int = 120, *, per_s: float = 4.0, seed: int = 3) -> list[BenchRequest]:
     """Requests like the mix's that come by chance, `per_s` of them a second on average."""
+    return by_chance(offline_mix(num_requests, seed=seed), per_s=per_s, seed=seed)
+
+
+def by_chance(requests: list[BenchRequest], *, per_s: float, seed: int) -> list[BenchRequest]:
+    """The requests, the first at once, the others by chance, `per_s` of them a second on average."""
     rng = random.Random(seed)
     at_s = 0.0
-    requests = []
-    for request in offline_mix(num_requests, seed=seed):
-        requests.append(replace(request, at_s=at_s))
+    timed = []
+    for request in requests:
+        timed.append(replace(request, at_s=at_s))
         at_s += rng.expovariate(per_s)
-    return requests
+    return timed
 
 
 def shared_prefix(num_requests: int = 32, *, num_shared: int = 1024, seed: int = 4) -> list[BenchRequest]:

@@ -88,7 +88,12 @@ async def check_nodes(url: str) -> list[Check]:
 def judge_pool(pool: PoolFigures) -> Iterator[Check]:
     """A pool's nodes, or that it has none."""
     if not pool.nodes:
-        yield Check("warn", "pool", f"{pool.pool}: no live node, {pool.num_open} open jobs", "start one: penstock node")
+        yield Check(
+            "warn",
+            "pool",
+            f"{pool.pool}: no live node, {pool.num_open} open jobs",
+            "start one: penstock node, or penstock pools forget",
+        )
     for node in pool.nodes:
         yield from judge_node(node)
 

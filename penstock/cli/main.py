@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import audit, batch, dead, demo, doctor, gateway, keys, node, serve, submit
+from penstock.cli import audit, batch, dead, demo, doctor, gateway, keys, node, pools, serve, submit
 from penstock.contract.errors import (
     EXIT_WRONG_USE,
     BusyError,
@@ -72,5 +72,6 @@ def _options(
 for _command in (demo.demo, serve.serve, submit.submit, node.node, gateway.gateway, doctor.doctor, audit.audit):
     app.command()(_command)
 app.add_typer(batch.app, name="batch")
+app.add_typer(pools.app, name="pools")
 app.add_typer(keys.app, name="keys")
 app.add_typer(dead.app, name="dead")

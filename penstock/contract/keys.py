@@ -2,7 +2,8 @@
 
 All keys of a pool share the hash tag `{pool}`, so that a script stays in one cluster slot. P is `penstock:{pool}`.
 Times are Redis milliseconds. Of the scripts' functions, `end` closes a job, `requeue` queues one again (give_back,
-sweep, beat), `let_in` queues one whose time has come (take, sweep), `ring` wakes a node; audit may write all of them.
+sweep, beat), `let_in` queues one whose time has come (take, sweep), `ring` wakes a node; audit may write all of them,
+and forget removes those of a pool that nobody needs any more.
 
     key                    type    writers                              holds; life
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
@@ -44,7 +45,7 @@ sweep, beat), `let_in` queues one whose time has come (take, sweep), `ring` wake
     P:count                hash    scripts                              how often what happened, for operators
     P:audit                string  audit                                who repairs this pool at the moment; 10 s
     P:schema               hash    join                                 protocol version; the pool's policy and limits
-    penstock:pools         hash    node                                 pool → pool record (wire.py)
+    penstock:pools         hash    node, penstock pools                 pool → pool record (wire.py)
     penstock:keys          hash    penstock keys                        API key's id → its record (api_keys.py)
 
     channel

@@ -15,7 +15,7 @@ NAMED = {"end_job": "end", "ring": "ring", "requeue": "requeue", "let_in": "let_
 SCRIPTS = {
     path.name.removesuffix(".lua"): path.read_text()
     for path in files("penstock.contract").joinpath("scripts").iterdir()
-    if path.name.endswith(".lua") and path.name != "audit.lua"
+    if path.name.endswith(".lua") and path.name not in ("audit.lua", "forget.lua")
 }
 KEY_FUNCTIONS = dict(re.findall(r"local function (\w+_key)\(\w+\) return P \.\. ':(\w+)", SCRIPTS["prelude"]))
 

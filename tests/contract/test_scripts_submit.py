@@ -11,7 +11,7 @@ from contract.harness import POOL, RECORD, SCHEMA, TENANT, P, Queue, id_minted_a
 from penstock.contract import keys
 from penstock.contract.broker.node import NodeBroker
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
-from penstock.contract.job import Job, Priority, SamplingParams
+from penstock.contract.job import Job, Outcome, Priority, SamplingParams
 
 
 async def test_accepted_job_is_queued_counted_and_readable(queue: Queue) -> None:
@@ -86,6 +86,19 @@ async def test_idempotency_key_outlives_the_job_and_then_ends(queue: Queue) -> N
 
     (name,) = await queue.keys(f"idem:{TENANT}:*")
     assert 0 < await queue.redis.pttl(f"{P}:{name}") <= SCHEMA["idem_ttl_ms"]
+
+
+@pytest.mark.parametrize(("code", "is_free"), [("unread", True), ("cancelled", False)])
+async def test_idempotency_key_of_a_job_that_nobody_read_is_free_for_who_asks_again(
+    queue: Queue, code: str, is_free: bool
+) -> None:
+    node = await queue.node()
+    first = await queue.submit(new_job(idempotency_key="k", background=False), inbox="me")
+    await node.finish(await node.take_one(), 0, outcome=Outcome("cancelled", code, "why"))
+    second = await queue.submit(new_job(idempotency_key="k", background=False), inbox="me")
+    assert (second != first) is is_free
+    assert await queue.state(second) == ("queued" if is_free else "cancelled")
+    assert await queue.submit(new_job(idempotency_key="k", background=False), inbox="me") == second
 
 
 async def test_idempotency_key_of_a_forgotten_job_is_free_again(queue: Queue) -> None:

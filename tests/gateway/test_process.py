@@ -104,6 +104,9 @@ def test_a_port_that_is_taken_is_said_in_one_line_before_anything_else(redis_url
 def test_health_and_ready(stack, http):
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/ready").json() == {"status": "ready"}
+    for path in ("/health", "/ready"):
+        looked = http.head(path)
+        assert (looked.status_code, looked.content) == (200, b"")
 
 
 def test_it_shows_each_node_and_what_is_not_well_there(stack, http):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -218,6 +219,14 @@ def test_only_json_is_read(http, kind):
     response = http.post("/v1/completions", content=json.dumps(TEXT).encode(), headers=headers)
     assert response.status_code == 400
     assert error_of(response)["code"] == "unsupported_media_type"
+
+
+def test_a_body_that_is_packed_is_called_that(http):
+    packed = gzip.compress(json.dumps(TEXT).encode())
+    response = http.post("/v1/completions", content=packed, headers=JSON | {"Content-Encoding": "gzip"})
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "unsupported_media_type"
+    assert "'gzip'" in error_of(response)["message"]
 
 
 def chunks_of(num_bytes: int) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.pace import MAX_CHUNKS_PER_S, MAX_DEPARTURES_AT_ONCE, MAX_DEPARTURES_PER_S, MIN_INTERVAL_S, Pace
+from penstock.gpu_node.pace import MAX_AHEAD_S, MAX_CHUNKS_PER_S, MAX_SHARE_S, MIN_INTERVAL_S, Pace
 
 EPSILON_S = 1e-6
 RUN_S = 3.0
@@ -68,7 +68,7 @@ def test_what_somebody_waits_for_does_not_put_off_the_others(num_streams: int, l
     max_interval_s=st.floats(0.0, 1.0),
     waits_s=st.lists(st.floats(0.0, 0.05), min_size=30, max_size=200),
 )
-def test_what_somebody_waits_for_leaves_at_once_or_soon_and_not_all_the_time(
+def test_what_somebody_waits_for_leaves_soon_and_of_many_streams_not_all_the_time(
     num_streams: int, max_interval_s: float, waits_s: list[float]
 ) -> None:
     pace = Pace(max_interval_s)
@@ -78,21 +78,24 @@ def test_what_somebody_waits_for_leaves_at_once_or_soon_and_not_all_the_time(
         if pace.until_next_s(num_streams, now_s) <= 0:
             pace.note(now_s, num_streams=num_streams)
         hurried_s = max(0.0, pace.until_next_s(num_streams, now_s, hurried=True))
-        assert hurried_s <= 1 / MAX_DEPARTURES_PER_S + EPSILON_S
+        assert hurried_s <= MAX_SHARE_S + EPSILON_S
+        assert num_streams > 1 or hurried_s < 0.002
         if pace.until_next_s(num_streams, now_s + hurried_s) > 0:
             now_s += hurried_s
             pace.note(now_s, num_streams=None)
             left_at.append(now_s)
-    for i, began_s in enumerate(left_at):
+    for i, began_s in enumerate(left_at if num_streams >= 8 else []):
         within = [at_s for at_s in left_at[i:] if at_s < began_s + 1.0]
-        assert len(within) <= MAX_DEPARTURES_PER_S + MAX_DEPARTURES_AT_ONCE
+        assert len(within) <= (1.0 + MAX_AHEAD_S) / MAX_SHARE_S + 1
 
 
-def test_a_few_at_once_leave_at_once_and_many_do_not() -> None:
+@pytest.mark.parametrize(("num_streams", "at_once"), [(2000, 8), (8, 8), (1, 57)])
+def test_a_few_leave_at_once_and_many_do_not(num_streams: int, at_once: int) -> None:
     pace = Pace(max_interval_s=1.0)
-    pace.note(5.0, num_streams=2000)
-    num_left = 0
-    while pace.until_next_s(2000, 6.0 - EPSILON_S, hurried=True) <= 0 and num_left < 100:
-        pace.note(6.0 - EPSILON_S, num_streams=None)
+    pace.note(5.0, num_streams=num_streams)
+    pace.note(6.0, num_streams=num_streams)
+    num_left = 1
+    while pace.until_next_s(num_streams, 6.0 + EPSILON_S, hurried=True) <= 0 and num_left < 100:
+        pace.note(6.0, num_streams=None)
         num_left += 1
-    assert num_left == MAX_DEPARTURES_AT_ONCE
+    assert num_left == at_once

@@ -215,7 +215,7 @@ def test_a_role_may_run_each_command_of_its_scripts(role: str) -> None:
 @pytest.mark.timeout(600)
 def test_the_whole_protocol_works_for_its_roles_and_nothing_is_refused() -> None:
     tests = sorted((ROOT / "tests/contract").glob("test_scripts_*.py"))
-    more = [ROOT / f"tests/contract/test_{name}.py" for name in ("audit", "dead_letters", "figures", "pools")]
+    more = [ROOT / f"tests/contract/test_{name}.py" for name in ("audit", "dead_letters", "figures", "forget", "pools")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "ops.acting_roles", "-p", "no:cacheprovider"]
     # Each role's connections take memory, which that test counts to the byte.
     command += ["-W", "ignore", "-m", "not slow", "-k", "not test_batch_is_refused_at_80_percent"]

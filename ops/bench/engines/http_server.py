@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bench.child import Spec, main
-from bench.drive import drive_streams
+from bench.drive import drive_streams, fine_runner
 from bench.engines.sse import stream
 from bench.stopwatch import Stopwatch
 from bench.workload import BenchRequest, Workload
@@ -96,7 +96,7 @@ def open_session(spec: Spec) -> Iterator[_Served]:
     server = subprocess.Popen(command, env=env, stdout=sys.stderr)
     try:
         _wait_until_ready(server, port, spec.options["ready"])
-        with asyncio.Runner() as runner:
+        with fine_runner() as runner:
             yield _Served(port, runner)
     finally:
         server.terminate()

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from bench.child import Spec, main
-from bench.drive import drive_streams
+from bench.drive import drive_streams, fine_runner
 from bench.stopwatch import Stopwatch
 from bench.workload import BenchRequest, Workload
 
@@ -68,7 +68,7 @@ def open_session(
     from penstock import AsyncClient
     from penstock.contract.embedded import EmbeddedRedis
 
-    with EmbeddedRedis() as redis, serve(redis.url, spec) as node_pid, asyncio.Runner() as runner:
+    with EmbeddedRedis() as redis, serve(redis.url, spec) as node_pid, fine_runner() as runner:
         client = AsyncClient(redis.url)
         runner.run(client.connect())
         try:

@@ -2,7 +2,7 @@
 
 `idle`: the way of one job through an idle system. `load`, `http`: CPU per token of each process at 64 streams, read
 from Redis and over HTTP. `share`: an engine whose steps keep two cores busy, bare and behind the queue. `model`: the
-same of a real model, into results/queue.md; only where it is named, as it takes ten minutes.
+same of a real model, into results/queue.md; only where it is named, as it takes half an hour.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from bench.child import Spec
 from bench.queue_cost.bare import serve_bare
 from bench.queue_cost.idle import measure_idle
 from bench.queue_cost.model import measure_model
+from bench.queue_cost.plain import serve_plain
 from bench.queue_cost.processes import serve_node
 from bench.queue_cost.share import measure_share
 from bench.queue_cost.streams import measure_http, measure_load
@@ -44,6 +45,9 @@ def main() -> None:
     if sys.argv[1:2] == ["node"]:
         redis_url, step_s, num_busy = sys.argv[2:]
         asyncio.run(serve_node(redis_url, float(step_s), int(num_busy)))
+        return
+    if sys.argv[1:2] == ["plain"]:
+        asyncio.run(serve_plain(sys.argv[2], float(sys.argv[3])))
         return
     parser = argparse.ArgumentParser(prog="bench.queue_cost", description=__doc__)
     parser.add_argument("what", nargs="*", default=["idle", "load", "http", "share"])

@@ -13,11 +13,11 @@ from bench.child import Spec
 from bench.queue_cost.loads import load_of
 from bench.stopwatch import Stopwatch
 
-Ask = Callable[[str, int], dict[str, float]]
+Ask = Callable[[str, int, float], dict[str, float]]
 
 
 def serve_bare(spec: Spec) -> None:
-    """Answers lines of [load, seed] with the load's figures, until there are no more."""
+    """Answers lines of what `load_of` takes with the load's figures, until there are no more."""
     from bench.queue_cost.settings import open_bare
     from penstock.contract.settle import settle
 
@@ -39,8 +39,8 @@ def bare_engine(spec: Spec) -> Iterator[Ask]:
         assert process.stdin is not None
         assert process.stdout is not None
 
-        def ask(load: str, seed: int) -> dict[str, float]:
-            print(json.dumps([load, seed]), file=process.stdin, flush=True)
+        def ask(load: str, seed: int, per_s: float) -> dict[str, float]:
+            print(json.dumps([load, seed, per_s]), file=process.stdin, flush=True)
             answer: dict[str, float] = json.loads(process.stdout.readline())
             return answer
 

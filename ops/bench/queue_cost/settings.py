@@ -25,16 +25,18 @@ class Setting:
 
     name: str
     spec: Spec
+    per_s: float
+    """Of the load by chance; the engine is busy most of the time, and seldom with many requests."""
 
 
 def all_settings() -> list[Setting]:
     """First those where the queue's processes share their cores with the model, then those where they do not."""
     model = str(demo_model())
     return [
-        Setting("int8 on both cores", Spec("mix", model, INT8)),
-        Setting("bf16 on both cores", Spec("mix", model, INT8 | {"quantization": "none"})),
-        Setting("int8 on one core", Spec("mix", model, INT8 | {"num_threads": 1})),
-        Setting(f"steps of {STEP_MS:g} ms elsewhere", Spec("mix", POOL)),
+        Setting("int8 on both cores", Spec("mix", model, INT8), per_s=8),
+        Setting("bf16 on both cores", Spec("mix", model, INT8 | {"quantization": "none"}), per_s=3),
+        Setting("int8 on one core", Spec("mix", model, INT8 | {"num_threads": 1}), per_s=4),
+        Setting(f"steps of {STEP_MS:g} ms elsewhere", Spec("mix", POOL), per_s=20),
     ]
 
 

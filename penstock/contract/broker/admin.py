@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from penstock.contract import keys, wire
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
-from penstock.contract.errors import BusyError, NotFoundError
+from penstock.contract.errors import BusyError, ConflictError, NotFoundError
 from penstock.contract.job import TERMINAL_STATES, Outcome
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.wire import NodePressure
@@ -61,6 +61,26 @@ class AdminBroker:
         """Names of all pools that were ever announced."""
         with translated():
             return sorted(name.decode() for name in await cast(Any, self._redis.hkeys(keys.POOLS)))
+
+    async def forget(self, pool: str) -> None:
+        """Removes a pool that has neither live nodes nor open jobs: nobody hears of it or of its dead letters any more;
+        results live out their time. A node that joins it begins it anew.
+
+        Raises NotFoundError for an unknown pool, ConflictError where somebody still needs it.
+        """
+        redis = cast(Any, self._redis)
+        with translated():
+            announced = await redis.hget(keys.POOLS, pool)
+            if announced is None:
+                raise NotFoundError(f"no pool {pool}", code="model_not_found", param="pool")
+            # Before the rest: a node that joins behind it announces the pool again.
+            await redis.hdel(keys.POOLS, pool)
+            answer = await scripts.call(self._redis, "forget", pool)
+            if answer[0] == b"OK":
+                return
+            await redis.hsetnx(keys.POOLS, pool, announced)
+        what = "live nodes" if answer[0] == b"NODES" else "open jobs"
+        raise ConflictError(f"pool {pool} has {what}: {int(answer[1])}", code="pool_in_use", param="pool")
 
     async def look(self, pool: str) -> Seen:
         """Walks over all keys of a pool, without holding anybody up; what moves meanwhile is seen or not."""

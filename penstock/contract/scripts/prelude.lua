@@ -319,7 +319,10 @@ local function end_job(job, schema, now, state, code, message, param)
   if is_dead then bury(job, now) else redis.call('DEL', P .. ':in:' .. job.id) end
   local bytes, idem = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem'))
   redis.call('HINCRBY', P .. ':bytes', job.p, -(bytes or 0))
-  if idem and idem ~= '' then redis.call('PEXPIRE', P .. ':idem:' .. idem, schema.idem_ttl_ms) end
+  if idem and idem ~= '' then
+    -- Who asks again behind a broken connection wants an answer, not to hear that nobody read the first one.
+    redis.call('PEXPIRE', P .. ':idem:' .. idem, code == 'unread' and 0 or schema.idem_ttl_ms)
+  end
   local log = log_key(job.id)
   local index = redis.call('LLEN', log)
   local chunk = terminal_chunk(job.id, index, state, code, message, param)

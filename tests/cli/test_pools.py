@@ -1,0 +1,55 @@
+"""`penstock pools`: the load at a glance, and pools that are no more."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+from contract.harness import LEASE_MS, Queue
+
+from penstock.contract.broker.connection import connect
+from penstock.contract.wire import NodePressure
+
+
+def pools(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "pools", *arguments, "--redis-url", redis_url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+async def serve_two_jobs(redis_url: str) -> None:
+    redis = connect(redis_url)
+    queue = Queue(redis)
+    node = await queue.node("n1")
+    await queue.running(node)
+    await queue.submit()
+    told = NodePressure("n1", kv_blocks_total=200, kv_blocks_free=150, decode_tokens_per_s=41.7)
+    await node.broker.beat(told, free=10, answered_call=1, held=None)
+    await queue.age("nodes", "n1", -3_600_000)  # however long the command takes to start
+    await redis.aclose()
+
+
+async def cancel_all(redis_url: str) -> None:
+    redis = connect(redis_url)
+    queue = Queue(redis)
+    await queue.age("nodes", "n1", 3_600_000 + LEASE_MS)
+    for job_id in await queue.ids("open"):
+        await queue.producer.cancel(job_id, "default")
+    await queue.sweep()
+    await redis.aclose()
+
+
+def test_a_pool_is_told_of_and_forgotten_when_nobody_needs_it(redis_url: str) -> None:
+    assert pools(redis_url, "list").stdout == ""
+    asyncio.run(serve_two_jobs(redis_url))
+    (line,) = pools(redis_url, "list").stdout.splitlines()
+    assert line.startswith("m  1 node  2 open jobs, 1 of them queued for up to ")
+    assert line.endswith(" s  KV cache 25% held  42 tokens/s")
+
+    refused = pools(redis_url, "forget", "m")
+    assert (refused.returncode, refused.stderr) == (2, "penstock: pool m has live nodes: 1\n")
+    asyncio.run(cancel_all(redis_url))
+    assert pools(redis_url, "list").stdout == "m  0 nodes  0 open jobs, 0 of them queued\n"
+    assert pools(redis_url, "forget", "m").returncode == 0
+    assert pools(redis_url, "list").stdout == ""
+    assert pools(redis_url, "forget", "m").stderr == "penstock: no pool m\n"

@@ -1,0 +1,67 @@
+"""A pool that nobody serves any more goes, while nobody needs it."""
+
+from __future__ import annotations
+
+import pytest
+from contract.harness import LEASE_MS, POOL, P, Queue
+
+from penstock.contract import keys
+from penstock.contract.broker.admin import AdminBroker
+from penstock.contract.broker.dead_letters import DeadLetters
+from penstock.contract.errors import ConflictError, NotFoundError
+from penstock.contract.job import Priority
+
+
+async def a_full_life(queue: Queue) -> str:
+    """Jobs of all classes that ended, one that nodes died of, a reader; the finished job's id."""
+    node = await queue.node("n1")
+    for priority in Priority:
+        done = await queue.running(node, priority=priority)
+        await node.finish(done, 0, 3)
+    await node.beat()
+    lethal = await queue.submit()
+    for number in range(3):
+        victim = await queue.node(f"v{number}")
+        await victim.take_one()
+        await queue.kill(victim)
+    assert await queue.state(lethal) == "failed"
+    await queue.producer.read_beat(POOL, "inbox")
+    await node.broker.leave()
+    return done.job_id
+
+
+async def test_what_is_left_of_a_pool_goes_but_for_what_runs_out_by_itself(queue: Queue) -> None:
+    done = await a_full_life(queue)
+    await AdminBroker(queue.redis).forget(POOL)
+    assert await queue.producer.pools() == {}
+    assert await DeadLetters(queue.redis).newest(POOL) == []
+    lasting = [key async for key in queue.redis.scan_iter(f"{P}*") if await queue.redis.ttl(key) == -1]
+    assert lasting == []
+    assert await queue.redis.exists(keys.result(done))
+    with pytest.raises(NotFoundError):
+        await AdminBroker(queue.redis).forget(POOL)
+
+
+async def test_a_pool_begins_anew_with_its_next_node(queue: Queue) -> None:
+    await a_full_life(queue)
+    await AdminBroker(queue.redis).forget(POOL)
+    node = await queue.node("n2")
+    assert [pool.is_alive for pool in (await queue.producer.pools()).values()] == [True]
+    await node.finish(await queue.running(node), 0, 3)
+
+
+async def test_a_pool_with_a_node_stays(queue: Queue) -> None:
+    await queue.node("n1")
+    with pytest.raises(ConflictError, match="live nodes: 1"):
+        await AdminBroker(queue.redis).forget(POOL)
+    assert list(await queue.producer.pools()) == [POOL]
+
+
+async def test_a_pool_with_an_open_job_stays(queue: Queue) -> None:
+    node = await queue.node("n1")
+    job_id = await queue.submit()
+    await queue.age("nodes", "n1", LEASE_MS + 1)
+    with pytest.raises(ConflictError, match="open jobs: 1"):
+        await AdminBroker(queue.redis).forget(POOL)
+    await queue.age("nodes", "n1", -LEASE_MS)
+    assert (await node.take_one()).job_id == job_id
