@@ -77,12 +77,14 @@ def _cache_of(options: RunnerOptions) -> str:
 
 
 def _has_card() -> bool:
-    """Whether torch sees a CUDA device; where the system has none, torch need not be asked."""
+    """Whether torch sees a CUDA device of use; where the system has none, torch need not be asked."""
     if not Path("/dev/nvidiactl").exists():
         return False
     import torch
 
-    return torch.cuda.is_available()
+    from penstock.gpu_node.model.gpu.device import OLDEST_CARD
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= OLDEST_CARD
 
 
 def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOptions) -> Description:

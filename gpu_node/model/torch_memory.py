@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+_TEXTS = "can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory"
+"""Of torch for the host; of torch for pinned memory, libraries and graphs; of Triton for kernels."""
+
 
 @contextmanager
 def naming_lack_of_memory() -> Iterator[None]:
@@ -14,6 +17,6 @@ def naming_lack_of_memory() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS):
             raise MemoryError(str(error)) from error
         raise

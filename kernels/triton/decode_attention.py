@@ -182,7 +182,7 @@ def decode_attention(
     """
     num_rows, num_heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     num_kv_heads, group = cache.k.shape[0], num_heads // cache.k.shape[0]
-    launch = launch or attention_launch("decode_attention", head_dim, group, q.device)
+    launch = launch or attention_launch("decode_attention", head_dim, group, q.dtype, q.device)
     shape = (num_rows, num_heads, splits) if splits > 1 else (0,)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     weight = torch.empty(shape, dtype=torch.float32, device=q.device)

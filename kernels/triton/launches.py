@@ -25,23 +25,25 @@ class Launch(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def attention_launch(kernel: str, head_dim: int, group: int, device: torch.device) -> Launch:
+def attention_launch(kernel: str, head_dim: int, group: int, dtype: torch.dtype, device: torch.device) -> Launch:
     """The launch that was measured to be fastest for heads of this kind on this card, or else a guess.
 
-    kernel: `decode_attention` or `prefill_attention`; group: query heads to a key head.
+    kernel: `decode_attention` or `prefill_attention`; group: query heads to a key head; dtype: of queries.
     """
     if device.type == "cuda":
-        measured = _table(torch.cuda.get_device_name(device)).get(kernel, {}).get(shape_name(head_dim, group))
+        measured = _table(torch.cuda.get_device_name(device)).get(kernel, {}).get(shape_name(head_dim, group, dtype))
         if measured:
             return Launch(*measured)
+    # Keys and values of a tile lie in shared memory for each stage but one; Ada has the least of it, 99 KiB.
+    num_bytes = padded(head_dim, 16) * dtype.itemsize
     if kernel == "decode_attention":
-        return Launch(64, 4, 3)
-    return Launch(64, 4 if head_dim <= 64 else 8, 2)
+        return Launch(min(64, (32 << 10) // num_bytes), 4, 3)
+    return Launch(min(64, (16 << 10) // num_bytes), 4 if head_dim <= 64 else 8, 2 if num_bytes <= 512 else 1)
 
 
-def shape_name(head_dim: int, group: int) -> str:
+def shape_name(head_dim: int, group: int, dtype: torch.dtype) -> str:
     """What heads of a kind are called in a table."""
-    return f"{head_dim},{group}"
+    return f"{head_dim},{group},{str(dtype).removeprefix('torch.')}"
 
 
 def num_multiprocessors(device: torch.device) -> int:

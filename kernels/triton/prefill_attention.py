@@ -176,7 +176,7 @@ def prefill_attention(
     """
     num_heads, head_dim = q.shape[1:]
     group = num_heads // cache.k.shape[0]
-    launch = launch or attention_launch("prefill_attention", head_dim, group, q.device)
+    launch = launch or attention_launch("prefill_attention", head_dim, group, q.dtype, q.device)
     _prefill[(len(tiles), num_heads)](
         *(out, q, cache.k, cache.v, cache.k_scales, cache.v_scales),
         *(block_tables, context_lens, query_starts, tiles),

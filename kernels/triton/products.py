@@ -17,6 +17,10 @@ GROUP = 32
 """Columns that share a scale in int4."""
 
 
+MEDIUM_ROWS = 64
+"""Rows that have tiles between those of fewer and those of more."""
+
+
 class _Tiles(NamedTuple):
     ROWS: int
     OUTPUTS: int
@@ -29,7 +33,7 @@ def _tiles(num_rows: int) -> _Tiles:
     """Few rows want many programs that read weights, many rows want reuse."""
     if num_rows <= 16:
         return _Tiles(16, 64, 128, 4, 4)
-    return _Tiles(64, 64, 128, 4, 3) if num_rows <= 64 else _Tiles(128, 128, 64, 8, 3)
+    return _Tiles(64, 64, 128, 4, 3) if num_rows <= MEDIUM_ROWS else _Tiles(128, 128, 64, 8, 3)
 
 
 @triton.jit
@@ -37,8 +41,9 @@ def _quantise(q, scales, x, size, SIZE_PAD: tl.constexpr, MOST: tl.constexpr):
     """Grid [rows]."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE_PAD)
     values = tl.load(x + row * size + i, mask=i < size, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(values), 0) / MOST
-    values = values / tl.where(scale > 0, scale, 1.0)
+    # A plain division is not exact on a card: numbers would be rounded otherwise than the reference says.
+    scale = tl.div_rn(tl.max(tl.abs(values), 0), MOST)
+    values = tl.div_rn(values, tl.where(scale > 0, scale, 1.0))
     if q.dtype.element_ty == tl.int8:
         values = rounded(values)
     tl.store(q + row * size + i, values.to(q.dtype.element_ty), mask=i < size)
@@ -71,7 +76,8 @@ def _multiply_scaled(
         inside = start + c < num_columns
         a = tl.load(left + start, mask=(r < num_rows)[:, None] & inside[None, :], other=0.0)
         b = tl.load(right + start, mask=(o < num_outputs)[None, :] & inside[:, None], other=0.0)
-        sums = tl.dot(a, b, sums, out_dtype=SUM)
+        # Hopper's products of float8 keep 14 bits of a sum, so that only short ones are left to them.
+        sums = tl.dot(a, b, sums, out_dtype=SUM, max_num_imprecise_acc=COLUMNS)
     row_scales = tl.load(q_scales + r, mask=r < num_rows, other=0.0)
     output_scales = tl.load(weight_scales + o, mask=o < num_outputs, other=0.0)
     result = sums.to(tl.float32) * row_scales[:, None] * output_scales[None, :]
@@ -124,7 +130,10 @@ def quantise_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.attention.quantise_vectors` for x: [rows, size], rows contiguous."""
     q = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    _quantise[(len(x),)](q, scales, x, x.shape[1], SIZE_PAD=padded(x.shape[1]), MOST=QUANTISED_MAX[dtype])
+    size_pad = padded(x.shape[1])
+    # A thread keeps its part of the row in registers.
+    num_warps = min(16, max(4, size_pad // 1024))
+    _quantise[(len(x),)](q, scales, x, x.shape[1], SIZE_PAD=size_pad, MOST=QUANTISED_MAX[dtype], num_warps=num_warps)
     return q, scales
 
 
@@ -146,6 +155,8 @@ def multiply_int4(x: Tensor, packed: Tensor, scales: Tensor, minima: Tensor) -> 
     (num_rows, num_columns), num_outputs = x.shape, len(packed)
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     tiles = _tiles(num_rows)
+    if x.dtype.itemsize > 2:
+        tiles = tiles._replace(num_stages=2)  # of Ada's shared memory three would take too much
     _multiply_int4[_grid(tiles, num_rows, num_outputs)](
         *(out, x, packed, scales, minima, num_rows, num_outputs, num_columns), **tiles._asdict()
     )

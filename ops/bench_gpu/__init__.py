@@ -3,5 +3,6 @@
     make bench-gpu                    on the card; results in build/bench-gpu
     make bench-gpu BENCH=--dry        all of it on the CPU by Triton's interpreter, tiny: its figures mean nothing
 
-Each stage adds to `results.json` when it is done, so a run that is cut short keeps what it has. Weights are random.
+Each stage adds to `results.json` when it is done, so a run that is cut short keeps what it has; those behind one that
+fails are measured all the same. Weights are random.
 """

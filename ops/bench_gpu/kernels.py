@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton.runtime.errors import OutOfResources
 
 from bench_gpu.measure import Clock
 from penstock.kernels.paged_cache import PagedCache
@@ -86,7 +87,7 @@ def tune(sizes: Sizes, clock: Clock, *, dry: bool) -> dict[str, dict[str, list[i
     tiles, warps, stages = ((16,), (4,), (1,)) if dry else ((32, 64, 128), (4, 8), (2, 3, 4))
     launches = [Launch(*choice) for choice in _product(tiles, warps, stages)]
     found: dict[str, dict[str, list[int]]] = {}
-    shape = shape_name(sizes.head_dim, sizes.heads // sizes.kv_heads)
+    shape = shape_name(sizes.head_dim, sizes.heads // sizes.kv_heads, sizes.dtype)
     for name, make in (("decode_attention", _decode), ("prefill_attention", _prefill)):
         work = make(sizes, clock.device)[0]
         times = {launch: _time(clock, work, launch) for launch in launches if clock.left_s > 0}
@@ -98,7 +99,7 @@ def tune(sizes: Sizes, clock: Clock, *, dry: bool) -> dict[str, dict[str, list[i
 def _time(clock: Clock, work: Callable[..., object], launch: Launch) -> float:
     try:
         return clock.device_ms(lambda: work(launch), repeats=8)
-    except RuntimeError:  # more shared memory than the card has
+    except OutOfResources:  # more shared memory than the card has
         return float("inf")
 
 

@@ -22,6 +22,7 @@ class GpuDecoder:
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
         self.spec = spec
+        self.num_positions = num_positions
         self._weights = weights
         device = weights.device
         tables = (

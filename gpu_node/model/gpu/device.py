@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.gpu_node.model.gpu.page_locked import page_locked
+
+OLDEST_CARD = 8, 0
+"""The compute capability that the kernels want: before Ampere, Triton knows no bfloat16."""
 
 
 class Mark(Protocol):
@@ -67,9 +71,21 @@ class Device:
         work()
         torch.cuda.synchronize(self.torch)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with _no_collection(), torch.cuda.graph(graph, pool=pool):
             work()
         return graph.replay, graph.pool()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let no garbage be found: what gives memory back to the card may wait for it, which ends a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _CardMark:

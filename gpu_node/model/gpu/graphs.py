@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pad_decode, size_of, to_device
+from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, aligned, pad_decode, size_of, to_device
 from penstock.kernels.triton.sampler import RULE_COLUMNS
 
 Compute = Callable[[StepInputs[Tensor]], Tensor]
@@ -36,7 +36,8 @@ class DecodeGraphs:
         self._logits = torch.zeros(most, logits[0], dtype=logits[1], device=device.torch)
         self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device.torch)
         blank = _blank(most)
-        self._arrival = torch.zeros(size_of(blank) + most * max_blocks, dtype=torch.int32, device=device.torch)
+        room = size_of(blank) + aligned(most * max_blocks)
+        self._arrival = torch.zeros(room, dtype=torch.int32, device=device.torch)
         self._replays: dict[int, Callable[[], None]] = {}
         pool = None
         # The largest first: the memory that it takes is enough for all others.

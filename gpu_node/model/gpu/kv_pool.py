@@ -63,8 +63,10 @@ class KvPool:
                 if (staying >= self._host_from).any():
                     self.settle()
                 copy_blocks(self._near, staying, host_from=self._host_from, host_jump=self._jump)
-            for first in range(0, int(leaves.sum()), len(self._staged)):
-                self._send(wave[leaves][first : first + len(self._staged)])
+            leaving = wave[leaves]
+            while len(leaving):
+                self._send(leaving[: len(self._staged)])
+                leaving = leaving[len(self._staged) :]
 
     def settle(self) -> None:
         """Let what follows see all that left for the host."""
@@ -89,7 +91,9 @@ class KvPool:
         """Copy device blocks to the host. They are staged first, because the step may fill them anew at once."""
         self.settle()
         sources = sent(copies[:, 0].astype(np.int64), self._device.torch)
-        torch.index_select(self._near, 0, sources, out=self._staged[: len(copies)])
+        # By words: each number that is copied has its place worked out.
+        near, there = self._near.view(torch.int32), self._staged[: len(copies)].view(torch.int32)
+        torch.index_select(near, 0, sources, out=there)
         staged = self._device.mark()
         with self._device.on_side():
             staged.hold()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from penstock.gpu_node.model.checkpoint import Checkpoint
 from penstock.gpu_node.model.description import Description, cache_sizes, num_host_blocks
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
-from penstock.gpu_node.model.gpu.device import Device
+from penstock.gpu_node.model.gpu.device import OLDEST_CARD, Device
 from penstock.gpu_node.model.gpu.graphs import bucket_sizes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4
@@ -29,6 +30,7 @@ from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
+from penstock.kernels.triton.products import MEDIUM_ROWS
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -55,12 +57,11 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     sizes = _sizes(described, options, decoder, layout, device)
     pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
     limits = Limits(options.max_num_seqs, described.max_model_len, options.block_size, options.deterministic)
-    if options.deterministic:
+    if options.deterministic and device.is_card:
         _forbid_split_sums()
     runner = GpuRunner(decoder, adapters, pool, sizes, limits, device)
     if device.is_card:
-        # What steps need beside the graphs is compiled before the first one comes.
-        run_largest_step(decoder, pool, options.max_num_batched_tokens, options.max_num_seqs)
+        _compile_rest(runner, decoder, pool, options)
     formats = "+".join(sorted(keep.formats))
     arithmetic = {"dtype": name, "quantization": formats, "kv_cache_dtype": kept}
     blocks = {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
@@ -69,9 +70,23 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     return runner, "-".join((*parts, "deterministic") if options.deterministic else parts)
 
 
+def _compile_rest(runner: GpuRunner, decoder: GpuDecoder, pool: KvPool, options: RunnerOptions) -> None:
+    """Compile what steps need beside the graphs before the first one comes."""
+    most = options.max_num_batched_tokens
+    # Tiles of products depend on how many rows there are, and graphs need not be of so many.
+    for num_tokens in sorted({min(MEDIUM_ROWS, most), most}):
+        run_largest_step(decoder, pool, num_tokens, options.max_num_seqs)
+    runner.compile_rest()
+
+
 def _device() -> torch.device:
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device())
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if capability < OLDEST_CARD:
+            has, wanted = (".".join(map(str, pair)) for pair in (capability, OLDEST_CARD))
+            raise ConfigError(f"runner gpu: {name} has compute capability {has}, and {wanted} is the least")
+        return device
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             "runner gpu: torch sees no CUDA device (TRITON_INTERPRET=1 runs its kernels slowly on the CPU)"
@@ -98,7 +113,13 @@ def _dtype_name(wanted: str, stored: str) -> str:
 
 
 def _forbid_split_sums() -> None:
-    """Let cuBLAS not cut sums over columns into parts, which end up added in one order or another."""
+    """Let no product cut its sums over columns into parts, which end up added in one order or another.
+
+    Only cuBLASLt can be told so: with the library that torch takes by itself, products would be refused.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it calls itself experimental
+        torch.backends.cuda.preferred_blas_library("cublaslt")
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     matmul.allow_fp16_reduced_precision_reduction = (False, False)

@@ -14,28 +14,31 @@ from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
 @torch.inference_mode()
 def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: int) -> None:
-    """Compute a prompt of `num_tokens` tokens and sample `num_samples` rows behind its first one; stores nothing."""
+    """Compute `num_tokens` tokens of prompts and sample `num_samples` rows behind the first one; stores nothing."""
     device = pool.layers[0].k.device
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-    starts = np.array([0, num_tokens], np.int32)
-    # The null block stands for all of its context.
-    table = ints(1, aligned(num_tokens // pool.layers[0].block_size + 1))
+    # No prompt is longer than a context may be: biases end there.
+    longest = min(num_tokens, decoder.num_positions)
+    starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
+    counts = np.diff(starts)
+    # The null block stands for all of their contexts.
+    tables = ints(len(counts), aligned(longest // pool.layers[0].block_size + 1))
     step = StepInputs(
         token_ids=ints(num_tokens),
         positions=ints(num_tokens),
         slots=ints(num_tokens) - 1,
         query_starts=torch.from_numpy(starts).to(device),
-        context_lens=ints(1) + num_tokens,
+        context_lens=torch.from_numpy(counts).to(device),
         decoding=ints(0),
-        tiles=torch.from_numpy(prefill_tiles(starts, np.zeros(1, np.int32))).to(device),
+        tiles=torch.from_numpy(prefill_tiles(starts, np.arange(len(counts), dtype=np.int32))).to(device),
         sampling=ints(num_samples),
         rules=ints(num_samples, len(RULE_COLUMNS)),
         adapter_tiles=ints(0, 3),
         sampled_adapter_tiles=ints(0, 3),
-        block_tables=table,
+        block_tables=tables,
     )
     step.rules[:, -1] = -1
     logits = decoder.logits(step, step.token_ids, pool.layers, 1)

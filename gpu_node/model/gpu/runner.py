@@ -133,6 +133,13 @@ class GpuRunner:
         return logits
 
     @torch.inference_mode()
+    def compile_rest(self) -> None:
+        """Compile what no forward pass needs but some steps do; leaves nothing behind."""
+        self._pool.copy(np.zeros((1, 2), np.int32))
+        self._row_marks.compile()
+        self._adapters.compile()
+
+    @torch.inference_mode()
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear blocks in every layer."""
         self._pool.zero(block_ids)

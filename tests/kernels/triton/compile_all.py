@@ -65,14 +65,14 @@ def _ints(*shape: int) -> torch.Tensor:
     return _empty(*shape, dtype=torch.int32)
 
 
-def _cache(dtype: torch.dtype = torch.bfloat16) -> PagedCache:
-    values = [_empty(4, 8, 16, 128, dtype=dtype).transpose(0, 1) for _ in "kv"]
+def _cache(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> PagedCache:
+    values = [_empty(4, 8, 16, head_dim, dtype=dtype).transpose(0, 1) for _ in "kv"]
     scales = [_empty(4, 8, 16, dtype=torch.float32).transpose(0, 1) for _ in "kv"]
     return PagedCache(*values, *(scales if dtype.itemsize == 1 else ()), host_jump=1 << 40)
 
 
 def _attend(attention: Callable[..., None], cache: PagedCache, *last: Any, width: int = 64, **rules: Any) -> None:
-    q = _empty(4, 32, 128)
+    q = _empty(4, 32, cache.k.shape[-1], dtype=cache.k.dtype if cache.k_scales is None else torch.bfloat16)
     attention(q, q, cache, _ints(5), _ints(4), _ints(4, width), *last, scale=0.1, **rules)
 
 
@@ -86,6 +86,9 @@ def compile_doors(capability: int) -> None:
     ruled: dict[str, Any] = {"window": 512, "biases": _empty(32, 512, dtype=torch.float32)}
     _attend(decode_attention, _cache(), _ints(4), 1, **ruled)
     _attend(prefill_attention, _cache(), _ints(4, 2), **ruled)
+    for wide in (_cache(head_dim=256), _cache(torch.float32, head_dim=256)):
+        _attend(decode_attention, wide, _ints(4), 8)
+        _attend(prefill_attention, wide, _ints(4, 2))
     _compile_layers(formats)
     _compile_products(formats[1:])
     marks = Marks(_ints(4, 128_256), _empty(4, 128_256, dtype=torch.float32))
@@ -110,13 +113,14 @@ def _compile_layers(formats: list[torch.dtype]) -> None:
 
 def _compile_products(formats: list[torch.dtype]) -> None:
     real = {"dtype": torch.float32}
-    for rows in (4, 512):
+    for rows in (4, 64, 512):
         x = _empty(rows, 4096)
         for kept in formats:
             q, scales = products.quantise_vectors(x, kept)
             products.multiply_scaled(q, scales, _empty(6144, 4096, dtype=kept), _empty(6144, **real), torch.bfloat16)
         groups = _empty(6144, 128, dtype=torch.float16)
-        products.multiply_int4(x, _empty(6144, 2048, dtype=torch.uint8), groups, groups)
+        for given in (x, x.float()):
+            products.multiply_int4(given, _empty(6144, 2048, dtype=torch.uint8), groups, groups)
     add_lora(_empty(4, 6144), _empty(4, 4096), _empty(3, 16, 4096), _empty(3, 6144, 16), _ints(2, 3))
 
 
@@ -151,6 +155,7 @@ class Recorder:
             "sm": capability,
             "is_ptx": f".target sm_{capability}" in kernel.asm["ptx"],
             "shared": kernel.metadata.shared,
+            "additions": kernel.asm["ptx"].count("add.f32"),
             "hash": kernel.hash,
         }
         print(json.dumps(facts), flush=True)

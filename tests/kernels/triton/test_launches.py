@@ -11,7 +11,8 @@ import torch
 from penstock.kernels.triton import launches
 from penstock.kernels.triton.launches import Launch, attention_launch, shape_name, table_name
 
-CARD = torch.device("cuda", 0)
+CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
+SHORT = torch.bfloat16
 
 
 @pytest.fixture
@@ -25,23 +26,26 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_measured_on_the_card_goes_before_the_rule(tuned: Path) -> None:
-    by_rule = attention_launch("decode_attention", 128, 8, CARD)
+    by_rule = attention_launch("decode_attention", 128, 8, SHORT, CARD)
     launches._table.cache_clear()
-    table = {"decode_attention": {shape_name(128, 4): [32, 8, 4]}}
+    table = {"decode_attention": {shape_name(128, 4, SHORT): [32, 8, 4]}}
     (tuned / table_name("Some Card 80GB")).write_text(json.dumps(table))
-    assert attention_launch("decode_attention", 128, 4, CARD) == Launch(32, 8, 4) != by_rule
-    assert attention_launch("decode_attention", 128, 8, CARD) == by_rule, "another shape was not measured"
-    assert attention_launch("prefill_attention", 128, 4, CARD) == attention_launch("prefill_attention", 128, 8, CARD)
+    assert attention_launch("decode_attention", 128, 4, SHORT, CARD) == Launch(32, 8, 4) != by_rule
+    assert attention_launch("decode_attention", 128, 8, SHORT, CARD) == by_rule, "another shape was not measured"
+    long = attention_launch("decode_attention", 128, 4, torch.float32, CARD)
+    assert long == attention_launch("decode_attention", 128, 8, torch.float32, CARD), "nor were longer numbers"
+    prefill = [attention_launch("prefill_attention", 128, group, SHORT, CARD) for group in (4, 8)]
+    assert prefill[0] == prefill[1]
 
 
 @pytest.mark.usefixtures("tuned")
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 def test_a_card_that_nobody_measured_goes_by_the_rule_that_holds_without_one(head_dim: int) -> None:
     for kernel in ("decode_attention", "prefill_attention"):
-        tile, warps, stages = launch = attention_launch(kernel, head_dim, 4, CARD)
-        assert launch == attention_launch(kernel, head_dim, 4, torch.device("cpu"))
+        tile, warps, stages = launch = attention_launch(kernel, head_dim, 4, SHORT, CARD)
+        assert launch == attention_launch(kernel, head_dim, 4, SHORT, CPU)
         assert tile & (tile - 1) == warps & (warps - 1) == 0 and tile >= 16 and 1 <= warps <= 16 and stages >= 1
 
 
 def test_wide_heads_get_more_warps() -> None:
-    assert [attention_launch("prefill_attention", dim, 1, torch.device("cpu")).num_warps for dim in (64, 128)] == [4, 8]
+    assert [attention_launch("prefill_attention", dim, 1, SHORT, CPU).num_warps for dim in (64, 128)] == [4, 8]

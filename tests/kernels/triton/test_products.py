@@ -23,12 +23,15 @@ def test_products_of_quantised_rows(shape: tuple[int, int, int], kept: torch.dty
     x, weight = torch.randn(rows, columns, device=device), torch.randn(outputs, columns, device=device)
     x[0] = 0
     q, scales = products.quantise_vectors(x, kept)
-    want_q, want_scales = reference_attention.quantise_vectors(x, kept)
-    torch.testing.assert_close(scales, want_scales)
-    assert torch.equal(q.float(), want_q.float())
-    quantised = q, scales, *reference_attention.quantise_vectors(weight, kept)
+    # On the CPU: on a card torch divides by a number as it multiplies with its reciprocal.
+    want_q, want_scales = reference_attention.quantise_vectors(x.cpu(), kept)
+    torch.testing.assert_close(scales.cpu(), want_scales)
+    assert torch.equal(q.cpu().float(), want_q.float())
+    quantised = q, scales, *(part.to(device) for part in reference_attention.quantise_vectors(weight.cpu(), kept))
     got, want = (module.multiply_scaled(*quantised, torch.float32) for module in (products, reference))
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    # Hopper lines float8's products up by the largest of them, and drops what is 2^13 times smaller.
+    is_short = kept == torch.float8_e4m3fn and device.type == "cuda"
+    torch.testing.assert_close(got, want, atol=2**-10 * float(want.abs().max()) if is_short else 1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(1, 70, 64), (20, 5, 224)], ids=str)

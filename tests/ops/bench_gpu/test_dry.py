@@ -40,7 +40,8 @@ def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
     stages = ("decode", "prefill", "load", "trace")
-    names = {"dry", "limits", "errors", "kernels", "tuned", "tiny fp8 decode", *(f"tiny {stage}" for stage in stages)}
+    names = {"dry", "limits", "errors", "kernels", "tuned", *(f"tiny {stage}" for stage in ("model", *stages))}
+    names |= {"tiny fp8 model", "tiny fp8 decode"}
     assert set(found) == names
     assert max(found["errors"].values()) < 1e-5
     assert all(row["ms"] > 0 for row in found["kernels"])
@@ -50,3 +51,40 @@ def test_a_dry_run_gets_through_all_stages(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "tiny-trace.json").read_text())["traceEvents"]
     assert (tmp_path / "tiny-decode.svg").read_text().startswith("<svg")
     assert set(json.loads((tmp_path / "cpu.json").read_text())) == {"decode_attention", "prefill_attention"}
+
+
+OF_NO_USE = """
+import json, sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from bench_gpu import kernels
+from bench_gpu.__main__ import Run
+from penstock.kernels.triton.launches import Launch
+from triton.runtime.errors import OutOfResources
+
+def refuse(launch):
+    if launch.tile > 64:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+def tune():
+    kernels._decode = kernels._prefill = lambda sizes, device: (refuse, 0, 0)
+    clock = SimpleNamespace(device=None, left_s=1.0, device_ms=lambda work, repeats: work() or 1.0)
+    return kernels.tune(kernels.DRY, clock, dry=False)
+
+run = Run(Path(sys.argv[1]), dry=True)
+run._stage("broken", lambda: 1 / 0)
+run._stage("tuned", tune)
+"""
+
+
+def test_a_stage_that_fails_is_named_and_those_behind_it_are_measured(tmp_path: Path) -> None:
+    """Launches that the card has no room for are part of tuning."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'ops'}", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", OF_NO_USE, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert list(found["failed"]) == ["broken"] and "ZeroDivisionError" in done.stderr
+    assert all(launch[0] <= 64 for shapes in found["tuned"].values() for launch in shapes.values())
+    assert set(found["tuned"]) == {"decode_attention", "prefill_attention"}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fakes.plans import Track, plan_of
+from fakes.random_families import make_family_model
 from fakes.runner_options import runner_options
+from fakes.sampling import rows_of
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint import Checkpoint
@@ -22,6 +27,7 @@ from penstock.gpu_node.model.gpu.profile import bytes_left, run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.load import load_model
+from penstock.gpu_node.model.protocol import NO_ADAPTER
 from penstock.gpu_node.model.source import ModelSource
 from penstock.gpu_node.model.tensors import DecoderTensors
 
@@ -96,3 +102,96 @@ def test_the_largest_step_leaves_no_trace(tiny_model: Path) -> None:
     pool = KvPool(layout, 1, 0, device)
     run_largest_step(decoder, pool, num_tokens=37, num_samples=2)
     assert not any(cache.k.any() or cache.v.any() for cache in pool.layers)
+
+
+def test_the_largest_step_is_of_contexts_that_the_model_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases end where those do: what lies behind them on a card need not be memory."""
+    device, layout, decoder = _parts(make_family_model(tmp_path, "falcon rw", num_hidden_layers=1))
+    contexts: list[list[int]] = []
+    compute = decoder.logits
+
+    def watched(step: Any, *given: Any) -> torch.Tensor:
+        contexts.append(step.context_lens.tolist())
+        return compute(step, *given)
+
+    monkeypatch.setattr(decoder, "logits", watched)
+    run_largest_step(decoder, KvPool(layout, 1, 0, device), num_tokens=70, num_samples=2)
+    assert contexts == [[64, 6]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the interpreter's launches")
+def test_beside_graphs_nothing_is_left_to_compile_once_a_runner_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for the compiler keeps all steps waiting, for seconds."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launched: set[tuple[str, frozenset[Any]]] = set()
+    launch = GridExecutor.__call__
+
+    def watched(self: Any, *args: Any, **constants: Any) -> None:
+        launched.add((self.fn.__name__, frozenset(constants.items())))
+        launch(self, *args, **constants)
+
+    monkeypatch.setattr(GridExecutor, "__call__", watched)
+    options = runner_options(
+        runner="gpu", quantization="int8", max_num_seqs=2, max_num_batched_tokens=70, max_loras=1, max_lora_rank=2
+    )
+    folder = make_family_model(tmp_path, "llama", num_hidden_layers=1)
+    runner: Any = load_model(str(folder), options, lambda *_: None).runner
+    load._compile_rest(runner, runner._decoder, runner._pool, options)
+    ready = launched.copy()
+    launched.clear()
+    rows = rows_of(1, repetition_penalty=1.2, seen=[np.array([5], np.int32)], mask=[np.arange(384) > 7])
+    for length, adapter in ((5, NO_ADAPTER), (20, 0), (70, 0)):
+        track = Track([9] * length, [1, 2, 3, 4, 5], adapter=adapter)
+        assert runner.submit(plan_of([(track, length)], rows, copies=[(1, 6)])).result().tokens[0] > 7
+    assert {"_copy", "_mark", "_mask", "_shrink", "_expand", "_prefill", "_sample"} <= {name for name, _ in launched}
+    # Products of so few rows are part of each graph, whose kernels are compiled as it is captured.
+    late = {
+        (name, constants) for name, constants in launched - ready if ("ROWS", 16) not in constants or "mul" not in name
+    }
+    assert late == set()
+
+
+def test_a_card_that_is_too_old_is_refused_by_name(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"is_available": True, "current_device": 0, "get_device_capability": (7, 5), "get_device_name": "Tesla T4"}
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5, and 8\.0 is the least"):
+        _load(tiny_model)
+
+
+def test_products_that_may_not_cut_their_sums_are_left_to_the_library_that_can_be_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch refuses those products with the library that it takes by itself, at the first of them."""
+    chosen: list[str] = []
+
+    def prefer(library: str) -> None:
+        warnings.warn("this is an experimental feature", UserWarning, stacklevel=1)
+        chosen.append(library)
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
+    matmul = torch.backends.cuda.matmul
+    try:
+        load._forbid_split_sums()
+        assert not matmul.allow_bf16_reduced_precision_reduction_split_k
+        assert not matmul.allow_fp16_reduced_precision_reduction_split_k
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    assert chosen == ["cublaslt"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_deterministic_runner_of_short_floats_computes(dtype: str, tiny_model: Path) -> None:
+    try:
+        _load(tiny_model, dtype=dtype, deterministic=True)
+    finally:
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+        torch.backends.cuda.preferred_blas_library("cublas")

@@ -26,13 +26,15 @@ from penstock.gpu_node.model.layers import LayerWeights
 from penstock.gpu_node.model.norm import Norm
 
 HIDDEN, NUM_LAYERS = 64, 7
+CPU = torch.device("cpu")
 GIB = 1 << 30
 
 
-def _layer(quantization: str = "none") -> LayerWeights:
+def _layer(quantization: str = "none", device: torch.device = CPU) -> LayerWeights:
     """A layer whose tensors fill whole lines of memory."""
     linear, norm = linear_of(quantization), Norm(torch.ones(HIDDEN), None, 1e-5)
-    matrices = [linear(torch.randn(HIDDEN, HIDDEN), torch.randn(HIDDEN)) for _ in range(4)]
+    sizes = (HIDDEN, HIDDEN), (HIDDEN,)
+    matrices = [linear(*(torch.randn(*size, device=device) for size in sizes)) for _ in range(4)]
     qkv, out, mlp_in, mlp_out = matrices
     return LayerWeights(norm, qkv, None, out, norm, mlp_in, mlp_out)
 
@@ -66,7 +68,7 @@ class _Streams(Device):
     """
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(CPU)
         self.current = 0
         self.clocks = [[0, 0], [0, 0]]
 
@@ -137,10 +139,11 @@ def test_no_buffer_is_read_before_its_copy_nor_filled_before_it_was_read(count: 
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_the_matrices_of_a_layer_are_there_in_every_pass(quantization: str) -> None:
-    layers = [_layer(quantization) for _ in range(NUM_LAYERS)]
-    x = torch.randn(3, HIDDEN)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layers = [_layer(quantization, device) for _ in range(NUM_LAYERS)]
+    x = torch.randn(3, HIDDEN, device=device)
     wants = [_run(layer, x) for layer in layers]
-    offloaded = _offloaded(layers, 5, Device(torch.device("cpu")))
+    offloaded = _offloaded(layers, 5, Device(device))
     next(iter(offloaded))  # a step that failed on its way
     for _ in range(2):
         for want, layer in zip(wants, offloaded, strict=True):
@@ -164,7 +167,7 @@ def test_the_card_keeps_the_other_layers_and_two_buffers() -> None:
             del layer
 
     size = sum(tensor.nbytes for tensor in _tensors(_layer()))
-    offloaded = OffloadedLayers(NUM_LAYERS, 4.5 * size / GIB, Device(torch.device("cpu")), read())
+    offloaded = OffloadedLayers(NUM_LAYERS, 4.5 * size / GIB, Device(CPU), read())
     assert _resident_bytes(list(offloaded)) == (NUM_LAYERS - 5 + 2) * size
     # Those that stay, evenly over the depth; while layers are read, none but those and the one on its way is there.
     assert [i for i, matrix in enumerate(given) if matrix() is not None] == [2, 5]
@@ -176,7 +179,7 @@ def test_too_much_and_what_frees_nothing_is_refused_by_name(of_layer: float, rea
     layers = [_layer() for _ in range(NUM_LAYERS)]
     size = sum(tensor.nbytes for tensor in _tensors(layers[0]))
     with pytest.raises(ConfigError, match=f"cpu_offload_gib .* {reason}"):
-        OffloadedLayers(NUM_LAYERS, of_layer * size / GIB, Device(torch.device("cpu")), layers)
+        OffloadedLayers(NUM_LAYERS, of_layer * size / GIB, Device(CPU), layers)
 
 
 def _matrices_gib(folder: Path) -> float:
@@ -203,4 +206,4 @@ def test_an_engine_says_the_same_with_weights_in_host_memory(tmp_path: Path) -> 
 def test_layers_that_are_larger_than_the_first_are_refused() -> None:
     layers = [_layer("int4"), *(_layer() for _ in range(NUM_LAYERS - 1))]
     with pytest.raises(ConfigError, match="cpu_offload_gib wants layers of one size"):
-        _offloaded(layers, 5, Device(torch.device("cpu")))
+        _offloaded(layers, 5, Device(CPU))

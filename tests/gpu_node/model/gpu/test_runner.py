@@ -123,6 +123,28 @@ def test_a_step_may_be_submitted_before_the_tokens_ahead_of_it_are_known(tiny_mo
     assert _two_steps(_runner(tiny_model, "gpu", deterministic=True), ahead=False) == _two_steps(runner, ahead=False)
 
 
+def test_tables_of_whole_contexts_have_room_where_they_fill_no_line_of_memory(tiny_model: Path) -> None:
+    """One sequence at the end of three blocks, as a replayed step and as the chunk that computes the same."""
+    prompt = [5, 6, 7, 8, 9] * 4
+    runner = _runner(tiny_model, "gpu", max_num_seqs=1, max_model_len=24)
+    alone, whole = (Track([*prompt, 11], [1, 2, 3], done) for done in (len(prompt), 0))
+    rows = rows_of(1, temperature=0.0, position=0)
+    want = runner.submit(plan_of([(whole, len(prompt) + 1)], rows)).result().tokens
+    assert runner.submit(plan_of([(alone, 1)], rows)).result().tokens.tolist() == want.tolist()
+
+
+def test_blocks_are_copied_where_the_host_has_none(tiny_model: Path) -> None:
+    """As a choice that shares its prompt with others takes a block of its own."""
+    prompt, rows = [5, 6, 7, 8, 9], rows_of(1, temperature=0.0, position=0)
+    runner = _runner(tiny_model, "gpu", num_host_blocks=0)
+    runner.submit(plan_of([(Track(prompt, [1]), len(prompt))], rows)).result()
+    said = [
+        runner.submit(plan_of([(Track([*prompt, 11], blocks, len(prompt)), 1)], rows, copies)).result().tokens.tolist()
+        for blocks, copies in (([2], [(1, 2)]), ([1], []))
+    ]
+    assert said[0] == said[1]
+
+
 def test_logprobs_are_the_torch_runners(tiny_model: Path) -> None:
     """Of sampled tokens and of a prompt's, one row with a mask among them."""
     allowed = np.arange(384) % 2 == 0
@@ -142,11 +164,20 @@ def test_logprobs_are_the_torch_runners(tiny_model: Path) -> None:
                 np.testing.assert_allclose(theirs.values[row, :width], mine.values[row, :width], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory", 2),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    error: RuntimeError, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     runner = _runner(tiny_model, "gpu")
     plan = plan_of([(Track([5, 6, 7, 8], [1, 2]), 4)], rows_of(1, position=0))
