@@ -260,6 +260,8 @@ void Model::add_mlp(Member& member, int index, const std::vector<int>& rows, std
         const float* row = gated_row(i);
         if (spec_.turned) {
           turned.resize(gated_stride_);
+          // What another model of this thread left behind its rows would count to the scale of ours.
+          std::fill(turned.begin() + spec_.intermediate, turned.end(), 0.f);
           gated_turn_.apply(row, turned.data());
           row = turned.data();
         }

@@ -119,6 +119,17 @@ def test_logits_err_no_more_than_transformers_bfloat16(
         assert error <= _error(theirs, want)
 
 
+def test_what_another_model_left_on_the_thread_does_not_count(llama: Llama, load_native: LoadNative) -> None:
+    name = "sizes that fill no panel"
+    small = load_native(llama(**SHAPES[name], initializer_range=0.1), quantization="int8")
+    large = load_native(llama(), quantization="int8")
+    said = []
+    for count in (3, 40):
+        logits_alone(large, _tokens(131, count))
+        said.append(logits_alone(small, _tokens(257, 20)))
+    np.testing.assert_array_equal(*said)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("quantization", QUANTISED)
 @pytest.mark.parametrize("name", ["groups of 3", "sizes that fill no panel", "tied head"])
