@@ -37,7 +37,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _check_kind(request: Request) -> None:
-    """A page of a foreign site can send anything else than JSON to this port without asking."""
+    """Only plain JSON is read. A page of a foreign site can send anything else to this port without asking."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise RequestError(

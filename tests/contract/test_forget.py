@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from contract.harness import LEASE_MS, POOL, P, Queue
+from redis.asyncio import Redis
 
 from penstock.contract import keys
+from penstock.contract.broker import admin, scripts
 from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.dead_letters import DeadLetters
 from penstock.contract.errors import ConflictError, NotFoundError
@@ -48,6 +53,19 @@ async def test_a_pool_begins_anew_with_its_next_node(queue: Queue) -> None:
     node = await queue.node("n2")
     assert [pool.is_alive for pool in (await queue.producer.pools()).values()] == [True]
     await node.finish(await queue.running(node), 0, 3)
+
+
+async def test_a_node_that_joins_meanwhile_is_found(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    await a_full_life(queue)
+
+    async def call(redis: Redis, name: str, *arguments: str) -> Any:
+        answer = await scripts.call(redis, name, *arguments)
+        await queue.node("n2")
+        return answer
+
+    monkeypatch.setattr(admin, "scripts", SimpleNamespace(call=call))
+    await AdminBroker(queue.redis).forget(POOL)
+    assert [pool.is_alive for pool in (await queue.producer.pools()).values()] == [True]
 
 
 async def test_a_pool_with_a_node_stays(queue: Queue) -> None:

@@ -68,19 +68,23 @@ class AdminBroker:
 
         Raises NotFoundError for an unknown pool, ConflictError where somebody still needs it.
         """
-        redis = cast(Any, self._redis)
         with translated():
-            announced = await redis.hget(keys.POOLS, pool)
-            if announced is None:
+            if not await cast(Any, self._redis.hexists(keys.POOLS, pool)):
                 raise NotFoundError(f"no pool {pool}", code="model_not_found", param="pool")
-            # Before the rest: a node that joins behind it announces the pool again.
-            await redis.hdel(keys.POOLS, pool)
             answer = await scripts.call(self._redis, "forget", pool)
-            if answer[0] == b"OK":
-                return
-            await redis.hsetnx(keys.POOLS, pool, announced)
-        what = "live nodes" if answer[0] == b"NODES" else "open jobs"
-        raise ConflictError(f"pool {pool} has {what}: {int(answer[1])}", code="pool_in_use", param="pool")
+            if answer[0] != b"OK":
+                what = "live nodes" if answer[0] == b"NODES" else "open jobs"
+                raise ConflictError(f"pool {pool} has {what}: {int(answer[1])}", code="pool_in_use", param="pool")
+            await self._unannounce(pool)
+
+    async def _unannounce(self, pool: str) -> None:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hget(keys.POOLS, pool)
+            pipe.hdel(keys.POOLS, pool)
+            told, _ = await pipe.execute()
+        # A node may have joined since the pool was empty.
+        if told is not None and await self._redis.exists(keys.schema(pool)):
+            await cast(Any, self._redis.hsetnx(keys.POOLS, pool, told))
 
     async def look(self, pool: str) -> Seen:
         """Walks over all keys of a pool, without holding anybody up; what moves meanwhile is seen or not."""
