@@ -46,7 +46,7 @@ class Tokenizer:
 
     def encode_word(self, word: str) -> list[tuple[int, ...]]:
         """The ways in which a word's tokens may stand in a text: at its start or behind a space, and within it."""
-        encoded = (self._backend.encode(text, add_special_tokens=False).ids for text in (f" {word.lstrip()}", word))
+        encoded = (token_ids_of(self._backend, text, framed=False) for text in (f" {word.lstrip()}", word))
         return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: str | None = None) -> list[int]:
