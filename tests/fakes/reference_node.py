@@ -29,7 +29,7 @@ class HangingTokenizer(ReferenceTokenizer):
 
 
 async def main() -> None:
-    """Serves until a signal. `REFERENCE_STEP_S` paces the engine; with `REFERENCE_TOKENIZER_HANGS` no prompt is read."""
+    """Serves until a signal. `REFERENCE_STEP_S` paces the engine; `REFERENCE_TOKENIZER_HANGS`: at every prompt."""
     settings = NodeSettings.load(redis_url=RedisSettings.load().redis_url, model="reference")
     step_s = float(os.environ.get("REFERENCE_STEP_S", "0"))
     engine = ReferenceEngine(step_s=step_s, max_num_seqs=settings.max_num_seqs)

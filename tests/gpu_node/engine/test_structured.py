@@ -197,7 +197,10 @@ def test_a_log_of_another_form_is_refused(engine: Engine) -> None:
         ({"grammar": "start: start"}, "grammar"),
         ({"json": {"$ref": "#"}}, "json_schema"),
         ({"json": '{"items":' * 200 + "{}" + "}" * 200}, "json_schema"),
-        ({"json": {"type": "object", "properties": {f"key{i}": {"type": "string"} for i in range(900)}}}, "json_schema"),
+        (
+            {"json": {"type": "object", "properties": {f"key{i}": {"type": "string"} for i in range(900)}}},
+            "json_schema",
+        ),
     ],
 )
 def test_forms_that_cannot_be_kept_to_are_refused_by_field(engine: Engine, wanted: dict[str, Any], param: str) -> None:
