@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 from cachetools import LRUCache
 
+from penstock.contract.errors import RequestError
+
 MIN_CACHED_CHARS = 512
 """A shorter piece is encoded faster than it is worth remembering."""
 MAX_CACHED_TOKENS = 1 << 20
@@ -19,9 +21,15 @@ Ids: TypeAlias = tuple[int, ...]
 
 
 def token_ids_of(backend: Any, text: str, *, framed: bool) -> list[int]:
-    """Tokens of a text; `framed`: with those that the model expects around it. `backend` is a tokenizers.Tokenizer."""
-    # The library lets other threads run only while it encodes a batch, and this way works out no offsets besides.
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=framed)
+    """Tokens of a text; `framed`: with those that the model expects around it. `backend` is a tokenizers.Tokenizer.
+
+    Raises RequestError for half a character.
+    """
+    try:
+        # The library lets other threads run only while it encodes a batch, and this way works out no offsets besides.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=framed)
+    except TypeError:
+        raise RequestError("text must be valid Unicode, without lone surrogates", param="prompt") from None
     ids: list[int] = encoding.ids
     return ids
 

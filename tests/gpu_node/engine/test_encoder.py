@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from penstock.contract.errors import RequestError
 from penstock.gpu_node.engine import encoder
 from penstock.gpu_node.engine.encoder import MIN_CACHED_CHARS, ChatEncoder
 from penstock.gpu_node.engine.tokenizer import Tokenizer
@@ -134,3 +135,10 @@ def test_a_long_prompt_does_not_hold_up_other_threads(tiny_model: Path) -> None:
             before = turns[0]
             encode(text)
             assert turns[0] > before
+
+
+def test_half_a_character_is_the_callers_mistake(tiny_model: Path) -> None:
+    tokenizer = Tokenizer(tiny_model)
+    for refusing in (tokenizer.encode, lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])):
+        with pytest.raises(RequestError, match="lone surrogates"):
+            refusing("a\ud83d")
