@@ -67,6 +67,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     return app
 
 
+IDLE_S = 75
+"""How long a connection may stay open between two requests. Who comes first to close it must be the client, or it may
+send a request into a connection that is gone: clients and proxies give up theirs after 60 s or less, as nginx does."""
+
+
 class _Server(uvicorn.Server):
     """uvicorn, saying on stdout where it listens: with port 0 nobody else knows."""
 
@@ -89,6 +94,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=settings.drain_s,
+        timeout_keep_alive=IDLE_S,
     )
     return _Server(config)
 

@@ -10,6 +10,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from penstock.gateway import head
+from penstock.gateway.app import make_server
+from penstock.gateway.settings import GatewaySettings
+
 BODY = json.dumps({"model": "acme/echo", "prompt": "hi"}).encode()
 LINE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
@@ -87,3 +91,52 @@ def test_what_stands_behind_a_chunk_is_bounded_as_the_head_is(connection, begin,
 def test_short_trailers_are_read_over(connection):
     connection.sendall(LINE + CHUNKED + b"\r\n" + CHUNK + b"0\r\nx-sum: 5\r\n\r\n")
     assert b"HTTP/1.1 200 OK" in read_answers(connection, 1)
+
+
+GOOD = LINE + LENGTH + b"\r\n" + BODY
+UNKNOWN = b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "on_and_on"),
+    [(b"", b""), (LINE, b""), (LINE, b"x: y\r\n"), (GOOD, b"\r\n"), (UNKNOWN, b"x")],
+    ids=["nothing", "half a head", "an endless head", "empty lines", "a refused body"],
+)
+def test_a_connection_that_brings_no_whole_head_is_closed(url, engine, monkeypatch, begin, on_and_on):
+    monkeypatch.setattr(head, "HEAD_TIMEOUT_S", 0.2)
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        connection.sendall(begin)
+        connection.settimeout(0.02 if on_and_on else 20)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                with contextlib.suppress(TimeoutError):
+                    if not connection.recv(1 << 16):
+                        return
+                connection.sendall(on_and_on)
+            pytest.fail("it is kept")
+
+
+def test_an_answer_takes_as_long_as_it_takes(connection, engine, monkeypatch):
+    monkeypatch.setattr(head, "HEAD_TIMEOUT_S", 0.05)
+    connection.sendall(GOOD)
+    assert read_answers(connection, 1)
+    engine.step_s = 0.1
+    connection.sendall(GOOD[:30])
+    connection.sendall(GOOD[30:])
+    assert b"HTTP/1.1 200 OK" in read_answers(connection, 1)
+
+
+def test_clients_may_keep_a_connection_as_long_as_they_do():
+    """Who gives an idle connection up first should be the client: it cannot know that a server just did."""
+    kept_by_nginx_s = 60
+    assert make_server(GatewaySettings(redis_url="redis://nobody")).config.timeout_keep_alive > kept_by_nginx_s
+
+
+@pytest.mark.parametrize("said", [b"\x16\x03\x01\x02\x00\x01", b"GET /v1/models/\xff HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_what_is_no_http_is_refused_in_openais_shape(connection, said):
+    connection.sendall(said)
+    answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
