@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.errors import BusyError, StreamDivergedError
+from penstock.contract.errors import BusyError, ConflictError, JobFailedError, StreamDivergedError
 from penstock.contract.job import Chunk, SamplingParams
 from penstock.gateway.app import create_app
 from penstock.gateway.openai.errors import error_response
@@ -171,6 +171,19 @@ def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, tex
 def test_retry_after_is_whole_seconds_and_never_too_early(retry_after_ms, header):
     response = error_response(BusyError("full", retry_after_ms=retry_after_ms))
     assert (response.status_code, response.headers["retry-after"]) == (429, header)
+
+
+@pytest.mark.parametrize(
+    ("error", "header"),
+    [
+        (ConflictError("another request"), "false"),
+        (JobFailedError("its third node died of it", code="node_lost"), "false"),
+        (JobFailedError("its node left with its weights", code="revision_gone"), None),
+        (BusyError("full", retry_after_ms=1), None),
+    ],
+)
+def test_clients_do_not_try_again_by_themselves_what_fails_again(error, header):
+    assert error_response(error).headers.get("x-should-retry") == header
 
 
 class FakeClient:
