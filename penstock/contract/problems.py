@@ -5,49 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic import ValidationError
 
 from penstock.contract.errors import ConfigError, PenstockError, RequestError
+from penstock.contract.named import UNKNOWN_FIELD
 
 MAX_NAME_CHARS = 128
 """A field's name may come from a request, so what is echoed of it is bounded."""
-UNKNOWN_FIELD = "unknown_field"
 _CODES = {"extra_forbidden": UNKNOWN_FIELD, UNKNOWN_FIELD: UNKNOWN_FIELD, "unsupported_value": "unsupported_value"}
 """By pydantic's kinds of errors, and our own ones."""
-
-
-class Named(BaseModel):
-    """Base of records whose names come from outside: the first unknown one is refused, alone.
-
-    pydantic would collect an error for each of a million, and hold up an event loop for seconds.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    _known: ClassVar[frozenset[str]]
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        super().__pydantic_init_subclass__(**kwargs)
-        cls._known = frozenset(known for name, field in cls.model_fields.items() for known in _names_of(name, field))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _first_unknown_name(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name in data:
-                if name not in cls._known:
-                    raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {UNKNOWN_FIELD: name})
-        return data
-
-
-def _names_of(name: str, field: FieldInfo) -> list[Any]:
-    said = field.validation_alias or name
-    return [*said.choices] if isinstance(said, AliasChoices) else [said]
 
 
 @dataclass(frozen=True, slots=True)

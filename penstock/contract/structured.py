@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AliasChoices, FailFast, Field, StringConstraints, field_validator, model_validator
 
-from penstock.contract.problems import Named
+from penstock.contract.named import Named
 from penstock.contract.tools import WantedCalls, json_of
 
 MAX_GRAMMAR_CHARS = 1 << 16

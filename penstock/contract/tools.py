@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, StringConstraints
 
-from penstock.contract.problems import Named
+from penstock.contract.named import Named
 
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18

@@ -7,7 +7,7 @@ import json
 from pydantic import AfterValidator, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.problems import Named
+from penstock.contract.named import Named
 
 
 def only(*accepted: object) -> AfterValidator:
