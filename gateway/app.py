@@ -18,13 +18,13 @@ from penstock.contract.logs import configure_logging
 from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
 from penstock.gateway import health, metrics
-from penstock.gateway.access_log import ID_HEADER, AccessLog
+from penstock.gateway.access_log import AccessLog
 from penstock.gateway.entry import Entry, warn_if_open
 from penstock.gateway.head import BoundedHead
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import generate, models
 from penstock.gateway.openai.answer import JOB_HEADER
-from penstock.gateway.openai.errors import install_error_handlers
+from penstock.gateway.openai.errors import ID_HEADER, install_error_handlers
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient, ClientSettings
 

@@ -12,6 +12,8 @@ from starlette.exceptions import HTTPException
 from penstock.contract.errors import BusyError, ConflictError, PenstockError, RequestError, UnavailableError
 from penstock.contract.problems import MAX_NAME_CHARS
 
+ID_HEADER = "X-Request-Id"
+"""By which OpenAI's client tells of a request, so that its line in the log is found."""
 _WILL_FAIL_AGAIN = frozenset(("node_lost", "model_error"))
 """What ended jobs whose own doing it probably was. The first took three nodes along: each try more may take as many."""
 
@@ -60,5 +62,8 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     return JSONResponse(_body(message, RequestError.type, code, None), error.status_code, error.headers)
 
 
-async def _on_bug(_: Request, __: Exception) -> JSONResponse:
-    return JSONResponse(_body("internal error", PenstockError.type, PenstockError.code, None), 500)
+async def _on_bug(request: Request, _: Exception) -> JSONResponse:
+    # Made outside of all middleware, which gives other answers their id; a probe has none.
+    request_id = getattr(request.state, "request_id", None)
+    headers = {ID_HEADER: request_id} if request_id else {}
+    return JSONResponse(_body("internal error", PenstockError.type, PenstockError.code, None), 500, headers)

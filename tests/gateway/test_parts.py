@@ -229,13 +229,13 @@ async def test_a_bug_is_a_500_that_tells_nothing(caplog):
     app.state.client = Broken()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-        response = await http.get("/v1/models")
-    assert response.status_code == 500
-    assert response.json()["error"] == {
-        "message": "internal error",
-        "type": "server_error",
-        "param": None,
-        "code": "internal_error",
-    }
+        response, probed = await http.get("/v1/models"), await http.get("/ready")
+    assert response.status_code == probed.status_code == 500
+    assert (
+        response.json()["error"]
+        == probed.json()["error"]
+        == {"message": "internal error", "type": "server_error", "param": None, "code": "internal_error"}
+    )
     [logged] = [vars(r) for r in caplog.records if r.name == "penstock.gateway.access"]
     assert (logged["status"], logged["path"]) == (500, "/v1/models")
+    assert response.headers["x-request-id"] == logged["request_id"]
