@@ -1,11 +1,13 @@
-"""What uvicorn makes of a request's bytes, mended: it reads a head of any size, for any time, and keeps it; and it
-loses a body that comes with an offer of another protocol.
+"""What uvicorn makes of a request's bytes, mended: it reads a head of any size, for any time, and keeps it; it loses a
+body that comes with an offer of another protocol; and it keeps what nobody takes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +20,9 @@ from penstock.gateway.openai.errors import error_body
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 60.0
 """A connection without a whole head is closed then: each takes one of the process's descriptors."""
+TAKE_TIMEOUT_S = 60.0
+"""A reader that takes nothing for so long of what is ready for it is hung up on."""
+_NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class BoundedHead(HttpToolsProtocol):
@@ -31,6 +36,8 @@ class BoundedHead(HttpToolsProtocol):
     """Of everything but bodies; they begin anew with each part of a body."""
     _patience: asyncio.TimerHandle | None = None
     """While bytes come, or none have, and no request is being answered: of a head, or of a body that was refused."""
+    _stuck: asyncio.TimerHandle | None = None
+    """While bytes wait that no more are put behind."""
 
     def connection_made(self, transport: Any) -> None:
         """Somebody is there."""
@@ -40,7 +47,26 @@ class BoundedHead(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody is there any more."""
         self._stop_waiting()
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Much waits for the reader; the answer goes on when most of it is taken."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Most of it is taken."""
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+    def on_response_complete(self) -> None:
+        """All is written; it may wait for the reader."""
+        super().on_response_complete()
+        if self._stuck is None:
+            self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
         """Bytes came; they may end a head and begin a body."""
@@ -93,6 +119,18 @@ class BoundedHead(HttpToolsProtocol):
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+    def _watch_reader(self, num_before: int = 0) -> None:
+        """A transport that is closed still waits for its reader to take the last byte."""
+        num_waiting = self.transport.get_write_buffer_size()
+        if num_waiting and num_waiting == num_before:
+            # Without it the system would keep megabytes for a reader that may never come.
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            self.transport.abort()
+        elif num_waiting:
+            self._stuck = self.loop.call_later(TAKE_TIMEOUT_S, self._watch_reader, num_waiting)
+        else:
+            self._stuck = None
 
     def _refuse(self, error: PenstockError, status: HTTPStatus) -> None:
         body = json.dumps(error_body(error)).encode()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
+import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -140,3 +142,38 @@ def test_what_is_no_http_is_refused_in_openais_shape(connection, said):
     assert answer.startswith(b"HTTP/1.1 400 ")
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+
+
+LARGE = {"messages": [{"role": "user", "content": "x" * 250}], "n": 16, "logprobs": True, "top_logprobs": 20}
+"""Its answer is of more than the few MB that a system takes for a reader that does not read."""
+
+
+def ask_for_much(url: str, *, stream: bool, takes: int = 4096) -> socket.socket:
+    body = json.dumps({"model": "acme/echo", "stream": stream, **LARGE}).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, takes)
+    connection.settimeout(30)
+    address = urlsplit(url)
+    connection.connect((address.hostname, address.port))
+    head = LINE.replace(b"/v1/", b"/v1/chat/") + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    connection.sendall(head + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reader_that_takes_nothing_is_hung_up_on(stack, shared_engine, monkeypatch, stream):
+    monkeypatch.setattr(head, "TAKE_TIMEOUT_S", 0.2)
+    with ask_for_much(stack.start_gateway(send_timeout_s=0.2), stream=stream) as connection:
+        ended = select.poll()
+        ended.register(connection, 0)
+        assert ended.poll(30_000), "it is kept"
+
+
+def test_a_reader_that_takes_little_gets_it_all(url, engine, monkeypatch):
+    monkeypatch.setattr(head, "TAKE_TIMEOUT_S", 1.0)
+    answer = b""
+    with ask_for_much(url, stream=False, takes=1 << 16) as connection:
+        while part := connection.recv(1 << 16):
+            answer += part
+            time.sleep(0.01)
+    assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["choices"]) == 16
