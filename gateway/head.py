@@ -53,7 +53,8 @@ class BoundedHead(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Much waits for the reader; the answer goes on when most of it is taken."""
         super().pause_writing()
-        self._watch_reader()
+        if self._stuck is None:
+            self._watch_reader()
 
     def resume_writing(self) -> None:
         """Most of it is taken."""
