@@ -12,11 +12,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.gateway.openai.answer import JOB_HEADER
+from penstock.gateway.openai.errors import ID_HEADER
 
 logger = logging.getLogger("penstock.gateway.access")
 
-ID_HEADER = "X-Request-Id"
-"""By which OpenAI's client tells of a request, so that its line in the log is found."""
 NO_STATUS = 499
 """Logged for a caller that hung up before there was an answer."""
 MAX_PATH_CHARS = 200
@@ -41,6 +40,7 @@ class AccessLog:
             return
         started_s = time.monotonic()
         status, request_id, jobs = NO_STATUS, uuid.uuid4().hex, {}
+        scope.setdefault("state", {})["request_id"] = request_id
 
         def noting_status(message: Message) -> Awaitable[None]:
             nonlocal status, jobs

@@ -18,13 +18,13 @@ from penstock.contract.logs import configure_logging
 from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
 from penstock.gateway import health, metrics
-from penstock.gateway.access_log import ID_HEADER, AccessLog
+from penstock.gateway.access_log import AccessLog
 from penstock.gateway.entry import Entry, warn_if_open
 from penstock.gateway.head import BoundedHead
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import generate, models
 from penstock.gateway.openai.answer import JOB_HEADER
-from penstock.gateway.openai.errors import install_error_handlers
+from penstock.gateway.openai.errors import ID_HEADER, install_error_handlers
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient, ClientSettings
 
@@ -67,6 +67,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     return app
 
 
+IDLE_S = 75
+"""How long a connection may stay open between two requests. Who comes first to close it must be the client, or it may
+send a request into a connection that is gone: clients and proxies give up theirs after 60 s or less, as nginx does."""
+
+
 class _Server(uvicorn.Server):
     """uvicorn, saying on stdout where it listens: with port 0 nobody else knows."""
 
@@ -89,6 +94,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=settings.drain_s,
+        timeout_keep_alive=IDLE_S,
     )
     return _Server(config)
 

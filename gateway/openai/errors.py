@@ -9,8 +9,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from penstock.contract.errors import BusyError, PenstockError, RequestError, UnavailableError
+from penstock.contract.errors import BusyError, ConflictError, PenstockError, RequestError, UnavailableError
 from penstock.contract.problems import MAX_NAME_CHARS
+
+ID_HEADER = "X-Request-Id"
+"""By which OpenAI's client tells of a request, so that its line in the log is found."""
+_WILL_FAIL_AGAIN = frozenset(("node_lost", "model_error"))
+"""What ended jobs whose own doing it probably was. The first took three nodes along: each try more may take as many."""
 
 
 def error_body(error: PenstockError) -> dict[str, Any]:
@@ -19,8 +24,13 @@ def error_body(error: PenstockError) -> dict[str, Any]:
 
 
 def error_response(error: PenstockError) -> JSONResponse:
-    """The HTTP answer for an error, with Retry-After where trying again makes sense."""
+    """The HTTP answer for an error, with Retry-After where trying again makes sense.
+
+    OpenAI's clients try again by themselves after any 409 and 5xx that does not say otherwise.
+    """
     headers = {}
+    if isinstance(error, ConflictError) or error.code in _WILL_FAIL_AGAIN:
+        headers["X-Should-Retry"] = "false"
     if isinstance(error, BusyError | UnavailableError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     return JSONResponse(error_body(error), error.status, headers)
@@ -52,5 +62,8 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     return JSONResponse(_body(message, RequestError.type, code, None), error.status_code, error.headers)
 
 
-async def _on_bug(_: Request, __: Exception) -> JSONResponse:
-    return JSONResponse(_body("internal error", PenstockError.type, PenstockError.code, None), 500)
+async def _on_bug(request: Request, _: Exception) -> JSONResponse:
+    # Made outside of all middleware, which gives other answers their id; a probe has none.
+    request_id = getattr(request.state, "request_id", None)
+    headers = {ID_HEADER: request_id} if request_id else {}
+    return JSONResponse(_body("internal error", PenstockError.type, PenstockError.code, None), 500, headers)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from penstock.contract.errors import ConfigError, PenstockError, RequestError
+from penstock.contract.named import UNKNOWN_FIELD
 
 MAX_NAME_CHARS = 128
 """A field's name may come from a request, so what is echoed of it is bounded."""
-UNKNOWN_FIELD = "unknown_field"
 _CODES = {"extra_forbidden": UNKNOWN_FIELD, UNKNOWN_FIELD: UNKNOWN_FIELD, "unsupported_value": "unsupported_value"}
 """By pydantic's kinds of errors, and our own ones."""
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import AliasChoices, FailFast, Field, StringConstraints, field_validator, model_validator
 
+from penstock.contract.named import Named
 from penstock.contract.tools import WantedCalls, json_of
 
 MAX_GRAMMAR_CHARS = 1 << 16
@@ -18,20 +19,20 @@ MAX_ALTERNATIVE_CHARS = 1024
 Alternative = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ALTERNATIVE_CHARS)]
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Named):
     """Exactly one of six forms: a JSON schema (`json` for short, kept as text), any JSON object, what a regular
     expression matches as a whole, one of several texts, what a grammar in Lark's notation derives, or tool calls as the
     model writes them.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     json_schema: Annotated[str, StringConstraints(max_length=MAX_GRAMMAR_CHARS)] | None = Field(
         None, validation_alias=AliasChoices("json_schema", "json")
     )
     json_object: bool = False
     regex: Annotated[str, StringConstraints(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
-    choice: tuple[Alternative, ...] | None = Field(None, min_length=1, max_length=MAX_ALTERNATIVES)
+    choice: Annotated[tuple[Alternative, ...] | None, FailFast()] = Field(
+        None, min_length=1, max_length=MAX_ALTERNATIVES
+    )
     grammar: Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
     calls: WantedCalls | None = None
 

@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, StringConstraints
+
+from penstock.contract.named import Named
 
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18
@@ -72,37 +74,31 @@ Tools = Annotated[
 Arguments = Annotated[str, StringConstraints(max_length=MAX_ARGUMENTS_CHARS), AfterValidator(_object)]
 
 
-class ToolCall(BaseModel):
+class ToolCall(Named):
     """A call that an assistant made in an earlier turn; `arguments` is the text of a JSON object."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: CallId
     name: FunctionName
     arguments: Arguments
 
 
-class WantedFunction(BaseModel):
+class WantedFunction(Named):
     """A function that may be called; `parameters` is the text of the JSON schema that its arguments are kept to."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: FunctionName
     parameters: Annotated[str, StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_object)]
 
 
-class WantedCalls(BaseModel):
+class WantedCalls(Named):
     """A text with calls of these functions: `required`, nothing but calls behind the reasoning, at least one.
 
     Otherwise there may be other text too, or nothing else; what begins as a call is one. With an `answer`, the text of
     a JSON schema, it is calls alone or a JSON value of that schema.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     form: CallFormName
     reasoning: ReasoningParserName = "none"
-    functions: tuple[WantedFunction, ...] = Field(min_length=1, max_length=MAX_TOOLS)
+    functions: Annotated[tuple[WantedFunction, ...], FailFast()] = Field(min_length=1, max_length=MAX_TOOLS)
     required: bool = True
     answer: Annotated[str, StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_object)] | None = None
     parallel: bool = True

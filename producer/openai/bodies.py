@@ -36,7 +36,7 @@ from penstock.contract.job import (
 )
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.tools import MAX_TOOLS
-from penstock.producer.openai.fields import Wire, only
+from penstock.producer.openai.fields import Wire, at_most, only
 from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse
 
 MAX_PROMPTS = 64
@@ -110,7 +110,7 @@ class _Generation(Wire):
     ]
 
     include_stop_str_in_output: bool | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIASES)] = None
     bad_words: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_BAD_WORDS)] = None
     structured_outputs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
@@ -158,6 +158,14 @@ class ChatBody(_Generation):
     function_call: Annotated[Any, only(None, "none", "auto")] = None
     modalities: Annotated[Any, only(None, ["text"])] = None
     service_tier: Annotated[Any, only(None, "auto", "default")] = None
+    audio: Annotated[Any, only(None)] = None
+    moderation: Annotated[Any, only(None)] = None
+    prediction: Annotated[Any, only(None)] = None
+    prompt_cache_options: Annotated[Any, only(None)] = None
+    prompt_cache_retention: Annotated[Any, only(None)] = None
+    reasoning_effort: Annotated[Any, only(None)] = None
+    verbosity: Annotated[Any, only(None)] = None
+    web_search_options: Annotated[Any, only(None)] = None
 
     @field_validator("max_completion_tokens")
     @classmethod
@@ -193,7 +201,7 @@ class ChatBody(_Generation):
         parallel = self.parallel_tool_calls is not False
         if not self.tools or choice == "none":
             return ToolUse(None, choice, parallel)
-        return ToolUse(json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools]), choice, parallel)
+        return ToolUse(json.dumps([tool.offer() for tool in self.tools]), choice, parallel)
 
     def params(self) -> SamplingParams:
         """The sampling options. Raises pydantic's ValidationError."""

@@ -56,6 +56,11 @@ class OfferedTool(Wire):
     type: Literal["function"]
     function: _OfferedFunction
 
+    def offer(self) -> dict[str, Any]:
+        """The same without what was not said. pydantic would look at every value of `parameters` once more."""
+        function = {name: value for name, value in self.function if value is not None}
+        return {"type": self.type, "function": function}
+
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
+import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
+
+from penstock.gateway import head
+from penstock.gateway.app import make_server
+from penstock.gateway.settings import GatewaySettings
 
 BODY = json.dumps({"model": "acme/echo", "prompt": "hi"}).encode()
 LINE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -87,3 +93,87 @@ def test_what_stands_behind_a_chunk_is_bounded_as_the_head_is(connection, begin,
 def test_short_trailers_are_read_over(connection):
     connection.sendall(LINE + CHUNKED + b"\r\n" + CHUNK + b"0\r\nx-sum: 5\r\n\r\n")
     assert b"HTTP/1.1 200 OK" in read_answers(connection, 1)
+
+
+GOOD = LINE + LENGTH + b"\r\n" + BODY
+UNKNOWN = b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "on_and_on"),
+    [(b"", b""), (LINE, b""), (LINE, b"x: y\r\n"), (GOOD, b"\r\n"), (UNKNOWN, b"x")],
+    ids=["nothing", "half a head", "an endless head", "empty lines", "a refused body"],
+)
+def test_a_connection_that_brings_no_whole_head_is_closed(url, engine, monkeypatch, begin, on_and_on):
+    monkeypatch.setattr(head, "HEAD_TIMEOUT_S", 0.2)
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        connection.sendall(begin)
+        connection.settimeout(0.02 if on_and_on else 20)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                with contextlib.suppress(TimeoutError):
+                    if not connection.recv(1 << 16):
+                        return
+                connection.sendall(on_and_on)
+            pytest.fail("it is kept")
+
+
+def test_an_answer_takes_as_long_as_it_takes(connection, engine, monkeypatch):
+    monkeypatch.setattr(head, "HEAD_TIMEOUT_S", 0.05)
+    connection.sendall(GOOD)
+    assert read_answers(connection, 1)
+    engine.step_s = 0.1
+    connection.sendall(GOOD[:30])
+    connection.sendall(GOOD[30:])
+    assert b"HTTP/1.1 200 OK" in read_answers(connection, 1)
+
+
+def test_clients_may_keep_a_connection_as_long_as_they_do():
+    """Who gives an idle connection up first should be the client: it cannot know that a server just did."""
+    kept_by_nginx_s = 60
+    assert make_server(GatewaySettings(redis_url="redis://nobody")).config.timeout_keep_alive > kept_by_nginx_s
+
+
+@pytest.mark.parametrize("said", [b"\x16\x03\x01\x02\x00\x01", b"GET /v1/models/\xff HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_what_is_no_http_is_refused_in_openais_shape(connection, said):
+    connection.sendall(said)
+    answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+
+
+LARGE = {"messages": [{"role": "user", "content": "x" * 250}], "n": 16, "logprobs": True, "top_logprobs": 20}
+"""Its answer is of more than the few MB that a system takes for a reader that does not read."""
+
+
+def ask_for_much(url: str, *, stream: bool, takes: int = 4096) -> socket.socket:
+    body = json.dumps({"model": "acme/echo", "stream": stream, **LARGE}).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, takes)
+    connection.settimeout(30)
+    address = urlsplit(url)
+    connection.connect((address.hostname, address.port))
+    head = LINE.replace(b"/v1/", b"/v1/chat/") + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    connection.sendall(head + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reader_that_takes_nothing_is_hung_up_on(stack, shared_engine, monkeypatch, stream):
+    monkeypatch.setattr(head, "TAKE_TIMEOUT_S", 0.2)
+    with ask_for_much(stack.start_gateway(send_timeout_s=0.2), stream=stream) as connection:
+        ended = select.poll()
+        ended.register(connection, 0)
+        assert ended.poll(30_000), "it is kept"
+
+
+def test_a_reader_that_takes_little_gets_it_all(url, engine, monkeypatch):
+    monkeypatch.setattr(head, "TAKE_TIMEOUT_S", 1.0)
+    answer = b""
+    with ask_for_much(url, stream=False, takes=1 << 16) as connection:
+        while part := connection.recv(1 << 16):
+            answer += part
+            time.sleep(0.01)
+    assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["choices"]) == 16

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
+import uuid
 
 import openai
 import pytest
@@ -261,3 +263,27 @@ def test_answers_streams_and_refusals_have_the_id_that_the_log_tells(api, caplog
 def test_raw_response_names_the_job(api):
     raw = api.chat.completions.with_raw_response.create(model=MODEL, messages=user("a"))
     assert f"chatcmpl-{raw.headers['x-penstock-job']}" == raw.parse().id
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions"])
+def test_every_option_of_openais_may_be_null(api, dialect):
+    create, said = api.completions.create, {"model": MODEL, "prompt": "a"}
+    if dialect == "chat":
+        create, said = api.chat.completions.create, {"model": MODEL, "messages": user("a")}
+    of_the_call = {"extra_headers", "extra_query", "extra_body", "timeout"}
+    options = inspect.signature(create).parameters.keys() - said.keys() - of_the_call
+    assert {"seed", "stop", "temperature", "stream"} < options
+    assert create(**said, **dict.fromkeys(options)).choices[0].finish_reason == "stop"
+
+
+def test_a_conflict_is_not_asked_for_again(api, http):
+    def num_conflicts() -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[1]) for line in lines if "refusals_total" in line and "conflict" in line)
+
+    before, key = num_conflicts(), {"Idempotency-Key": uuid.uuid4().hex}
+    persistent = api.with_options(max_retries=2)
+    persistent.completions.create(model=MODEL, prompt="a", extra_headers=key)
+    with pytest.raises(openai.ConflictError):
+        persistent.completions.create(model=MODEL, prompt="b", extra_headers=key)
+    assert num_conflicts() == before + 1

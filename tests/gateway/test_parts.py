@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.errors import BusyError, StreamDivergedError
+from penstock.contract.errors import BusyError, ConflictError, JobFailedError, StreamDivergedError
 from penstock.contract.job import Chunk, SamplingParams
 from penstock.gateway.app import create_app
 from penstock.gateway.openai.errors import error_response
@@ -173,6 +173,19 @@ def test_retry_after_is_whole_seconds_and_never_too_early(retry_after_ms, header
     assert (response.status_code, response.headers["retry-after"]) == (429, header)
 
 
+@pytest.mark.parametrize(
+    ("error", "header"),
+    [
+        (ConflictError("another request"), "false"),
+        (JobFailedError("its third node died of it", code="node_lost"), "false"),
+        (JobFailedError("its node left with its weights", code="revision_gone"), None),
+        (BusyError("full", retry_after_ms=1), None),
+    ],
+)
+def test_clients_do_not_try_again_by_themselves_what_fails_again(error, header):
+    assert error_response(error).headers.get("x-should-retry") == header
+
+
 class FakeClient:
     """Takes one job; what the gateway does with that job is written down."""
 
@@ -216,13 +229,13 @@ async def test_a_bug_is_a_500_that_tells_nothing(caplog):
     app.state.client = Broken()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-        response = await http.get("/v1/models")
-    assert response.status_code == 500
-    assert response.json()["error"] == {
-        "message": "internal error",
-        "type": "server_error",
-        "param": None,
-        "code": "internal_error",
-    }
+        response, probed = await http.get("/v1/models"), await http.get("/ready")
+    assert response.status_code == probed.status_code == 500
+    assert (
+        response.json()["error"]
+        == probed.json()["error"]
+        == {"message": "internal error", "type": "server_error", "param": None, "code": "internal_error"}
+    )
     [logged] = [vars(r) for r in caplog.records if r.name == "penstock.gateway.access"]
     assert (logged["status"], logged["path"]) == (500, "/v1/models")
+    assert response.headers["x-request-id"] == logged["request_id"]

@@ -1,0 +1,42 @@
+"""What every record whose names come from outside has in common."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+UNKNOWN_FIELD = "unknown_field"
+"""The kind of error, its code, and the name of what it carries."""
+
+
+class Named(BaseModel):
+    """Base of those records: the first unknown one is refused, alone.
+
+    pydantic would collect an error for each of a million, and hold up an event loop for seconds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    _known: ClassVar[frozenset[str]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls._known = frozenset(known for name, field in cls.model_fields.items() for known in _names_of(name, field))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown_name(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls._known:
+                    raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {UNKNOWN_FIELD: name})
+        return data
+
+
+def _names_of(name: str, field: FieldInfo) -> list[Any]:
+    said = field.validation_alias or name
+    return [*said.choices] if isinstance(said, AliasChoices) else [said]
