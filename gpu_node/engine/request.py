@@ -124,7 +124,8 @@ def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size
         vocab_size=model.vocab_size,
         max_model_len=min(model.max_model_len, num_kv_tokens + num_swap_tokens),
         bound_by=bound_by,
-        eos_token_ids=model.eos_token_ids | eos_token_ids,
+        # Files may name what the model has no logit for.
+        eos_token_ids=frozenset(one for one in model.eos_token_ids | eos_token_ids if 0 <= one < model.vocab_size),
     )
 
 
@@ -215,6 +216,12 @@ def _guide_of(params: SamplingParams, resumed: ResumedChoice, guides: Guides) ->
     return guide
 
 
+def _bad_words(params: SamplingParams, limits: RequestLimits, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Their tokens, but for what the model cannot say in any case: a tokenizer may have more tokens than the model."""
+    sequences = (sequence for word in params.bad_words for sequence in tokenizer.encode_word(word))
+    return tuple(sequence for sequence in sequences if max(sequence) < limits.vocab_size)
+
+
 def open_choice(
     request: LiveRequest, choice: int, resumed: ResumedChoice, limits: RequestLimits, tokenizer: Tokenizer
 ) -> LiveChoice:
@@ -244,7 +251,7 @@ def open_choice(
         token_ids=np.array((*asked.prompt_token_ids, *resumed.token_ids), dtype=np.int32),
         num_prompt_tokens=len(asked.prompt_token_ids),
         end_rule=rule,
-        bad_words=tuple(sequence for word in params.bad_words for sequence in tokenizer.encode_word(word)),
+        bad_words=_bad_words(params, limits, tokenizer),
         root_hash=request.root_hash,
         tenant=asked.tenant,
         weight=asked.weight,
