@@ -7,10 +7,11 @@ import logging
 import os
 import platform
 import re
+import resource
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import LoadedModel
-from penstock.kernels.cpu.library import Format, Slot
+from penstock.kernels.cpu.library import Format, Slot, Vector
 from penstock.kernels.cpu.probe import Isa
 
 Llama = Callable[..., Path]
@@ -232,3 +233,32 @@ def test_lack_of_memory_is_known_as_such(llama: Llama, this_isa: Isa) -> None:
     assert isinstance(runner, NativeRunner)
     with pytest.raises(MemoryError):
         runner._model.allocate(Slot.HEAD, 0, Format.BF16, 1 << 30, 1 << 20)
+
+
+@contextmanager
+def _room_left(mib: int) -> Iterator[None]:
+    """The process gets no more than so much memory."""
+    was = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (mib << 20), was[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, was)
+
+
+@pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer's shadow is larger")
+def test_threads_that_the_system_has_not_are_refused_and_those_it_had_end(llama: Llama, this_isa: Isa) -> None:
+    before = _cores().keys()
+    with _room_left(600), pytest.raises(ConfigError, match="num_threads 1000 cannot be had: .+"):
+        _load(llama(), runner="native", num_threads=1000)
+    assert _cores().keys() <= before
+
+
+@pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer's shadow is larger")
+def test_lack_of_memory_for_a_table_is_known_as_such(llama: Llama, this_isa: Isa) -> None:
+    runner, table = _load(llama()).runner, np.zeros(100 << 20, np.float32)
+    assert isinstance(runner, NativeRunner)
+    with _room_left(200), pytest.raises(MemoryError):
+        runner._model.set_vector(Vector.POSITION_BIASES, 0, table)
+    runner.close()
