@@ -49,7 +49,7 @@ def _write_gguf(path: Path, kind: str = "f32", *, architecture: str = "llama", *
         "lm_head.weight": "output.weight",
     }
     writer = GGUFWriter(path, architecture)
-    writer.add_block_count(1)
+    writer.add_block_count(metadata.get("layers", 1))
     writer.add_token_list(["<s>", "the", "水門"])
     writer.add_head_count(metadata.get("heads", HEADS))
     writer.add_head_count_kv(KV_HEADS)
@@ -142,6 +142,12 @@ def test_files_that_are_cut_short_are_refused_by_name(kept: float, tiny_model: P
 def test_a_gguf_file_of_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     _write_gguf(tmp_path / "m.gguf", architecture="mamba")
     with pytest.raises(ConfigError, match=r"mamba.*llama"):
+        _open_gguf(tmp_path / "m.gguf")
+
+
+def test_more_layers_than_tensors_are_refused_before_anything_is_made_for_each(tmp_path: Path) -> None:
+    _write_gguf(tmp_path / "m.gguf", layers=(1 << 32) - 1)
+    with pytest.raises(ConfigError, match=r"m\.gguf.* 4294967295 for llama\.block_count, but it has 6 tensors"):
         _open_gguf(tmp_path / "m.gguf")
 
 
