@@ -128,9 +128,10 @@ class Checkpoint:
             return None
         try:
             tensor = self._read_scaled(matrix, self._find)
-        except (ValueError, IndexError) as error:
+            is_whole = tensor is None or tensor.is_whole
+        except (ValueError, TypeError, IndexError, ArithmeticError) as error:
             raise ConfigError(f"the tensors of {matrix} do not fit together: {error}") from error
-        if tensor is not None and not tensor.is_whole:
+        if tensor is not None and not is_whole:
             found = list(tensor.scales.shape)
             raise ConfigError(f"tensor {name} {list(tensor.shape)} has scales {found} of {tensor.group} columns each")
         return tensor
