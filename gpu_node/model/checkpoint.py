@@ -24,8 +24,13 @@ from penstock.gpu_node.model.shards import INDEX, shards_of
 from penstock.gpu_node.model.source import ModelSource
 
 _SAFETENSORS_KINDS = {
-    **{"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)},
-    **{"F8_E4M3": ("f8_e4m3", 1), "I8": ("i8", 1), "I32": ("i32", 4), "I64": ("i64", 8)},
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "F32": ("float32", 4),
+    "F8_E4M3": ("f8_e4m3", 1),
+    "I8": ("i8", 1),
+    "I32": ("i32", 4),
+    "I64": ("i64", 8),
 }
 """What is read, and its bytes a number."""
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
