@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.native import SANITIZE, built
-from fakes.plans import Track, logits_alone, plan_of, tokens_of_step
+from fakes.plans import Track, logits_alone, logits_of_step, plan_of, tokens_of_step
 from fakes.runner_options import runner_options
 from fakes.sampling import rows_of
 
@@ -152,6 +152,25 @@ def test_a_poisoned_row_fails_alone_and_its_blocks_can_be_used_again(
         tokens = tokens_of_step(runner, [(again, 4)], rows_of(1, temperature=0.0))
         assert tokens.tolist() == [alone[0]]
         np.testing.assert_array_equal(logits_alone(runner, healthy), want)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 40])
+@pytest.mark.parametrize("kept", ["bfloat16", "int8"])
+def test_what_is_not_finite_in_blocks_of_others_does_not_count(
+    llama: Llama, load_native: Callable[..., NativeRunner], kept: str, length: int
+) -> None:
+    poisoned, blocks = 77, [5, 9, 3]
+    runner = load_native(llama(poison=((poisoned, np.inf),)), kv_cache_dtype=kept, num_threads=2)
+    rng = np.random.default_rng(length)
+    healthy = [int(token) for token in rng.integers(0, poisoned, length)]
+    want = logits_alone(runner, healthy)
+    for chunk in (1, 3, length):
+        # Left there by a prompt that was aborted before it came to sample.
+        tokens_of_step(runner, [(Track([poisoned] * 48, blocks), 48)], rows_of(1))
+        track, said = Track(healthy, blocks), []
+        while track.left:
+            said.append(logits_of_step(runner, [(track, min(chunk, track.left))])[0])
+        np.testing.assert_array_equal(np.concatenate(said), want)
 
 
 def _cores() -> dict[int, str]:
