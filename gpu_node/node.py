@@ -29,6 +29,7 @@ from penstock.gpu_node.pace import Pace
 from penstock.gpu_node.reception import Reception
 from penstock.gpu_node.relief import Relief
 from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.threads import Threads
 from penstock.gpu_node.worker import EngineLike, EngineWorker
 
 log = logging.getLogger(__name__)
@@ -62,8 +63,9 @@ class Node:
             kv_tokens=engine.num_kv_tokens,
             max_num_seqs=settings.max_num_seqs,
         )
+        self._threads = Threads()
         self._reception = Reception(
-            *(self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._relief)
+            *(self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._relief, self._threads)
         )
         self._inbox = Inbox(
             *(self._broker, self.ledger, self._bell, self._outbox, self._reception),
@@ -123,7 +125,7 @@ class Node:
             reasoning_parser=settings.reasoning_parser or engine.tokenizer.reasoning_parser,
             created_s=int(time.time()),
             revision=engine.revision,
-            adapters=await asyncio.to_thread(engine.adapters),
+            adapters=await self._threads.run(engine.adapters),
         )
         # Where two nodes' limits differ, one would fail what the other has accepted.
         schema = settings.schema_fields | {"max_model_len": engine.max_model_len}
@@ -157,7 +159,7 @@ class Node:
         """Adapters may be put into their folder, or taken out of it, at any time."""
         while True:
             await asyncio.sleep(ANNOUNCE_S)
-            adapters = await asyncio.to_thread(self._engine.adapters)
+            adapters = await self._threads.run(self._engine.adapters)
             if adapters != self._record.adapters:
                 self._record = replace(self._record, adapters=adapters)
                 await patiently(lambda: self._broker.announce(self._record), math.inf)

@@ -266,7 +266,10 @@ def _is_waited_for(job: HeldJob) -> bool:
 def outcome_of(job: HeldJob) -> Outcome:
     """How a job ends whose choices have all ended."""
     if job.has_failed_choice:
-        said = "the model's output was not finite, or its steps failed where those of others did not"
+        said = (
+            "the model's output was not finite, no token fitted the form that is asked for, "
+            "or its steps failed where those of others did not"
+        )
         return Outcome("failed", "model_error", said)
     return Outcome("done")
 

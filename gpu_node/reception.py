@@ -19,6 +19,7 @@ from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox, outcome_of
 from penstock.gpu_node.relief import Relief
+from penstock.gpu_node.threads import Threads
 from penstock.gpu_node.worker import EngineWorker
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Reception:
         tokenizer: Tokenizer,
         outbox: Outbox,
         relief: Relief,
+        threads: Threads,
     ) -> None:
         self._broker = broker
         self._ledger = ledger
@@ -49,6 +51,7 @@ class Reception:
         self._tokenizer = tokenizer
         self._outbox = outbox
         self._relief = relief
+        self._threads = threads
         self._receiving: set[asyncio.Task[None]] = set()
         self.num_tokenizer_failures = 0
         """Prompts at which the tokenizer failed, other than by refusing them."""
@@ -111,11 +114,11 @@ class Reception:
     async def _encode(self, request: Request) -> list[int]:
         """A request's tokens, once all else is prepared; what takes long is done on threads."""
         if request.params.structured_outputs is not None or request.adapter is not None:
-            await asyncio.to_thread(self._worker.prepare, request.params, request.adapter)
+            await self._threads.run(partial(self._worker.prepare, request.params, request.adapter))
         try:
             if _num_chars(request) <= MAX_CHARS_ON_LOOP:
                 return _encode(self._tokenizer, request)
-            return await asyncio.to_thread(_encode, self._tokenizer, request)
+            return await self._threads.run(partial(_encode, self._tokenizer, request))
         except Exception as error:
             self.num_tokenizer_failures += not isinstance(error, PenstockError)
             raise

@@ -10,12 +10,28 @@ from typing import Any, TypeAlias
 
 from cachetools import LRUCache
 
+from penstock.contract.errors import RequestError
+
 MIN_CACHED_CHARS = 512
 """A shorter piece is encoded faster than it is worth remembering."""
 MAX_CACHED_TOKENS = 1 << 20
 """Of all pieces that are remembered."""
 
 Ids: TypeAlias = tuple[int, ...]
+
+
+def token_ids_of(backend: Any, text: str, *, framed: bool) -> list[int]:
+    """Tokens of a text; `framed`: with those that the model expects around it. `backend` is a tokenizers.Tokenizer.
+
+    Raises RequestError for half a character.
+    """
+    try:
+        # The library lets other threads run only while it encodes a batch, and this way works out no offsets besides.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=framed)
+    except TypeError:
+        raise RequestError("text must be valid Unicode, without lone surrogates", param="prompt") from None
+    ids: list[int] = encoding.ids
+    return ids
 
 
 class ChatEncoder:
@@ -35,23 +51,19 @@ class ChatEncoder:
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, none added."""
         if self._separator is None or len(text) < MIN_CACHED_CHARS:
-            return self._encode(text)
+            return token_ids_of(self._backend, text, framed=False)
         return [token_id for piece in _pieces(self._separator, text) for token_id in self._encode_piece(piece)]
 
     def _encode_piece(self, piece: str) -> Sequence[int]:
         if len(piece) < MIN_CACHED_CHARS:
-            return self._encode(piece)
+            return token_ids_of(self._backend, piece, framed=False)
         with self._lock:
             ids = self._known.get(piece)
         if ids is None:
-            ids = tuple(self._encode(piece))
+            ids = tuple(token_ids_of(self._backend, piece, framed=False))
             with self._lock:
                 if len(ids) <= MAX_CACHED_TOKENS:
                     self._known[piece] = ids
-        return ids
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
 

@@ -39,10 +39,13 @@ class Guide:
         return self._matcher.consume_tokens(list(token_ids))
 
     def write_mask(self, words: NDArray[np.uint32]) -> None:
-        """Set the bits of the tokens that may come next; of none once something did not fit."""
+        """Set the bits of the tokens that may come next; of none once something did not fit, or nothing is known."""
         if self._matcher.is_error():
             return
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            words.fill(0)  # past its limits it offers the end, wherever the text is
+            return
         only = _only_bit(words)
         if only is not None and self._is_mistaken(only):
             words.fill(0)

@@ -44,19 +44,12 @@ class Guides:
 
     def prepare(self, wanted: StructuredOutputs) -> None:
         """Compile a form, so that `new_guide` has it at hand. Raises RequestError for one that cannot be kept to."""
-        with self._lock:
-            if wanted in self._compiled:
-                return
-            tokenizer = self._tokenizer_of_guides()
-        matcher = self._compile(wanted, tokenizer)
-        with self._lock:
-            self._compiled[wanted] = matcher
+        self._matcher_of(wanted)
 
     def new_guide(self, wanted: StructuredOutputs) -> Guide:
         """A guide at the start of a text. Raises RequestError like `prepare`."""
-        self.prepare(wanted)
-        with self._lock:
-            return Guide(self._compiled[wanted].deep_copy(), self._tokenizer_of_guides(), self._vocab_size)
+        matcher, tokenizer = self._matcher_of(wanted)
+        return Guide(matcher.deep_copy(), tokenizer, self._vocab_size)
 
     def write(self, masks: TokenMasks | None) -> None:
         """Begin to write a step's masks, which goes on while it runs."""
@@ -67,14 +60,24 @@ class Guides:
         except RuntimeError:  # the interpreter ends, but the step that waits for them must still end before it
             masks.write()
 
+    def _matcher_of(self, wanted: StructuredOutputs) -> tuple[LLMatcher, LLTokenizer]:
+        """A form at the start of a text, which nobody changes. It may be forgotten as soon as it is found."""
+        with self._lock:
+            matcher, tokenizer = self._compiled.get(wanted), self._tokenizer_of_guides()
+        if matcher is None:
+            matcher = self._compile(wanted, tokenizer)
+            with self._lock:
+                self._compiled[wanted] = matcher
+        return matcher, tokenizer
+
     def _compile(self, wanted: StructuredOutputs, tokenizer: LLTokenizer) -> LLMatcher:
         if wanted.calls is not None:
             if wanted.calls.answer is not None:
                 self._compile(StructuredOutputs(json_schema=wanted.calls.answer), tokenizer)
             return self._compile_calls(wanted.calls, tokenizer)
-        field, grammar = _grammar_of(wanted)
+        field = _field_of(wanted)
         try:
-            return _matcher(grammar, tokenizer)
+            return _matcher(_grammar_of(wanted), tokenizer)
         except ValueError as error:
             param = f"structured_outputs.{field}"
             raise RequestError(f"{param}: cannot be kept to: {error}", param=param) from None
@@ -123,20 +126,24 @@ class Guides:
             ) from error
 
 
-def _grammar_of(wanted: StructuredOutputs) -> tuple[str, str]:
-    """The field that says it, and llguidance's notation."""
+def _field_of(wanted: StructuredOutputs) -> str:
+    """The field that says it."""
+    fields = ("regex", "choice", "grammar", "json_schema")
+    return next((field for field in fields if getattr(wanted, field) is not None), "json_object")
+
+
+def _grammar_of(wanted: StructuredOutputs) -> str:
+    """It in llguidance's notation. Raises ValueError for a schema that is nested too deeply."""
     from llguidance import LLMatcher
 
     if wanted.regex is not None:
-        return "regex", LLMatcher.grammar_from_regex(wanted.regex)
+        return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
         alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
-        return "choice", LLMatcher.grammar_from_lark(f"start: {alternatives}")
+        return LLMatcher.grammar_from_lark(f"start: {alternatives}")
     if wanted.grammar is not None:
-        return "grammar", LLMatcher.grammar_from_lark(wanted.grammar)
-    field = "json_object" if wanted.json_schema is None else "json_schema"
-    schema = wanted.json_schema or '{"type": "object"}'
-    return field, LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT)
+        return LLMatcher.grammar_from_lark(wanted.grammar)
+    return LLMatcher.grammar_from_json_schema(wanted.json_schema or '{"type": "object"}', overrides=_COMPACT)
 
 
 def _matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
@@ -147,4 +154,10 @@ def _matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if is_wrong or matcher.is_error():
         raise ValueError((problems or [matcher.get_error()])[0].strip())
+    trial = matcher.deep_copy()
+    trial.try_consume_tokens(trial.compute_ff_tokens())
+    trial.compute_bitmask()
+    if trial.is_error():
+        # A grammar of which nothing can be derived, or with a beginning that is past the library's limits.
+        raise ValueError(f"no text can begin so: {trial.get_error().splitlines()[0]}")
     return matcher

@@ -17,6 +17,8 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
     # short spin (about 20 µs) has neither fault. The runtime reads this when torch is loaded for the first time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # One prompt gains nothing by the tokenizer's own team of threads, and a process that has one cannot fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Only here does torch come in: whoever imports the engine for its records does not pay for it.
     from penstock.gpu_node.model.load import load_model
 

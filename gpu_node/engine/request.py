@@ -91,11 +91,13 @@ class LiveRequest:
         # They stand in a log before all tokens.
         if num_logprobs is not None and not any(choice.token_ids for choice in resume):
             self.prompt_scores = PromptScores(self.asked.prompt_token_ids, num_logprobs)
+        bad_words = _bad_words(params, limits, tokenizer)
         for choice in range(params.n):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
             if resumed.finish_reason is None:
                 opened = self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
+                opened.seq.bad_words = bad_words
                 opened.seq.guide = _guide_of(params, resumed, guides)
         self.first = next((choice.seq for choice in self.live.values()), None)
 
@@ -251,7 +253,6 @@ def open_choice(
         token_ids=np.array((*asked.prompt_token_ids, *resumed.token_ids), dtype=np.int32),
         num_prompt_tokens=len(asked.prompt_token_ids),
         end_rule=rule,
-        bad_words=_bad_words(params, limits, tokenizer),
         root_hash=request.root_hash,
         tenant=asked.tenant,
         weight=asked.weight,

@@ -12,7 +12,7 @@ from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.chat_forms import TELLING_MARKS, reasoning_parser_of, tool_parser_of, turns_of
 from penstock.gpu_node.engine.chat_template import ChatTemplate
 from penstock.gpu_node.engine.detokenizer import Detokenizer
-from penstock.gpu_node.engine.encoder import ChatEncoder
+from penstock.gpu_node.engine.encoder import ChatEncoder, token_ids_of
 from penstock.gpu_node.engine.tokenizer_files import read_tokenizer_files
 
 _METASPACE = "\u2581"
@@ -42,11 +42,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, with the special tokens that the model expects around it."""
-        return list(self._backend.encode(text, add_special_tokens=True).ids)
+        return token_ids_of(self._backend, text, framed=True)
 
     def encode_word(self, word: str) -> list[tuple[int, ...]]:
         """The ways in which a word's tokens may stand in a text: at its start or behind a space, and within it."""
-        encoded = (self._backend.encode(text, add_special_tokens=False).ids for text in (f" {word.lstrip()}", word))
+        encoded = (token_ids_of(self._backend, text, framed=False) for text in (f" {word.lstrip()}", word))
         return list(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: str | None = None) -> list[int]:

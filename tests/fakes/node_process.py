@@ -13,8 +13,11 @@ REFERENCE_NODE = str(Path(__file__).parent / "reference_node.py")
 class NodeProcess(ChildProcess):
     """`penstock node`, or the reference node when no model is named; settings by their field names."""
 
-    def __init__(self, redis_url: str, *, step_s: float = 0.0, dies: str = "", **settings: Any) -> None:
+    def __init__(
+        self, redis_url: str, *, step_s: float = 0.0, dies: str = "", tokenizer_hangs: bool = False, **settings: Any
+    ) -> None:
         command = ["penstock", "node"] if "model" in settings else [REFERENCE_NODE]
         env = {f"PENSTOCK_NODE_{name.upper()}": str(value) for name, value in settings.items()}
         env |= {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json", "REFERENCE_STEP_S": str(step_s)}
+        env |= {"REFERENCE_TOKENIZER_HANGS": "1"} if tokenizer_hangs else {}
         super().__init__(command, env, dies=dies)

@@ -6,22 +6,36 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from reference_engine import ReferenceEngine
+from reference_engine import ReferenceEngine, ReferenceTokenizer
 
 from penstock.contract.settings import RedisSettings
 from penstock.gpu_node.process import serve_engine
 from penstock.gpu_node.settings import NodeSettings
 
 
+class HangingTokenizer(ReferenceTokenizer):
+    """Hangs at every prompt, and says so."""
+
+    def encode(self, text: str) -> list[int]:
+        """Never comes back."""
+        print('{"event": "hangs"}', flush=True)
+        while True:
+            time.sleep(3600)
+
+
 async def main() -> None:
-    """Serves until a signal. `REFERENCE_STEP_S` paces the engine."""
+    """Serves until a signal. `REFERENCE_STEP_S` paces the engine; `REFERENCE_TOKENIZER_HANGS`: at every prompt."""
     settings = NodeSettings.load(redis_url=RedisSettings.load().redis_url, model="reference")
     step_s = float(os.environ.get("REFERENCE_STEP_S", "0"))
-    await serve_engine(settings, ReferenceEngine(step_s=step_s, max_num_seqs=settings.max_num_seqs))
+    engine = ReferenceEngine(step_s=step_s, max_num_seqs=settings.max_num_seqs)
+    if os.environ.get("REFERENCE_TOKENIZER_HANGS"):
+        engine.tokenizer = HangingTokenizer()
+    await serve_engine(settings, engine)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from penstock.contract.errors import RequestError
 from penstock.gpu_node.engine import encoder
 from penstock.gpu_node.engine.encoder import MIN_CACHED_CHARS, ChatEncoder
+from penstock.gpu_node.engine.tokenizer import Tokenizer
 
 SEPARATORS = ["<|im_start|>", "<|im_end|>", "<|im_end|>\n"]
 
@@ -24,9 +31,9 @@ class Counting:
         self._backend = backend
         self.num_chars = 0
 
-    def encode(self, text: str, **options: Any) -> Any:
-        self.num_chars += len(text)
-        return self._backend.encode(text, **options)
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.num_chars += sum(map(len, texts))
+        return self._backend.encode_batch_fast(texts, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -98,3 +105,40 @@ def test_a_tokenizer_whose_pieces_hang_together_encodes_whole_texts(backend: Bac
     for _ in range(2):
         assert chats.encode(text) == _whole(backend, text)
     assert counting.num_chars == 2 * len(text)
+
+
+@contextmanager
+def _turns_of_another_thread() -> Iterator[list[int]]:
+    """Counts how often a thread got its turn, which it only gets from who gives the interpreter up by itself."""
+    turns, is_done, interval_s = [0], threading.Event(), sys.getswitchinterval()
+
+    def count() -> None:
+        while not is_done.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    sys.setswitchinterval(1000)
+    try:
+        thread.start()
+        yield turns
+    finally:
+        sys.setswitchinterval(interval_s)
+        is_done.set()
+        thread.join()
+
+
+def test_a_long_prompt_does_not_hold_up_other_threads(tiny_model: Path) -> None:
+    tokenizer, text = Tokenizer(tiny_model), " ." * 100_000
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])):
+        with _turns_of_another_thread() as turns:
+            before = turns[0]
+            encode(text)
+            assert turns[0] > before
+
+
+def test_half_a_character_is_the_callers_mistake(tiny_model: Path) -> None:
+    tokenizer = Tokenizer(tiny_model)
+    for refusing in (tokenizer.encode, lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])):
+        with pytest.raises(RequestError, match="lone surrogates"):
+            refusing("a\ud83d")

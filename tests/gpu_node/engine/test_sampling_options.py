@@ -100,6 +100,23 @@ def test_bad_words_are_transformers(engine: Engine, model: Any) -> None:
     assert said == want[0, len(prompt) :].tolist() != plain
 
 
+def test_bad_words_are_read_once_for_all_choices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps everybody waits for who reads them."""
+    read: list[str] = []
+    encode_word = engine.tokenizer.encode_word
+
+    def read_word(word: str) -> list[tuple[int, ...]]:
+        read.append(word)
+        return encode_word(word)
+
+    monkeypatch.setattr(engine.tokenizer, "encode_word", read_word)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, n=16, temperature=5.0, bad_words=["e", "the"])
+    (answer,) = engine.generate([PROMPT], params)
+    assert read == ["e", "the"]
+    banned = {ids[0] for ids in encode_word("e") if len(ids) == 1}
+    assert banned and all(banned.isdisjoint(choice.token_ids) for choice in answer.choices)
+
+
 def test_rows_with_and_without_options_stand_side_by_side(engine: Engine) -> None:
     options: list[dict[str, Any]] = [
         {"temperature": 0.0},

@@ -15,9 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
+from penstock.contract.structured import StructuredOutputs
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.guide import GuidedMasks
+from penstock.gpu_node.engine.guides import Guides
 from penstock.gpu_node.engine.records import EngineRequest
+from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan
 from penstock.producer.openai.reading import AnswerForm
 
@@ -191,6 +194,13 @@ def test_a_log_of_another_form_is_refused(engine: Engine) -> None:
         ({"json": {"not": {"type": "string"}}}, "json_schema"),
         ({"regex": "(a"}, "regex"),
         ({"grammar": "start: nothing"}, "grammar"),
+        ({"grammar": "start: start"}, "grammar"),
+        ({"json": {"$ref": "#"}}, "json_schema"),
+        ({"json": '{"items":' * 200 + "{}" + "}" * 200}, "json_schema"),
+        (
+            {"json": {"type": "object", "properties": {f"key{i}": {"type": "string"} for i in range(900)}}},
+            "json_schema",
+        ),
     ],
 )
 def test_forms_that_cannot_be_kept_to_are_refused_by_field(engine: Engine, wanted: dict[str, Any], param: str) -> None:
@@ -200,6 +210,40 @@ def test_forms_that_cannot_be_kept_to_are_refused_by_field(engine: Engine, wante
             refusing()
         assert caught.value.param == f"structured_outputs.{param}"
     check_idle(engine)
+
+
+def test_a_text_that_gets_past_the_limits_of_guides_is_not_taken_for_whole(engine: Engine) -> None:
+    params = _params(None, structured_outputs={"regex": r"(\p{L}{0,1000}\w{0,1000}){0,100}-end"}, n=8, seed=1)
+    (answer,) = engine.generate(["the gate"], params)
+    assert "error" in [choice.finish_reason for choice in answer.choices]
+    assert all(choice.text.endswith("-end") for choice in answer.choices if choice.finish_reason == "stop")
+    check_idle(engine)
+
+
+class _Crowded:
+    """A lock which others wait for: as soon as it is free, one of them has its turn."""
+
+    def __init__(self, turn: Callable[[], object]) -> None:
+        self._turn = turn
+        self._is_their_turn = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_their_turn:
+            self._is_their_turn = True
+            self._turn()
+            self._is_their_turn = False
+
+
+def test_a_form_may_be_forgotten_as_soon_as_it_was_found(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.gpu_node.engine.guides._MAX_COMPILED", 1)
+    tokenizer, common = Tokenizer(tiny_model), StructuredOutputs(regex="a")
+    guides = Guides(tokenizer, len(tokenizer.token_bytes), tokenizer.eos_token_ids)
+    guides.prepare(common)
+    monkeypatch.setattr(guides, "_lock", _Crowded(lambda: guides.prepare(StructuredOutputs(regex="b"))))
+    assert guides.new_guide(common).take(tokenizer.encode("a"))
 
 
 def test_a_mask_that_cannot_be_written_fails_its_row_and_no_other(

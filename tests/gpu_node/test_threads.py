@@ -1,0 +1,54 @@
+"""Calls beside the event loop: what hangs in one holds up nobody, and no process that is to end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from fakes.node_process import NodeProcess
+from redis.asyncio import Redis
+from uuid_utils import uuid7
+
+from penstock.contract.broker.producer import ProducerBroker
+from penstock.contract.job import Job
+from penstock.gpu_node import threads
+from penstock.gpu_node.reception import MAX_CHARS_ON_LOOP
+from penstock.gpu_node.threads import Threads
+
+
+async def test_a_call_answers_or_raises_on_a_thread_of_its_own() -> None:
+    beside = Threads()
+    assert await beside.run(threading.current_thread) is not threading.main_thread()
+    with pytest.raises(ZeroDivisionError):
+        await beside.run(lambda: 1 / 0)
+
+
+async def test_only_some_run_at_once_and_one_given_up_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "MAX_AT_ONCE", 1)
+    beside, hangs, is_over = Threads(), threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        hangs.set()
+        return is_over.wait()
+
+    hung = asyncio.create_task(beside.run(hang))
+    waits = asyncio.create_task(beside.run(lambda: 1))
+    while not hangs.is_set():
+        await asyncio.sleep(0)
+    assert not waits.done()
+    hung.cancel()
+    assert await waits == 1
+    is_over.set()
+
+
+async def test_a_prompt_at_which_the_tokenizer_hangs_is_given_back_and_keeps_no_process(
+    redis_url: str, redis: Redis
+) -> None:
+    broker = ProducerBroker(redis)
+    with NodeProcess(redis_url, pool="hung", drain_s=0.1, tokenizer_hangs=True) as node:
+        job = Job(id=f"hung.{uuid7()}", prompt="x" * (MAX_CHARS_ON_LOOP + 1))
+        await broker.submit(job, cost=50)
+        await asyncio.to_thread(node.wait_event, "hangs")
+        assert await asyncio.to_thread(node.stop) == 0
+    assert (await broker.status(job.id, "default")).state == "queued"
