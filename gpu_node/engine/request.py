@@ -91,7 +91,7 @@ class LiveRequest:
         # They stand in a log before all tokens.
         if num_logprobs is not None and not any(choice.token_ids for choice in resume):
             self.prompt_scores = PromptScores(self.asked.prompt_token_ids, num_logprobs)
-        bad_words = tuple(sequence for word in params.bad_words for sequence in tokenizer.encode_word(word))
+        bad_words = _bad_words(params, limits, tokenizer)
         for choice in range(params.n):
             resumed = resume[choice] if choice < len(resume) else ResumedChoice((), "", None)
             self.completion_tokens += len(resumed.token_ids)
@@ -126,7 +126,8 @@ def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size
         vocab_size=model.vocab_size,
         max_model_len=min(model.max_model_len, num_kv_tokens + num_swap_tokens),
         bound_by=bound_by,
-        eos_token_ids=model.eos_token_ids | eos_token_ids,
+        # Files may name what the model has no logit for.
+        eos_token_ids=frozenset(one for one in model.eos_token_ids | eos_token_ids if 0 <= one < model.vocab_size),
     )
 
 
@@ -215,6 +216,12 @@ def _guide_of(params: SamplingParams, resumed: ResumedChoice, guides: Guides) ->
     if not guide.take(guide.news_of(np.array(resumed.token_ids, dtype=np.int32))):
         raise RequestError("the logged tokens are not of the form that is asked for", param="resume")
     return guide
+
+
+def _bad_words(params: SamplingParams, limits: RequestLimits, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Their tokens, but for what the model cannot say in any case: a tokenizer may have more tokens than the model."""
+    sequences = (sequence for word in params.bad_words for sequence in tokenizer.encode_word(word))
+    return tuple(sequence for sequence in sequences if max(sequence) < limits.vocab_size)
 
 
 def open_choice(

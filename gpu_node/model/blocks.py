@@ -54,7 +54,9 @@ _BLOCKS = {"q4_0": _q4_0, "q4_1": _q4_1, "q8_0": _q8_0}
 def _halves(tensor: ScaledTensor, by_group: Floats) -> NDArray[np.uint8]:
     """Numbers of groups in float16 for each block, [rows, blocks, 2]."""
     num_blocks = tensor.shape[1] // BLOCK
-    by_block = np.repeat(by_group.astype("<f2"), -(-tensor.group // BLOCK), axis=1)[:, :num_blocks]
+    # A group may be said to be larger than what there is.
+    repeats = min(-(-tensor.group // BLOCK), num_blocks)
+    by_block = np.repeat(by_group.astype("<f2"), repeats, axis=1)[:, :num_blocks]
     return np.ascontiguousarray(by_block)[..., None].view(np.uint8)
 
 

@@ -23,7 +23,16 @@ from penstock.gpu_node.model.scaled import ScaledTensor
 from penstock.gpu_node.model.shards import INDEX, shards_of
 from penstock.gpu_node.model.source import ModelSource
 
-_SAFETENSORS_KINDS = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
+_SAFETENSORS_KINDS = {
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "F32": ("float32", 4),
+    "F8_E4M3": ("f8_e4m3", 1),
+    "I8": ("i8", 1),
+    "I32": ("i32", 4),
+    "I64": ("i64", 8),
+}
+"""What is read, and its bytes a number."""
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _INTERLEAVED_HEADS = {
     "llama": {".q_proj.": "llama.attention.head_count", ".k_proj.": "llama.attention.head_count_kv"},
@@ -124,9 +133,10 @@ class Checkpoint:
             return None
         try:
             tensor = self._read_scaled(matrix, self._find)
-        except (ValueError, IndexError) as error:
+            is_whole = tensor is None or tensor.is_whole
+        except (ValueError, TypeError, IndexError, ArithmeticError) as error:
             raise ConfigError(f"the tensors of {matrix} do not fit together: {error}") from error
-        if tensor is not None and not tensor.is_whole:
+        if tensor is not None and not is_whole:
             found = list(tensor.scales.shape)
             raise ConfigError(f"tensor {name} {list(tensor.shape)} has scales {found} of {tensor.group} columns each")
         return tensor
@@ -178,7 +188,8 @@ def read_safetensors(path: Path, held: mmap.mmap | bytes) -> Iterable[tuple[str,
 
 def _safetensor(name: str, entry: Mapping[str, Any], data: NDArray[np.uint8]) -> StoredTensor:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-    kind, item_bytes = _SAFETENSORS_KINDS.get(entry["dtype"], (entry["dtype"].lower(), None))
+    # Another name must not be taken for one of ggml's formats, whose rows have lengths of their own.
+    kind, item_bytes = _SAFETENSORS_KINDS.get(entry["dtype"], (f"safetensors {entry['dtype']}", None))
     if not 0 <= start <= end <= len(data):
         raise ConfigError(f"it is cut short: tensor {name} ends behind the file's end")
     if item_bytes is not None and end - start != prod(shape) * item_bytes:

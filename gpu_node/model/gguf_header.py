@@ -45,7 +45,7 @@ class GgufHeader:
 
 
 def read_header(content: memoryview) -> GgufHeader:
-    """The header of a whole file. Raises ConfigError for one that is cut short or no GGUF file."""
+    """The header of a whole file. Raises ConfigError for one that is cut short, no GGUF file, or cannot be true."""
     cursor = _Cursor(content)
     try:
         if cursor.take(4) != _MAGIC or cursor.number(_U32) not in _VERSIONS:
@@ -63,7 +63,16 @@ def read_header(content: memoryview) -> GgufHeader:
     for name, tensor in tensors.items():
         if tensor.start + tensor.num_bytes > len(content):
             raise ConfigError(f"it is cut short: tensor {name} ends behind the file's end")
+    _check_layers(metadata, len(tensors))
     return GgufHeader({key: value for key, value in metadata.items() if value is not None}, tensors)
+
+
+def _check_layers(metadata: Mapping[str, Any], num_tensors: int) -> None:
+    """Whoever reads on makes something for each layer: of billions, nobody gets to the tensor that is missing."""
+    key = f"{metadata.get('general.architecture')}.block_count"
+    count = metadata.get(key)
+    if isinstance(count, int) and count > num_tensors:
+        raise ConfigError(f"its metadata says {count} for {key}, but it has {num_tensors} tensors")
 
 
 def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTensor:

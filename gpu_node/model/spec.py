@@ -129,6 +129,14 @@ class ModelSpec:
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name} is {size!r}, which is no size")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{self.num_heads} heads of queries do not share {self.num_kv_heads} of keys evenly")
+        # Kernels rotate pairs of a head's channels, and take no more than it has.
+        if self.rope is not None and (self.rope.dim % 2 or not 0 <= self.rope.dim <= self.head_dim):
+            raise ConfigError(f"{self.rope.dim} channels of heads of {self.head_dim} cannot rotate in pairs")
+        for window in self.windows:
+            if window is not None and (not isinstance(window, int) or window < 1):
+                raise ConfigError(f"a window is of {window!r} tokens, which is no size")
 
     @property
     def is_gated(self) -> bool:

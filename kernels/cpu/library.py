@@ -221,7 +221,8 @@ class NativeModel:
     def set_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
         """Set a norm's weights or a table."""
         values = np.ascontiguousarray(values, dtype=np.float32)
-        self._library.penstock_vector_fill(self._handle, layer, vector, values.ctypes.data, values.size)
+        call = self._library.penstock_vector_fill
+        self._check(call(self._handle, layer, vector, values.ctypes.data, values.size))
 
     def set_adapter(
         self, place: int, slot: Slot, layer: int, parts: Sequence[LowRankRows], gains: NDArray[np.float32] | None
@@ -279,7 +280,7 @@ def _open(path: Path) -> Any:
         "penstock_matrix_new": (c.c_char_p, [pointer, *[number] * 5, pointer]),
         "penstock_matrix_bytes": (pointer, [pointer, number, number, pointer]),
         "penstock_matrix_fill": (c.c_char_p, [pointer, *[number] * 6, pointer, c.c_size_t, pointer, pointer]),
-        "penstock_vector_fill": (None, [pointer, number, number, pointer, c.c_size_t]),
+        "penstock_vector_fill": (c.c_char_p, [pointer, number, number, pointer, c.c_size_t]),
         "penstock_bias_fill": (c.c_char_p, [pointer, *[number] * 4, pointer, number]),
         "penstock_window_set": (None, [pointer, number, number]),
         "penstock_adapter_set": (c.c_char_p, [pointer, *[number] * 3, pointer, number, pointer]),

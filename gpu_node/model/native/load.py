@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.cache import cache_folder
 from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.native.adapters import NativeAdapters
@@ -16,7 +17,7 @@ from penstock.gpu_node.model.protocol import RunnerOptions
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.kernels.cpu.build import BuildError, library_path
-from penstock.kernels.cpu.library import Activation, Format, KvFormat, NativeModel, NativeSpec
+from penstock.kernels.cpu.library import Activation, Format, KernelError, KvFormat, NativeModel, NativeSpec
 from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class NativeUnavailableError(Exception):
 def load_native(described: Description, options: RunnerOptions, progress: Progress) -> tuple[NativeRunner, str]:
     """The runner, and a name for its arithmetic.
 
-    Raises NativeUnavailableError, and ConfigError for a checkpoint that is missing, cut short or not what it says.
+    Raises NativeUnavailableError, and ConfigError for a checkpoint that is missing, cut short or not what it says, and
+    for more threads than the system has.
     """
     _check(described, options)
     isa = best_isa(cpu_flags())
@@ -49,7 +51,10 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     threads = options.num_threads or usable_cores()
     native_spec = _native_spec(described, options, sizes.num_blocks, kv_format)
     cores = cores_to_stay_on(threads)
-    model = NativeModel(library, native_spec, threads, cores)
+    try:
+        model = NativeModel(library, native_spec, threads, cores)
+    except KernelError as error:
+        raise ConfigError(f"num_threads {threads} cannot be had: {error}") from error
     quantization, turned = _quantization(spec, options.quantization), bool(native_spec.turned)
 
     def pack(keep: PackedWriter | None) -> set[Format]:

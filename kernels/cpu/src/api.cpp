@@ -100,10 +100,12 @@ PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot,
   });
 }
 
-PENSTOCK_API void penstock_vector_fill(Model* model, int layer, int which, const float* data, size_t count) {
-  Buffer<float>& vector = vector_at(*model, layer, which);
-  vector.reserve(count);
-  std::memcpy(vector.data(), data, count * sizeof(float));
+PENSTOCK_API const char* penstock_vector_fill(Model* model, int layer, int which, const float* data, size_t count) {
+  return guarded([&] {
+    Buffer<float>& vector = vector_at(*model, layer, which);
+    vector.reserve(count);
+    std::memcpy(vector.data(), data, count * sizeof(float));
+  });
 }
 
 PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, int place, int first, const float* data,

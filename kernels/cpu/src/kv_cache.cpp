@@ -53,6 +53,15 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
   for (int d = 0; d < dim; d += kLanes) put_into_words(quads + d * 4, widen_u8(v + d), 8, t % 4 * 8);
 }
 
+void KvCache::clear_behind(int layer, int slot, int head) const {
+  // Integers are none that 0 does not silence.
+  if (shape_.format != KvFormat::kBf16) return;
+  const int t = slot % kPage, dim = shape_.head_dim, row_bytes = dim * 4;
+  uint8_t* pairs = values(cell_of_slot(layer, slot, head)) + t / 2 * row_bytes;
+  for (int d = 0; t % 2 == 0 && d < dim; d += kLanes) put_into_words(pairs + d * 4, broadcast_int(0), 16, 16);
+  std::memset(pairs + row_bytes, 0, (size_t)(kPage / 2 - 1 - t / 2) * row_bytes);
+}
+
 void KvCache::fetch(int layer, int slot, int head) const {
   const uint8_t* cell = cell_of_slot(layer, slot, head);
   for (size_t i = 0; i < cell_bytes_; i += kLine) _mm_prefetch(cell + i, _MM_HINT_T0);

@@ -48,6 +48,8 @@ class KvCache {
 
   // Stores a token's key and value [head_dim] at `slot` = block * block_size + offset.
   void set(int layer, int slot, int head, const float* key, const float* value) const;
+  // Forgets what others left of values behind `slot` in its page: their weights are 0, which times NaN is none.
+  void clear_behind(int layer, int slot, int head) const;
   // Asks for the memory that `set` would write.
   void fetch(int layer, int slot, int head) const;
   // Reads them back, dequantised.

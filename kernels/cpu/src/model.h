@@ -186,6 +186,7 @@ class Model {
   float* gated_row(int row) const { return gated_.data() + (size_t)row * gated_stride_; }
   float* inner_row(int row) const { return inner_.data() + (size_t)row * inner_stride_; }
   int slot_of(int token) const;
+  bool begins_last_page(int token) const;
   int first_seen(int position, int layer) const;
 
   const Spec spec_;

@@ -88,7 +88,16 @@ void Model::store_key_value(int layer, int token, int head) {
   alignas(64) float key[kMaxHeadDim];
   const float* keys = qkv_row(token) + spec_.queries();
   place_head(keys + head * dim, layers_[layer].k_norm, plan_.positions[token], key);
-  cache_.set(layer, slot_of(token), head, key, keys + (spec_.num_kv_heads + head) * dim);
+  const int slot = slot_of(token);
+  cache_.set(layer, slot, head, key, keys + (spec_.num_kv_heads + head) * dim);
+  if (begins_last_page(token)) cache_.clear_behind(layer, slot, head);
+}
+
+// Whether a token is its sequence's last of a step that begins a page with it or before it.
+bool Model::begins_last_page(int token) const {
+  const int seq = seq_of_token_[token], position = plan_.positions[token];
+  return token + 1 == plan_.query_starts[seq + 1] &&
+         position - plan_.positions[plan_.query_starts[seq]] >= position % kPage;
 }
 
 int Model::first_seen(int position, int layer) const {

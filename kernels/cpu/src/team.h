@@ -41,18 +41,20 @@ class Team {
  public:
   // `cores`, null or one for each thread, says where the team's own threads stay; the caller's may be anywhere.
   explicit Team(int size, const int32_t* cores = nullptr) : size_(size), counters_((size_t)kCounters * size) {
-    for (int i = 1; i < size; ++i) {
-      threads_.emplace_back([this, i] { serve(i); });
-      if (cores) stay_on(threads_.back(), cores[i]);
+    try {
+      for (int i = 1; i < size; ++i) {
+        threads_.emplace_back([this, i] { serve(i); });
+        if (cores) stay_on(threads_.back(), cores[i]);
+      }
+    } catch (...) {
+      // The system has no more of them: those that run would end the process with their handles.
+      end();
+      throw;
     }
   }
 
   // What was started must have been joined.
-  ~Team() {
-    program_ = nullptr;
-    launch();
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Team() { end(); }
 
   int size() const { return size_; }
 
@@ -82,6 +84,12 @@ class Team {
   struct alignas(64) Counter {
     std::atomic<int> taken{0};
   };
+
+  void end() {
+    program_ = nullptr;
+    launch();
+    for (auto& thread : threads_) thread.join();
+  }
 
   Counter& counter(uint32_t loop, int thread) { return counters_[loop % kCounters * size_ + thread]; }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from penstock.contract.errors import RequestError
@@ -132,6 +134,27 @@ def test_rows_with_and_without_options_stand_side_by_side(engine: Engine) -> Non
 def test_a_token_that_is_not_there_cannot_be_biased(engine: Engine) -> None:
     with pytest.raises(RequestError, match="logit_bias has a token id outside the vocabulary of 384"):
         _said(engine, logit_bias={384: 1.0})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # of torch, and of the native kernels
+def test_what_only_the_tokenizer_knows_is_nothing_to_the_model_nor_to_others(
+    make_engine: Callable[..., Engine], model_copy: Path, dtype: str
+) -> None:
+    said = _said(make_engine(model=str(model_copy), dtype=dtype), temperature=1.0, seed=3)
+    tokenizer = Tokenizer.from_file(str(model_copy / "tokenizer.json"))
+    tokenizer.add_tokens([f"<more {i}>" for i in range(said[0] + 1)])
+    tokenizer.save(str(model_copy / "tokenizer.json"))
+    last, config = f"<more {said[0]}>", model_copy / "tokenizer_config.json"
+    # One row behind what the next one says first.
+    assert tokenizer.token_to_id(last) == 384 + said[0]
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": last}))
+    engine = make_engine(model=str(model_copy), dtype=dtype)
+    other = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, seed=3)
+    for params in ({"bad_words": [last]}, {"min_tokens": 9}):
+        odd = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, **params)
+        beside = engine.generate([PROMPT, PROMPT], [odd, other])
+        assert [len(one.choices[0].token_ids) for one in beside] == [NUM_TOKENS] * 2
+        assert list(beside[1].choices[0].token_ids) == said
 
 
 def test_a_frequency_penalty_makes_a_text_repeat_less_and_a_negative_one_more(engine: Engine) -> None:

@@ -49,7 +49,7 @@ def _write_gguf(path: Path, kind: str = "f32", *, architecture: str = "llama", *
         "lm_head.weight": "output.weight",
     }
     writer = GGUFWriter(path, architecture)
-    writer.add_block_count(1)
+    writer.add_block_count(metadata.get("layers", 1))
     writer.add_token_list(["<s>", "the", "水門"])
     writer.add_head_count(metadata.get("heads", HEADS))
     writer.add_head_count_kv(KV_HEADS)
@@ -145,6 +145,12 @@ def test_a_gguf_file_of_an_unknown_architecture_is_refused(tmp_path: Path) -> No
         _open_gguf(tmp_path / "m.gguf")
 
 
+def test_more_layers_than_tensors_are_refused_before_anything_is_made_for_each(tmp_path: Path) -> None:
+    _write_gguf(tmp_path / "m.gguf", layers=(1 << 32) - 1)
+    with pytest.raises(ConfigError, match=r"m\.gguf.* 4294967295 for llama\.block_count, but it has 6 tensors"):
+        _open_gguf(tmp_path / "m.gguf")
+
+
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
     _write_gguf(tmp_path / "m.gguf", heads=5)
     with pytest.raises(ConfigError, match=r"64 rows.*5 heads"):
@@ -159,6 +165,7 @@ def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
         b'{"a": 1}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}',
+        b'{"a": {"dtype": "F8_E4M3", "shape": [2, 3], "data_offsets": [0, 8]}}',
     ],
 )
 def test_safetensors_headers_that_make_no_sense_are_refused(header: bytes, tmp_path: Path) -> None:
@@ -171,6 +178,15 @@ def test_a_format_that_cannot_be_computed_with_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="tensor a is stored as i8"):
         Checkpoint.open(ModelSource(tmp_path)).get("a", 4).to_float32()
+
+
+@pytest.mark.parametrize("dtype", ["Q8_0", "q4_K", "F4"])
+def test_a_format_that_only_gguf_files_have_is_refused_in_safetensors(dtype: str, tmp_path: Path) -> None:
+    # Kernels that took it for one would read rows of 34 bytes where there are 2.
+    header = json.dumps({"a": {"dtype": dtype, "shape": [4, 32], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ConfigError, match=f"tensor a is stored as safetensors {dtype}, which cannot be read"):
+        Checkpoint.open(ModelSource(tmp_path)).get("a", 4, 32)
 
 
 @pytest.mark.model

@@ -56,6 +56,11 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"rope_parameters": "far"}, r"config\.json makes no sense"),
         ({"hidden_size": "a", "head_dim": 16}, "hidden_size is 'a'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_key_value_heads": 3}, "4 heads of queries do not share 3 of keys evenly"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "a window is of -5 tokens"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 2.5}, r"a window is of 2\.5 tokens"),
+        ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 8.0}, "128 channels of heads of 16 cannot rotate"),
+        ({"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.2}, "3 channels of heads of 16 cannot rotate"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_copy: Path, changes: dict[str, Any], named: str) -> None:

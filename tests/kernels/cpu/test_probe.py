@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from penstock.kernels.cpu.probe import REQUIRED_FLAGS, best_isa, cpu_flags, usable_cores
+from penstock.kernels.cpu import build
+from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa, best_isa, cpu_flags, usable_cores
 
 CPUINFO = """processor\t: 0
 model name\t: made up
@@ -39,6 +43,23 @@ def test_the_best_instruction_set_is_taken_and_each_needs_all_its_flags() -> Non
     assert best_isa(REQUIRED_FLAGS["avx512"] - {"avx512_bf16"}) == "avx2"
     assert best_isa(REQUIRED_FLAGS["avx512"] - {"f16c"}) is None
     assert best_isa([]) is None
+
+
+_MACROS = {"__BMI__": "bmi1", "__LZCNT__": "abm", "__AVX512VNNI__": "avx512_vnni", "__AVX512BF16__": "avx512_bf16"}
+
+
+@pytest.mark.parametrize("isa", REQUIRED_FLAGS)
+def test_compilers_use_nothing_that_is_not_asked_for(isa: Isa) -> None:
+    compiler = shutil.which("g++") or pytest.skip("no g++")
+
+    def macros(*flags: str) -> set[str]:
+        command = [compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
+        return set(re.findall("__[A-Z]+[A-Z0-9_]*__", subprocess.run(command, capture_output=True, text=True).stdout))
+
+    # What every CPU with AVX has, and what is no instruction.
+    usual = macros("-mavx", "-mpopcnt", "-mcx16", "-msahf")
+    used = macros(*build._ISA_FLAGS[isa]) - usual - {"__EVEX256__", "__EVEX512__"}
+    assert {_MACROS.get(name, name.strip("_").lower()) for name in used} <= REQUIRED_FLAGS[isa]
 
 
 @pytest.mark.usefixtures("eight_cores")

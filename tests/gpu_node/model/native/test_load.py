@@ -7,10 +7,11 @@ import logging
 import os
 import platform
 import re
+import resource
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.native import SANITIZE, built
-from fakes.plans import Track, logits_alone, plan_of, tokens_of_step
+from fakes.plans import Track, logits_alone, logits_of_step, plan_of, tokens_of_step
 from fakes.runner_options import runner_options
 from fakes.sampling import rows_of
 
@@ -27,7 +28,7 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import LoadedModel
-from penstock.kernels.cpu.library import Format, Slot
+from penstock.kernels.cpu.library import Format, Slot, Vector
 from penstock.kernels.cpu.probe import Isa
 
 Llama = Callable[..., Path]
@@ -153,6 +154,25 @@ def test_a_poisoned_row_fails_alone_and_its_blocks_can_be_used_again(
         np.testing.assert_array_equal(logits_alone(runner, healthy), want)
 
 
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 40])
+@pytest.mark.parametrize("kept", ["bfloat16", "int8"])
+def test_what_is_not_finite_in_blocks_of_others_does_not_count(
+    llama: Llama, load_native: Callable[..., NativeRunner], kept: str, length: int
+) -> None:
+    poisoned, blocks = 77, [5, 9, 3]
+    runner = load_native(llama(poison=((poisoned, np.inf),)), kv_cache_dtype=kept, num_threads=2)
+    rng = np.random.default_rng(length)
+    healthy = [int(token) for token in rng.integers(0, poisoned, length)]
+    want = logits_alone(runner, healthy)
+    for chunk in (1, 3, length):
+        # Left there by a prompt that was aborted before it came to sample.
+        tokens_of_step(runner, [(Track([poisoned] * 48, blocks), 48)], rows_of(1))
+        track, said = Track(healthy, blocks), []
+        while track.left:
+            said.append(logits_of_step(runner, [(track, min(chunk, track.left))])[0])
+        np.testing.assert_array_equal(np.concatenate(said), want)
+
+
 def _cores() -> dict[int, str]:
     """Where each of this process's compute threads may run."""
     cores = {}
@@ -232,3 +252,32 @@ def test_lack_of_memory_is_known_as_such(llama: Llama, this_isa: Isa) -> None:
     assert isinstance(runner, NativeRunner)
     with pytest.raises(MemoryError):
         runner._model.allocate(Slot.HEAD, 0, Format.BF16, 1 << 30, 1 << 20)
+
+
+@contextmanager
+def _room_left(mib: int) -> Iterator[None]:
+    """The process gets no more than so much memory."""
+    was = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (mib << 20), was[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, was)
+
+
+@pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer's shadow is larger")
+def test_threads_that_the_system_has_not_are_refused_and_those_it_had_end(llama: Llama, this_isa: Isa) -> None:
+    before = _cores().keys()
+    with _room_left(600), pytest.raises(ConfigError, match=r"num_threads 1000 cannot be had: .+"):
+        _load(llama(), runner="native", num_threads=1000)
+    assert _cores().keys() <= before
+
+
+@pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer's shadow is larger")
+def test_lack_of_memory_for_a_table_is_known_as_such(llama: Llama, this_isa: Isa) -> None:
+    runner, table = _load(llama()).runner, np.zeros(100 << 20, np.float32)
+    assert isinstance(runner, NativeRunner)
+    with _room_left(200), pytest.raises(MemoryError):
+        runner._model.set_vector(Vector.POSITION_BIASES, 0, table)
+    runner.close()
