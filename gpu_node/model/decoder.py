@@ -41,12 +41,15 @@ class Decoder:
     def logits(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor:
         """Store the step's keys and values; the logits after some of its `tokens`, [tokens, vocab] in float32."""
         groups, slots, adapted = attention.groups(plan), attention.slots(plan), self.adapters.rows_of(plan)
+        begun = attention.begun(plan)
         positions = torch.from_numpy(plan.positions)
         angles = None if self._rotation is None else tuple(table[positions].unsqueeze(1) for table in self._rotation)
         # The residual stream stays in float32: rounded after each layer, SmolLM2's bfloat16 logits err twice as much.
         x = self._weights.embedding(torch.from_numpy(plan.token_ids)).float()
         for i, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
             q, k, v = self._qkv(x, i, layer, angles, adapted)
+            if begun:
+                cache.zero(begun)
             cache.store(k, v, slots)
             attended = attention.attend(q, cache, groups, self._spec.windows[i])
             if i == self._spec.num_layers - 1:

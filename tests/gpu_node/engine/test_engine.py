@@ -241,6 +241,21 @@ def test_a_request_whose_logits_break_fails_alone(make_engine: MakeEngine) -> No
     check_idle(engine)
 
 
+def test_blocks_of_an_aborted_prompt_that_was_no_numbers_can_be_used_again(make_engine: MakeEngine) -> None:
+    engine = make_engine(enable_prefix_caching=False, num_kv_blocks=8, max_num_batched_tokens=64)
+    want = engine.generate(["the gate"] * 2, GREEDY)
+    with poisoned(engine._runner, 300):
+        engine.add(EngineRequest("bad", [300] * 90, GREEDY, seed=0))
+        engine.step()
+        engine.abort("bad")
+        while engine.has_work():
+            engine.step()
+    for _ in range(4):
+        again = engine.generate(["the gate"] * 2, GREEDY)
+        assert [one.choices[0].token_ids for one in again] == [one.choices[0].token_ids for one in want]
+    check_idle(engine)
+
+
 @pytest.mark.parametrize("fails_at_once", [False, True])
 def test_a_runner_that_fails_once_loses_no_request(
     make_engine: MakeEngine, greedy_alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, fails_at_once: bool
