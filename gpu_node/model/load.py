@@ -109,7 +109,7 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """All ids that end a text, of generation_config.json or else config.json."""
+    """All ids that end a text, of generation_config.json or else config.json. Raises ConfigError for what is no id."""
     path = folder / "generation_config.json"
     generation = read_object(path) if path.is_file() else {}
     eos = generation.get("eos_token_id")
@@ -117,4 +117,7 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
         eos = config.get("eos_token_id")
     if eos is None:
         return frozenset()
-    return frozenset(eos) if isinstance(eos, list) else frozenset((eos,))
+    token_ids = eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token_id, int) for token_id in token_ids):
+        raise ConfigError(f"{folder}: eos_token_id is {eos!r}, which is neither an id nor a list of ids")
+    return frozenset(token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
@@ -125,10 +126,7 @@ class ModelSpec:
     names: NameMap
 
     def __post_init__(self) -> None:
-        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "int"}
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name} is {size!r}, which is no size")
+        self._check_numbers()
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{self.num_heads} heads of queries do not share {self.num_kv_heads} of keys evenly")
         # Kernels rotate pairs of a head's channels, and take no more than it has.
@@ -137,6 +135,14 @@ class ModelSpec:
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
                 raise ConfigError(f"a window is of {window!r} tokens, which is no size")
+
+    def _check_numbers(self) -> None:
+        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "int"}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name} is {size!r}, which is no size")
+        if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
+            raise ConfigError(f"norm_eps is {self.norm_eps!r}, which is no small number")
 
     @property
     def is_gated(self) -> bool:

@@ -56,6 +56,7 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"rope_parameters": "far"}, r"config\.json makes no sense"),
         ({"hidden_size": "a", "head_dim": 16}, "hidden_size is 'a'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"rms_norm_eps": None}, "norm_eps is None"),
         ({"num_key_value_heads": 3}, "4 heads of queries do not share 3 of keys evenly"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "a window is of -5 tokens"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 2.5}, r"a window is of 2\.5 tokens"),
@@ -66,6 +67,13 @@ def _edit_config(folder: Path, **changes: Any) -> None:
 def test_what_is_not_supported_is_refused_by_name(model_copy: Path, changes: dict[str, Any], named: str) -> None:
     _edit_config(model_copy, **changes)
     with pytest.raises(ConfigError, match=named):
+        _load(model_copy)
+
+
+@pytest.mark.parametrize("eos", ["</s>", [2, "</s>"]])
+def test_an_end_of_text_that_is_no_id_is_refused_by_name(model_copy: Path, eos: Any) -> None:
+    (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ConfigError, match=r"eos_token_id is .*</s>"):
         _load(model_copy)
 
 
