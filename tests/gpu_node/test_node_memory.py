@@ -111,20 +111,30 @@ async def test_lack_of_memory_ends_no_job(redis_url: str, make: MakeEngine) -> N
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
 async def test_a_job_that_makes_steps_fail_ends_alone(redis_url: str, make: MakeEngine, error: type[Exception]) -> None:
-    engine = make()
-    want = [one.choices[0].token_ids for one in make().generate(SMALL, params(20))]
-    poison = next(token for token in range(300, 380) if not any(token in tokens for tokens in want))
-    engine._runner = FaultyRunner(
-        engine._runner, lambda at, plan: error() if at == "start" and poison in plan.token_ids else None
-    )
+    engine, roomy = make(), make()
+    want = [one.choices[0].token_ids for one in roomy.generate(SMALL, params(20))]
+    (steady,) = roomy.generate([SMALL[0]], params(400))
+    said = {token for tokens in (*want, steady.choices[0].token_ids) for token in tokens}
+    poison = next(token for token in range(300, 380) if token not in said)
+
+    def fault(at: str, plan: Any) -> Exception | None:
+        if at != "start":
+            return None
+        time.sleep(0.01)
+        return error() if poison in plan.token_ids else None
+
+    engine._runner = FaultyRunner(engine._runner, fault)
     async with (
         running(redis_url, engine, lease_ms=6000),
         AsyncClient(redis_url) as client,
         asyncio.TaskGroup() as group,
     ):
+        # Were all others done before it comes, the engine would be what is broken.
+        companion = await client.submit(SMALL[0], params=params(400))
         healthy = [group.create_task(run(client, prompt, 20)) for prompt in SMALL]
         with pytest.raises(JobFailedError) as failure:
             await run(client, [*SMALL[0], poison, 5], 20)
+        await companion.cancel()
     assert failure.value.code == "model_error"
     assert [task.result().choices[0].token_ids for task in healthy] == want
 
