@@ -1,11 +1,12 @@
-"""Compiles every kernel for two generations of cards, without a card: calls the doors, and launches nothing.
+"""Compiles every kernel for a generation of cards, without a card: calls the doors, and launches nothing.
 
-A process of its own: the interpreter and the compiler exclude each other. Prints one line a kernel and target.
+A process of its own: the interpreter and the compiler exclude each other. `compile_all.py 90` prints one line a kernel.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,6 @@ from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.lora import add_lora
 from penstock.kernels.triton.prefill_attention import prefill_attention
 from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
-
-CAPABILITIES = (80, 90)
 
 
 class NoCard(DriverBase):
@@ -169,9 +168,9 @@ def main() -> None:
         return recorder.record(function, *args, **options)
 
     JITFunction.run = run
-    for capability in CAPABILITIES:
-        triton.runtime.driver.set_active(NoCard(capability))
-        compile_doors(capability)
+    capability = int(sys.argv[1])
+    triton.runtime.driver.set_active(NoCard(capability))
+    compile_doors(capability)
     recorder.stage = "steps"
     compile_steps()
 
