@@ -80,20 +80,15 @@ class PagedAttention:
         self._windows = windows
         self._scratch = torch.empty(0, dtype=dtype)
 
-    def slots(self, plan: StepPlan) -> Tensor:
-        """Where each token's key and value go, for every head: [num_kv_heads * num_tokens]."""
-        slots = self._blocks(plan) * self._block_size + plan.positions % self._block_size
-        return self._for_each_head(slots, self._num_blocks * self._block_size)
-
-    def begun(self, plan: StepPlan) -> list[int]:
-        """Blocks that get their first token: what others left in them must go, as masks do not silence NaN."""
-        blocks: list[int] = self._blocks(plan)[plan.positions % self._block_size == 0].tolist()
-        return blocks
-
-    def _blocks(self, plan: StepPlan) -> NDArray[np.int64]:
-        """Of each token, [num_tokens]."""
+    def targets(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
+        """Where each token's key and value go, for every head: [num_kv_heads * num_tokens]; and the blocks that get
+        their first token: what others left in them must go, as masks do not silence NaN.
+        """
         seqs = np.repeat(np.arange(len(plan.context_lens)), np.diff(plan.query_starts))
-        return plan.block_tables[seqs, plan.positions // self._block_size].astype(np.int64)
+        blocks = plan.block_tables[seqs, plan.positions // self._block_size].astype(np.int64)
+        offsets = plan.positions % self._block_size
+        slots = self._for_each_head(blocks * self._block_size + offsets, self._num_blocks * self._block_size)
+        return slots, blocks[offsets == 0].tolist()
 
     def groups(self, plan: StepPlan) -> list[AttentionGroup]:
         """Split a step into groups whose members waste little on each other's padding."""

@@ -40,8 +40,8 @@ class Decoder:
 
     def logits(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor:
         """Store the step's keys and values; the logits after some of its `tokens`, [tokens, vocab] in float32."""
-        groups, slots, adapted = attention.groups(plan), attention.slots(plan), self.adapters.rows_of(plan)
-        begun = attention.begun(plan)
+        groups, adapted = attention.groups(plan), self.adapters.rows_of(plan)
+        slots, begun = attention.targets(plan)
         positions = torch.from_numpy(plan.positions)
         angles = None if self._rotation is None else tuple(table[positions].unsqueeze(1) for table in self._rotation)
         # The residual stream stays in float32: rounded after each layer, SmolLM2's bfloat16 logits err twice as much.

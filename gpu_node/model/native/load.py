@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.cache import cache_folder
@@ -39,13 +40,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     for more threads than the system has.
     """
     _check(described, options)
-    isa = best_isa(cpu_flags())
-    if isa is None:
-        raise NativeUnavailableError("the CPU has neither AVX-512 with BF16 and VNNI nor AVX2")
-    try:
-        library = library_path(isa, cache_folder() / "native", lambda done: progress("compile", done))
-    except BuildError as error:
-        raise NativeUnavailableError(str(error)) from error
+    isa, library = _kernels(progress)
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
     sizes = cache_sizes(described, options, _kv_token_bytes(spec, kv_format))
     threads = options.num_threads or usable_cores()
@@ -73,6 +68,17 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     adapters = NativeAdapters(model, described, turned=turned)
     core = cores[0] if cores else None
     return NativeRunner(model, adapters, sizes, vocab_size=spec.vocab_size, core=core), arithmetic
+
+
+def _kernels(progress: Progress) -> tuple[Isa, Path]:
+    """The library for this CPU, compiled if it is not there yet."""
+    isa = best_isa(cpu_flags())
+    if isa is None:
+        raise NativeUnavailableError("the CPU has neither AVX-512 with BF16 and VNNI nor AVX2")
+    try:
+        return isa, library_path(isa, cache_folder() / "native", lambda done: progress("compile", done))
+    except BuildError as error:
+        raise NativeUnavailableError(str(error)) from error
 
 
 def _check(described: Description, options: RunnerOptions) -> None:

@@ -59,7 +59,7 @@ def test_equals_the_reference(
     k_cache, v_cache = cache.k.clone(), cache.v.clone()
     q = torch.randn(sum(counts), heads, head_dim).to(dtype)
     k, v = torch.randn(2, sum(counts), kv_heads, head_dim).to(dtype).unbind(0)
-    slots = attention.slots(plan)
+    slots, _ = attention.targets(plan)
     cache.store(k, v, slots)
     store_kv(k, v, PagedCache(k_cache, v_cache), slots[: sum(counts)])
     assert torch.equal(cache.k, k_cache) and torch.equal(cache.v, v_cache)
