@@ -19,19 +19,28 @@ START_TIMEOUT_S = 60.0
 
 
 class RedisProcess:
-    """One server in a folder of its own; what it appended to its log survives a kill. On a port if one is given."""
+    """One server in a folder of its own; what it appended to its log survives a kill. On a port if one is given.
 
-    def __init__(self, folder: Path, *, port: int = 0, **options: Any) -> None:
+    Where it has an ACL file, `user` is the user that the tests themselves are, with its name as its password.
+    """
+
+    def __init__(self, folder: Path, *, port: int = 0, user: str = "", **options: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.port = port
+        self._user = user
         self._options = {"appendonly": "yes", "appendfsync": "everysec", "save": "", **options}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"redis://127.0.0.1:{self.port}" if self.port else f"unix://{self.folder / 'redis.sock'}"
+        return self.url_of(self._user)
+
+    def url_of(self, user: str) -> str:
+        """The same for one of its users, whose password is the name."""
+        login = f"{user}:{user}@" if user else ""
+        return f"redis://{login}127.0.0.1:{self.port}" if self.port else f"unix://{login}{self.folder / 'redis.sock'}"
 
     @property
     def address(self) -> str | tuple[str, int]:

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import redis as sync_redis
 from contract.harness import POOL, SCHEMA, FakeNode, P, Queue, new_job
+from fakes.acl_users import ACL, ROLES, all_rules, rules_of, with_passwords
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError
+from redis.retry import Retry
 
 from penstock.contract import keys
 from penstock.contract.audit import audit
@@ -31,9 +34,7 @@ from penstock.contract.terms import UNLIMITED
 from penstock.producer.client import AsyncClient
 from tests.source_tree import ROOT
 
-ACL = ROOT / "ops/acl"
 SCRIPTS = ROOT / "penstock/contract/scripts"
-ROLES = ("gateway", "node", "worker", "admin")
 RUNS = {
     "gateway": ("submit", "attach", "detach", "cancel", "read_beat", "sweep"),
     "node": ("join", "beat", "take", "emit", "finish", "give_back", "leave", "sweep"),
@@ -42,15 +43,11 @@ FOREIGN = "somebody:else"
 EVAL = ("EVAL", "return redis.call(ARGV[1], unpack(ARGV, 2))", "0")
 
 
-def rules_of(role: str) -> str:
-    return (ACL / f"{role}.acl").read_text()
-
-
 @contextmanager
 def serving(folder: Path, rules: str) -> Iterator[Path]:
     """The socket of a Redis that knows these users and no other; each one's password is its name."""
     rules += "user watcher on >watcher +acl\n"
-    (folder / "users.acl").write_text(re.sub(r"@(\w+)_PASSWORD@", lambda m: m[1].lower(), rules))
+    (folder / "users.acl").write_text(with_passwords(rules))
     socket = folder / "s"
     options = ("--port", "0", "--unixsocket", str(socket), "--aclfile", str(folder / "users.acl"), "--save", "")
     process = subprocess.Popen([find_redis_server(), *options, "--dir", str(folder)], stdout=subprocess.DEVNULL)
@@ -62,7 +59,7 @@ def serving(folder: Path, rules: str) -> Iterator[Path]:
     process.wait()
 
 
-ALL_RULES = "".join(map(rules_of, ("default", *ROLES)))
+ALL_RULES = all_rules()
 
 
 @pytest.fixture(scope="module")
@@ -278,10 +275,22 @@ def test_other_channels_are_out_of_reach(server: Path, role: str) -> None:
         assert may(server, role, "PUBLISH", channel, b"")
 
 
-def test_without_a_password_one_may_ping_and_nothing_else(server: Path) -> None:
-    with sync_redis.Redis(unix_socket_path=str(server), protocol=2) as client:
+STRANGE = (("GET", f"{P}:schema"), ("INFO",), ("PUBLISH", "x", "y"), ("ACL", "LIST"), (*EVAL, "GET", f"{P}:schema"))
+
+
+@pytest.mark.parametrize("password", [None, "default", ""])
+def test_a_stranger_is_asked_who_he_is(server: Path, password: str | None) -> None:
+    once = Retry(NoBackoff(), 0)
+    with sync_redis.Redis(unix_socket_path=str(server), protocol=2, password=password, retry=once) as client:
+        for command in (("PING",), *STRANGE):
+            with pytest.raises(AuthenticationError):
+                client.execute_command(*command)
+
+
+def test_a_health_check_may_ping_and_nothing_else(server: Path) -> None:
+    with sync_redis.Redis(unix_socket_path=str(server), protocol=2, username="health", password="any") as client:
         assert client.ping()
-        for command in (("GET", f"{P}:schema"), ("INFO",), ("PUBLISH", "x", "y")):
+        for command in STRANGE:
             with pytest.raises(NoPermissionError):
                 client.execute_command(*command)
 

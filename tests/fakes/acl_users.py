@@ -1,0 +1,37 @@
+"""The users of ops/acl as tests load them: each one's password is its name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ACL = Path(__file__).parents[2] / "ops/acl"
+ROLES = ("gateway", "node", "worker", "admin")
+OBSERVER = "user watcher on >watcher ~* &* +@all\n"
+"""The tests' own user: it reads Redis's log of refusals, and what no role may see."""
+REFUSED = re.compile(
+    r"NOPERM|NOAUTH|WRONGPASS|no permission|ACL failure|refuses this user|refuses our credentials"
+    r"|user executing the script can't|can't (?:run|access)",
+    re.IGNORECASE,
+)
+"""How Redis and Valkey (6.2 to 8), redis-py, Celery and penstock write that a user may not do something."""
+
+
+def rules_of(role: str) -> str:
+    """A role's line as it stands in the repository."""
+    return (ACL / f"{role}.acl").read_text()
+
+
+def with_passwords(rules: str) -> str:
+    """Rules with each role's name in the place of its password."""
+    return re.sub(r"@(\w+)_PASSWORD@", lambda match: match[1].lower(), rules)
+
+
+def all_rules() -> str:
+    """The rules of every file of the folder, as operators put them into one ACL file."""
+    return "".join(path.read_text() for path in sorted(ACL.glob("*.acl")))
+
+
+def refusals_in(log: str) -> list[str]:
+    """The lines of a log that tell of a missing permission."""
+    return [line for line in log.splitlines() if REFUSED.search(line)]
