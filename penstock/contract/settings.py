@@ -7,14 +7,32 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.kubernetes import is_injected
 from penstock.contract.problems import config_error
 
 _SHARED_PREFIX = "PENSTOCK_"
 _SHARED_NAMES = frozenset({"redis_url"})
 """Have one variable for all rooms, so none of a room's own."""
+
+
+class _Environment(EnvSettingsSource):
+    """The process's variables, without those that Kubernetes injects."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """A setting's value, its name, and whether it is JSON; None where no operator set it."""
+        value, key, is_complex = super().get_field_value(field, field_name)
+        injected = isinstance(value, str) and is_injected(field_name.upper(), value)
+        return None if injected else value, key, is_complex
 
 
 class Settings(BaseSettings):
@@ -27,6 +45,18 @@ class Settings(BaseSettings):
     unchecked_env: ClassVar[frozenset[str]] = frozenset({"PROGRESS"})
     """Variables under the prefix that are no fields: a supervisor asks its children for progress lines."""
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What was given, then the environment; nothing else is read."""
+        return init_settings, _Environment(settings_cls)
+
     @model_validator(mode="after")
     def _no_unknown_variables(self) -> Self:
         prefix = str(self.model_config.get("env_prefix", ""))
@@ -34,8 +64,9 @@ class Settings(BaseSettings):
             return self
         own = type(self).model_fields.keys() - _SHARED_NAMES
         known = {name.upper() for name in own} | self.unchecked_env
-        for variable in os.environ:
-            if variable.startswith(prefix) and variable.removeprefix(prefix) not in known:
+        for variable, value in os.environ.items():
+            name = variable.removeprefix(prefix)
+            if variable.startswith(prefix) and name not in known and not is_injected(name, value):
                 raise ValueError(f"unknown environment variable {variable}")
         return self
 

@@ -84,3 +84,61 @@ def test_no_redis_url_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_REDIS_URL", raising=False)
     with pytest.raises(ConfigError, match="PENSTOCK_REDIS_URL"):
         redis_url_of(None)
+
+
+def injected(service: str, port: int = 8000) -> dict[str, str]:
+    """What Kubernetes sets in each container of a namespace for a service, as its documentation shows it."""
+    name, host = service.upper().replace("-", "_"), "10.0.0.11"
+    return {
+        f"{name}_SERVICE_HOST": host,
+        f"{name}_SERVICE_PORT": str(port),
+        f"{name}_SERVICE_PORT_HTTP_API": str(port),
+        f"{name}_PORT": f"tcp://{host}:{port}",
+        f"{name}_PORT_{port}_TCP": f"tcp://{host}:{port}",
+        f"{name}_PORT_{port}_TCP_PROTO": "tcp",
+        f"{name}_PORT_{port}_TCP_PORT": str(port),
+        f"{name}_PORT_{port}_TCP_ADDR": host,
+        f"{name}_PORT_53_UDP": "udp://[fd00::11]:53",
+        f"{name}_PORT_53_UDP_ADDR": "fd00::11",
+    }
+
+
+@pytest.mark.parametrize("service", ["penstock-room", "penstock-room-2", "penstock-room-port"])
+def test_what_kubernetes_injects_for_a_service_is_ignored(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
+    for variable, value in injected(service).items():
+        monkeypatch.setenv(variable, value)
+    assert HouseSettings.load() == HouseSettings.load(port=8000)
+    monkeypatch.setenv("PENSTOCK_ROOM_PORT", "9000")
+    assert HouseSettings.load().port == 9000
+
+
+class HouseSettings(Settings):
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_ROOM_")
+
+    port: int = 8000
+    metrics_port: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PENSTOCK_ROOM_PROT", "tcp://10.0.0.11:8000"),
+        ("PENSTOCK_ROOM_SERVICE", "10.0.0.11"),
+        ("PENSTOCK_ROOM_SERVICE_HOSTS", "10.0.0.11"),
+        ("PENSTOCK_ROOM_SERVICE_HOST", "a name"),
+        ("PENSTOCK_ROOM_PORT_8000_TCP_ADR", "10.0.0.11"),
+        ("PENSTOCK_ROOM_METRIC_PORT", "9100"),
+        ("PENSTOCK_ROOM_service_host", "10.0.0.11"),
+    ],
+)
+def test_what_only_resembles_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"unknown environment variable {variable}"):
+        HouseSettings.load()
+
+
+@pytest.mark.parametrize("value", ["many", "http://10.0.0.11:8000", "tcp:8000"])
+def test_a_port_that_is_neither_ours_nor_theirs_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PENSTOCK_ROOM_PORT", value)
+    with pytest.raises(ConfigError, match="port"):
+        HouseSettings.load()

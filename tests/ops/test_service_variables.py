@@ -1,0 +1,46 @@
+"""Our processes beside services of Kubernetes that are named as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import httpx
+import pytest
+from contract.test_settings import injected
+from fakes.node_process import NodeProcess
+from faults.processes import GatewayProcess
+
+from penstock.gateway.settings import GatewaySettings
+from penstock.gpu_node.settings import NodeSettings
+
+SERVICES = ("penstock-gateway", "penstock-node", "penstock-node-metrics", "penstock-client", "penstock-celery")
+
+
+@pytest.fixture(autouse=True)
+def services(monkeypatch: pytest.MonkeyPatch) -> None:
+    for service in SERVICES:
+        for variable, value in injected(service).items():
+            monkeypatch.setenv(variable, value)
+
+
+def test_a_node_and_a_gateway_serve_beside_services_of_their_names(redis_url: str) -> None:
+    with NodeProcess(redis_url, pool="served"), GatewayProcess(redis_url) as gateway:
+        models = httpx.get(f"{gateway.url}/v1/models", timeout=20).json()
+        assert [model["id"] for model in models["data"]] == ["reference"]
+
+
+@pytest.mark.parametrize("part", ["gateway", "node"])
+def test_a_typo_beside_them_is_still_refused(redis_url: str, part: str) -> None:
+    command = [sys.executable, "-m", "penstock", part, *(["model"] if part == "node" else [])]
+    env = os.environ | {"PENSTOCK_REDIS_URL": redis_url, f"PENSTOCK_{part.upper()}_PROT": "8000"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2
+    assert ran.stderr == f"penstock: unknown environment variable PENSTOCK_{part.upper()}_PROT\n"
+
+
+def test_ports_of_services_are_not_taken_for_ours() -> None:
+    assert GatewaySettings.load().port == 8000
+    assert NodeSettings.load(model="any", redis_url="unix://x").metrics_port is None
+    assert GatewaySettings.load(port=1).port == 1
