@@ -19,6 +19,7 @@ from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
 from penstock.gateway import health, metrics
 from penstock.gateway.access_log import AccessLog
+from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.entry import Entry, warn_if_open
 from penstock.gateway.head import BoundedHead
 from penstock.gateway.metrics import GatewayMetrics
@@ -55,6 +56,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     for room in (models, health, metrics):
         app.include_router(room.router)
     app.add_middleware(Entry, pepper=KeySettings.load().key_pepper, is_closed=settings.require_keys)
+    app.add_middleware(Drain)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -75,12 +77,24 @@ send a request into a connection that is gone: clients and proxies give up their
 class _Server(uvicorn.Server):
     """uvicorn, saying on stdout where it listens: with port 0 nobody else knows."""
 
+    def __init__(self, config: uvicorn.Config, *, drain_s: float) -> None:
+        super().__init__(config)
+        self._drain_s = drain_s
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if os.environ.get(PROGRESS_VARIABLE) == "json":
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(json.dumps({"event": "ready", "url": f"http://{shown}:{port}"}), flush=True)  # noqa: T201
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # uvicorn's own way past the drain logs a traceback for each answer.
+        end = asyncio.create_task(cut_off_after(self._drain_s, self.server_state.tasks))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
 
 
 def make_server(settings: GatewaySettings) -> uvicorn.Server:
@@ -93,10 +107,10 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=settings.drain_s,
+        timeout_graceful_shutdown=settings.drain_s + END_GRACE_S,
         timeout_keep_alive=IDLE_S,
     )
-    return _Server(config)
+    return _Server(config, drain_s=settings.drain_s)
 
 
 def run(settings: GatewaySettings) -> None:

@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
@@ -70,6 +71,38 @@ def test_sigterm_lets_an_open_answer_end(redis_url, engine):
         process.wait(timeout=20)
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
+
+
+def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(redis_url, engine):
+    engine.step_s = 0.2
+    answers = {}
+    with gateway_process(redis_url, PENSTOCK_GATEWAY_DRAIN_S="1") as (process, url), ExitStack() as stack:
+        callers = {}
+        for kind in ("stream", "whole", "half a body"):
+            body = json.dumps(
+                {"model": MODEL, "prompt": "a" * 50, "max_tokens": 50, "stream": kind == "stream"}
+            ).encode()
+            head = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+            sent = "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode()
+            callers[kind] = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
+            callers[kind].sendall(sent + (body[:10] if kind == "half a body" else body))
+        answers["stream"] = callers["stream"].recv(100)
+        time.sleep(0.3)
+        stopped_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+        assert 1 <= time.monotonic() - stopped_s < 4
+        for kind, caller in callers.items():
+            answers[kind] = answers.get(kind, b"") + b"".join(iter(lambda c=caller: c.recv(65536), b""))
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert process.returncode == -signal.SIGTERM
+    assert all(b'"code":"gateway_stopped"' in answer for answer in answers.values()), answers
+    assert answers["stream"].startswith(b"HTTP/1.1 200") and answers["stream"].endswith(b"}}\n\n\r\n0\r\n\r\n")
+    for kind in ("whole", "half a body"):
+        assert answers[kind].startswith(b"HTTP/1.1 503") and b"\r\nretry-after: 2\r\n" in answers[kind]
+    assert "Traceback" not in log and not [line for line in lines if line["level"] == "ERROR"]
+    (cut,) = [line for line in lines if line["message"] == "answers were cut off at the end of the drain"]
+    assert (cut["level"], cut["num_answers"]) == ("WARNING", 3)
 
 
 @pytest.mark.parametrize(
