@@ -8,6 +8,7 @@ from celery import Celery
 
 from penstock.contract.settings import redis_url_of
 from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.batch.task_leases import TaskLeases
 from penstock.producer.batch.tasks import add_tasks
 
 QUEUE = "penstock-batch"
@@ -22,6 +23,7 @@ def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
     url = celery_url(settings.broker_url or jobs_url)
     app = Celery("penstock", broker=url, backend=url)
     app.conf.update(_options(settings))
+    app.steps["consumer"].add(TaskLeases)
     add_tasks(app, jobs_url, longest_pause_s=settings.visibility_timeout_s / 2)
     return app
 
@@ -45,6 +47,7 @@ def _options(settings: CelerySettings) -> dict[str, Any]:
         "worker_prefetch_multiplier": 1,
         # Redis away for a moment: the task goes on, and the copy that is delivered meanwhile finds it locked.
         "worker_cancel_long_running_tasks_on_connection_loss": False,
+        "penstock_task_lease_s": settings.task_lease_s,
         "worker_soft_shutdown_timeout": settings.soft_shutdown_s,
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,

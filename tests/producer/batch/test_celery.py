@@ -26,6 +26,7 @@ from penstock.producer.batch import remote
 from penstock.producer.batch.celery_app import celery_url, make_app
 from penstock.producer.batch.records import Batch, Progress
 from penstock.producer.batch.settings import CelerySettings
+from penstock.producer.batch.task_leases import LeaseObserver
 from penstock.producer.batch.tasks import GENERATE, RUN_FILE
 from tests.producer.batch.conftest import (
     Row,
@@ -79,6 +80,11 @@ def send_file(app: Celery, tmp_path: Path, rows: list[Row]) -> AsyncResult:
     return app.send_task(RUN_FILE, kwargs=options)
 
 
+def slow(case: tuple[object, ...]) -> Any:
+    """Left to `make check-full`."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def assert_whole(tmp_path: Path, rows: list[Row]) -> None:
     assert num_lines(tmp_path / "out.jsonl") == len(rows)
     assert {row["custom_id"] for row in rows_in(tmp_path / "out.jsonl")} == {row["custom_id"] for row in rows}
@@ -100,6 +106,55 @@ def test_200_rows_through_a_worker_that_is_killed_once(app: Celery, served_url: 
     assert (said["num_answered"], said["num_failed"]) == (200, 0)
     assert_whole(tmp_path, rows)
     assert rows_in(tmp_path / "out.jsonl")[: len(written)] == written
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("lease", "within_s"), [({"PENSTOCK_CELERY_TASK_LEASE_S": "2"}, 10), slow(({}, 20))])
+def test_a_killed_worker_s_batch_goes_on_beside_a_healthy_one(
+    app: Celery, served_url: str, tmp_path: Path, lease: dict[str, str], within_s: int
+) -> None:
+    rows = [chat_row(f"row-{i}", max_tokens=100) for i in range(200)]
+    partial, log = tmp_path / "out.jsonl.partial", tmp_path / "healthy.log"
+    with worker(served_url, visibility_timeout_s=300, **lease) as first:
+        task = send_file(app, tmp_path, rows)
+        wait_for_lines(partial, 1, first)
+        with worker(served_url, visibility_timeout_s=300, log=log, **lease) as healthy:
+            wait_until(lambda: "ready." in log.read_text())
+            kill_group(first)
+            killed_s, written = time.monotonic(), num_lines(partial)
+            assert written < 200
+            wait_for_lines(partial, written + 1, healthy)
+            assert time.monotonic() - killed_s < within_s
+            assert task.get(timeout=60, interval=0.05)["num_answered"] == 200
+            wait_until(lambda: not has_tasks(served_url))
+    assert "the task is queued again" in log.read_text() and "Traceback" not in log.read_text()
+    assert_whole(tmp_path, rows)
+
+
+def test_a_task_longer_than_its_lease_stays_with_its_worker(app: Celery, served_url: str, tmp_path: Path) -> None:
+    rows = [chat_row(f"row-{i}", max_tokens=800) for i in range(64)]
+    logs = [tmp_path / f"{i}.log" for i in range(2)]
+    lease = {"visibility_timeout_s": 2, "PENSTOCK_CELERY_TASK_LEASE_S": "1.5"}
+    with worker(served_url, log=logs[0], **lease), worker(served_url, log=logs[1], **lease):
+        started_s = time.monotonic()
+        said = send_file(app, tmp_path, rows).get(timeout=60, interval=0.05)
+        assert time.monotonic() - started_s > 4, "longer than lease and visibility"
+        assert said["num_answered"] == 64
+        wait_until(lambda: not has_tasks(served_url))
+    logged = "".join(log.read_text() for log in logs)
+    assert logged.count("received") == 1 and "another run is writing" not in logged
+
+
+def test_leases_are_judged_by_one_clock_and_begin_anew_after_a_gap() -> None:
+    observer = LeaseObserver(10, max_gap_s=5, now_s=0)
+    assert observer.silent({"dead": 7.0, "living": 1.0}, 4) == []
+    assert observer.silent({"dead": 7.0, "living": 2.0}, 8) == []
+    assert observer.silent({"dead": 7.0, "living": 3.0}, 13) == []
+    assert observer.silent({"dead": 7.0, "living": 4.0}, 14) == ["dead"]
+    # Redis was away for longer than a gap: nobody could renew.
+    assert observer.silent({"dead": 7.0, "living": 4.0}, 30) == []
+    assert observer.silent({"dead": 7.0}, 35) == []
+    assert observer.silent({"dead": 7.0}, 40) == ["dead"]
 
 
 def test_a_task_that_outlives_its_visibility_is_not_run_twice_at_once(
