@@ -28,6 +28,7 @@ from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.pace import Pace
 from penstock.gpu_node.reception import Reception
 from penstock.gpu_node.relief import Relief
+from penstock.gpu_node.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.threads import Threads
 from penstock.gpu_node.worker import EngineLike, EngineWorker
@@ -43,8 +44,9 @@ ANNOUNCE_S = 2.0
 class Node:
     """The Redis side of one engine: asyncio here, the engine on its own thread. `stop` begins the drain."""
 
-    def __init__(self, settings: NodeSettings, engine: EngineLike) -> None:
+    def __init__(self, settings: NodeSettings, engine: EngineLike, seats: Seats = NO_SEATS) -> None:
         self._settings = settings
+        self._seats = seats
         self._engine = engine
         self.node_id = f"{settings.name}-{secrets.token_hex(8)}"
         self.ledger = Ledger(engine.max_model_len)
@@ -103,6 +105,7 @@ class Node:
             log.info("node serves", extra={"node_id": self.node_id, "pool": self._settings.pool_name})
             async with _background(self._heartbeat_forever(), self._outbox.run()):
                 serving = [self._take_forever(), self._listen(), self._relief.run()]
+                serving.append(declare_dead(self._broker, self._seats, has_joined=True))
                 if self._settings.has_adapters:
                     serving.append(self._announce_forever())
                 async with _background(*serving):
@@ -130,6 +133,8 @@ class Node:
         # Where two nodes' limits differ, one would fail what the other has accepted.
         schema = settings.schema_fields | {"max_model_len": engine.max_model_len}
         await self._broker.join(schema, self._record)
+        if self._seats.names:
+            await self._broker.succeed(self._seats.names, has_joined=True)
         await self._heartbeat.beat()
         await self._broker.sweep()
 

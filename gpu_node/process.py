@@ -11,12 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 from pydantic import ValidationError
 
+from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
 from penstock.contract.settle import settle
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.node import Node
+from penstock.gpu_node.seats import Seats, declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.worker import EngineLike
 
@@ -31,17 +33,22 @@ async def run_node(settings: NodeSettings) -> None:
         config = EngineConfig(**{name: getattr(settings, name) for name in shared})
     except ValidationError as error:
         raise config_error(error) from error
-    engine = await asyncio.to_thread(Engine, config, progress=_report_progress)
+    seats = take_seats(settings)
+    looking = asyncio.create_task(declare_dead_before_loading(settings, seats))
+    try:
+        engine = await asyncio.to_thread(Engine, config, progress=_report_progress)
+    finally:
+        await cancel_until_done([looking])
     if settings.tool_parser not in (None, "none") and not engine.tokenizer.takes_tools:
         said = f"tool_parser is {settings.tool_parser}, but the model's chat template takes no tools"
         raise ConfigError(said, param="tool_parser")
     settle()
-    await serve_engine(settings, engine)
+    await serve_engine(settings, engine, seats)
 
 
-async def serve_engine(settings: NodeSettings, engine: EngineLike) -> None:
-    """Serves a loaded engine until a signal."""
-    node = Node(settings, engine)
+async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats | None = None) -> None:
+    """Serves a loaded engine until a signal, on these seats of the host or on new ones."""
+    node = Node(settings, engine, take_seats(settings) if seats is None else seats)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.stop)

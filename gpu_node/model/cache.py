@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -10,15 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.contract.folders import cache_folder as cache_folder
+
 _BUILDING_S = 24 * 60 * 60
 """A conversion older than this is not under way: its process died."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: $PENSTOCK_CACHE, else ~/.cache/penstock."""
-    return Path(os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock").expanduser()
 
 
 def built_once(name: str, build: Callable[[Path], None]) -> Path:

@@ -30,7 +30,9 @@ and forget removes those of a pool that nobody needs any more.
     P:open                 set     submit; end                          ids not yet terminal
     P:tenant:<t>:open      set     submit; end                          the same, of one tenant
     P:idem:<t>:<hash>      string  submit; end                          the job's id; idem_ttl_ms after its end
-    P:nodes                zset    join, beat, emit; sweep, leave       node → last beat
+    P:nodes                zset    join, beat, emit; succeed, sweep,    node → last beat; 0: its successor says it is dead
+                                   leave
+    P:seats                hash    succeed; sweep, leave                seat of a host → nodes that held it, the holder last
     P:revs                 zset    join, beat; sweep                    revision → last beat
     P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
     P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
@@ -41,7 +43,7 @@ and forget removes those of a pool that nobody needs any more.
     P:refused              hash    submit                               cost refused lately, and when; 10 min
     P:rate:<t>             hash    submit                               ms when its next job and token are due
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
-    P:sweep                string  sweep                                when it last ran
+    P:sweep                string  sweep, succeed                       when it last ran
     P:count                hash    scripts                              how often what happened, for operators
     P:audit                string  audit                                who repairs this pool at the moment; 10 s
     P:schema               hash    join                                 protocol version; the pool's policy and limits

@@ -98,6 +98,14 @@ class BeatAnswer:
     fenced: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Succession:
+    """Predecessors on this host that are still in the pool, and when the last of them can be declared dead."""
+
+    num_left: int
+    wait_ms: int
+
+
 class SweptError(Exception):
     """The pool believes this node dead: all it holds belongs to others now."""
 
@@ -140,6 +148,12 @@ class NodeBroker:
         if answer[0] == b"SWEPT":
             raise SweptError
         return BeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:]))
+
+    async def succeed(self, seats: Sequence[str], *, has_joined: bool) -> Succession:
+        """Declares the nodes dead that held these seats of the host before; with `has_joined`, this node holds them from now on."""
+        name = self._node_id if has_joined else ""
+        num_left, wait_ms = await scripts.call(self._redis, "succeed", self._pool, name, *seats)
+        return Succession(num_left, int(wait_ms))
 
     async def leave(self) -> int:
         """Goes; answers how many jobs are left to sweep."""

@@ -10,5 +10,6 @@ if left == 0 then
   redis.call('ZREM', P .. ':nodes', node)
   redis.call('HDEL', P .. ':pressure', node)
   redis.call('HDEL', P .. ':adapters', node)
+  unseat(node)
 end
 return left

@@ -69,6 +69,14 @@ end
 -- `names` are separated by spaces.
 local function is_listed(names, name) return string.find(' ' .. names .. ' ', ' ' .. name .. ' ', 1, true) ~= nil end
 
+-- A node that is gone holds no seat any more, unless a successor holds it.
+local function unseat(node)
+  local seats = redis.call('HGETALL', P .. ':seats')
+  for at = 1, #seats, 2 do
+    if string.match(seats[at + 1], '%S+$') == node then redis.call('HDEL', P .. ':seats', seats[at]) end
+  end
+end
+
 -- A node's pressure record, empty where it has said none.
 local function record_of(node)
   local ok, record = pcall(cmsgpack.unpack, redis.call('HGET', P .. ':pressure', node) or '')

@@ -11,8 +11,9 @@ if last >= 0 and last <= now and now - last < schema.lease_ms / 15 then return {
 
 if last < 0 or last > now or now - last > schema.lease_ms / 2 then
   redis.call('DEL', P .. ':sweep')
+  -- A node whose successor knows that it is dead stands at 0, and stays there.
   for _, set in ipairs({':nodes', ':readers', ':revs'}) do
-    for _, member in ipairs(redis.call('ZRANGE', P .. set, 0, -1)) do redis.call('ZADD', P .. set, now, member) end
+    for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. set, '(0', '+inf')) do redis.call('ZADD', P .. set, now, member) end
   end
   redis.call('SET', P .. ':sweep', now)
   tally('sweep_resets')
@@ -79,6 +80,7 @@ for _, dead in ipairs(lost) do
     redis.call('ZREM', P .. ':nodes', dead.node)
     redis.call('HDEL', P .. ':pressure', dead.node)
     redis.call('HDEL', P .. ':adapters', dead.node)
+    unseat(dead.node)
     nodes_lost[#nodes_lost + 1] = dead.node
     tally('nodes_lost')
   end

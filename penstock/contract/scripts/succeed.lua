@@ -1,0 +1,38 @@
+-- succeed: a process holds seats of its host. One process at a time can hold a seat, and the kernel frees it when that
+-- process ends. So the nodes that held it before are dead, and need not be silent for a lease. As a second proof they must
+-- have been silent for longer than the pause between two beats.
+-- ARGV: node ('' before it has joined), then its seats
+-- Answer: {predecessors that are still in the pool, ms until all of them have been silent for long enough}
+local MAX_SILENCE_MS = 3000
+local node, schema, now = ARGV[1], read_schema(), clock()
+local silence = schema and math.min(schema.lease_ms / 5, MAX_SILENCE_MS) or MAX_SILENCE_MS
+local last = tonumber(redis.call('GET', P .. ':sweep') or '-1')
+local holders, dead, num_left, wait = {}, {}, 0, 0
+for at = 2, #ARGV do
+  local before = {}
+  for id in string.gmatch(redis.call('HGET', P .. ':seats', ARGV[at]) or '', '%S+') do
+    local beaten = id ~= node and redis.call('ZSCORE', P .. ':nodes', id)
+    if beaten then
+      before[#before + 1] = id
+      num_left = num_left + 1
+      local silent = now - tonumber(beaten)
+      if silent >= silence then dead[#dead + 1] = id end
+      wait = math.max(wait, silence - silent)
+    end
+  end
+  holders[ARGV[at]] = before
+end
+
+redis.call('ZREM', P .. ':free', '')
+-- The next sweep finds them; it is due at once.
+for _, id in ipairs(dead) do redis.call('ZADD', P .. ':nodes', 'XX', 0, id) end
+if #dead > 0 and schema and last >= 0 and last <= now then
+  redis.call('SET', P .. ':sweep', math.min(last, math.floor(now - schema.lease_ms / 15) - 1))
+end
+if node ~= '' then
+  for seat, before in pairs(holders) do
+    before[#before + 1] = node
+    redis.call('HSET', P .. ':seats', seat, table.concat(before, ' '))
+  end
+end
+return {num_left, wait}

@@ -1,0 +1,127 @@
+"""A node that holds a seat of its host declares those dead that held it before, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from contract.harness import LEASE_MS, POOL, FakeNode, P, Queue
+from redis.asyncio import Redis
+
+from penstock.contract.broker.node import NodeBroker
+
+SILENCE_MS = LEASE_MS // 5
+
+
+@pytest.fixture
+async def queue(redis: Redis) -> Queue:
+    """A pool that was swept a moment ago."""
+    queue = Queue(redis)
+    node = await queue.node("n-0")
+    await node.broker.sweep()
+    await node.broker.leave()
+    return queue
+
+
+async def be_silent_for(queue: Queue, node: FakeNode, silent_ms: float) -> None:
+    """As if its last beat had been so long ago."""
+    await queue.redis.zincrby(f"{P}:nodes", -silent_ms, node.name)
+
+
+async def seats_of(queue: Queue) -> dict[str, str]:
+    return {k.decode(): v.decode() for k, v in (await cast(Any, queue.redis.hgetall(f"{P}:seats"))).items()}
+
+
+async def test_a_dead_predecessor_s_job_goes_on_long_before_its_lease_ends(queue: Queue) -> None:
+    before = await queue.node("n-1")
+    assert (await before.broker.succeed(["seat"], has_joined=True)).num_left == 0
+    taken = await queue.running(before)
+    await be_silent_for(queue, before, SILENCE_MS + 50)
+    after = await queue.node("n-2")
+    assert (await after.broker.succeed(["other", "seat"], has_joined=True)).num_left == 1
+    await after.broker.sweep()
+    assert (await after.broker.succeed(["other", "seat"], has_joined=True)).num_left == 0
+    assert await seats_of(queue) == {"seat": "n-2", "other": "n-2"}
+    record = await queue.record(taken.job_id)
+    assert (record["state"], record["losses"]) == ("queued", "1")
+    assert (await after.take_one()).job_id == taken.job_id
+    assert await before.emit(taken, 0) == "FENCED"
+
+
+async def test_one_that_still_beats_is_not_declared_dead(queue: Queue) -> None:
+    living, after = await queue.node("n-1"), await queue.node("n-2")
+    await living.broker.succeed(["seat"], has_joined=True)
+    for _ in range(4):
+        await living.beat([])
+        answer = await after.broker.succeed(["seat"], has_joined=True)
+        assert answer.num_left == 1 and 0 < answer.wait_ms <= SILENCE_MS
+        await after.broker.sweep()
+        await asyncio.sleep(SILENCE_MS / 3000)
+    assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
+    assert await seats_of(queue) == {"seat": "n-1 n-2"}
+
+
+async def test_a_beat_revives_one_that_was_declared_dead_by_mistake(queue: Queue) -> None:
+    living, after = await queue.node("n-1"), await queue.node("n-2")
+    await living.broker.succeed(["seat"], has_joined=True)
+    await be_silent_for(queue, living, SILENCE_MS + 50)
+    await after.broker.succeed(["seat"], has_joined=True)
+    await living.beat([])
+    await after.broker.sweep()
+    assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
+
+
+async def test_other_seats_say_nothing(queue: Queue) -> None:
+    one, other = await queue.node("n-1"), await queue.node("n-2")
+    await one.broker.succeed(["seat"], has_joined=True)
+    await be_silent_for(queue, one, LEASE_MS - 200)
+    assert (await other.broker.succeed(["another"], has_joined=True)).num_left == 0
+    assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
+
+
+async def test_one_that_has_not_joined_takes_no_seat(queue: Queue) -> None:
+    before = await queue.node("n-1")
+    await before.broker.succeed(["seat"], has_joined=True)
+    await be_silent_for(queue, before, SILENCE_MS + 50)
+    loading = NodeBroker(queue.redis, POOL, "", "")
+    assert (await loading.succeed(["seat"], has_joined=False)).num_left == 1
+    assert await seats_of(queue) == {"seat": "n-1"}
+    await (await queue.node("n-2")).broker.sweep()
+    assert await seats_of(queue) == {}, "with a node its seat goes"
+
+
+async def test_one_that_died_while_it_waited_is_found_by_the_next(queue: Queue) -> None:
+    for name in ("n-1", "n-2"):
+        node = await queue.node(name)
+        await node.broker.succeed(["seat"], has_joined=True)
+    for name in ("n-1", "n-2"):
+        await be_silent_for(queue, FakeNode(queue.redis, name, "r1"), SILENCE_MS + 50)
+    last = await queue.node("n-3")
+    await last.broker.sweep()
+    assert (await last.broker.succeed(["seat"], has_joined=True)).num_left == 2
+    await last.broker.sweep()
+    assert await queue.redis.zrange(f"{P}:nodes", 0, -1) == [b"n-3"]
+
+
+async def test_one_that_left_is_nobody_s_predecessor(queue: Queue) -> None:
+    before = await queue.node("n-1")
+    await before.broker.succeed(["seat"], has_joined=True)
+    await before.broker.leave()
+    assert await seats_of(queue) == {}
+
+
+async def test_a_sweep_that_starts_all_leases_anew_leaves_the_dead_dead(queue: Queue) -> None:
+    before, after = await queue.node("n-1"), await queue.node("n-2")
+    await before.broker.succeed(["seat"], has_joined=True)
+    await be_silent_for(queue, before, SILENCE_MS + 50)
+    await queue.redis.delete(f"{P}:sweep")
+    await after.broker.succeed(["seat"], has_joined=True)
+    await after.broker.sweep()
+    assert await cast(Any, queue.redis.hget(f"{P}:count", "sweep_resets")) == b"2"
+    assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) == 0
+
+
+async def test_a_pool_without_a_schema_has_no_predecessors(redis: Redis) -> None:
+    answer = await NodeBroker(redis, POOL, "n-1", "r1").succeed(["seat"], has_joined=False)
+    assert (answer.num_left, answer.wait_ms) == (0, 0)
