@@ -77,7 +77,7 @@ send a request into a connection that is gone: clients and proxies give up their
 class _Server(uvicorn.Server):
     """uvicorn, saying on stdout where it listens: with port 0 nobody else knows."""
 
-    def __init__(self, config: uvicorn.Config, *, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, *, drain_s: int) -> None:
         super().__init__(config)
         self._drain_s = drain_s
 

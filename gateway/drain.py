@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 SAY_TIMEOUT_S = 1.0
 """A reader that takes nothing is not told why its answer ends."""
-END_GRACE_S = 5.0
+END_GRACE_S = 5
 """Time for the cut answers to leave their jobs, before the server ends whatever is left."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -20,7 +21,10 @@ from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.seats import Seats, declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings
+from penstock.gpu_node.watchdog import EngineStalledError
 from penstock.gpu_node.worker import EngineLike
+
+log = logging.getLogger(__name__)
 
 
 async def run_node(settings: NodeSettings) -> None:
@@ -57,10 +61,22 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
     try:
         with _metrics_of(node, settings):
             await node.run(ready)
+    except BaseExceptionGroup as group:
+        error = _only_error_of(group)
+        is_known = isinstance(error, EngineStalledError)
+        log.error("the node ends", extra={"reason": str(error)}, exc_info=None if is_known else error)
+        raise error from None
     finally:
         announce.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def _only_error_of(error: BaseException) -> BaseException:
+    """The one error in groups of groups; the group where there are several."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def _metrics_of(node: Node, settings: NodeSettings) -> AbstractContextManager[object]:

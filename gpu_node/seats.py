@@ -1,14 +1,14 @@
 """Seats of a host: each is held by one process at a time, and the kernel frees it when that process ends.
 
-The process that gets a seat therefore knows that the process which held it before is dead, and its pool need not wait for a lease. Two
-kinds of seats survive a restart, each in other surroundings:
+The process that gets a seat therefore knows that the one which held it before is dead. Its pool need not wait for a
+lease. Two kinds of seats survive a restart, each in other surroundings:
 
 - A locked file in the cache folder: on a machine, and in a container whose cache folder is a volume.
 - A Unix socket in the abstract namespace: on a machine, and in a pod, whose containers keep their network namespace.
 
-The name of a seat holds the boot id of the kernel and says which file or network namespace it is in. So a host that shares the
-cache folder over a network, with locks that do not reach here, has other seats. A living node's seat is never free: a second
-node of the same name takes the next number.
+The name of a seat stands for the kernel's boot id and for the file or the network namespace. So two hosts never have
+the same seat, also where they share the cache folder over a network whose locks reach only one of them. A living node's
+seat is never free: a second node of the same name takes the next number.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def take_seats(settings: NodeSettings) -> Seats:
 
 
 async def declare_dead(broker: NodeBroker, seats: Seats, *, has_joined: bool = False) -> None:
-    """Returns when no predecessor on this host is left in the pool; waits until each has been silent for a beat or two."""
+    """Returns when no predecessor is left in the pool. It waits until each has been silent for longer than a beat."""
     deadline_s = asyncio.get_running_loop().time() + LOOK_PATIENCE_S
     while seats.names and asyncio.get_running_loop().time() < deadline_s:
         try:

@@ -6,6 +6,12 @@ from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.records import EngineStats
 
 
+class EngineStalledError(InvariantError):
+    """The engine hangs: its node must end, so that others get its jobs."""
+
+    code = "engine_stalled"
+
+
 class Watchdog:
     """Adds up the time without progress. Of a look that comes late, for this process stood still itself, only
     `max_look_s` counts.
@@ -20,7 +26,7 @@ class Watchdog:
         """Time without progress, as far as it is known."""
 
     def look(self, stats: EngineStats | None, *, may_step: bool, now_s: float) -> None:
-        """Takes in the engine's figures, None for no answer. Raises InvariantError when it hangs: a node that only
+        """Takes in the engine's figures, None for no answer. Raises EngineStalledError when it hangs: a node that only
         seems to live would keep its jobs for ever.
         """
         elapsed_s = min(now_s - self._looked_s, self._max_look_s)
@@ -30,7 +36,7 @@ class Watchdog:
             return
         self.stalled_s += elapsed_s
         if self.stalled_s > self._stall_after_s:
-            raise InvariantError(f"the engine has work and has made no step for {self.stalled_s:.0f} s")
+            raise EngineStalledError(f"the engine has work and has made no step for {self.stalled_s:.0f} s")
 
 
 def _has_work(stats: EngineStats) -> bool:

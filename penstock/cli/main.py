@@ -11,19 +11,8 @@ from typer.core import TyperGroup
 
 from penstock import __version__
 from penstock.cli import audit, batch, dead, demo, doctor, gateway, keys, node, pools, serve, submit
-from penstock.contract.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_WRONG_USE,
-    BusyError,
-    ConfigError,
-    PenstockError,
-    RequestError,
-    UnavailableError,
-)
-
-EXIT_FAILED = 1
-EXIT_TRY_AGAIN = 75
-"""EX_TEMPFAIL of sysexits.h."""
+from penstock.cli.exit_codes import exit_code_of as exit_code_of
+from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
 
 
 class _Group(TyperGroup):
@@ -45,15 +34,6 @@ def _take_any_text() -> None:
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=errors)
-
-
-def exit_code_of(error: PenstockError) -> int:
-    """2: the command was wrong; 75: the same command may work later; 1: the rest."""
-    if isinstance(error, RequestError | ConfigError):
-        return EXIT_WRONG_USE
-    if isinstance(error, BusyError | UnavailableError):
-        return EXIT_TRY_AGAIN
-    return EXIT_FAILED
 
 
 app = typer.Typer(

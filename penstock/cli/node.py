@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.exit_codes import exit_code_of
 from penstock.cli.options import help_of, options_of, takes
 from penstock.contract.errors import ConfigError
 from penstock.contract.logs import configure_logging
@@ -29,9 +30,11 @@ def node(model: Annotated[str | None, typer.Argument(help=help_of(_FIELDS["model
     """
     try:
         from penstock.gpu_node.process import run_node
+        from penstock.gpu_node.way_out import leaving_whatever_computes
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[node]'") from error
 
     settings = NodeSettings.load(**given | {"model": model, "redis_url": redis_url_of(given["redis_url"])})
     configure_logging()
-    asyncio.run(run_node(settings))
+    with leaving_whatever_computes(exit_code_of):
+        asyncio.run(run_node(settings))

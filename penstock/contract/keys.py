@@ -30,9 +30,9 @@ and forget removes those of a pool that nobody needs any more.
     P:open                 set     submit; end                          ids not yet terminal
     P:tenant:<t>:open      set     submit; end                          the same, of one tenant
     P:idem:<t>:<hash>      string  submit; end                          the job's id; idem_ttl_ms after its end
-    P:nodes                zset    join, beat, emit; succeed, sweep,    node → last beat; 0: its successor says it is dead
+    P:nodes                zset    join, beat, emit; succeed, sweep,    node → last beat; 0: its successor knows it dead
                                    leave
-    P:seats                hash    succeed; sweep, leave                seat of a host → nodes that held it, the holder last
+    P:seats                hash    succeed; sweep, leave                seat of a host → who held it, the holder last
     P:revs                 zset    join, beat; sweep                    revision → last beat
     P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
     P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)

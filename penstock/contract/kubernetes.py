@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 _SERVICE = r"(?:[A-Z0-9_]+_)?"
-"""The rest of a service's name behind a settings prefix: empty for `penstock-node`, METRICS_ for `penstock-node-metrics`."""
+"""The rest of a service's name behind our prefix: none for `penstock-node`, METRICS_ for `penstock-node-metrics`."""
 _PROTOCOL = r"(?:TCP|UDP|SCTP)"
 _NUMBER = re.compile(r"\d{1,5}")
 _ADDRESS = re.compile(r"[0-9A-Fa-f.:]+")

@@ -1,9 +1,9 @@
-"""Leases of Celery's tasks: a worker renews those that it holds, and gives the tasks of a dead worker back to the queue.
+"""Leases of Celery's tasks: a worker renews those that it holds, and puts those of a dead worker back into the queue.
 
-Celery's Redis transport keeps a taken task in `unacked`, and the time when it was taken in `unacked_index`. It gives the task
-to another worker when that time is older than the visibility timeout, which must be longer than most tasks take. Here a
-worker writes that time again and again while it lives. Where another worker sees the same time for a lease, by its own clock, the
-task's worker is dead. So no two clocks are compared, and a long task keeps its lease.
+Celery's Redis transport keeps a taken task in `unacked`, and the time when it was taken in `unacked_index`. It gives
+the task to another worker when that time is older than the visibility timeout, which must be longer than most tasks
+take. Here a worker writes that time again and again while it lives. Where another worker sees the same time for a
+lease, by its own clock, the task's worker is dead. So no two clocks are compared, and a long task keeps its lease.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _keep(consumer: Any, stopped: threading.Event) -> None:
 def _renew(channel: Any, qos: Any) -> None:
     now_s = time.time()
     # A copy that no other thread changes meanwhile. kombu offers no public way to the tasks that a worker holds.
-    held = {tag: now_s for tag in qos._delivered.copy()}
+    held = dict.fromkeys(qos._delivered.copy(), now_s)
     if held:
         with channel.conn_or_acquire() as client:
             # Only what is still there: a task may end at this moment.

@@ -1,4 +1,4 @@
-"""Nodes that are killed and start again on their host: the pool knows at once; a living node is never taken for dead."""
+"""Nodes that are killed and start again on their host; a living node is never taken for dead."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ async def test_another_node_need_not_wait_for_the_model_of_one_that_starts_again
             killed_s, seen = time.monotonic(), work.num_seen
             # It looks for its predecessors and never gets to serving.
             environment = {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_NAME": name, "PENSTOCK_NODE_POOL": POOL}
-            loading = subprocess.Popen([sys.executable, "-c", LOADING], env=os.environ | environment)
+            loading = await asyncio.to_thread(
+                subprocess.Popen, [sys.executable, "-c", LOADING], env=os.environ | environment
+            )
             await read(work, chunks, seen + 1)
             assert time.monotonic() - killed_s < SILENT_S + 3
             loading.kill()

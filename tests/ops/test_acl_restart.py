@@ -1,4 +1,4 @@
-"""Redis with the users of ops/acl and an append-only file is killed, flushed and demoted under the load of every role."""
+"""Redis with the users of ops/acl and an append-only file is killed and demoted under the load of every role."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Roles:
     def everybody_paused(self) -> Iterator[None]:
         """Nothing is written meanwhile, so that keys can be counted before and after."""
         for number in (signal.SIGSTOP, signal.SIGCONT):
-            for process in (self.worker, self.batch):
-                os.killpg(process.pid, number)
+            for group in (self.worker, self.batch):
+                os.killpg(group.pid, number)
             for pid in self.all_pids():
                 os.kill(pid, number)
             if number == signal.SIGSTOP:
@@ -148,7 +148,7 @@ async def stream(http: Any, gateway: GatewayProcess, reading: HttpReading, work:
 
 
 async def disturb(roles: Roles) -> None:
-    """Streams over HTTP and a batch, in whose midst Redis is killed, loses its scripts and is a replica for a moment."""
+    """Streams and a batch, in whose midst Redis is killed, loses its scripts and is a replica for a moment."""
     works = [new_work(POOL, 200, temperature=1.0) for _ in range(NUM_STREAMS)]
     readings = [HttpReading() for _ in works]
     async with http_client() as http, asyncio.TaskGroup() as streams:

@@ -150,7 +150,10 @@ class NodeBroker:
         return BeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:]))
 
     async def succeed(self, seats: Sequence[str], *, has_joined: bool) -> Succession:
-        """Declares the nodes dead that held these seats of the host before; with `has_joined`, this node holds them from now on."""
+        """Declares the nodes dead that held these seats of the host before.
+
+        With `has_joined`, this node holds them from now on.
+        """
         name = self._node_id if has_joined else ""
         num_left, wait_ms = await scripts.call(self._redis, "succeed", self._pool, name, *seats)
         return Succession(num_left, int(wait_ms))

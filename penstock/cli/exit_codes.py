@@ -1,0 +1,25 @@
+"""The exit status of a command that ends with an error."""
+
+from __future__ import annotations
+
+from penstock.contract.errors import (
+    EXIT_WRONG_USE,
+    BusyError,
+    ConfigError,
+    PenstockError,
+    RequestError,
+    UnavailableError,
+)
+
+EXIT_FAILED = 1
+EXIT_TRY_AGAIN = 75
+"""EX_TEMPFAIL of sysexits.h."""
+
+
+def exit_code_of(error: PenstockError) -> int:
+    """2: the command was wrong; 75: the same command may work later; 1: the rest."""
+    if isinstance(error, RequestError | ConfigError):
+        return EXIT_WRONG_USE
+    if isinstance(error, BusyError | UnavailableError):
+        return EXIT_TRY_AGAIN
+    return EXIT_FAILED
