@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -80,7 +80,19 @@ class Child:
 
     def death(self) -> ProcessDiedError:
         """The error that says how the child ended."""
-        return ProcessDiedError(f"{self.name} ended with status {self._process.returncode}{self._last_words()}")
+        return ProcessDiedError(f"{self._status()}{self._last_words()}")
+
+    async def ended(self) -> None:
+        """Returns when the child has ended."""
+        await asyncio.wait((self.task,))
+
+    def why_it_ended(self) -> str:
+        """Status and reason of a child that has ended, in a line."""
+        said = reason_in(self._tail)
+        return self._status() + (f": {said}" if said else "")
+
+    def _status(self) -> str:
+        return f"{self.name} ended with {status_in_words(self._process.returncode)}"
 
     async def stop(self) -> None:
         """Asks the child to end, and makes it end after its grace time."""
@@ -129,6 +141,25 @@ class Child:
         return "".join(f"\n  {line}" for line in self._tail)
 
 
+def status_in_words(status: int | None) -> str:
+    """An exit status, and the signal that it stands for; guards and shells show a signal as 128 and its number."""
+    number = 0 if status is None else -status if status < 0 else status - 128
+    if number not in set(signal.Signals):
+        return f"status {status}"
+    hint = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
+    return f"status {128 + number} ({signal.Signals(number).name}{hint})"
+
+
+def reason_in(tail: Iterable[str]) -> str:
+    """What a log's end says of the reason: the last line, or what is to be read in it where it is JSON."""
+    last = next((line for line in reversed([*tail]) if line.strip()), "")
+    try:
+        record = json.loads(last)
+        return ": ".join(str(record[name]) for name in ("message", "reason") if name in record)
+    except (ValueError, TypeError, KeyError):
+        return last.strip()
+
+
 class Supervisor:
     """The children of one command; leaving its context ends them, the last started first. Who is cancelled while it
     waits for that makes them end at once.
@@ -152,6 +183,11 @@ class Supervisor:
             await asyncio.gather(*(child.kill() for child in self._children))
             raise
 
+    @property
+    def children(self) -> tuple[Child, ...]:
+        """In the order in which they were started."""
+        return tuple(self._children)
+
     async def start(self, command: Command) -> Child:
         """Starts a child; it is not ready yet."""
         process = await asyncio.create_subprocess_exec(
@@ -165,6 +201,14 @@ class Supervisor:
         )
         child = Child(command, process, self._sink)
         self._children.append(child)
+        return child
+
+    async def replace(self, ended: Child, command: Command) -> Child:
+        """Starts a child in the place of one that has ended."""
+        place = self._children.index(ended)
+        child = await self.start(command)
+        self._children.remove(child)
+        self._children[place] = child
         return child
 
     async def until_one_dies(self) -> NoReturn:

@@ -10,14 +10,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
 from penstock.cli.demo_model import demo_model
+from penstock.cli.keeping import keep_child, keep_redis
 from penstock.cli.options import options_of, takes, words_of
 from penstock.cli.processes import Event, Supervisor, gateway_command, node_command, run_until_stopped
 from penstock.cli.progress import LoadingBar
-from penstock.contract.embedded import DEFAULT_MAXMEMORY_MIB, resolve_redis
+from penstock.contract.embedded import DEFAULT_MAXMEMORY_MIB, EmbeddedRedis, find_or_start_redis
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 
@@ -55,15 +57,27 @@ def serve(
     PENSTOCK_GATEWAY_<NAME>.
     """
     of_node, of_gateway = (words_of({name: given[name] for name in names}) for names in (_OF_NODE, _OF_GATEWAY))
-    with resolve_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as url:
-        run_until_stopped(_serve(url, model or str(demo_model()), of_node, of_gateway))
+    with find_or_start_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as (url, server):
+        run_until_stopped(_serve(url, server, model or str(demo_model()), of_node, of_gateway))
 
 
-async def _serve(redis_url: str, model: str, of_node: Sequence[str], of_gateway: Sequence[str]) -> None:
+async def _serve(
+    redis_url: str, server: EmbeddedRedis | None, model: str, of_node: Sequence[str], of_gateway: Sequence[str]
+) -> None:
     async with Supervisor(_log_to_stderr) as supervisor:
-        node, gateway = await start_all(supervisor, redis_url, model, of_node, of_gateway)
-        _say_ready(node, gateway, redis_url)
-        await supervisor.until_one_dies()
+        ready = await start_all(supervisor, redis_url, model, of_node, of_gateway)
+        _say_ready(*ready, redis_url)
+        # Whatever is at the port that was asked for: callers know this one.
+        port = str(urlsplit(ready[1]["url"]).port)
+        commands = (
+            node_command(model, redis_url, arguments=of_node),
+            gateway_command(redis_url, arguments=(*of_gateway, "--port", port)),
+        )
+        async with asyncio.TaskGroup() as keepers:
+            for child, command in zip(supervisor.children, commands, strict=True):
+                keepers.create_task(keep_child(supervisor, child, command, _say))
+            if server is not None:
+                keepers.create_task(keep_redis(server, _say))
 
 
 async def start_all(
@@ -80,6 +94,10 @@ async def start_all(
 
 def _log_to_stderr(name: str, line: str) -> None:
     print(f"{name:8}| {line}", file=sys.stderr, flush=True)
+
+
+def _say(line: str) -> None:
+    _log_to_stderr("serve", line)
 
 
 def _say_ready(node: Event, gateway: Event, redis_url: str) -> None:

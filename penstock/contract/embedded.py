@@ -70,25 +70,58 @@ class EmbeddedRedis:
         """`unix://` address of the running server."""
         return f"unix://{self._socket_path()}"
 
+    @property
+    def keeps_jobs(self) -> bool:
+        """Whether jobs outlive the server."""
+        return self._data_dir is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server has not ended since it was started."""
+        return self._guard is not None and self._guard.poll() is None
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of a server that has ended."""
+        return self._guard.returncode if self._guard is not None else None
+
     def start(self) -> Self:
         """Starts the server and waits until it answers."""
-        binary = find_redis_server()
         self._folder = _short_temp_folder()
         try:
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by stop
-            self._guard = self._spawn(binary)
-            self._wait_until_ready(self._guard)
+            self._start()
         except BaseException:
             self.stop()
             raise
         return self
 
+    def start_again(self) -> None:
+        """Starts a server that has ended, at the same address; raises ConfigError when it does not start."""
+        folder = self._running_folder()
+        # The guard of the one before has removed it. Nobody else may have made it meanwhile.
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError as error:
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                raise ConfigError(f"{folder} is not ours any more") from error
+        try:
+            self._start()
+        except BaseException:
+            self._end_guard()
+            raise
+
+    def _start(self) -> None:
+        binary = find_redis_server()
+        if self._log is not None:
+            self._log.close()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by stop
+        self._guard = self._spawn(binary)
+        self._wait_until_ready(self._guard)
+
     def stop(self) -> None:
         """Ends the server and removes its folder; does nothing when it does not run."""
-        guard, self._guard = self._guard, None
-        if guard is not None and guard.stdin is not None:
-            guard.stdin.close()
-            guard.wait()
+        self._end_guard()
+        self._guard = None
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -101,6 +134,11 @@ class EmbeddedRedis:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
+
+    def _end_guard(self) -> None:
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+            self._guard.wait()
 
     def _running_folder(self) -> Path:
         if self._folder is None:
@@ -148,12 +186,13 @@ class EmbeddedRedis:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not _answers_ping(self._socket_path()):
             if guard.poll() is not None:
-                raise ConfigError(f"redis-server ended while starting: {self._last_words()}")
+                raise ConfigError(f"redis-server ended while starting: {self.last_words()}")
             if time.monotonic() > deadline:
-                raise ConfigError(f"redis-server did not answer within {_START_TIMEOUT_S:.0f} s: {self._last_words()}")
+                raise ConfigError(f"redis-server did not answer within {_START_TIMEOUT_S:.0f} s: {self.last_words()}")
             time.sleep(_POLL_S)
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """The last line of the server's log."""
         if self._log is None:
             return ""
         # Not seek: the server writes at the same file position.
@@ -167,12 +206,21 @@ def resolve_redis(
     url: str | None = None, *, data_dir: Path | None = None, maxmemory_mib: int = DEFAULT_MAXMEMORY_MIB
 ) -> Iterator[str]:
     """The URL of the Redis to use: the given one, else PENSTOCK_REDIS_URL, else that of an embedded one."""
+    with find_or_start_redis(url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as (known, _):
+        yield known
+
+
+@contextmanager
+def find_or_start_redis(
+    url: str | None, *, data_dir: Path | None, maxmemory_mib: int
+) -> Iterator[tuple[str, EmbeddedRedis | None]]:
+    """The same URL, and the server where one was started."""
     known = RedisSettings.load(redis_url=url).redis_url
     if known:
-        yield known
+        yield known, None
         return
     with EmbeddedRedis(data_dir=data_dir, maxmemory_mib=maxmemory_mib) as server:
-        yield server.url
+        yield server.url, server
 
 
 def _short_temp_folder() -> Path:

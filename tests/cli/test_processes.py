@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli import keeping
+from penstock.cli.keeping import BackOff, keep_child
 from penstock.cli.processes import Child, Command, Event, ProcessDiedError, Supervisor
 
 READY = 'import json, time; print(json.dumps({"event": "ready", "pool": "p"}), flush=True)\n'
@@ -180,6 +182,58 @@ async def test_cancelled_context_still_ends_the_children() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not is_alive(children[0].pid)
+
+
+FAILING = """
+import os, pathlib, signal, sys, time
+runs = pathlib.Path({path!r})
+runs.write_text(runs.read_text() + "." if runs.exists() else ".")
+print('{{"event": "ready", "pool": "p"}}', flush=True)
+print('{{"level": "ERROR", "message": "the node ends", "reason": "no step for 120 s"}}', file=sys.stderr, flush=True)
+if len(runs.read_text()) < 3:
+    {dies}
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dies", "told"),
+    [
+        ("sys.exit(1)", "status 1: the node ends: no step for 120 s"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "status 137 (SIGKILL, as the system does when memory runs out): the node",
+        ),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "status 139 (SIGSEGV): the node ends: no step for 120 s"),
+    ],
+)
+async def test_a_part_that_ends_starts_again_after_longer_and_longer_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: str, told: str
+) -> None:
+    monkeypatch.setattr(keeping, "FIRST_PAUSE_S", 0.05)
+    path, said = tmp_path / "runs", []
+    part = command(FAILING.format(path=str(path), dies=dies), name="node")
+    async with Supervisor(quiet) as supervisor:
+        child = await supervisor.start(part)
+        await child.ready()
+        keeper = asyncio.create_task(keep_child(supervisor, child, part, said.append))
+        while said.count("node serves again") < 2 or path.read_text() != "...":
+            await asyncio.sleep(0.01)
+        (kept,) = supervisor.children
+        assert is_alive(kept.pid)
+        keeper.cancel()
+    told = f"node ended with {told}"
+    ends = [line for line in said if line.startswith(told)]
+    assert [line.rpartition("; ")[2] for line in ends] == ["it starts again in 0.05 s", "it starts again in 0.1 s"], (
+        said
+    )
+
+
+def test_the_pause_grows_and_begins_anew_behind_a_steady_time() -> None:
+    back_off = BackOff()
+    pauses = [back_off.pause_s(1) for _ in range(9)]
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [back_off.pause_s(ran_s) for ran_s in (60, 1)] == [0.5, 1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

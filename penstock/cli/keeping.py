@@ -1,0 +1,72 @@
+"""Parts of `penstock serve` that start again when they end: after a pause that grows, and with a line that says why."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from penstock.cli.processes import Child, Command, ProcessDiedError, Supervisor, status_in_words
+from penstock.contract.embedded import EmbeddedRedis
+from penstock.contract.errors import ConfigError
+
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""A part that ran for so long starts again at once the next time, too."""
+_LOOK_S = 0.1
+
+Say = Callable[[str], None]
+
+
+class BackOff:
+    """How long a part waits before it starts again: twice as long after each end, unless it ran well in between."""
+
+    def __init__(self) -> None:
+        self._pause_s = FIRST_PAUSE_S
+
+    def pause_s(self, ran_s: float) -> float:
+        """The pause before the next start of a part that ended after `ran_s`."""
+        if ran_s >= STEADY_S:
+            self._pause_s = FIRST_PAUSE_S
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
+        return pause_s
+
+
+async def keep_child(supervisor: Supervisor, child: Child, command: Command, say: Say) -> NoReturn:
+    """Starts a child again whenever it ends."""
+    back_off, started_s = BackOff(), time.monotonic()
+    while True:
+        await child.ended()
+        pause_s = back_off.pause_s(time.monotonic() - started_s)
+        say(f"{child.why_it_ended()}; it starts again in {pause_s:g} s")
+        await asyncio.sleep(pause_s)
+        started_s = time.monotonic()
+        child = await supervisor.replace(child, command)
+        try:
+            await child.ready()
+        except ProcessDiedError:
+            continue
+        say(f"{command.name} serves again")
+
+
+async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
+    """Starts our own Redis again at the same address whenever it ends."""
+    back_off, started_s = BackOff(), time.monotonic()
+    while True:
+        while server.is_running:  # noqa: ASYNC110  a process, which tells nobody
+            await asyncio.sleep(_LOOK_S)
+        pause_s = back_off.pause_s(time.monotonic() - started_s)
+        words = f"{status_in_words(server.status)}: {server.last_words()}"
+        say(f"redis ended with {words}; it starts again in {pause_s:g} s")
+        if not server.keeps_jobs:
+            say("redis kept its jobs in memory: they are lost, unless their callers still wait (--data-dir keeps them)")
+        await asyncio.sleep(pause_s)
+        started_s = time.monotonic()
+        try:
+            await asyncio.to_thread(server.start_again)
+        except ConfigError as error:
+            say(f"redis does not start: {error.message}")
+        else:
+            say("redis serves again")

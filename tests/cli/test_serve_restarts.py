@@ -1,0 +1,124 @@
+"""`penstock serve` as a process: its node, its gateway and its Redis are killed, and it goes on serving."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fakes.tiny_model import make_tiny_model
+
+PATIENCE_S = 60.0
+PARTS = {"node": "-m penstock node", "gateway": "-m penstock gateway", "redis": "redis-server"}
+
+
+class Serving:
+    """The command, what it says, and the processes under it."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        model = make_tiny_model(folder / "tiny")
+        words = ("serve", str(model), "--kv-cache-gib", "0.01", "--port", "0", *options)
+        env = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
+        env |= {"PENSTOCK_NODE_RUNNER": "torch", "PENSTOCK_NODE_LEASE_MS": "3000"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", *words],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said: list[str] = []
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        assert self.process.stdout is not None
+        shown = ""
+        while not (url := re.search(r"at (http://\S+)/v1 ", shown)):
+            line = self.process.stdout.readline()
+            assert line, self.said
+            shown += line
+        self.url = url[1]
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line.rstrip())
+
+    def close(self) -> None:
+        """As Ctrl-C does."""
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(PATIENCE_S) == 128 + signal.SIGINT
+        self._listener.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def answers(self) -> bool:
+        body = {"model": "tiny", "prompt": "the gate", "max_tokens": 4, "ignore_eos": True}
+        try:
+            return httpx.post(f"{self.url}/v1/completions", json=body, timeout=20).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def pid_of(self, part: str) -> int:
+        """The part itself, below its guard."""
+        parents = {pid: int(stat.rpartition(") ")[2].split()[1]) for pid, stat in read_all("stat")}
+        for pid, words in read_all("cmdline"):
+            guard = parents.get(pid, 0)
+            if PARTS[part] in words.replace("\0", " ") and parents.get(guard) == self.process.pid:
+                return pid
+        raise AssertionError(part)
+
+    def wait_for(self, line: str) -> str:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:
+            if found := [said for said in self.said if line in said]:
+                return found[-1]
+            time.sleep(0.02)
+        raise AssertionError(self.said)
+
+
+def read_all(name: str) -> Iterator[tuple[int, str]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            yield int(folder.name), (folder / name).read_text(errors="replace")
+        except OSError:
+            continue
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    one = Serving(tmp_path, "--data-dir", str(tmp_path / "data"))
+    yield one
+    one.close()
+    assert not any("Traceback" in line for line in one.said), one.said
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "part", ["node", *(pytest.param(part, marks=pytest.mark.slow) for part in ("gateway", "redis"))]
+)
+def test_a_part_that_is_killed_starts_again_at_its_address(serving: Serving, part: str) -> None:
+    assert serving.answers()
+    os.kill(serving.pid_of(part), signal.SIGKILL)
+    why = serving.wait_for(f"{part} ended with status 137 (SIGKILL")
+    assert why.startswith("serve   | ") and why.endswith("; it starts again in 0.5 s")
+    serving.wait_for(f"{part} serves again")
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not serving.answers():
+        assert time.monotonic() < deadline_s, serving.said
+    assert serving.process.poll() is None
+
+
+def test_a_node_that_cannot_start_at_all_ends_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "none"), "--port", "0"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ran.returncode == 1
+    assert "penstock: node ended with status 2" in ran.stderr and "starts again" not in ran.stderr
