@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.contract.errors import ConfigError
 from penstock.contract.folders import cache_folder as cache_folder
+from penstock.contract.folders import private_folder
 
 _BUILDING_S = 24 * 60 * 60
 """A conversion older than this is not under way: its process died."""
@@ -20,15 +22,22 @@ _SAMPLE_BYTES = 4096
 def built_once(name: str, build: Callable[[Path], None]) -> Path:
     """The cached folder called `name`; where there is none, `build` writes it to the path that it is given.
 
-    Two processes may race, and either may die half way: what others see is whole or not there.
+    Two processes may race, and either may die half way: what others see is whole or not there. Where the cache cannot
+    be written, it is built for this process alone. Raises ConfigError where nothing can be written at all.
     """
     folder = cache_folder() / "models" / name
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(folder.parent, time.time() - _BUILDING_S)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as building:
-        built = Path(building) / "model"
+    try:
+        building = _building_folder(folder)
+    except OSError as error:
+        try:
+            folder = private_folder(folder.parent, error) / name
+            building = _building_folder(folder)
+        except OSError:
+            raise ConfigError(f"PENSTOCK_CACHE: {error}; set it to a folder that can be written") from error
+    with building as beside:
+        built = Path(beside) / "model"
         build(built)
         try:
             built.rename(folder)
@@ -37,6 +46,13 @@ def built_once(name: str, build: Callable[[Path], None]) -> Path:
                 raise
             shutil.rmtree(built)
     return folder
+
+
+def _building_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder beside the one to be built; raises OSError where none can be made."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder.parent, time.time() - _BUILDING_S)
+    return tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent)
 
 
 def samples(path: Path) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.folders import private_folder
 from penstock.gpu_node.model.cache import cache_folder
 from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.native.adapters import NativeAdapters
@@ -76,9 +77,17 @@ def _kernels(progress: Progress) -> tuple[Isa, Path]:
     if isa is None:
         raise NativeUnavailableError("the CPU has neither AVX-512 with BF16 and VNNI nor AVX2")
     try:
-        return isa, library_path(isa, cache_folder() / "native", lambda done: progress("compile", done))
-    except BuildError as error:
+        return isa, _library_in(cache_folder() / "native", isa, progress)
+    except (BuildError, OSError) as error:
         raise NativeUnavailableError(str(error)) from error
+
+
+def _library_in(folder: Path, isa: Isa, progress: Progress) -> Path:
+    """From a folder that can be written, or has the library already; else from one of this process's own."""
+    try:
+        return library_path(isa, folder, lambda done: progress("compile", done))
+    except OSError as error:
+        return library_path(isa, private_folder(folder, error), lambda done: progress("compile", done))
 
 
 def _check(described: Description, options: RunnerOptions) -> None:
