@@ -133,5 +133,5 @@ async def _try(settings: GatewaySettings) -> None:
     except OSError as error:
         raise ConfigError(f"port {settings.port} on {settings.host}: {error.strerror}", param="port") from error
     listener.close()
-    async with _client_of(settings):
-        pass
+    async with _client_of(settings) as client:
+        await client.warn_of_eviction()

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.contract import crash, keys
 from penstock.contract.broker.connection import connect
+from penstock.contract.broker.eviction import warn_of_eviction
 from penstock.contract.broker.node import NodeBroker, SweptError
 from penstock.contract.broker.retry import patiently
 from penstock.contract.broker.tasks import cancel_until_done
@@ -100,6 +101,7 @@ class Node:
         self._worker.start()
         try:
             await patiently(self._join, JOIN_PATIENCE_S)
+            await warn_of_eviction(self._redis)
             if ready is not None:
                 ready.set()
             log.info("node serves", extra={"node_id": self.node_id, "pool": self._settings.pool_name})

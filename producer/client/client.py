@@ -13,6 +13,7 @@ from penstock.contract.admission import estimate_cost
 from penstock.contract.api_keys import ApiKey
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.dead_letters import DeadLetters
+from penstock.contract.broker.eviction import warn_of_eviction
 from penstock.contract.broker.figures import FiguresBroker
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
@@ -114,6 +115,10 @@ class AsyncClient:
         known last, where Redis does not tell by then.
         """
         return await (self._keys.get() if patience_s is None else self._keys.at_hand(patience_s))
+
+    async def warn_of_eviction(self) -> None:
+        """Logs a warning where Redis may evict keys."""
+        await warn_of_eviction(self._redis)
 
     async def figures(self) -> tuple[list[PoolFigures], tuple[int, int]]:
         """What operators watch: figures of all pools, and the bytes that Redis uses and may use (0: no limit)."""

@@ -1,0 +1,29 @@
+"""Whether Redis may throw keys away, which would be accepted jobs."""
+
+from __future__ import annotations
+
+import logging
+
+from redis.asyncio import Redis
+
+from penstock.contract.broker.connection import translated
+from penstock.contract.errors import PenstockError
+
+_LOG = logging.getLogger(__name__)
+
+SAFE_POLICY = "noeviction"
+
+
+async def warn_of_eviction(redis: Redis) -> None:
+    """Logs a warning where Redis's memory policy is another than noeviction. Raises nothing."""
+    try:
+        with translated():
+            info = await redis.info("memory")
+    except PenstockError as error:
+        # A user without the right to ask, or a service that hides it.
+        _LOG.info("redis does not tell its memory policy", extra={"reason": error.message})
+        return
+    policy, max_bytes = str(info.get("maxmemory_policy", SAFE_POLICY)), int(info.get("maxmemory", 0))
+    if policy != SAFE_POLICY:
+        facts = {"policy": policy, "maxmemory": max_bytes, "want": f"maxmemory-policy {SAFE_POLICY}"}
+        _LOG.warning("redis may evict keys: an evicted key is a lost job", extra=facts)
