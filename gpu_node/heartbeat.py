@@ -84,6 +84,7 @@ class Heartbeat:
             stall_after_s=stall_after_s, max_look_s=_INTERVALS_A_LOOK * self._interval_s, now_s=time.monotonic()
         )
         self._beaten_s, self._late_s = time.monotonic(), 0.0
+        self._turned_s = time.monotonic()
         self._health = Health()
         self.draining = False
 
@@ -95,9 +96,20 @@ class Heartbeat:
                 await self._broker.sweep()
             except UnavailableError as error:
                 log.warning("redis is away", extra={"reason": error.message})
-            wake_s = time.monotonic() + self._interval_s
+            self._turned_s = time.monotonic()
+            wake_s = self._turned_s + self._interval_s
             await asyncio.sleep(self._interval_s)
             self._late_s = time.monotonic() - wake_s
+
+    def state(self) -> dict[str, float | bool]:
+        """What a health check is told, in seconds: the age of the last try to beat, and what troubles the node."""
+        now_s = time.monotonic()
+        return {
+            "heartbeat_age_s": round(now_s - self._turned_s, 1),
+            "redis_silent_s": round(now_s - self._beaten_s, 1),
+            "engine_stalled_s": round(self._watchdog.stalled_s, 1),
+            "draining": self.draining,
+        }
 
     async def beat(self) -> None:
         """One beat."""

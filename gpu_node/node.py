@@ -20,6 +20,7 @@ from penstock.contract.broker.retry import patiently
 from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import UnavailableError
 from penstock.contract.wire import NodePressure, PoolRecord
+from penstock.gpu_node.alive import answering
 from penstock.gpu_node.bell import Bell, listen
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.heartbeat import Heartbeat
@@ -105,7 +106,10 @@ class Node:
             if ready is not None:
                 ready.set()
             log.info("node serves", extra={"node_id": self.node_id, "pool": self._settings.pool_name})
-            async with _background(self._heartbeat_forever(), self._outbox.run()):
+            async with (
+                answering(self._settings.name, self._state),
+                _background(self._heartbeat_forever(), self._outbox.run()),
+            ):
                 serving = [self._take_forever(), self._listen(), self._relief.run()]
                 serving.append(declare_dead(self._broker, self._seats, has_joined=True))
                 if self._settings.has_adapters:
@@ -117,6 +121,9 @@ class Node:
         finally:
             self._worker.stop()
             await self._redis.aclose()
+
+    def _state(self) -> dict[str, object]:
+        return {"node_id": self.node_id, "pool": self._settings.pool_name, **self._heartbeat.state()}
 
     async def _join(self) -> None:
         settings, engine = self._settings, self._engine

@@ -131,6 +131,7 @@ def test_a_killed_worker_s_batch_goes_on_beside_a_healthy_one(
     assert_whole(tmp_path, rows)
 
 
+@pytest.mark.slow
 def test_a_task_longer_than_its_lease_stays_with_its_worker(app: Celery, served_url: str, tmp_path: Path) -> None:
     rows = [chat_row(f"row-{i}", max_tokens=1500) for i in range(16)]
     logs = [tmp_path / f"{i}.log" for i in range(2)]

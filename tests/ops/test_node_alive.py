@@ -1,0 +1,69 @@
+"""The healthcheck of a node's container, on real nodes: it looks at the node, whatever Redis does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from fakes.node_process import NodeProcess
+from faults.redis_process import RedisProcess
+
+from tests.source_tree import ROOT
+
+
+def check(name: str) -> tuple[int, str]:
+    """Status and words of the healthcheck, in an environment that names a Redis that is not there."""
+    env = os.environ | {"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1", "PENSTOCK_NODE_NAME": name}
+    command = [sys.executable, str(ROOT / "ops/node_alive.py")]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    assert ran.stderr == ""
+    return ran.returncode, ran.stdout
+
+
+@pytest.fixture
+def name() -> str:
+    """Of nodes of this test alone."""
+    return uuid4().hex[:8]
+
+
+def test_a_node_is_healthy_also_while_redis_is_away(tmp_path: Path, name: str) -> None:
+    assert check(name) == (1, f"no node called {name} serves in this container, or it hangs\n")
+    with RedisProcess(tmp_path / "redis") as server, NodeProcess(server.url, name=name, lease_ms=3000) as node:
+        status, said = check(name)
+        assert status == 0
+        (state,) = json.loads(said)
+        assert state["node_id"].startswith(f"{name}-") and state["redis_silent_s"] < 2
+        server.kill()
+        time.sleep(3)
+        status, said = check(name)
+        assert status == 0 and json.loads(said)[0]["redis_silent_s"] > 2
+        server.start()
+        assert check(name)[0] == 0
+        # Another name's check does not find it.
+        assert check(f"{name}x")[0] == 1
+        node.kill()
+        assert check(name)[0] == 1
+
+
+@pytest.mark.slow
+def test_a_node_that_hangs_is_not_healthy(redis_url: str, name: str) -> None:
+    with NodeProcess(redis_url, name=name) as node:
+        node.signal(signal.SIGSTOP)
+        assert check(name)[0] == 1
+        node.signal(signal.SIGCONT)
+        assert check(name)[0] == 0
+
+
+@pytest.mark.slow
+def test_two_nodes_of_one_name_are_both_asked(redis_url: str, name: str) -> None:
+    with NodeProcess(redis_url, name=name) as one, NodeProcess(redis_url, name=name):
+        assert len(json.loads(check(name)[1])) == 2
+        one.kill()
+        assert check(name)[0] == 0
