@@ -1,4 +1,4 @@
-"""Whether the nodes of this container live, asked of themselves over a Unix socket without a file, and without Redis."""
+"""Whether the nodes of this container live: they are asked over a Unix socket without a file, and without Redis."""
 
 from __future__ import annotations
 

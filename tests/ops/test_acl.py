@@ -37,7 +37,7 @@ from tests.source_tree import ROOT
 SCRIPTS = ROOT / "penstock/contract/scripts"
 RUNS = {
     "gateway": ("submit", "attach", "detach", "cancel", "read_beat", "sweep"),
-    "node": ("join", "beat", "take", "emit", "finish", "give_back", "leave", "sweep"),
+    "node": ("join", "beat", "take", "emit", "finish", "give_back", "leave", "sweep", "succeed"),
 }
 FOREIGN = "somebody:else"
 EVAL = ("EVAL", "return redis.call(ARGV[1], unpack(ARGV, 2))", "0")
