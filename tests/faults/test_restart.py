@@ -26,7 +26,7 @@ from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
 
 POOL = "again"
-SILENT_S = 3.0
+SILENT_S = 2.5
 """A predecessor's silence before it is declared dead, at the lease that nodes have by default."""
 
 

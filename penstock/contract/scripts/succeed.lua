@@ -3,7 +3,7 @@
 -- have been silent for longer than the pause between two beats.
 -- ARGV: node ('' before it has joined), then its seats
 -- Answer: {predecessors that are still in the pool, ms until all of them have been silent for long enough}
-local MAX_SILENCE_MS = 3000
+local MAX_SILENCE_MS = 2500
 local node, schema, now = ARGV[1], read_schema(), clock()
 local silence = schema and math.min(schema.lease_ms / 5, MAX_SILENCE_MS) or MAX_SILENCE_MS
 local last = tonumber(redis.call('GET', P .. ':sweep') or '-1')
