@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from fakes.acl_users import OBSERVER, all_rules, refusals_in, with_passwords
@@ -27,7 +27,8 @@ from tests.producer.batch.conftest import chat_row, num_lines, process, rows_in,
 
 POOL = "kept"
 NUM_STREAMS = 4
-NUM_ROWS = 24
+NUM_ROWS = 12
+ROW_TOKENS = 40
 PATIENCE_S = 60
 CELERY = ("celery", "-A", "penstock.producer.batch.app", "worker", "--concurrency", "1", "--loglevel", "INFO")
 PENSTOCK = (sys.executable, "-m", "penstock")
@@ -43,6 +44,14 @@ def redis_with_users(folder: Path) -> RedisProcess:
     return RedisProcess(folder, user="watcher", aclfile=folder / "users.acl")
 
 
+class Said(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 @dataclass
 class Roles:
     """A process of each role at work on one Redis, and what each of them logged."""
@@ -55,7 +64,7 @@ class Roles:
     """Keys before Redis was killed, and after it had loaded its file."""
     refused: list[Any] = field(default_factory=list)
     """What Redis refused its users, by its own account."""
-    said_to_operators: dict[str, subprocess.CompletedProcess[str]] = field(default_factory=dict)
+    said_to_operators: dict[str, Said] = field(default_factory=dict)
 
     def all_pids(self) -> list[int]:
         """Every process that writes to Redis, in all its groups."""
@@ -63,14 +72,15 @@ class Roles:
 
     def start(self, stack: ExitStack) -> None:
         """Two nodes, a gateway, a worker, and a command that hands the worker a batch and waits for it."""
-        for name in ("n1", "n2"):
-            node = NodeProcess(self.server.url_of("node"), name=name, pool=POOL, step_s=0.02, max_num_seqs=8)
-            self.nodes.append(stack.enter_context(node))
-        self.gateway = stack.enter_context(GatewayProcess(self.server.url_of("gateway")))
+        url, options = self.server.url_of("node"), {"pool": POOL, "step_s": 0.02, "max_num_seqs": 8}
+        self.nodes = [NodeProcess(url, name=name, **options) for name in ("n1", "n2")]
+        self.gateway = GatewayProcess(self.server.url_of("gateway"))
         env = {"PENSTOCK_REDIS_URL": self.server.url_of("worker")}
         log = self.folder / "worker.log"
         self.worker = stack.enter_context(process(sys.executable, "-m", *CELERY, log=log, **env))
-        rows = [chat_row(f"row-{i}", max_tokens=60) for i in range(NUM_ROWS)]
+        for served in (*self.nodes, self.gateway):
+            stack.enter_context(served)
+        rows = [chat_row(f"row-{i}", max_tokens=ROW_TOKENS) for i in range(NUM_ROWS)]
         self.output = self.folder / "out.jsonl"
         batch = ("batch", "run", "--via-celery", "--in-flight", "4")
         files = (str(write_rows(self.folder / "in.jsonl", rows)), str(self.output))
@@ -111,9 +121,15 @@ class Roles:
     def ask_as_operator(self) -> None:
         """Every command of an operator, as the admin's user."""
         env = os.environ | {"PENSTOCK_REDIS_URL": self.server.url_of("admin")}
-        for words in OF_OPERATORS:
-            said = subprocess.run((*PENSTOCK, *words), env=env, capture_output=True, text=True, timeout=PATIENCE_S)
-            self.said_to_operators[" ".join(words)] = said
+        asking = {
+            words: subprocess.Popen(
+                (*PENSTOCK, *words), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for words in OF_OPERATORS
+        }
+        for words, command in asking.items():
+            out, errors = command.communicate(timeout=PATIENCE_S)
+            self.said_to_operators[" ".join(words)] = Said(command.returncode, out, errors)
 
     def keep_logs(self) -> None:
         """What was logged until now, by role."""
@@ -204,7 +220,7 @@ def test_redis_refused_no_role_anything(roles: Roles) -> None:
 
 def test_a_batch_of_the_worker_is_whole(roles: Roles) -> None:
     assert {row["custom_id"] for row in rows_in(roles.output)} == {f"row-{i}" for i in range(NUM_ROWS)}
-    assert all(row["response"]["body"]["usage"]["completion_tokens"] == 60 for row in rows_in(roles.output))
+    assert all(row["response"]["body"]["usage"]["completion_tokens"] == ROW_TOKENS for row in rows_in(roles.output))
 
 
 @pytest.mark.parametrize("role", ["gateway", "node", "worker", "batch", "admin", "redis"])
