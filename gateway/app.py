@@ -54,7 +54,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.router.routes.extend(generate.ROUTES)
     for room in (models, health, metrics):
         app.include_router(room.router)
-    app.add_middleware(Entry, pepper=KeySettings.load().key_pepper, is_closed=settings.require_keys)
+    app.add_middleware(
+        Entry,
+        pepper=KeySettings.load().key_pepper,
+        is_closed=settings.require_keys,
+        open_highest_class=settings.open_highest_class,
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -45,7 +45,7 @@ class ByPolicy:
     def __init__(self, policy: Policy, now_ms: Callable[[], float]) -> None:
         self._policy = policy
         self._now_ms = now_ms
-        self._standing = Standing()
+        self._standing = Standing(policy.share_window_ms)
         self._predictor = LengthPredictor(ORDERING_QUANTILE)
         self._started: dict[Sequence, _Start] = {}
         self._hold_ms = HOLD_MS
@@ -117,7 +117,7 @@ class ByPolicy:
         for seq in [seq for seq in self._started if seq.row < 0]:
             start = self._started.pop(seq)
             used = seq.kv_ms - start.kv_ms
-            self._standing.turns[seq.priority].correct(seq.tenant, used / seq.weight - start.charge)
+            self._standing.correct(seq.priority, seq.tenant, used / seq.weight - start.charge, self._now_ms())
             if seq not in queued:
                 self._hold_ms = learned_hold_ms(self._hold_ms, used, seq.cost)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 from pydantic import ValidationError
 
+from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.settings import KeySettings, redis_url_of
 
@@ -37,6 +38,8 @@ def add(
     tokens_per_minute: Annotated[int, Limit] = 0,
     weight: Annotated[float, typer.Option(min=0.001, max=1000, help="2: twice as much as tenants of weight 1.")] = 1.0,
     burst_s: Annotated[int, typer.Option(min=1, help="So many seconds' worth of a rate may come at once.")] = 10,
+    memory_percent: Annotated[int, typer.Option(min=0, max=90, help="0: as the pool's nodes say.")] = 0,
+    highest_class: Annotated[ClassName, typer.Option(help="The most urgent class it may ask for.")] = "standard",
     label: Annotated[str, typer.Option(help="What the key is for.")] = "",
     redis_url: RedisUrl = None,
 ) -> None:
@@ -51,11 +54,15 @@ def add(
             tokens_per_minute=tokens_per_minute,
             weight=weight,
             burst_s=burst_s,
+            memory_percent=memory_percent,
         )
     except ValidationError as error:
         raise request_error(error) from error
     pepper, scopes = KeySettings.load().key_pepper, scope or ["infer"]
-    key, _ = _run(redis_url, lambda store: store.add(tenant, scopes, terms, label=label, pepper=pepper))
+    key, _ = _run(
+        redis_url,
+        lambda store: store.add(tenant, scopes, terms, highest_class=highest_class, label=label, pepper=pepper),
+    )
     print(key)
 
 

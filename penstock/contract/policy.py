@@ -13,16 +13,23 @@ simulator its queue with what stands here.
 `aging_ms` since it was submitted or the class's last head was served, whichever is later: so a class is never starved,
 and a backlog of a day, however old, does not turn into the most urgent work there is.
 
+*Shares.* Under fair, class 0 goes before class 1 only while its tenant is within its share. A tenant is above its share
+while it used more in this and the last window of `share_window_ms` than the mean of all tenants with queued work. Use is
+what turns count: predicted KV-token-milliseconds ÷ weight at each start, corrected at the end. Class 0 of a tenant above
+its share counts as class 1 and stands behind it. So a tenant at the highest class cannot keep another below half of its
+fair share for longer than two windows and the jobs that were running then. Class 2 gives way to both by its own choice.
+
 *Bypass.* One that does not fit may be passed by others until it is `bypass_ms` old; then whoever makes room for it
 starts nobody who stands behind it. Of a pool's nodes one does that, and the others go on.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from penstock.contract.priority import NUM_PRIORITIES
 
@@ -34,7 +41,11 @@ MAX_DEBTS = 1000
 """Tenants whose debt is remembered: the largest debts of a class."""
 HOLD_MS = 1000.0
 """How long a KV token of a job's cost is assumed to be held before any job has ended."""
+SHARE_WINDOW_MS = 10_000
+"""What a tenant used counts for its share in the window in which it was charged and in the next one."""
 _HOLD_WEIGHT = 0.05
+_MAX_CHARGE = 1e15
+"""Larger ones are no integers to Lua."""
 
 
 class Candidate(Protocol):
@@ -84,17 +95,19 @@ class Policy:
     name: PolicyName = "fcfs"
     aging_ms: int = 60_000
     bypass_ms: int = 2_000
+    share_window_ms: int = SHARE_WINDOW_MS
 
     def longest_wait_ms(self, priority: int, num_before: int, turnover_ms: int) -> int:
         """The longest that one of this class waits with `num_before` before it in its class, whatever others send.
 
             (num_before + 1) × (rise × aging_ms + 3 × turnover_ms)
 
-        `rise` is the classes its head has to rise to be the next one: as many as its class, under sjf at least one.
+        `rise` is the classes its head has to rise to be the next one: as many as its class, under sjf at least one, and
+        under fair too, where class 0 of a tenant above its share stands behind class 1.
         `turnover_ms` is the longest until room for one job is free that nobody passes; risen heads of the other two
         classes may go first. Not for fcfs, where who came before is all there is.
         """
-        rise = max(priority, 1) if self.name == "sjf" else priority
+        rise = priority if self.name == "priority" else max(priority, 1)
         return (num_before + 1) * (rise * self.aging_ms + 3 * turnover_ms)
 
 
@@ -144,12 +157,66 @@ class Turns:
             del self.debts[min(self.debts, key=lambda name: self.debts[name])]
 
 
+class RecentUse:
+    """What each tenant was charged in this window of time and in the last one, in whole KV-token-ms ÷ weight."""
+
+    def __init__(self, window_ms: float) -> None:
+        self._window_ms = window_ms
+        self._index = 0
+        self.this: dict[str, int] = {}
+        self.last: dict[str, int] = {}
+
+    def note(self, tenant: str, amount: float, now_ms: float) -> None:
+        """A tenant is charged, or gets back what it was charged too much (negative)."""
+        self._turn_to(now_ms)
+        whole = math.floor(max(-_MAX_CHARGE, min(_MAX_CHARGE, amount)) + 0.5)
+        self.this[tenant] = self.this.get(tenant, 0) + whole
+
+    def of(self, tenant: str, now_ms: float) -> int:
+        """What a tenant used lately."""
+        self._turn_to(now_ms)
+        return max(0, self.this.get(tenant, 0) + self.last.get(tenant, 0))
+
+    def _turn_to(self, now_ms: float) -> None:
+        index = math.floor(now_ms / self._window_ms)
+        if index != self._index:
+            self.this, self.last = {}, self.this if index == self._index + 1 else {}
+            self._index = index
+
+
 @dataclass(slots=True)
 class Standing:
-    """What is remembered from one look at the queue to the next, per class."""
+    """What is remembered from one look at the queue to the next."""
 
+    share_window_ms: float = SHARE_WINDOW_MS
+    use: RecentUse = field(init=False)
     turns: list[Turns] = field(default_factory=lambda: [Turns() for _ in range(NUM_PRIORITIES)])
+    """Per class."""
     head_served_ms: list[float] = field(default_factory=lambda: [0.0] * NUM_PRIORITIES)
+    """Per class."""
+
+    def __post_init__(self) -> None:
+        self.use = RecentUse(self.share_window_ms)
+
+    def start(self, one: Candidate, now_ms: float) -> None:
+        """A candidate is started: its tenant is charged."""
+        self.turns[one.priority].start(one.tenant, one.charge)
+        self.use.note(one.tenant, one.charge, now_ms)
+
+    def correct(self, priority: int, tenant: str, by: float, now_ms: float) -> None:
+        """What a tenant was charged was too little, or too much (negative)."""
+        self.turns[priority].correct(tenant, by)
+        self.use.note(tenant, by, now_ms)
+
+    def share_test(self, now_ms: float) -> Callable[[str], bool]:
+        """A function that says whether a tenant is within its share of what those with queued work used lately."""
+        waiting = set().union(*(turns.times for turns in self.turns))
+
+        def is_within(tenant: str) -> bool:
+            total = sum(self.use.of(name, now_ms) for name in waiting)
+            return self.use.of(tenant, now_ms) * len(waiting) <= total
+
+        return is_within
 
 
 def choose(
@@ -170,7 +237,7 @@ def choose(
     for candidate, urgency, is_head in _in_order(list(waiting), policy, standing, now_ms):
         if fits(candidate, urgency):
             chosen.append(candidate)
-            standing.turns[candidate.priority].start(candidate.tenant, candidate.charge)
+            standing.start(candidate, now_ms)
             if is_head:
                 standing.head_served_ms[candidate.priority] = now_ms
             continue
@@ -211,7 +278,48 @@ def _in_order(waiting: list[C], policy: Policy, standing: Standing, now_ms: floa
         yield from ((one, LEAST_URGENT, False) for one in sorted(waiting, key=_age))
         return
     classes = [[one for one in waiting if one.priority == p] for p in range(NUM_PRIORITIES)]
-    heads = [_head(members, policy, standing.turns[p]) for p, members in enumerate(classes)]
+    lines = [_Line(members, policy, standing.turns[p]) for p, members in enumerate(classes)]
+    heads = [line.head() for line in lines]
+    risen = _risen(heads, policy, standing, now_ms)
+    is_within = standing.share_test(now_ms) if policy.name == "fair" and classes[0] else _anyone
+    while (found := _next_of(lines, risen, is_within)) is not None:
+        one, urgency = found
+        yield one, urgency, one is heads[one.priority]
+
+
+def _next_of(
+    lines: list[_Line[C]], risen: list[tuple[float, int, C]], is_within: Callable[[str], bool]
+) -> tuple[C, int] | None:
+    """The next candidate and the class it counts as. Interactive work of tenants above their share counts as standard
+    and stands behind it; this is asked anew for each, as what was just taken has changed the shares."""
+    interactive, standard, batch = lines
+
+    def risen_to(p: int) -> C | None:
+        if not risen or risen[0][0] > p:
+            return None
+        head = risen.pop(0)[2]
+        lines[head.priority].remove(head)
+        return head
+
+    steps: tuple[tuple[Callable[[], C | None], int], ...] = (
+        (lambda: risen_to(0), 0),
+        (lambda: interactive.take(is_within), 0),
+        (lambda: risen_to(1), 1),
+        (standard.take, 1),
+        (interactive.take, 1),
+        (lambda: risen_to(2), 2),
+        (batch.take, 2),
+    )
+    for take, urgency in steps:
+        if (one := take()) is not None:
+            return one, urgency
+    return None
+
+
+def _risen(
+    heads: list[C | None], policy: Policy, standing: Standing, now_ms: float
+) -> list[tuple[float, int, C]]:
+    """(level, -class, head) of the heads that count as more than their class, the most urgent one first."""
     risen = []
     for p, head in enumerate(heads):
         if head is not None:
@@ -219,38 +327,48 @@ def _in_order(waiting: list[C], policy: Policy, standing: Standing, now_ms: floa
             level = p - max(0, now_ms - since_ms) // policy.aging_ms
             if level < p:
                 risen.append((level, -p, head))
-    risen.sort(key=lambda one: one[:2])
-    for p, members in enumerate(classes):
-        while risen and risen[0][0] <= p:
-            _, _, head = risen.pop(0)
-            classes[head.priority].remove(head)
-            yield head, p, True
-        yield from ((one, p, one is heads[p]) for one in _in_class(members, policy, standing.turns[p]))
+    return sorted(risen, key=lambda one: one[:2])
 
 
-def _in_class(members: list[C], policy: Policy, turns: Turns) -> Iterator[C]:
-    if policy.name == "fair":
-        yield from _in_turn(members, turns)
-    elif policy.name == "sjf":
-        yield from sorted(members, key=lambda one: (one.cost, *_age(one)))
-    else:
-        yield from sorted(members, key=_age)
+class _Line(Generic[C]):
+    """What waits of one class, in the policy's order; under fair one queue a tenant, whose turns may move meanwhile."""
+
+    def __init__(self, members: list[C], policy: Policy, turns: Turns) -> None:
+        self._turns = turns if policy.name == "fair" else None
+        self._queues: dict[str, deque[C]] = {}
+        by_cost = policy.name == "sjf"
+        for one in sorted(members, key=lambda one: (one.cost, *_age(one)) if by_cost else _age(one)):
+            self._queues.setdefault(one.tenant if self._turns else "", deque()).append(one)
+        self._head = self._first(_anyone) if self._turns else min(members, key=_age, default=None)
+
+    def head(self) -> C | None:
+        """The one that aging looks at."""
+        return self._head
+
+    def take(self, may: Callable[[str], bool] | None = None) -> C | None:
+        """The next one, of a tenant that may."""
+        one = self._first(may or _anyone)
+        if one is not None:
+            self.remove(one)
+        return one
+
+    def remove(self, one: C) -> None:
+        """Takes out one that goes before its turn."""
+        name = one.tenant if self._turns else ""
+        self._queues[name].remove(one)
+        if not self._queues[name]:
+            del self._queues[name]
+
+    def _first(self, may: Callable[[str], bool]) -> C | None:
+        if self._turns is None:
+            return self._queues[""][0] if self._queues else None
+        times = self._turns.times
+        able = [name for name in self._queues if may(name)]
+        return self._queues[min(able, key=lambda name: (times[name], name))][0] if able else None
 
 
-def _in_turn(members: list[C], turns: Turns) -> Iterator[C]:
-    """Of the tenant with the least time its oldest; whoever is started moves its tenant's time on meanwhile."""
-    queues: dict[str, deque[C]] = {}
-    for one in sorted(members, key=_age):
-        queues.setdefault(one.tenant, deque()).append(one)
-    while queues:
-        tenant = min(queues, key=lambda name: (turns.times[name], name))
-        yield queues[tenant].popleft()
-        if not queues[tenant]:
-            del queues[tenant]
-
-
-def _head(members: list[C], policy: Policy, turns: Turns) -> C | None:
-    return next(_in_turn(members, turns), None) if policy.name == "fair" else min(members, key=_age, default=None)
+def _anyone(tenant: str) -> bool:
+    return True
 
 
 def _age(one: Candidate) -> tuple[float, str]:

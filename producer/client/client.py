@@ -19,6 +19,7 @@ from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedP
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
+from penstock.contract.rights import allowed_class
 from penstock.contract.settings import RedisSettings
 from penstock.contract.terms import Terms
 from penstock.contract.wire import PoolPressure
@@ -53,6 +54,7 @@ class AsyncClient:
         self.stats = ClientStats()
         self._tenant = tenant
         self._terms = Terms(weight=settings.weight)
+        self._highest_class = settings.highest_class
         self._redis = connect(url)
         broker = ProducerBroker(self._redis)
         self._figures = FiguresBroker(self._redis)
@@ -133,6 +135,7 @@ class AsyncClient:
         self._courier.require_open()
         record = await self._choose(options)
         job = build_job(prompt, options, record, self._tenant)
+        allowed_class(job.priority.label, self._highest_class, "this client (highest_class)")
         door = self._door(job.pool)
         cost = estimate_cost(job, record, (await door.recent()).nodes)
         await self._courier.ask(lambda _: self._inbox.greet(job.pool))

@@ -12,7 +12,7 @@ from penstock.contract.wire import decode_chunks
 
 OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took", "queued", "bytes"}
 OF_THE_POOL |= {"count", "adapters"}
-OF_POLICY = {"turn", "vtime", "debt", "head", "hold"}
+OF_POLICY = {"turn", "vtime", "debt", "head", "hold", "used"}
 Dump = dict[str, Any]
 
 
@@ -84,6 +84,8 @@ def check_policy(found: Dump, model: QueueModel) -> None:
         assert float(found.get(f"vtime:{p}", 0)) == turns.now
         served_ms = int(found.get("head", {}).get(str(p).encode(), 0))
         assert abs(served_ms - model.standing.head_served_ms[p]) < 3_600_000
+    (used,) = [value for name, value in found.items() if name.startswith("used:")] or [{}]
+    assert {tenant.decode(): int(value) for tenant, value in used.items()} == model.standing.use.this
     holds = {node.decode(): value.decode().split() for node, value in found.get("hold", {}).items()}
     assert {node: held for node, (held, until_ms) in holds.items() if int(until_ms) > 1} == model.holds
 

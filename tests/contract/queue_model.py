@@ -11,6 +11,8 @@ PROGRESS_CHUNKS = 4
 MAX_LOSSES = 3
 MAX_PREEMPTIONS = 3
 SUSPECTS = "suspects"
+SHARE_WINDOW_MS = 10**12
+"""So long that no run crosses from one window into the next."""
 KV_TOTAL = 300
 SLOTS_TOTAL = 8
 TERMINAL = ("done", "failed", "cancelled", "expired")
@@ -142,7 +144,7 @@ class QueueModel:
     def __init__(self, policy: Policy, now_ms: int) -> None:
         self.policy = policy
         self.now_ms = now_ms
-        self.standing = Standing()
+        self.standing = Standing(policy.share_window_ms)
         self.jobs: dict[str, ModelJob] = {}
         self.nodes: dict[str, ModelNode] = {}
         self.holds: dict[str, str] = {}
@@ -204,7 +206,7 @@ class QueueModel:
     def _requeue(self, job: ModelJob) -> None:
         job.requeue()
         self.standing.turns[job.priority].enter(job.tenant)
-        self.standing.turns[job.priority].correct(job.tenant, -job.charge)
+        self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms)
 
     def emit(self, job: ModelJob, node: ModelNode, lease: str, index: int, chunks: list[bytes]) -> str:
         node.is_silent = False
@@ -231,7 +233,7 @@ class QueueModel:
         job.append(index, chunks)
         job.end("done", "")
         if kv_ms is not None:
-            self.standing.turns[job.priority].correct(job.tenant, kv_ms / job.weight - job.charge)
+            self.standing.correct(job.priority, job.tenant, kv_ms / job.weight - job.charge, self.now_ms)
         return "OK"
 
     def _others(self, job: ModelJob, lacks: set[str]) -> bool:

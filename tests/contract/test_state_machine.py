@@ -18,6 +18,7 @@ from contract.queue_model import (
     KV_TOTAL,
     MAX_LOSSES,
     PROGRESS_CHUNKS,
+    SHARE_WINDOW_MS,
     SLOTS_TOTAL,
     TERMINAL,
     ModelJob,
@@ -51,6 +52,7 @@ SCHEMA = {
     "progress_chunks": PROGRESS_CHUNKS,
     "reattach_grace_ms": FOREVER_MS,
     "abandon_after_ms": FOREVER_MS,
+    "share_window_ms": SHARE_WINDOW_MS,
 }
 NODES = {"n0": "r1", "n1": "r1", "n2": "r1", "n3": "r2"}
 node_names = st.sampled_from(sorted(NODES))
@@ -105,7 +107,7 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(("fcfs", "priority", "sjf", "fair")), bypass_ms=st.sampled_from((0, 24, 10**6)))
     def start(self, name: PolicyName, bypass_ms: int) -> None:
         """Most of what can happen needs a node and jobs."""
-        self.model = QueueModel(Policy(name, AGING_MS, bypass_ms * AGING_MS), self.run(self.queue.now_ms()))
+        self.model = QueueModel(Policy(name, AGING_MS, bypass_ms * AGING_MS, SHARE_WINDOW_MS), self.run(self.queue.now_ms()))
         for node in ("n0", "n1", "n2"):
             self.join(node)
         for cost in (10, 120, 10, 200):

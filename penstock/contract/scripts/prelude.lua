@@ -6,8 +6,11 @@
 -- checks memory only before the first write, so it refuses submits and nothing else.
 -- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
 --   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
---   urgency charge weight bytes idem lacks
+--   urgency charge weight bytes idem lacks kept ms_per_token account stored fetched
 -- `entry` says where a queued one stands: its place in its tenant's stream, LATER, or '' for the given-back ones.
+-- `kept` is what an open job counts against its tenant's memory, `stored` what it counts once it has ended: bytes of its
+-- log, of a result that expires by itself, of a dead letter's request, and of all else. `fetched` is when a large result
+-- goes because it was delivered. `ms_per_token` is of the tenant's token rate, with `charged` tokens at submit.
 -- `loss_nodes` is node@ms of each loss since it last made progress; `lacks` names the nodes without its adapter.
 
 local P = string.sub(KEYS[1], 1, -8)
@@ -18,6 +21,9 @@ local MAX_MESSAGE_BYTES = 262144
 local LATER = 'later'
 local MAX_LET_IN = 64
 local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
+local LARGE_RESULT_BYTES, RECORD_BYTES, LOG_PAGE = 65536, 2048, 500
+local DAY_MS, USAGE_LIFE_DAYS, MAX_RATE_DEBT_MS = 86400000, 92, 86400000
+local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 local JOB_FIELDS = {'state', 'tenant', 'p', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background', 'inboxes',
   'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'mark', 'preemptions',
   'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge', 'weight'}
@@ -178,6 +184,20 @@ end
 
 local function weight_of(job) return tonumber(job.weight) or 1 end
 
+-- What a tenant used in this window and the last one (policy.py, RecentUse): all classes, KV-token-ms ÷ weight.
+
+local function share_window()
+  local length = tonumber(redis.call('HGET', KEYS[1], 'share_window_ms') or '') or SHARE_WINDOW_MS
+  return length, math.floor(clock() / length)
+end
+
+local function note_use(tenant, amount)
+  local length, window = share_window()
+  local whole = math.floor(math.max(-MAX_CHARGE, math.min(MAX_CHARGE, amount)) + 0.5)
+  redis.call('HINCRBY', P .. ':used:' .. window, tenant, whole)
+  redis.call('PEXPIRE', P .. ':used:' .. window, 2 * length)
+end
+
 -- Charges a tenant for a job that is taken; to be called while the job is still queued.
 local function start_turn(job, charge)
   local time, now = tonumber(redis.call('ZSCORE', turn_key(job), job.tenant) or '0'), virtual_now(job)
@@ -186,10 +206,12 @@ local function start_turn(job, charge)
     redis.call('ZREMRANGEBYSCORE', debt_key(job), '-inf', time)
   end
   redis.call('ZINCRBY', turn_key(job), charge, job.tenant)
+  note_use(job.tenant, charge)
 end
 
 -- What was charged was too little, or too much (negative).
 local function correct_turn(job, by)
+  note_use(job.tenant, by)
   if redis.call('ZSCORE', turn_key(job), job.tenant) then
     redis.call('ZINCRBY', turn_key(job), by, job.tenant)
   else

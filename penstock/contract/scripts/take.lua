@@ -138,9 +138,39 @@ end
 
 -- Order --------------------------------------------------------------------------------------------
 -- A queue of one class is {head, next}: the job that aging looks at, and a function that gives one job after the other.
+-- Under fair the latter gives jobs of those tenants that `may` lets.
 -- `tried` holds ids that a queue must not give again; `took` is told what was taken.
 
 local tried = {}
+
+-- Whether a tenant used no more lately than the mean of those with queued work; changes with what is taken.
+local uses, num_tenants, total_use = nil, 0, 0
+
+local function read_uses()
+  uses = {}
+  local _, window = share_window()
+  local this = redis.call('HGETALL', P .. ':used:' .. window)
+  local last = redis.call('HGETALL', P .. ':used:' .. (window - 1))
+  for _, found in ipairs({this, last}) do
+    for at = 1, #found, 2 do uses[found[at]] = (uses[found[at]] or 0) + tonumber(found[at + 1]) end
+  end
+  local names = redis.call('HKEYS', P .. ':queued')
+  num_tenants = #names
+  for _, name in ipairs(names) do total_use = total_use + math.max(0, uses[name] or 0) end
+end
+
+local function is_within_share(tenant)
+  return not uses or math.max(0, uses[tenant] or 0) * num_tenants <= total_use
+end
+
+local function note_taken(tenant, charge)
+  if not uses then return end
+  local before = uses[tenant] or 0
+  uses[tenant] = before + math.floor(math.min(MAX_CHARGE, charge) + 0.5)
+  total_use = total_use + math.max(0, uses[tenant]) - math.max(0, before)
+end
+
+local function anyone() return true end
 
 local function queue_by_age(p)
   local read = reader_of_index(at_most(MAX_LOOKED), P .. ':wait:' .. p)
@@ -205,20 +235,20 @@ local function queue_by_turn(p)
     return tenant.job
   end
 
-  local function whose_turn()
+  local function whose_turn(may)
     local best
     for _, tenant in ipairs(tenants) do
       local is_first = not best or tenant.time < best.time or (tenant.time == best.time and tenant.name < best.name)
-      if is_first and oldest_of(tenant) then best = tenant end
+      if is_first and may(tenant.name) and oldest_of(tenant) then best = tenant end
     end
     return best
   end
 
-  local first = whose_turn()
+  local first = whose_turn(anyone)
   return {
     head = first and first.job,
-    next = function()
-      local tenant = whose_turn()
+    next = function(may)
+      local tenant = whose_turn(may)
       local job = tenant and tenant.job
       if tenant then tenant.job = nil end
       return job
@@ -289,6 +319,7 @@ local function try(job, urgency, is_head)
   local queue = queues[tonumber(job.p)]
   job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
   if queue and queue.took then queue.took(job, job.charge) end
+  note_taken(job.tenant, job.charge)
   taken[#taken + 1] = job
   return not is_alone
 end
@@ -331,16 +362,19 @@ end
 
 local function walk_by_class()
   for p = 0, LEAST_URGENT do queues[p] = QUEUES[policy](p) end
+  if policy == 'fair' and redis.call('ZCARD', P .. ':wait:0') > 0 then read_uses() end
   local risen = risen_heads()
-  for p = 0, LEAST_URGENT do
-    while risen[1] and risen[1].level <= p do
-      local head = table.remove(risen, 1)
-      if not try(head.job, p, true) then return end
-    end
-    for job in queues[p].next do
-      if not try(job, p, job == queues[p].head) then return end
-    end
+  local function risen_to(p) return risen[1] and risen[1].level <= p and table.remove(risen, 1).job end
+  -- Interactive jobs of tenants above their share count as standard and stand behind those; asked anew for each.
+  local function upcoming()
+    local job = risen_to(0) or queues[0].next(is_within_share)
+    if job then return job, 0 end
+    job = risen_to(1) or queues[1].next(anyone) or queues[0].next(anyone)
+    if job then return job, 1 end
+    return risen_to(2) or queues[2].next(anyone), 2
   end
+  local job, urgency = upcoming()
+  while job and try(job, urgency, job == queues[tonumber(job.p)].head) do job, urgency = upcoming() end
 end
 
 if not runs_suspect() then
