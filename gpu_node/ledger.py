@@ -160,13 +160,28 @@ class HeldJob:
 
     def result(self) -> bytes:
         """The packed result, as far as the job got; nothing while it is not known what earlier nodes logged of it."""
-        if self.taken.num_chunks and not self._chunks:
+        if not self._is_known:
             return b""
         choices = tuple(
             Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason, tuple(c.logprobs))
             for i, c in enumerate(self._choices)
         )
         return results.encode_result(choices, self._usage(), self._cuts, self._prompt_logprobs)
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether this node knows all of the job, what earlier nodes logged of it too."""
+        return bool(self._chunks) or not self.taken.num_chunks
+
+    @property
+    def usage_so_far(self) -> Usage | None:
+        """Tokens that the job used; None where that is not known."""
+        return self._usage() if self._is_known else None
+
+    @property
+    def log_bytes(self) -> int | None:
+        """Bytes of all its chunks; None where that is not known."""
+        return sum(map(len, self._chunks)) if self._is_known else None
 
     def _usage(self) -> Usage:
         if self.usage is not None:

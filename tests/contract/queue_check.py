@@ -11,7 +11,7 @@ from contract.queue_model import TERMINAL, ModelJob, QueueModel
 from penstock.contract.wire import decode_chunks
 
 OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took", "queued", "bytes"}
-OF_THE_POOL |= {"count", "adapters"}
+OF_THE_POOL |= {"count", "adapters", "kept", "expiry", "usage"}
 OF_POLICY = {"turn", "vtime", "debt", "head", "hold", "used"}
 Dump = dict[str, Any]
 
@@ -74,6 +74,29 @@ def check_sets(found: Dump, model: QueueModel) -> None:
     assert {tenant.decode(): int(cost) for tenant, cost in found.get("queued", {}).items()} == of_tenants
     known = {node.name for node in model.nodes.values() if node.is_known}
     assert _members("nodes", found.get("nodes", [])) == known
+
+
+def check_owned(found: Dump, model: QueueModel) -> None:
+    """What each tenant keeps is the sum of what its jobs may come to hold and of what is stored of its ended ones."""
+    kept: dict[str, int] = {}
+    stored: dict[str, int] = {}
+    for job in model.jobs.values():
+        record = found[f"job:{job.job_id}"]
+        if job.state not in TERMINAL:
+            kept[job.tenant] = kept.get(job.tenant, 0) + int(record[b"bytes"])
+            continue
+        sizes = zip(("log", "out", "in", "job"), map(int, record[b"stored"].split()), strict=True)
+        stored |= {f"{size} {job.tenant} {name}:{job.job_id}": size for name, size in sizes if size}
+        assert int(record[b"stored"].split()[0]) == sum(map(len, found[f"log:{job.job_id}"]))
+    for member, size in stored.items():
+        kept[member.split()[1]] = kept.get(member.split()[1], 0) + size
+    assert {member.decode() for member, _ in found.get("expiry", [])} == stored.keys()
+    assert {tenant.decode(): int(size) for tenant, size in found.get("kept", {}).items()} == kept
+    used: dict[str, int] = {}
+    for name in [name for name in found if name.startswith("usage:")]:
+        for what, count in found[name].items():
+            used[what.decode()] = used.get(what.decode(), 0) + int(count)
+    assert used == model.used
 
 
 def check_policy(found: Dump, model: QueueModel) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import pytest
 import redis as sync_redis
 from contract.harness import POOL, FakeNode, P, Queue, new_job
-from contract.queue_check import check_jobs, check_lives, check_policy, check_sets, dump
+from contract.queue_check import check_jobs, check_lives, check_owned, check_policy, check_sets, dump
 from contract.queue_model import (
     KV_TOTAL,
     MAX_LOSSES,
@@ -34,7 +34,7 @@ from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.node import Emission, SweptError, Taken
 from penstock.contract.errors import ConflictError, InvariantError
-from penstock.contract.job import MAX_DEADLINE_S, Chunk, Job, Outcome, Priority, SamplingParams
+from penstock.contract.job import MAX_DEADLINE_S, Chunk, Job, Outcome, Priority, SamplingParams, Usage
 from penstock.contract.policy import Policy, PolicyName
 from penstock.contract.terms import Terms
 from penstock.contract.wire import NodePressure, encode_chunk, encode_record
@@ -102,7 +102,10 @@ class QueueMachine(RuleBasedStateMachine):
     @staticmethod
     def chunks(taken: Taken, index: int, count: int) -> list[bytes]:
         """Chunks that say which lease made them."""
-        return [encode_chunk(Chunk(taken.job_id, i, text=f"{taken.lease} {i}")) for i in range(index, index + count)]
+        return [
+            encode_chunk(Chunk(taken.job_id, i, token_ids=(i,) * (i % 3), text=f"{taken.lease} {i}"))
+            for i in range(index, index + count)
+        ]
 
     @initialize(name=st.sampled_from(("fcfs", "priority", "sjf", "fair")), bypass_ms=st.sampled_from((0, 24, 10**6)))
     def start(self, name: PolicyName, bypass_ms: int) -> None:
@@ -284,15 +287,21 @@ class QueueMachine(RuleBasedStateMachine):
         count=st.integers(0, 2),
         times=st.integers(1, 2),
         kv_ms=st.sampled_from((None, 0.0, 7.5, 1e5)),
+        usage=st.sampled_from((None, Usage(7, 100, 3), Usage(5, 0))),
     )
-    def finish(self, pick: int, ahead: int, count: int, times: int, kv_ms: float | None) -> None:
+    def finish(
+        self, pick: int, ahead: int, count: int, times: int, kv_ms: float | None, usage: Usage | None = None
+    ) -> None:
         job, node, taken = self.handle(pick)
         index = len(job.log) + ahead
         chunks = self.chunks(taken, index, count)
         last = Emission(job.job_id, taken.lease, index, tuple(chunks))
         for _ in range(times):
-            answer = self.run(node.broker.finish(last, Outcome("done"), b"result", kv_ms=kv_ms))
-            assert answer == self.model.finish(job, self.model.nodes[node.name], taken.lease, index, chunks, kv_ms)
+            size = None if kv_ms is None else sum(map(len, job.log[:index] + chunks))
+            call = node.broker.finish(last, Outcome("done"), b"result", kv_ms=kv_ms, usage=usage, log_bytes=size)
+            answer = self.run(call)
+            known = self.model.nodes[node.name]
+            assert answer == self.model.finish(job, known, taken.lease, index, chunks, kv_ms, usage)
 
     @precondition(lambda self: self.handles)
     @rule(pick=picks, cost=st.sampled_from((5, 70, 400)), roomy=st.none() | st.sets(node_names))
@@ -398,6 +407,7 @@ class QueueMachine(RuleBasedStateMachine):
         check_sets(found, self.model)
         check_policy(found, self.model)
         check_jobs(found, self.model)
+        check_owned(found, self.model)
         check_lives(self.sync, self.model)
         for job_id, job in self.model.jobs.items():
             if job.state in TERMINAL:

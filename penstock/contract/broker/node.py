@@ -13,7 +13,7 @@ from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
 from penstock.contract.broker.sweep import sweep
 from penstock.contract.errors import ConfigError, InvariantError
-from penstock.contract.job import Chunk, Outcome, Priority
+from penstock.contract.job import Chunk, Outcome, Priority, Usage
 from penstock.contract.policy import HOLD_MS
 from penstock.contract.wire import NodePressure, PoolRecord
 
@@ -184,15 +184,29 @@ class NodeBroker:
             answers += [a.decode() for a in await self._call("emit", scripts.packed(rows))]
         return answers
 
-    async def finish(self, last: Emission, outcome: Outcome, result: bytes, *, kv_ms: float | None = None) -> str:
+    async def finish(
+        self,
+        last: Emission,
+        outcome: Outcome,
+        result: bytes,
+        *,
+        kv_ms: float | None = None,
+        usage: Usage | None = None,
+        log_bytes: int | None = None,
+    ) -> str:
         """Ends a job with its last chunks; answers OK, FENCED, `NEED n` or GONE; repeating it is harmless.
 
         `kv_ms` is what its tenant pays: the KV tokens it held times the milliseconds it held them; None: as predicted.
+        `usage` is counted to its tenant, `log_bytes` are of all its chunks; None: the script reads its log.
         """
+        used = ("", "", "") if usage is None else (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        size = "" if log_bytes is None else log_bytes
         end = (outcome.state, outcome.code, outcome.message[:MAX_MESSAGE_CHARS], outcome.param)
         place = (last.job_id, last.lease, last.index)
         answer = await self._call(
-            "finish", *place, *end, "" if kv_ms is None else kv_ms, result, len(last.chunks), *last.chunks
+            "finish",
+            *(*place, *end, "" if kv_ms is None else kv_ms, result),
+            *(*used, size, len(last.chunks), *last.chunks),
         )
         return cast(bytes, answer).decode()
 

@@ -31,6 +31,8 @@ from penstock.contract.terms import UNLIMITED, Terms
 from penstock.contract.wire import PoolPressure, PoolRecord
 
 _LOG = logging.getLogger(__name__)
+LARGE_RESULT_BYTES = 65_536
+"""Of prelude.lua: a larger result goes a log's life after it was delivered."""
 _STATUS_FIELDS = (
     *("state", "tenant", "p", "submitted", "taken", "first", "finished"),
     *("chunks", "preemptions", "losses", "code", "message", "param"),
@@ -113,7 +115,7 @@ class ProducerBroker:
             hashlib.blake2b(idem.encode(), digest_size=16).hexdigest() if idem else "",
             estimate_bytes(job, len(request)),
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
-            *(terms.burst_s, terms.weight, job.not_before_ms or 0),
+            *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
         )
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):
@@ -161,7 +163,9 @@ class ProducerBroker:
         return [chunk for entry in entries for chunk in wire.decode_chunks(entry)]
 
     async def result(self, job_id: str, tenant: str) -> Result | None:
-        """A job's terminal record, None while it has none; raises NotFoundError."""
+        """A job's terminal record, None while it has none; raises NotFoundError, also for a large result that is gone
+        because it was delivered. A large one goes a log's life after this.
+        """
         fields = await self._record(job_id, tenant)
         outcome = _outcome(fields)
         if outcome is None:
@@ -170,7 +174,11 @@ class ProducerBroker:
             data = await self._redis.get(keys.result(job_id))
         times = _times_ms(fields)
         if data is None:
+            if outcome.state == "done":
+                raise NotFoundError(f"the result of job {job_id} is no longer kept", code="result_expired")
             return Result(job_id, outcome, (), None, *times)
+        if len(data) > LARGE_RESULT_BYTES:
+            await scripts.call(self._redis, "deliver", pool_of(job_id), job_id, tenant)
         return results.decode_result(cast(bytes, data), job_id, outcome, times)
 
     async def read_beat(self, pool: str, inbox: str) -> None:
@@ -284,6 +292,9 @@ def _busy_error(what: str, limit: int, retry_after_ms: int) -> BusyError:
     if what == "memory":
         message = f"Redis is {limit} % full, with what open jobs may still write"
         return BusyError(message, code="redis_full", retry_after_ms=retry_after_ms)
+    if what == "tenant's memory":
+        message = f"this tenant's limit of {limit} % of Redis's memory is reached by its jobs and results"
+        return BusyError(message, code="memory_share_exceeded", retry_after_ms=retry_after_ms)
     whose, _, rest = what.rpartition("'s ")
     if whose:
         message = f"this tenant's limit of {limit} {rest} is reached"

@@ -6,11 +6,11 @@
 -- checks memory only before the first write, so it refuses submits and nothing else.
 -- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
 --   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
---   urgency charge weight bytes idem lacks kept ms_per_token account stored fetched
+--   urgency charge weight bytes idem lacks owned ms_per_token charged account stored result_until
 -- `entry` says where a queued one stands: its place in its tenant's stream, LATER, or '' for the given-back ones.
--- `kept` is what an open job counts against its tenant's memory, `stored` what it counts once it has ended: bytes of its
--- log, of a result that expires by itself, of a dead letter's request, and of all else. `fetched` is when a large result
--- goes because it was delivered. `ms_per_token` is of the tenant's token rate, with `charged` tokens at submit.
+-- `owned`: while it is open, its `bytes` count in P:kept. `stored`: what counts there once it has ended, as bytes of its
+-- log, of a large result, of a dead letter's request, and of all else. `result_until`: when a large result goes because
+-- it was delivered. `ms_per_token` and `charged` are of its tenant's token rate, where there is one.
 -- `loss_nodes` is node@ms of each loss since it last made progress; `lacks` names the nodes without its adapter.
 
 local P = string.sub(KEYS[1], 1, -8)
@@ -22,7 +22,7 @@ local LATER = 'later'
 local MAX_LET_IN = 64
 local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
 local LARGE_RESULT_BYTES, RECORD_BYTES, LOG_PAGE = 65536, 2048, 500
-local DAY_MS, USAGE_LIFE_DAYS, MAX_RATE_DEBT_MS = 86400000, 92, 86400000
+local DAY_MS, USAGE_DAYS = 86400000, 92
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 local JOB_FIELDS = {'state', 'tenant', 'p', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background', 'inboxes',
   'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'mark', 'preemptions',
@@ -315,19 +315,129 @@ local function terminal_chunk(id, index, state, code, message, param)
     pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
 end
 
+-- Stored bytes ------------------------------------------------------------------------------------
+-- P:kept has per tenant what its jobs may come to hold while they are open, and what is stored of them afterwards. A key
+-- that expires runs no script, so P:expiry has what is to be subtracted then: `<bytes> <tenant> <key>`, by when it goes.
+
+local function count_kept(tenant, by)
+  if by ~= 0 and redis.call('HINCRBY', P .. ':kept', tenant, by) == 0 then redis.call('HDEL', P .. ':kept', tenant) end
+end
+
+local function kept_member(bytes, tenant, key) return string.format('%d %s %s', bytes, tenant, key) end
+
+local function keep(tenant, key, bytes, till)
+  if bytes == 0 then return end
+  redis.call('ZADD', P .. ':expiry', till, kept_member(bytes, tenant, key))
+  count_kept(tenant, bytes)
+end
+
+local function release(member)
+  local bytes, tenant = string.match(member, '^(%d+) (%S+) ')
+  if redis.call('ZREM', P .. ':expiry', member) == 1 then count_kept(tenant, -tonumber(bytes)) end
+end
+
+-- Subtracts what has expired since this was last asked.
+local function release_due(now, most)
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', now, 'LIMIT', 0, most)) do release(member) end
+end
+
+-- A job's `stored` as numbers: log, large result, dead letter's request, the rest; nil of one that has none.
+local function stored_of(text)
+  local log, out, request, rest = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+)$')
+  if log then return {log = tonumber(log), out = tonumber(out), ['in'] = tonumber(request), job = tonumber(rest)} end
+end
+
+-- Takes a dead letter away, and its request.
+local function unbury(id)
+  local tenant, stored = unpack(redis.call('HMGET', job_key(id), 'tenant', 'stored'))
+  stored = stored_of(stored)
+  redis.call('DEL', P .. ':in:' .. id)
+  if stored then release(kept_member(stored['in'], tenant, 'in:' .. id)) end
+  return redis.call('ZREM', P .. ':dead', id)
+end
+
 -- A dead letter keeps its request, so that it can be looked at and tried again.
 local function bury(job, now)
-  local dead, request = P .. ':dead', P .. ':in:'
-  redis.call('PEXPIRE', request .. job.id, DEAD_LIFE_MS)
-  redis.call('ZADD', dead, now, job.id)
-  for _, id in ipairs(redis.call('ZRANGE', dead, 0, -1 - MAX_DEAD)) do
-    redis.call('DEL', request .. id)
-    redis.call('ZREM', dead, id)
+  redis.call('PEXPIRE', P .. ':in:' .. job.id, DEAD_LIFE_MS)
+  redis.call('ZADD', P .. ':dead', now, job.id)
+  for _, id in ipairs(redis.call('ZRANGE', P .. ':dead', 0, -1 - MAX_DEAD)) do unbury(id) end
+end
+
+-- How long a result lives. A large one that was pushed to its end to a caller that waited for it goes with the log.
+local function result_life(job, schema, bytes)
+  local was_read = job.background == '0' and (job.inboxes ~= '' or job.channel == '1')
+  return bytes > LARGE_RESULT_BYTES and was_read and schema.log_ttl_ms or schema.result_ttl_ms
+end
+
+-- Counts what is stored of a job from its end on. `log`, `out`: bytes of its log and of its result.
+local function store(job, schema, now, log, out, is_dead)
+  local is_large = out > LARGE_RESULT_BYTES
+  local request = is_dead and redis.call('GET', P .. ':in:' .. job.id)
+  local bytes = {log = log, out = is_large and out or 0, ['in'] = request and #request or 0,
+    job = RECORD_BYTES + (is_large and 0 or out)}
+  local record_life = is_dead and math.max(DEAD_LIFE_MS, schema.result_ttl_ms) or schema.result_ttl_ms
+  local out_life = result_life(job, schema, out)
+  keep(job.tenant, 'log:' .. job.id, bytes.log, now + schema.log_ttl_ms)
+  keep(job.tenant, 'out:' .. job.id, bytes.out, now + out_life)
+  keep(job.tenant, 'in:' .. job.id, bytes['in'], now + DEAD_LIFE_MS)
+  keep(job.tenant, 'job:' .. job.id, bytes.job, now + record_life)
+  redis.call('HSET', job_key(job.id), 'stored', string.format('%d %d %d %d', bytes.log, bytes.out, bytes['in'], bytes.job))
+  if out_life < schema.result_ttl_ms then redis.call('HSET', job_key(job.id), 'result_until', now + out_life) end
+end
+
+-- Used tokens -------------------------------------------------------------------------------------
+
+-- Bytes of a job's log and tokens in it, for jobs whose node did not tell.
+local function measure(id)
+  local bytes, tokens, from, page = 0, 0, 0, nil
+  repeat
+    page = redis.call('LRANGE', log_key(id), from, from + LOG_PAGE - 1)
+    for _, chunk in ipairs(page) do
+      local ok, fields = pcall(cmsgpack.unpack, chunk)
+      bytes = bytes + #chunk
+      if ok and type(fields) == 'table' and type(fields.t) == 'table' then tokens = tokens + #fields.t end
+    end
+    from = from + LOG_PAGE
+  until #page < LOG_PAGE
+  return bytes, tokens
+end
+
+-- Once a job, as only its end calls this. P:usage:<day> has sums per tenant and account.
+local function meter(job, account, now, used)
+  local key = P .. ':usage:' .. math.floor(now / DAY_MS)
+  local name = job.tenant .. ':' .. (account or '') .. ':'
+  redis.call('HINCRBY', key, name .. 'jobs', 1)
+  for _, what in ipairs({'prompt', 'completion', 'cached'}) do
+    if used[what] > 0 then redis.call('HINCRBY', key, name .. what, used[what]) end
+  end
+  redis.call('PEXPIRE', key, USAGE_DAYS * DAY_MS)
+end
+
+-- The tenant's token rate was charged too little or too much (negative). A debt is kept until it is worked off; what
+-- comes back never makes more than a full burst, as a due time in the past counts as now.
+local function correct_rate(job, ms_per_token, by, now)
+  local key = P .. ':rate:' .. job.tenant
+  local jobs, tokens = unpack(redis.call('HMGET', key, 'jobs', 'tokens'))
+  local due = math.max(now, tonumber(tokens or '') or 0) + by * ms_per_token
+  local life = math.ceil(math.max(due, tonumber(jobs or '') or 0) - now)
+  if life <= 0 then
+    redis.call('DEL', key)
+  else
+    redis.call('HSET', key, 'tokens', due)
+    redis.call('PEXPIRE', key, life)
   end
 end
 
 -- The only way to a terminal state. Keeps node and lease, so that a retried finish is recognised.
-local function end_job(job, schema, now, state, code, message, param)
+-- `told` is what its node said of it: tokens of prompt, completion and cached, bytes of the log before the terminal chunk
+-- and of the result. Without it the log is measured, and the prompt is not counted.
+local function end_job(job, schema, now, state, code, message, param, told)
+  told = told or {}
+  if not told.completion or not told.log_bytes then
+    local bytes, tokens = measure(job.id)
+    told = {prompt = told.prompt or 0, completion = told.completion or tokens, cached = told.cached or 0,
+      log_bytes = bytes, out_bytes = told.out_bytes}
+  end
   if job.state == 'queued' then
     leave_queue(job)
   else
@@ -339,8 +449,14 @@ local function end_job(job, schema, now, state, code, message, param)
   tally('ended_' .. state)
   if is_dead then tally('dead_letters') end
   if is_dead then bury(job, now) else redis.call('DEL', P .. ':in:' .. job.id) end
-  local bytes, idem = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem'))
+  local bytes, idem, owned, ms_per_token, charged, account = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem',
+    'owned', 'ms_per_token', 'charged', 'account'))
   redis.call('HINCRBY', P .. ':bytes', job.p, -(bytes or 0))
+  if owned then count_kept(job.tenant, -tonumber(bytes)) end
+  meter(job, account, now, told)
+  if ms_per_token then
+    correct_rate(job, tonumber(ms_per_token), told.prompt + told.completion - tonumber(charged), now)
+  end
   if idem and idem ~= '' then
     -- Who asks again behind a broken connection wants an answer, not to hear that nobody read the first one.
     redis.call('PEXPIRE', P .. ':idem:' .. idem, code == 'unread' and 0 or schema.idem_ttl_ms)
@@ -350,6 +466,7 @@ local function end_job(job, schema, now, state, code, message, param)
   local chunk = terminal_chunk(job.id, index, state, code, message, param)
   redis.call('RPUSH', log, chunk)
   redis.call('PEXPIRE', log, schema.log_ttl_ms)
+  store(job, schema, now, told.log_bytes + #chunk, told.out_bytes or 0, is_dead)
   redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
     'message', message, 'param', param)
   redis.call('PEXPIRE', job_key(job.id), is_dead and math.max(DEAD_LIFE_MS, schema.result_ttl_ms) or schema.result_ttl_ms)
