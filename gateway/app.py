@@ -17,7 +17,7 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.logs import configure_logging
 from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
-from penstock.gateway import health, metrics
+from penstock.gateway import health, metrics, usage
 from penstock.gateway.access_log import AccessLog
 from penstock.gateway.entry import Entry, warn_if_open
 from penstock.gateway.head import BoundedHead
@@ -52,7 +52,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.state.metrics = GatewayMetrics()
     install_error_handlers(app)
     app.router.routes.extend(generate.ROUTES)
-    for room in (models, health, metrics):
+    for room in (models, health, metrics, usage):
         app.include_router(room.router)
     app.add_middleware(
         Entry,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.contract import packing, results, wire
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.contract.broker.node import MAX_PREEMPTIONS, Emission, Taken
+from penstock.contract.broker.node import MAX_PREEMPTIONS, Emission, Taken, Used
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
@@ -174,14 +174,11 @@ class HeldJob:
         return bool(self._chunks) or not self.taken.num_chunks
 
     @property
-    def usage_so_far(self) -> Usage | None:
-        """Tokens that the job used; None where that is not known."""
-        return self._usage() if self._is_known else None
-
-    @property
-    def log_bytes(self) -> int | None:
-        """Bytes of all its chunks; None where that is not known."""
-        return sum(map(len, self._chunks)) if self._is_known else None
+    def used(self) -> Used:
+        """What the job used by its end."""
+        if not self._is_known:
+            return Used(kv_ms=self.kv_ms_used)
+        return Used(kv_ms=self.kv_ms_used, usage=self._usage(), log_bytes=sum(map(len, self._chunks)))
 
     def _usage(self) -> Usage:
         if self.usage is not None:

@@ -12,8 +12,9 @@ from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.job import NAME_PATTERN
-from penstock.contract.policy import SHARE_WINDOW_MS, PolicyName
+from penstock.contract.policy import PolicyName
 from penstock.contract.settings import Settings
+from penstock.contract.standing import SHARE_WINDOW_MS
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import THEIR_NAMES
 from penstock.gpu_node.engine.eviction import EvictionName

@@ -7,16 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.contract.policy import (
-    HOLD_MS,
-    Policy,
-    Standing,
-    choose,
-    foremost,
-    in_order_of_retreat,
-    learned_hold_ms,
-    victims_of,
-)
+from penstock.contract.policy import HOLD_MS, Policy, choose, foremost, in_order_of_retreat, learned_hold_ms, victims_of
+from penstock.contract.standing import Standing
 from penstock.gpu_node.engine.adapter_places import AdapterPlaces, ByAdapter
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed

@@ -13,12 +13,12 @@ from penstock.contract.policy import (
     HOLD_MS,
     Policy,
     PolicyName,
-    Standing,
     choose,
     in_order_of_retreat,
     learned_hold_ms,
     victims_of,
 )
+from penstock.contract.standing import Standing
 from penstock.gpu_node.engine.predict import LengthPredictor
 
 CLASSES = ("interactive", "standard", "batch")

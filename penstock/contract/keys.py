@@ -43,10 +43,10 @@ and forget removes those of a pool that nobody needs any more.
                                                                         ended ones as stored
     P:expiry               zset    end; deliver; submit, sweep, purge   `<bytes> <tenant> <key>` of what is stored of
                                                                         ended jobs, by when it expires
-    P:usage:<day>          hash    end                                  `<tenant>:<account>:<jobs, prompt, completion or
-                                                                        cached>` → sum; 92 days
-    P:used:<window>        hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight in a window
-                                                                        of share_window_ms; two of these
+    P:usage:<day>          hash    end                                  `<tenant>:<account>:<what>` → jobs and tokens of
+                                                                        prompts, cached and completions; 92 days
+    P:used:<window>        hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight in each
+                                                                        window of share_window_ms; two of these
     P:refused              hash    submit                               cost refused lately, and when; 10 min
     P:rate:<t>             hash    submit; end                          ms when its next job and token are due
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat

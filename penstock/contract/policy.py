@@ -14,10 +14,10 @@ simulator its queue with what stands here.
 and a backlog of a day, however old, does not turn into the most urgent work there is.
 
 *Shares.* Under fair, class 0 goes before class 1 only while its tenant is within its share. A tenant is above its share
-while it used more in this and the last window of `share_window_ms` than the mean of all tenants with queued work. Use is
-what turns count: predicted KV-token-milliseconds ÷ weight at each start, corrected at the end. Class 0 of a tenant above
-its share counts as class 1 and stands behind it. So a tenant at the highest class cannot keep another below half of its
-fair share for longer than two windows and the jobs that were running then. Class 2 gives way to both by its own choice.
+while it used more in this and the last window of `share_window_ms` than the mean of all tenants with queued work. Use
+is what turns count: predicted KV-token-milliseconds ÷ weight at each start, corrected at the end. Class 0 of a tenant
+above its share counts as class 1 and stands behind it. So a tenant at the highest class cannot keep another below half
+of its fair share for longer than two windows and the jobs that were running then. Class 2 gives way by its own choice.
 
 *Bypass.* One that does not fit may be passed by others until it is `bypass_ms` old; then whoever makes room for it
 starts nobody who stands behind it. Of a pool's nodes one does that, and the others go on.
@@ -25,27 +25,21 @@ starts nobody who stands behind it. Of a pool's nodes one does that, and the oth
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.standing import SHARE_WINDOW_MS, Standing, Turns
 
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
 LEAST_URGENT = NUM_PRIORITIES - 1
 MAX_PASSED = 16
 """In one look at the queue: so many that do not fit and are passed end it."""
-MAX_DEBTS = 1000
-"""Tenants whose debt is remembered: the largest debts of a class."""
 HOLD_MS = 1000.0
 """How long a KV token of a job's cost is assumed to be held before any job has ended."""
-SHARE_WINDOW_MS = 10_000
-"""What a tenant used counts for its share in the window in which it was charged and in the next one."""
 _HOLD_WEIGHT = 0.05
-_MAX_CHARGE = 1e15
-"""Larger ones are no integers to Lua."""
 
 
 class Candidate(Protocol):
@@ -111,114 +105,6 @@ class Policy:
         return (num_before + 1) * (rise * self.aging_ms + 3 * turnover_ms)
 
 
-class Turns:
-    """Tenants of one class in virtual time: each start costs its tenant what it will probably use.
-
-    `now` is the highest time at which anybody was started and never falls; it rises by one with each who enters, so
-    that of newcomers the first is first. One who enters gets `now`, or what it owes from before: no credit from idling,
-    no head start, no forgiven debt.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.times: dict[str, float] = {}
-        """Of tenants with queued work."""
-        self.debts: dict[str, float] = {}
-        """Of tenants without, as far as they are ahead of `now`."""
-
-    def enter(self, tenant: str) -> None:
-        """A tenant has queued work."""
-        if tenant not in self.times:
-            self.times[tenant] = max(self.now, self.debts.pop(tenant, 0.0))
-            self.now += 1
-
-    def leave(self, tenant: str) -> None:
-        """It has none any more."""
-        self._owe(tenant, self.times.pop(tenant))
-
-    def start(self, tenant: str, charge: float) -> None:
-        """Work of a tenant with queued work is started."""
-        if self.times[tenant] > self.now:
-            self.now = self.times[tenant]
-            self.debts = {name: time for name, time in self.debts.items() if time > self.now}
-        self.times[tenant] += charge
-
-    def correct(self, tenant: str, by: float) -> None:
-        """What was charged was too little, or too much (negative)."""
-        if tenant in self.times:
-            self.times[tenant] += by
-        else:
-            self._owe(tenant, self.debts.pop(tenant, self.now) + by)
-
-    def _owe(self, tenant: str, time: float) -> None:
-        if time > self.now:
-            self.debts[tenant] = time
-        if len(self.debts) > MAX_DEBTS:
-            del self.debts[min(self.debts, key=lambda name: self.debts[name])]
-
-
-class RecentUse:
-    """What each tenant was charged in this window of time and in the last one, in whole KV-token-ms ÷ weight."""
-
-    def __init__(self, window_ms: float) -> None:
-        self._window_ms = window_ms
-        self._index = 0
-        self.this: dict[str, int] = {}
-        self.last: dict[str, int] = {}
-
-    def note(self, tenant: str, amount: float, now_ms: float) -> None:
-        """A tenant is charged, or gets back what it was charged too much (negative)."""
-        self._turn_to(now_ms)
-        whole = math.floor(max(-_MAX_CHARGE, min(_MAX_CHARGE, amount)) + 0.5)
-        self.this[tenant] = self.this.get(tenant, 0) + whole
-
-    def of(self, tenant: str, now_ms: float) -> int:
-        """What a tenant used lately."""
-        self._turn_to(now_ms)
-        return max(0, self.this.get(tenant, 0) + self.last.get(tenant, 0))
-
-    def _turn_to(self, now_ms: float) -> None:
-        index = math.floor(now_ms / self._window_ms)
-        if index != self._index:
-            self.this, self.last = {}, self.this if index == self._index + 1 else {}
-            self._index = index
-
-
-@dataclass(slots=True)
-class Standing:
-    """What is remembered from one look at the queue to the next."""
-
-    share_window_ms: float = SHARE_WINDOW_MS
-    use: RecentUse = field(init=False)
-    turns: list[Turns] = field(default_factory=lambda: [Turns() for _ in range(NUM_PRIORITIES)])
-    """Per class."""
-    head_served_ms: list[float] = field(default_factory=lambda: [0.0] * NUM_PRIORITIES)
-    """Per class."""
-
-    def __post_init__(self) -> None:
-        self.use = RecentUse(self.share_window_ms)
-
-    def start(self, one: Candidate, now_ms: float) -> None:
-        """A candidate is started: its tenant is charged."""
-        self.turns[one.priority].start(one.tenant, one.charge)
-        self.use.note(one.tenant, one.charge, now_ms)
-
-    def correct(self, priority: int, tenant: str, by: float, now_ms: float) -> None:
-        """What a tenant was charged was too little, or too much (negative)."""
-        self.turns[priority].correct(tenant, by)
-        self.use.note(tenant, by, now_ms)
-
-    def share_test(self, now_ms: float) -> Callable[[str], bool]:
-        """A function that says whether a tenant is within its share of what those with queued work used lately."""
-        waiting = set().union(*(turns.times for turns in self.turns))
-
-        def is_within(tenant: str) -> bool:
-            total = sum(self.use.of(name, now_ms) for name in waiting)
-            return self.use.of(tenant, now_ms) * len(waiting) <= total
-
-        return is_within
-
-
 def choose(
     waiting: Iterable[C],
     policy: Policy,
@@ -237,7 +123,7 @@ def choose(
     for candidate, urgency, is_head in _in_order(list(waiting), policy, standing, now_ms):
         if fits(candidate, urgency):
             chosen.append(candidate)
-            standing.start(candidate, now_ms)
+            standing.start(candidate.priority, candidate.tenant, candidate.charge, now_ms)
             if is_head:
                 standing.head_served_ms[candidate.priority] = now_ms
             continue
@@ -291,7 +177,8 @@ def _next_of(
     lines: list[_Line[C]], risen: list[tuple[float, int, C]], is_within: Callable[[str], bool]
 ) -> tuple[C, int] | None:
     """The next candidate and the class it counts as. Interactive work of tenants above their share counts as standard
-    and stands behind it; this is asked anew for each, as what was just taken has changed the shares."""
+    and stands behind it; this is asked anew for each, as what was just taken has changed the shares.
+    """
     interactive, standard, batch = lines
 
     def risen_to(p: int) -> C | None:
@@ -316,9 +203,7 @@ def _next_of(
     return None
 
 
-def _risen(
-    heads: list[C | None], policy: Policy, standing: Standing, now_ms: float
-) -> list[tuple[float, int, C]]:
+def _risen(heads: list[C | None], policy: Policy, standing: Standing, now_ms: float) -> list[tuple[float, int, C]]:
     """(level, -class, head) of the heads that count as more than their class, the most urgent one first."""
     risen = []
     for p, head in enumerate(heads):

@@ -16,6 +16,7 @@ from penstock.contract.broker.dead_letters import DeadLetters
 from penstock.contract.broker.figures import FiguresBroker
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
+from penstock.contract.broker.usage import DayUsage, UsageBroker
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
@@ -58,6 +59,7 @@ class AsyncClient:
         self._redis = connect(url)
         broker = ProducerBroker(self._redis)
         self._figures = FiguresBroker(self._redis)
+        self._usage = UsageBroker(self._redis)
         self._courier = Courier(broker, settings.outage_s)
         self._inbox = Inbox(self._redis, broker, settings, self.stats)
         self._pools = Copy(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
@@ -116,6 +118,14 @@ class AsyncClient:
         known last, where Redis does not tell by then.
         """
         return await (self._keys.get() if patience_s is None else self._keys.at_hand(patience_s))
+
+    async def usage(self, tenant: str, account: str, days: int) -> list[DayUsage]:
+        """Tokens that an account of a tenant used on each of the last days, in all pools."""
+        return await self._courier.ask(lambda _: self._usage.of(tenant, account, days))
+
+    async def all_usage(self, days: int) -> list[DayUsage]:
+        """The same of all tenants and accounts."""
+        return await self._courier.ask(lambda _: self._usage.all(days))
 
     async def figures(self) -> tuple[list[PoolFigures], tuple[int, int]]:
         """What operators watch: figures of all pools, and the bytes that Redis uses and may use (0: no limit)."""

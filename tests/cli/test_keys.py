@@ -32,7 +32,7 @@ def test_key_is_made_listed_and_revoked(redis_url: str) -> None:
     assert (record.tenant, record.terms.max_open_jobs, record.scopes) == ("acme", 7, {"infer"})
 
     listed = keys(redis_url, "list").stdout
-    assert listed == f"{record.key_id} acme infer max_open_jobs=7 for tests\n"
+    assert listed == f"{record.key_id} acme infer highest_class=standard max_open_jobs=7 for tests\n"
     assert keys(redis_url, "revoke", record.key_id).returncode == 0
     assert keys(redis_url, "list").stdout.startswith(f"{record.key_id} acme revoked")
 

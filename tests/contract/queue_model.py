@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from penstock.contract.job import Usage
-from penstock.contract.policy import Policy, Standing, choose
+from penstock.contract.policy import Policy, choose
+from penstock.contract.standing import Standing
 from penstock.contract.wire import decode_chunks
 
 PROGRESS_CHUNKS = 4

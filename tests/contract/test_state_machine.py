@@ -103,14 +103,16 @@ class QueueMachine(RuleBasedStateMachine):
     def chunks(taken: Taken, index: int, count: int) -> list[bytes]:
         """Chunks that say which lease made them."""
         return [
-            encode_chunk(Chunk(taken.job_id, i, token_ids=(i,) * (i % 3), text=f"{taken.lease} {i}"))
+            encode_chunk(Chunk(taken.job_id, i, 0, sum(k % 3 for k in range(i)), (i,) * (i % 3), f"{taken.lease} {i}"))
             for i in range(index, index + count)
         ]
 
     @initialize(name=st.sampled_from(("fcfs", "priority", "sjf", "fair")), bypass_ms=st.sampled_from((0, 24, 10**6)))
     def start(self, name: PolicyName, bypass_ms: int) -> None:
         """Most of what can happen needs a node and jobs."""
-        self.model = QueueModel(Policy(name, AGING_MS, bypass_ms * AGING_MS, SHARE_WINDOW_MS), self.run(self.queue.now_ms()))
+        self.model = QueueModel(
+            Policy(name, AGING_MS, bypass_ms * AGING_MS, SHARE_WINDOW_MS), self.run(self.queue.now_ms())
+        )
         for node in ("n0", "n1", "n2"):
             self.join(node)
         for cost in (10, 120, 10, 200):

@@ -115,11 +115,14 @@ class AdminBroker:
                 seen.turns.add(_class_and_tenant(rest))
             _note(seen, name, await redis.zrange(key, 0, -1))
         elif kind == "expiry":
-            async for member, _ in redis.zscan_iter(key, count=_SCAN_COUNT):
-                _, _, stored = member.decode().split(" ", 2)
-                seen.jobs.setdefault(stored.partition(":")[2], []).append((name, member.decode()))
+            await self._look_at_stored(name, key, seen)
         elif kind in ("open", "tenant", "run"):
             _note(seen, name, await redis.smembers(key))
+
+    async def _look_at_stored(self, name: str, key: bytes, seen: Seen) -> None:
+        async for member, _ in cast(Any, self._redis).zscan_iter(key, count=_SCAN_COUNT):
+            _, _, stored = member.decode().split(" ", 2)
+            seen.jobs.setdefault(stored.partition(":")[2], []).append((name, member.decode()))
 
     async def check(
         self,
