@@ -1,4 +1,4 @@
-"""Fairness across classes: interactive work of a tenant above its share does not go before the standard work of others."""
+"""Fairness across classes: interactive work of a tenant above its share goes behind the standard work of others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Work:
 def serve(
     policy: Policy, classes: dict[str, list[int]], since_ms: dict[str, int], until_ms: int, seed: int
 ) -> list[tuple[float, str, int]]:
-    """(when, whose, how long) of each start on one place; each tenant always has a job of each of its classes waiting."""
+    """(when, whose, how long) of each start on one place; a job of each tenant and class of it always waits."""
     rng, standing = random.Random(seed), Standing(policy.share_window_ms)
     waiting: list[Work] = []
     served: list[tuple[float, str, int]] = []
@@ -100,7 +100,7 @@ def test_a_tenant_within_its_share_keeps_its_precedence() -> None:
     policy = Policy("fair", 10**9, 0, WINDOW_MS)
     order = choose(waiting, policy, standing, 5, lambda work, urgency: urgency == (work.job_id != "i"))
     assert [work.job_id for work in order] == ["i", "s", "j"], "as what they count as"
-    assert foremost(waiting[::2], policy, standing, 5) == (waiting[2], 1)
+    assert foremost(waiting[2:], policy, standing, 5) == (waiting[2], 1)
 
 
 def test_alone_nobody_is_above_its_share() -> None:
