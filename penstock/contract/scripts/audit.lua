@@ -105,11 +105,15 @@ local function check_place(job, id, place, entry, wanted)
 end
 
 -- What counts as stored until it expires, and is not there.
-local function check_expiry(id, member, is_open)
+local function check_expiry(id, member)
   local key = string.match(member, '^%d+ %S+ (.+)$') or ''
+  local job = read_job(id, {'state', 'tenant', 'stored'})
+  local stored = job and stored_of(job.stored)
+  local bytes = stored and stored[string.match(key, '^%l+') or '']
+  local is_right = redis.call('EXISTS', P .. ':' .. key) == 1 and bytes and member == kept_member(bytes, job.tenant, key)
   local score = tonumber(redis.call('ZSCORE', P .. ':expiry', member) or '')
   local goes_soon = score and score < now + EXPIRY_SLACK_MS
-  if score and not goes_soon and (is_open or redis.call('EXISTS', P .. ':' .. key) == 0) then
+  if score and not goes_soon and not is_right then
     find('stray', 'expiry', id, key .. ' is not stored')
     if repairs then release(member) end
   end
@@ -141,7 +145,7 @@ local function check_places(job, id, seen)
     if place == 'dead' and is_dead_letter(job) then known = '' end
     if place == 'expiry' then
       known = ''
-      check_expiry(id, entry, job and not is_terminal(job.state))
+      check_expiry(id, entry)
     end
     if known == nil or (kind_of(place) == 'stream' and known ~= entry) then check_place(job, id, place, entry, false) end
   end
