@@ -6,8 +6,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from penstock.contract.broker.usage import MAX_DAYS, DayUsage
 from penstock.contract.errors import RequestError
+from penstock.contract.usage import MAX_DAYS, DayUsage
 from penstock.gateway.entry import caller_of
 from penstock.producer.client import AsyncClient
 

@@ -16,13 +16,14 @@ from penstock.contract.broker.dead_letters import DeadLetters
 from penstock.contract.broker.figures import FiguresBroker
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
-from penstock.contract.broker.usage import DayUsage, UsageBroker
+from penstock.contract.broker.usage import UsageBroker
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.rights import allowed_class
 from penstock.contract.settings import RedisSettings
 from penstock.contract.terms import Terms
+from penstock.contract.usage import DayUsage
 from penstock.contract.wire import PoolPressure
 from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door
 from penstock.producer.client.courier import Courier

@@ -9,10 +9,11 @@ from contract.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.broker.node import Emission, Taken
-from penstock.contract.broker.usage import DayUsage, UsageBroker
+from penstock.contract.broker.usage import UsageBroker
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Outcome, Usage
 from penstock.contract.terms import UNLIMITED, Terms
+from penstock.contract.usage import DayUsage
 
 TOLERANCE_MS = 2_000  # a slow machine
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any, cast
 
@@ -13,29 +12,10 @@ from redis.asyncio import Redis
 
 from penstock.contract import keys
 from penstock.contract.broker.connection import translated
+from penstock.contract.usage import DayUsage
 
-MAX_DAYS = 92
-"""Of prelude.lua: so many days of usage are kept."""
 _WHATS = ("jobs", "prompt", "completion", "cached")
 _SECONDS_A_DAY = 86_400
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class DayUsage:
-    """What one account used of one pool on one day, in UTC, by the end of each job.
-
-    `account` is an API key's id, or empty.
-    `cached_tokens` are the part of `prompt_tokens` that came from the prefix cache.
-    """
-
-    day: date
-    pool: str
-    tenant: str
-    account: str
-    jobs: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
 
 
 class UsageBroker:
