@@ -16,8 +16,10 @@ and a backlog of a day, however old, does not turn into the most urgent work the
 *Shares.* Under fair, class 0 goes before class 1 only while its tenant is within its share. A tenant is above its share
 while it used more in this and the last window of `share_window_ms` than the mean of all tenants with queued work. Use
 is what turns count: predicted KV-token-milliseconds ÷ weight at each start, corrected at the end. Class 0 of a tenant
-above its share counts as class 1 and stands behind it. So a tenant at the highest class cannot keep another below half
-of its fair share for longer than two windows and the jobs that were running then. Class 2 gives way by its own choice.
+above its share counts as class 1 and stands behind it. Where others have nothing queued, but used less in those windows
+than the mean, class 0 goes first and still counts as class 1, so that it takes no place from their running work. So a
+tenant at the highest class cannot keep another below half of its fair share for longer than two windows and the jobs
+that were running then. Class 2 gives way by its own choice.
 
 *Bypass.* One that does not fit may be passed by others until it is `bypass_ms` old; then whoever makes room for it
 starts nobody who stands behind it. Of a pool's nodes one does that, and the others go on.
@@ -31,7 +33,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 from penstock.contract.priority import NUM_PRIORITIES
-from penstock.contract.standing import SHARE_WINDOW_MS, Standing, Turns
+from penstock.contract.standing import SHARE_WINDOW_MS, Shares, Standing, Turns
 
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
 LEAST_URGENT = NUM_PRIORITIES - 1
@@ -167,17 +169,17 @@ def _in_order(waiting: list[C], policy: Policy, standing: Standing, now_ms: floa
     lines = [_Line(members, policy, standing.turns[p]) for p, members in enumerate(classes)]
     heads = [line.head() for line in lines]
     risen = _risen(heads, policy, standing, now_ms)
-    is_within = standing.share_test(now_ms) if policy.name == "fair" and classes[0] else _anyone
-    while (found := _next_of(lines, risen, is_within)) is not None:
+    shares = standing.shares(now_ms) if policy.name == "fair" and classes[0] else None
+    while (found := _next_of(lines, risen, shares)) is not None:
         one, urgency = found
         yield one, urgency, one is heads[one.priority]
 
 
-def _next_of(
-    lines: list[_Line[C]], risen: list[tuple[float, int, C]], is_within: Callable[[str], bool]
-) -> tuple[C, int] | None:
-    """The next candidate and the class it counts as. Interactive work of tenants above their share counts as standard
-    and stands behind it; this is asked anew for each, as what was just taken has changed the shares.
+def _next_of(lines: list[_Line[C]], risen: list[tuple[float, int, C]], shares: Shares | None) -> tuple[C, int] | None:
+    """The next candidate and the class it counts as.
+
+    Interactive work of tenants above their share stands behind standard work; this is asked anew for each, as what was
+    just taken has changed the shares.
     """
     interactive, standard, batch = lines
 
@@ -188,16 +190,17 @@ def _next_of(
         lines[head.priority].remove(head)
         return head
 
-    steps: tuple[tuple[Callable[[], C | None], int], ...] = (
-        (lambda: risen_to(0), 0),
-        (lambda: interactive.take(is_within), 0),
+    if (one := risen_to(0)) is not None:
+        return one, 0
+    if (one := interactive.take(shares.goes_first if shares else None)) is not None:
+        return one, int(shares is not None and not shares.may_displace(one.tenant))
+    for take, urgency in (
         (lambda: risen_to(1), 1),
         (standard.take, 1),
         (interactive.take, 1),
         (lambda: risen_to(2), 2),
         (batch.take, 2),
-    )
-    for take, urgency in steps:
+    ):
         if (one := take()) is not None:
             return one, urgency
     return None

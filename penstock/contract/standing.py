@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.contract.priority import NUM_PRIORITIES
@@ -113,12 +112,28 @@ class Standing:
         self.turns[priority].correct(tenant, by)
         self.use.note(tenant, by, now_ms)
 
-    def share_test(self, now_ms: float) -> Callable[[str], bool]:
-        """A function that says whether a tenant is within its share of what those with queued work used lately."""
-        waiting = set().union(*(turns.times for turns in self.turns))
+    def shares(self, now_ms: float) -> Shares:
+        """Which tenants are within their share, as it stands whenever that is asked."""
+        return Shares(self.use, frozenset().union(*(turns.times for turns in self.turns)), now_ms)
 
-        def is_within(tenant: str) -> bool:
-            total = sum(self.use.of(name, now_ms) for name in waiting)
-            return self.use.of(tenant, now_ms) * len(waiting) <= total
 
-        return is_within
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What tenants used lately beside each other; `waiting` are those with queued work."""
+
+    use: RecentUse
+    waiting: frozenset[str]
+    now_ms: float
+
+    def goes_first(self, tenant: str) -> bool:
+        """Whether a tenant used no more than the mean of those with queued work."""
+        return self._is_within(tenant, self.waiting)
+
+    def may_displace(self, tenant: str) -> bool:
+        """Whether it used no more than the mean of those with queued work and of all that used anything lately."""
+        return self._is_within(tenant, self.waiting | self.use.this.keys() | self.use.last.keys())
+
+    def _is_within(self, tenant: str, tenants: frozenset[str]) -> bool:
+        counted = [self.use.of(name, self.now_ms) for name in tenants]
+        num_tenants = len(self.waiting) + sum(1 for name in tenants - self.waiting if self.use.of(name, self.now_ms))
+        return self.use.of(tenant, self.now_ms) * num_tenants <= sum(counted)

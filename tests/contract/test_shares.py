@@ -108,7 +108,17 @@ def test_alone_nobody_is_above_its_share() -> None:
     standing.use.note("only", 1e6, 0)
     standing.turns[0].enter("only")
     standing.turns[1].enter("only")
-    assert standing.share_test(0)("only")
+    assert standing.shares(0).goes_first("only") and standing.shares(0).may_displace("only")
+
+
+def test_who_used_more_than_others_goes_first_where_they_wait_for_nothing_and_displaces_nobody() -> None:
+    standing = Standing(WINDOW_MS)
+    standing.use.note("flood", 90, 0)
+    standing.use.note("running", 10, 0)
+    standing.turns[0].enter("flood")
+    policy, waiting = Policy("fair", 10**9, 0, WINDOW_MS), [Work("i", "flood", 0, 0, 10)]
+    assert foremost(waiting, policy, standing, 0) == (waiting[0], 1)
+    assert foremost(waiting, policy, standing, 3 * WINDOW_MS) == (waiting[0], 0), "what was used long ago"
 
 
 def test_use_counts_in_its_window_and_the_next_one() -> None:

@@ -143,8 +143,12 @@ end
 
 local tried = {}
 
--- Whether a tenant used no more lately than the mean of those with queued work; changes with what is taken.
-local uses, num_tenants, total_use = nil, 0, 0
+-- Whether a tenant used no more lately than the mean of those with queued work, and of those and all that used anything
+-- lately (policy.py, Shares); changes with what is taken.
+local uses, waiters, num_waiters, num_users = nil, {}, 0, 0
+local use_of_waiters, use_of_all = 0, 0
+
+local function use_of(tenant) return math.max(0, uses[tenant] or 0) end
 
 local function read_uses()
   uses = {}
@@ -154,20 +158,25 @@ local function read_uses()
   for _, found in ipairs({this, last}) do
     for at = 1, #found, 2 do uses[found[at]] = (uses[found[at]] or 0) + tonumber(found[at + 1]) end
   end
-  local names = redis.call('HKEYS', P .. ':queued')
-  num_tenants = #names
-  for _, name in ipairs(names) do total_use = total_use + math.max(0, uses[name] or 0) end
+  for _, name in ipairs(redis.call('HKEYS', P .. ':queued')) do
+    waiters[name], num_waiters, use_of_waiters = true, num_waiters + 1, use_of_waiters + use_of(name)
+  end
+  num_users = num_waiters
+  for name in pairs(uses) do
+    use_of_all = use_of_all + use_of(name)
+    if not waiters[name] and use_of(name) > 0 then num_users = num_users + 1 end
+  end
 end
 
-local function is_within_share(tenant)
-  return not uses or math.max(0, uses[tenant] or 0) * num_tenants <= total_use
-end
+local function goes_first(tenant) return not uses or use_of(tenant) * num_waiters <= use_of_waiters end
+local function may_displace(tenant) return not uses or use_of(tenant) * num_users <= use_of_all end
 
 local function note_taken(tenant, charge)
   if not uses then return end
-  local before = uses[tenant] or 0
-  uses[tenant] = before + math.floor(math.min(MAX_CHARGE, charge) + 0.5)
-  total_use = total_use + math.max(0, uses[tenant]) - math.max(0, before)
+  local before = use_of(tenant)
+  uses[tenant] = (uses[tenant] or 0) + math.floor(math.min(MAX_CHARGE, charge) + 0.5)
+  local by = use_of(tenant) - before
+  use_of_waiters, use_of_all = use_of_waiters + by, use_of_all + by
 end
 
 local function anyone() return true end
@@ -367,8 +376,10 @@ local function walk_by_class()
   local function risen_to(p) return risen[1] and risen[1].level <= p and table.remove(risen, 1).job end
   -- Interactive jobs of tenants above their share count as standard and stand behind those; asked anew for each.
   local function upcoming()
-    local job = risen_to(0) or queues[0].next(is_within_share)
+    local job = risen_to(0)
     if job then return job, 0 end
+    job = queues[0].next(goes_first)
+    if job then return job, may_displace(job.tenant) and 0 or 1 end
     job = risen_to(1) or queues[1].next(anyone) or queues[0].next(anyone)
     if job then return job, 1 end
     return risen_to(2) or queues[2].next(anyone), 2
