@@ -17,7 +17,7 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.logs import configure_logging
 from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
-from penstock.gateway import health, metrics
+from penstock.gateway import health, metrics, usage
 from penstock.gateway.access_log import AccessLog
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.entry import Entry, warn_if_open
@@ -53,9 +53,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.state.metrics = GatewayMetrics()
     install_error_handlers(app)
     app.router.routes.extend(generate.ROUTES)
-    for room in (models, health, metrics):
+    for room in (models, health, metrics, usage):
         app.include_router(room.router)
-    app.add_middleware(Entry, pepper=KeySettings.load().key_pepper, is_closed=settings.require_keys)
+    app.add_middleware(
+        Entry,
+        pepper=KeySettings.load().key_pepper,
+        is_closed=settings.require_keys,
+        open_highest_class=settings.open_highest_class,
+    )
     app.add_middleware(Drain)
     if settings.cors_origins:
         app.add_middleware(

@@ -12,13 +12,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.contract.api_keys import ApiKey, identify
 from penstock.contract.api_keys import Scope as KeyScope
 from penstock.contract.errors import PenstockError, UnauthorizedError
+from penstock.contract.priority import ClassName
 from penstock.gateway.openai.errors import error_response
 from penstock.producer.client import AsyncClient
 
 logger = logging.getLogger(__name__)
 
-ANYBODY = ApiKey(key_id="", digest="", tenant="default", scopes=frozenset(("infer", "admin")))
-"""Whoever comes while there are no keys."""
 PUBLIC_PATHS = frozenset(("/health", "/ready"))
 _SCOPES: dict[str, KeyScope] = {"/metrics": "admin", "/health/nodes": "admin"}
 LOOK_PATIENCE_S = 1.0
@@ -29,8 +28,18 @@ _SCHEME = "bearer "
 class Entry:
     """ASGI middleware: notes the caller, or answers 401 or 403. One that has seen a key stays closed."""
 
-    def __init__(self, app: ASGIApp, *, pepper: str, is_closed: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, *, pepper: str, is_closed: bool, open_highest_class: ClassName = "standard"
+    ) -> None:
         self._app = app
+        # The caller of every request while there are no keys.
+        self._anyone = ApiKey(
+            key_id="",
+            digest="",
+            tenant="default",
+            scopes=frozenset(("infer", "admin")),
+            highest_class=open_highest_class,
+        )
         self._pepper = pepper
         self._is_closed = is_closed
 
@@ -55,7 +64,7 @@ class Entry:
     def _identify(self, known: Mapping[str, ApiKey], headers: Headers) -> ApiKey:
         self._is_closed = self._is_closed or bool(known)
         if not self._is_closed:
-            return ANYBODY
+            return self._anyone
         said = headers.get("authorization", "")
         if not said.lower().startswith(_SCHEME):
             raise UnauthorizedError("this gateway wants an API key: Authorization: Bearer pk-…")

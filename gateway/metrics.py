@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from heapq import nlargest
 from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
@@ -29,6 +30,8 @@ _LOG = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
 """Redis may be away; what this process knows by itself is told all the same."""
+MAX_TENANTS = 100
+"""Of a pool, those that keep most: each is a series of its own."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 _OF_CLIENT = {
@@ -159,9 +162,22 @@ def _of_pools(pools: list[PoolFigures]) -> Iterator[Metric]:
         ("penstock_kv_blocks_free", "Those that are free.", free),
     ):
         yield _per_pool(GaugeMetricFamily(name, text, labels=("pool",)), values)
+    yield _kept(pools)
     for event, text in EVENTS.items():
         family = CounterMetricFamily(f"penstock_pool_{event}", f"{text[0].upper()}{text[1:]}.", labels=("pool",))
         yield _per_pool(family, {p.pool: p.counts[event] for p in pools})
+
+
+def _kept(pools: list[PoolFigures]) -> Metric:
+    family = GaugeMetricFamily(
+        "penstock_tenant_kept_bytes",
+        "Bytes of Redis that a tenant's jobs and results take, of those that take most.",
+        labels=("pool", "tenant"),
+    )
+    for pool in pools:
+        for tenant in nlargest(MAX_TENANTS, pool.kept, key=lambda name: pool.kept[name]):
+            family.add_metric((pool.pool, tenant), pool.kept[tenant])
+    return family
 
 
 def _per_class(name: str, text: str, values: Mapping[str, Sequence[float]]) -> Metric:

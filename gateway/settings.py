@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from penstock.contract.priority import ClassName
 from penstock.contract.settings import Settings
 
 
@@ -33,5 +34,7 @@ class GatewaySettings(Settings):
     """How long open answers may go on after SIGTERM."""
     require_keys: bool = False
     """Let nobody in without an API key, even while there are none."""
+    open_highest_class: ClassName = "standard"
+    """The most urgent class that callers may ask for while there are no API keys."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may ask; may be repeated."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.contract import packing, results, wire
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.contract.broker.node import MAX_PREEMPTIONS, Emission, Taken
+from penstock.contract.broker.node import MAX_PREEMPTIONS, Emission, Taken, Used
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
@@ -160,13 +160,25 @@ class HeldJob:
 
     def result(self) -> bytes:
         """The packed result, as far as the job got; nothing while it is not known what earlier nodes logged of it."""
-        if self.taken.num_chunks and not self._chunks:
+        if not self._is_known:
             return b""
         choices = tuple(
             Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason, tuple(c.logprobs))
             for i, c in enumerate(self._choices)
         )
         return results.encode_result(choices, self._usage(), self._cuts, self._prompt_logprobs)
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether this node knows all of the job, what earlier nodes logged of it too."""
+        return bool(self._chunks) or not self.taken.num_chunks
+
+    @property
+    def used(self) -> Used:
+        """What the job used by its end."""
+        if not self._is_known:
+            return Used(kv_ms=self.kv_ms_used)
+        return Used(kv_ms=self.kv_ms_used, usage=self._usage(), log_bytes=sum(map(len, self._chunks)))
 
     def _usage(self) -> Usage:
         if self.usage is not None:

@@ -223,7 +223,7 @@ class Outbox:
             raise InvariantError(f"{job.job_id} is finished without an outcome")
         emission = job.emission(self._pack)
         try:
-            answer = await self._broker.finish(emission, job.outcome, job.result(), kv_ms=job.kv_ms_used)
+            answer = await self._broker.finish(emission, job.outcome, job.result(), **job.used)
         except InvariantError as error:
             # This job's keys are damaged; the others' are not.
             log.error("finish failed", extra={"job_id": job.job_id, "reason": error.message})

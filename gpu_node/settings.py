@@ -14,6 +14,7 @@ from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.job import NAME_PATTERN
 from penstock.contract.policy import PolicyName
 from penstock.contract.settings import Settings
+from penstock.contract.standing import SHARE_WINDOW_MS
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import THEIR_NAMES
 from penstock.gpu_node.engine.eviction import EvictionName
@@ -26,6 +27,7 @@ VLLM_NAMES = {ours: theirs for theirs, ours in THEIR_NAMES.items()}
 """By ours, where these are other ones."""
 POOL_WIDE = (
     *("scheduling_policy", "aging_ms", "bypass_ms", "lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms"),
+    *("share_window_ms", "tenant_memory_percent"),
     *("result_ttl_ms", "idem_ttl_ms", "max_open_jobs", "max_queued_cost", "max_losses", "progress_chunks", "avoid_ms"),
 )
 """Settings that must be the same for all nodes of a pool, as scripts read them."""
@@ -131,6 +133,11 @@ class NodeSettings(Settings):
     """The first job of a class counts as one class higher for each time it has waited this long."""
     bypass_ms: int = Field(2_000, ge=0)
     """A job that does not fit may be passed by others until it is this old."""
+    share_window_ms: int = Field(SHARE_WINDOW_MS, ge=1_000, le=3_600_000)
+    """Under fair, interactive work goes before standard work only while its tenant used no more than its share in this
+    window of time and the last one."""
+    tenant_memory_percent: int = Field(50, ge=1, le=90)
+    """Percent of Redis's memory that one tenant's jobs and results may take; an API key may say otherwise."""
     lease_ms: int = Field(15_000, ge=3_000, le=600_000)
     """A node silent for this long is dead; another takes its jobs."""
     abandon_after_ms: int = Field(30_000, ge=1_000)

@@ -7,9 +7,11 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import RequestError
 from penstock.contract.job import is_job_id
 from penstock.contract.problems import request_error
+from penstock.contract.rights import allowed_class
 from penstock.gateway.body import read_json_body
 from penstock.gateway.entry import caller_of
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
@@ -62,6 +64,10 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= MAX_NUMBER_DIGITS
 
 
+def _limit_of(caller: ApiKey) -> str:
+    return "this API key" if caller.key_id else "this gateway while it has no API keys (open_highest_class)"
+
+
 def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
     """What the caller asks of the queue."""
     caller, idempotency_key = caller_of(request), idempotency_key_of(request)
@@ -73,9 +79,9 @@ def order_of(request: Request, body: ChatRequest | CompletionRequest) -> Order:
         body.model,
         body.prompts(),
         params,
-        body.job_priority,
+        allowed_class(body.priority, caller.highest_class, _limit_of(caller)),
         tenant=caller.tenant,
-        terms=caller.terms,
+        terms=caller.metered_terms,
         idempotency_key=idempotency_key,
         cut_at=place_of(request, body),
         names=body.names(),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import Priority
+from penstock.contract.priority import ClassName
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import Wire, only
 
@@ -23,7 +23,7 @@ class _Asked(Wire):
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Literal["interactive", "standard", "batch"] | None = None
+    priority: ClassName | None = None
 
     @field_validator("stream_options")
     @classmethod
@@ -36,11 +36,6 @@ class _Asked(Wire):
     def include_usage(self) -> bool:
         """Whether the stream ends with a chunk that carries the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def job_priority(self) -> Priority:
-        """The class asked for, standard by default."""
-        return Priority[self.priority.upper()] if self.priority else Priority.STANDARD
 
 
 class ChatRequest(ChatBody, _Asked):

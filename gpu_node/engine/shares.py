@@ -7,16 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.contract.policy import (
-    HOLD_MS,
-    Policy,
-    Standing,
-    choose,
-    foremost,
-    in_order_of_retreat,
-    learned_hold_ms,
-    victims_of,
-)
+from penstock.contract.policy import HOLD_MS, Policy, choose, foremost, in_order_of_retreat, learned_hold_ms, victims_of
+from penstock.contract.standing import Standing
 from penstock.gpu_node.engine.adapter_places import AdapterPlaces, ByAdapter
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
@@ -45,7 +37,7 @@ class ByPolicy:
     def __init__(self, policy: Policy, now_ms: Callable[[], float]) -> None:
         self._policy = policy
         self._now_ms = now_ms
-        self._standing = Standing()
+        self._standing = Standing(policy.share_window_ms)
         self._predictor = LengthPredictor(ORDERING_QUANTILE)
         self._started: dict[Sequence, _Start] = {}
         self._hold_ms = HOLD_MS
@@ -117,7 +109,7 @@ class ByPolicy:
         for seq in [seq for seq in self._started if seq.row < 0]:
             start = self._started.pop(seq)
             used = seq.kv_ms - start.kv_ms
-            self._standing.turns[seq.priority].correct(seq.tenant, used / seq.weight - start.charge)
+            self._standing.correct(seq.priority, seq.tenant, used / seq.weight - start.charge, self._now_ms())
             if seq not in queued:
                 self._hold_ms = learned_hold_ms(self._hold_ms, used, seq.cost)
 

@@ -11,6 +11,7 @@ DESCRIPTIONS = {
     "lengths": "400 jobs of one class in 10 s, limits log-uniform over 16–1024 tokens, of which 30–100 % are written",
     "classes": "100 batch jobs of one tenant from the start; beside them 3 interactive and 2 standard jobs a second",
     "tenants": "four tenants' jobs at once, 40 of each, and in front of them 160 more of one of them",
+    "flood": "150 interactive jobs of one tenant at once, 50 more a second; beside them 1 standard job a second of another",
 }
 
 
@@ -47,4 +48,16 @@ def tenants(seed: int) -> list[SimulatedJob]:
     return greedy + others
 
 
-LOADS: dict[str, Callable[[int], list[SimulatedJob]]] = {"lengths": lengths, "classes": classes, "tenants": tenants}
+def flood(seed: int) -> list[SimulatedJob]:
+    rng = random.Random(seed)
+    times_s = [0.0] * 150 + [number / 50 for number in range(1000)]
+    streams = [_job(rng, number, "flood", 0, at_s, 256) for number, at_s in enumerate(times_s)]
+    return streams + [_job(rng, 2000 + number, "neighbour", 1, number + 0.5, 256) for number in range(20)]
+
+
+LOADS: dict[str, Callable[[int], list[SimulatedJob]]] = {
+    "lengths": lengths,
+    "classes": classes,
+    "tenants": tenants,
+    "flood": flood,
+}

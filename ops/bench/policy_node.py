@@ -13,12 +13,12 @@ from penstock.contract.policy import (
     HOLD_MS,
     Policy,
     PolicyName,
-    Standing,
     choose,
     in_order_of_retreat,
     learned_hold_ms,
     victims_of,
 )
+from penstock.contract.standing import Standing
 from penstock.gpu_node.engine.predict import LengthPredictor
 
 CLASSES = ("interactive", "standard", "batch")
@@ -135,7 +135,7 @@ class Node:
         job.num_stored = 0
         self.preemptions += 1
         self._queue(job)
-        self.standing.turns[job.priority].correct(job.tenant, -job.charge)
+        self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms)
 
     def _grants(self) -> dict[SimulatedJob, int]:
         budget, grants = STEP_TOKENS, {}
@@ -159,7 +159,7 @@ class Node:
             return False
         job.finished_ms = self.now_ms
         self.running.remove(job)
-        self.standing.turns[job.priority].correct(job.tenant, job.kv_ms - job.charge)
+        self.standing.correct(job.priority, job.tenant, job.kv_ms - job.charge, self.now_ms)
         self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_ms, job.num_prompt + job.num_output)
         self.predictor.ended(job.tenant, job.num_prompt, job.max_tokens, job.num_output, job.predicted)
         return True

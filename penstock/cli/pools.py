@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 RedisUrl = Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")]
 
+_MIB = 1 << 20
+_SHOWN_BYTES = _MIB // 10
+"""What tenants keep is told from here on."""
+
 app = typer.Typer(no_args_is_help=True)
 
 
@@ -48,6 +52,9 @@ def line_of(pool: PoolFigures) -> str:
         held = total - sum(node.kv_blocks_free for node in pool.nodes)
         parts.append(f"KV cache {held / total:.0%} held")
         parts.append(f"{sum(node.decode_tokens_per_s for node in pool.nodes):.0f} tokens/s")
+    if sum(pool.kept.values()) >= _SHOWN_BYTES:
+        most = max(pool.kept, key=lambda tenant: pool.kept[tenant])
+        parts.append(f"{sum(pool.kept.values()) / _MIB:.1f} MiB kept, most by {most} ({pool.kept[most] / _MIB:.1f})")
     return "  ".join(parts)
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from penstock.contract.errors import ForbiddenError, UnauthorizedError
 from penstock.contract.job import NAME_PATTERN
+from penstock.contract.priority import ClassName
 from penstock.contract.terms import UNLIMITED, Terms
 
 Scope = Literal["infer", "admin"]
@@ -37,6 +38,8 @@ class ApiKey(BaseModel):
     tenant: Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
     scopes: frozenset[Scope] = frozenset(("infer",))
     terms: Terms = UNLIMITED
+    highest_class: ClassName = "standard"
+    """The most urgent class that its holder may ask for."""
     label: str = Field("", max_length=200)
     created_s: int = 0
     is_revoked: bool = False
@@ -45,6 +48,11 @@ class ApiKey(BaseModel):
         """Raises ForbiddenError when the key is not good for this."""
         if scope not in self.scopes:
             raise ForbiddenError(f"this API key lacks the scope {scope!r}")
+
+    @property
+    def metered_terms(self) -> Terms:
+        """The terms of a job that its holder submits: its tokens are counted to this key."""
+        return self.terms.model_copy(update={"account": self.key_id})
 
 
 def mint(pepper: str) -> tuple[str, str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.contract.wire import NodePressure
 
@@ -42,3 +42,5 @@ class PoolFigures:
     """How often what happened since the pool began; see `EVENTS`."""
     nodes: tuple[NodePressure, ...]
     """Those that gave a sign of life within their lease."""
+    kept: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that each tenant's open jobs may come to hold and its ended ones hold."""

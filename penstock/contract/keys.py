@@ -20,11 +20,12 @@ and forget removes those of a pool that nobody needs any more.
     P:head                 hash    take                                 class → when the head of its queue was taken
     P:hold                 hash    take; sweep, leave                   node → what it makes room for, and until when
     P:job:<id>             hash    scripts                              the job's record; result_ttl_ms after its end
-    P:in:<id>              string  submit; end, DeadLetters             the request (wire.py); gone at the end, a dead
+    P:in:<id>              string  submit; end, purge                   the request (wire.py); gone at the end, a dead
                                                                         letter's after 7 days
-    P:dead                 zset    end; sweep, DeadLetters              dead letters by end; 10,000 for 7 days
+    P:dead                 zset    end; sweep, purge                    dead letters by end; 10,000 for 7 days
     P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
-    P:out:<id>             string  finish                               the result (wire.py); result_ttl_ms
+    P:out:<id>             string  finish; deliver (PEXPIRE)            the result (wire.py); result_ttl_ms, a large one
+                                                                        log_ttl_ms once it was delivered
     P:run:<node>           set     take; requeue, end, beat             ids a node holds
     P:took:<node>          string  take; leave                          last call number and its answer; 1 min
     P:open                 set     submit; end                          ids not yet terminal
@@ -40,8 +41,16 @@ and forget removes those of a pool that nobody needs any more.
     P:backlog              hash    submit, requeue, let_in, take, end   queued cost in tokens per class
     P:queued               hash    submit, requeue, let_in, take, end   the same per tenant; no field where it is 0
     P:bytes                hash    submit; end                          bytes that open jobs may come to hold, per class
+    P:kept                 hash    submit, end; sweep, purge            bytes per tenant: of open jobs as predicted, of
+                                                                        ended ones as stored
+    P:expiry               zset    end; deliver; submit, sweep, purge   `<bytes> <tenant> <key>` of what is stored of
+                                                                        ended jobs, by when it expires
+    P:usage:<day>          hash    end                                  `<tenant>:<account>:<what>` → jobs and tokens of
+                                                                        prompts, cached and completions; 92 days
+    P:used:<window>        hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight in each
+                                                                        window of share_window_ms; two of these
     P:refused              hash    submit                               cost refused lately, and when; 10 min
-    P:rate:<t>             hash    submit                               ms when its next job and token are due
+    P:rate:<t>             hash    submit; end                          ms when its next job and token are due
     P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
     P:sweep                string  sweep, succeed                       when it last ran
     P:count                hash    scripts                              how often what happened, for operators
@@ -132,6 +141,21 @@ def queued(pool: str) -> str:
 def promised_bytes(pool: str) -> str:
     """Hash: bytes that open jobs may come to hold, per class."""
     return f"{prefix(pool)}:bytes"
+
+
+def kept_bytes(pool: str) -> str:
+    """Hash: bytes per tenant, of its open jobs as predicted and of its ended ones as stored."""
+    return f"{prefix(pool)}:kept"
+
+
+def expiry(pool: str) -> str:
+    """Zset: what is stored of ended jobs, by when it expires."""
+    return f"{prefix(pool)}:expiry"
+
+
+def usage(pool: str, day: int) -> str:
+    """Hash: tokens used on a day, counted from 1970, per tenant and account."""
+    return f"{prefix(pool)}:usage:{day}"
 
 
 def open_jobs(pool: str) -> str:

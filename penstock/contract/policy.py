@@ -13,6 +13,14 @@ simulator its queue with what stands here.
 `aging_ms` since it was submitted or the class's last head was served, whichever is later: so a class is never starved,
 and a backlog of a day, however old, does not turn into the most urgent work there is.
 
+*Shares.* Under fair, class 0 goes before class 1 only while its tenant is within its share. A tenant is above its share
+while it used more in this and the last window of `share_window_ms` than the mean of all tenants with queued work. Use
+is what turns count: predicted KV-token-milliseconds ÷ weight at each start, corrected at the end. Class 0 of a tenant
+above its share counts as class 1 and stands behind it. Where others have nothing queued, but used less in those windows
+than the mean, class 0 goes first and still counts as class 1, so that it takes no place from their running work. So a
+tenant at the highest class cannot keep another below half of its fair share for longer than two windows and the jobs
+that were running then. Class 2 gives way by its own choice.
+
 *Bypass.* One that does not fit may be passed by others until it is `bypass_ms` old; then whoever makes room for it
 starts nobody who stands behind it. Of a pool's nodes one does that, and the others go on.
 """
@@ -21,17 +29,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
 
 from penstock.contract.priority import NUM_PRIORITIES
+from penstock.contract.standing import SHARE_WINDOW_MS, Shares, Standing, Turns
 
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
 LEAST_URGENT = NUM_PRIORITIES - 1
 MAX_PASSED = 16
 """In one look at the queue: so many that do not fit and are passed end it."""
-MAX_DEBTS = 1000
-"""Tenants whose debt is remembered: the largest debts of a class."""
 HOLD_MS = 1000.0
 """How long a KV token of a job's cost is assumed to be held before any job has ended."""
 _HOLD_WEIGHT = 0.05
@@ -84,72 +91,20 @@ class Policy:
     name: PolicyName = "fcfs"
     aging_ms: int = 60_000
     bypass_ms: int = 2_000
+    share_window_ms: int = SHARE_WINDOW_MS
 
     def longest_wait_ms(self, priority: int, num_before: int, turnover_ms: int) -> int:
         """The longest that one of this class waits with `num_before` before it in its class, whatever others send.
 
             (num_before + 1) × (rise × aging_ms + 3 × turnover_ms)
 
-        `rise` is the classes its head has to rise to be the next one: as many as its class, under sjf at least one.
+        `rise` is the classes its head has to rise to be the next one: as many as its class, under sjf at least one, and
+        under fair too, where class 0 of a tenant above its share stands behind class 1.
         `turnover_ms` is the longest until room for one job is free that nobody passes; risen heads of the other two
         classes may go first. Not for fcfs, where who came before is all there is.
         """
-        rise = max(priority, 1) if self.name == "sjf" else priority
+        rise = priority if self.name == "priority" else max(priority, 1)
         return (num_before + 1) * (rise * self.aging_ms + 3 * turnover_ms)
-
-
-class Turns:
-    """Tenants of one class in virtual time: each start costs its tenant what it will probably use.
-
-    `now` is the highest time at which anybody was started and never falls; it rises by one with each who enters, so
-    that of newcomers the first is first. One who enters gets `now`, or what it owes from before: no credit from idling,
-    no head start, no forgiven debt.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.times: dict[str, float] = {}
-        """Of tenants with queued work."""
-        self.debts: dict[str, float] = {}
-        """Of tenants without, as far as they are ahead of `now`."""
-
-    def enter(self, tenant: str) -> None:
-        """A tenant has queued work."""
-        if tenant not in self.times:
-            self.times[tenant] = max(self.now, self.debts.pop(tenant, 0.0))
-            self.now += 1
-
-    def leave(self, tenant: str) -> None:
-        """It has none any more."""
-        self._owe(tenant, self.times.pop(tenant))
-
-    def start(self, tenant: str, charge: float) -> None:
-        """Work of a tenant with queued work is started."""
-        if self.times[tenant] > self.now:
-            self.now = self.times[tenant]
-            self.debts = {name: time for name, time in self.debts.items() if time > self.now}
-        self.times[tenant] += charge
-
-    def correct(self, tenant: str, by: float) -> None:
-        """What was charged was too little, or too much (negative)."""
-        if tenant in self.times:
-            self.times[tenant] += by
-        else:
-            self._owe(tenant, self.debts.pop(tenant, self.now) + by)
-
-    def _owe(self, tenant: str, time: float) -> None:
-        if time > self.now:
-            self.debts[tenant] = time
-        if len(self.debts) > MAX_DEBTS:
-            del self.debts[min(self.debts, key=lambda name: self.debts[name])]
-
-
-@dataclass(slots=True)
-class Standing:
-    """What is remembered from one look at the queue to the next, per class."""
-
-    turns: list[Turns] = field(default_factory=lambda: [Turns() for _ in range(NUM_PRIORITIES)])
-    head_served_ms: list[float] = field(default_factory=lambda: [0.0] * NUM_PRIORITIES)
 
 
 def choose(
@@ -170,7 +125,7 @@ def choose(
     for candidate, urgency, is_head in _in_order(list(waiting), policy, standing, now_ms):
         if fits(candidate, urgency):
             chosen.append(candidate)
-            standing.turns[candidate.priority].start(candidate.tenant, candidate.charge)
+            standing.start(candidate.priority, candidate.tenant, candidate.charge, now_ms)
             if is_head:
                 standing.head_served_ms[candidate.priority] = now_ms
             continue
@@ -211,7 +166,48 @@ def _in_order(waiting: list[C], policy: Policy, standing: Standing, now_ms: floa
         yield from ((one, LEAST_URGENT, False) for one in sorted(waiting, key=_age))
         return
     classes = [[one for one in waiting if one.priority == p] for p in range(NUM_PRIORITIES)]
-    heads = [_head(members, policy, standing.turns[p]) for p, members in enumerate(classes)]
+    lines = [_Line(members, policy, standing.turns[p]) for p, members in enumerate(classes)]
+    heads = [line.head() for line in lines]
+    risen = _risen(heads, policy, standing, now_ms)
+    shares = standing.shares(now_ms) if policy.name == "fair" and classes[0] else None
+    while (found := _next_of(lines, risen, shares)) is not None:
+        one, urgency = found
+        yield one, urgency, one is heads[one.priority]
+
+
+def _next_of(lines: list[_Line[C]], risen: list[tuple[float, int, C]], shares: Shares | None) -> tuple[C, int] | None:
+    """The next candidate and the class it counts as.
+
+    Interactive work of tenants above their share stands behind standard work; this is asked anew for each, as what was
+    just taken has changed the shares.
+    """
+    interactive, standard, batch = lines
+
+    def risen_to(p: int) -> C | None:
+        if not risen or risen[0][0] > p:
+            return None
+        head = risen.pop(0)[2]
+        lines[head.priority].remove(head)
+        return head
+
+    if (one := risen_to(0)) is not None:
+        return one, 0
+    if (one := interactive.take(shares.goes_first if shares else None)) is not None:
+        return one, int(shares is not None and not shares.may_displace(one.tenant))
+    for take, urgency in (
+        (lambda: risen_to(1), 1),
+        (standard.take, 1),
+        (interactive.take, 1),
+        (lambda: risen_to(2), 2),
+        (batch.take, 2),
+    ):
+        if (one := take()) is not None:
+            return one, urgency
+    return None
+
+
+def _risen(heads: list[C | None], policy: Policy, standing: Standing, now_ms: float) -> list[tuple[float, int, C]]:
+    """(level, -class, head) of the heads that count as more than their class, the most urgent one first."""
     risen = []
     for p, head in enumerate(heads):
         if head is not None:
@@ -219,38 +215,48 @@ def _in_order(waiting: list[C], policy: Policy, standing: Standing, now_ms: floa
             level = p - max(0, now_ms - since_ms) // policy.aging_ms
             if level < p:
                 risen.append((level, -p, head))
-    risen.sort(key=lambda one: one[:2])
-    for p, members in enumerate(classes):
-        while risen and risen[0][0] <= p:
-            _, _, head = risen.pop(0)
-            classes[head.priority].remove(head)
-            yield head, p, True
-        yield from ((one, p, one is heads[p]) for one in _in_class(members, policy, standing.turns[p]))
+    return sorted(risen, key=lambda one: one[:2])
 
 
-def _in_class(members: list[C], policy: Policy, turns: Turns) -> Iterator[C]:
-    if policy.name == "fair":
-        yield from _in_turn(members, turns)
-    elif policy.name == "sjf":
-        yield from sorted(members, key=lambda one: (one.cost, *_age(one)))
-    else:
-        yield from sorted(members, key=_age)
+class _Line(Generic[C]):
+    """What waits of one class, in the policy's order; under fair one queue a tenant, whose turns may move meanwhile."""
+
+    def __init__(self, members: list[C], policy: Policy, turns: Turns) -> None:
+        self._turns = turns if policy.name == "fair" else None
+        self._queues: dict[str, deque[C]] = {}
+        by_cost = policy.name == "sjf"
+        for one in sorted(members, key=lambda one: (one.cost, *_age(one)) if by_cost else _age(one)):
+            self._queues.setdefault(one.tenant if self._turns else "", deque()).append(one)
+        self._head = self._first(_anyone) if self._turns else min(members, key=_age, default=None)
+
+    def head(self) -> C | None:
+        """The one that aging looks at."""
+        return self._head
+
+    def take(self, may: Callable[[str], bool] | None = None) -> C | None:
+        """The next one, of a tenant that may."""
+        one = self._first(may or _anyone)
+        if one is not None:
+            self.remove(one)
+        return one
+
+    def remove(self, one: C) -> None:
+        """Takes out one that goes before its turn."""
+        name = one.tenant if self._turns else ""
+        self._queues[name].remove(one)
+        if not self._queues[name]:
+            del self._queues[name]
+
+    def _first(self, may: Callable[[str], bool]) -> C | None:
+        if self._turns is None:
+            return self._queues[""][0] if self._queues else None
+        times = self._turns.times
+        able = [name for name in self._queues if may(name)]
+        return self._queues[min(able, key=lambda name: (times[name], name))][0] if able else None
 
 
-def _in_turn(members: list[C], turns: Turns) -> Iterator[C]:
-    """Of the tenant with the least time its oldest; whoever is started moves its tenant's time on meanwhile."""
-    queues: dict[str, deque[C]] = {}
-    for one in sorted(members, key=_age):
-        queues.setdefault(one.tenant, deque()).append(one)
-    while queues:
-        tenant = min(queues, key=lambda name: (turns.times[name], name))
-        yield queues[tenant].popleft()
-        if not queues[tenant]:
-            del queues[tenant]
-
-
-def _head(members: list[C], policy: Policy, turns: Turns) -> C | None:
-    return next(_in_turn(members, turns), None) if policy.name == "fair" else min(members, key=_age, default=None)
+def _anyone(tenant: str) -> bool:
+    return True
 
 
 def _age(one: Candidate) -> tuple[float, str]:

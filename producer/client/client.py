@@ -17,11 +17,14 @@ from penstock.contract.broker.eviction import warn_of_eviction
 from penstock.contract.broker.figures import FiguresBroker
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
+from penstock.contract.broker.usage import UsageBroker
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
+from penstock.contract.rights import allowed_class
 from penstock.contract.settings import RedisSettings
 from penstock.contract.terms import Terms
+from penstock.contract.usage import DayUsage
 from penstock.contract.wire import PoolPressure
 from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door
 from penstock.producer.client.courier import Courier
@@ -54,9 +57,11 @@ class AsyncClient:
         self.stats = ClientStats()
         self._tenant = tenant
         self._terms = Terms(weight=settings.weight)
+        self._highest_class = settings.highest_class
         self._redis = connect(url)
         broker = ProducerBroker(self._redis)
         self._figures = FiguresBroker(self._redis)
+        self._usage = UsageBroker(self._redis)
         self._courier = Courier(broker, settings.outage_s)
         self._inbox = Inbox(self._redis, broker, settings, self.stats)
         self._pools = Copy(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
@@ -120,6 +125,14 @@ class AsyncClient:
         """Logs a warning where Redis may evict keys."""
         await warn_of_eviction(self._redis)
 
+    async def usage(self, tenant: str, account: str, days: int) -> list[DayUsage]:
+        """Tokens that an account of a tenant used on each of the last days, in all pools."""
+        return await self._courier.ask(lambda _: self._usage.of(tenant, account, days))
+
+    async def all_usage(self, days: int) -> list[DayUsage]:
+        """The same of all tenants and accounts."""
+        return await self._courier.ask(lambda _: self._usage.all(days))
+
     async def figures(self) -> tuple[list[PoolFigures], tuple[int, int]]:
         """What operators watch: figures of all pools, and the bytes that Redis uses and may use (0: no limit)."""
         figures = await self._courier.ask(lambda _: self._figures.all())
@@ -138,6 +151,7 @@ class AsyncClient:
         self._courier.require_open()
         record = await self._choose(options)
         job = build_job(prompt, options, record, self._tenant)
+        allowed_class(job.priority.label, self._highest_class, "this client (highest_class)")
         door = self._door(job.pool)
         cost = estimate_cost(job, record, (await door.recent()).nodes)
         await self._courier.ask(lambda _: self._inbox.greet(job.pool))

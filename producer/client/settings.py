@@ -6,6 +6,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.job import NAME_PATTERN
+from penstock.contract.priority import ClassName
 from penstock.contract.settings import Settings
 
 
@@ -26,5 +27,7 @@ class ClientSettings(Settings):
     """How often a pool with open streams hears that its reader lives; pools give up on readers after 30 s."""
     weight: float = Field(1.0, ge=0.001, le=1000)
     """Of this client's tenant under fair turns, for jobs that are submitted without terms of their own."""
+    highest_class: ClassName = "interactive"
+    """The most urgent class that this client may submit; whoever reaches Redis is trusted, so by default any."""
     outage_s: float = Field(30.0, ge=0, le=3600)
     """How long an absence of Redis is waited out."""

@@ -7,9 +7,14 @@ import os
 import subprocess
 import sys
 
+from contract.harness import Queue, new_job
+
 from penstock.contract.api_keys import identify
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.key_store import KeyStore
+from penstock.contract.broker.node import Emission
+from penstock.contract.job import Outcome, Usage
+from penstock.contract.terms import Terms
 
 
 def keys(redis_url: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -32,9 +37,30 @@ def test_key_is_made_listed_and_revoked(redis_url: str) -> None:
     assert (record.tenant, record.terms.max_open_jobs, record.scopes) == ("acme", 7, {"infer"})
 
     listed = keys(redis_url, "list").stdout
-    assert listed == f"{record.key_id} acme infer max_open_jobs=7 for tests\n"
+    assert listed == f"{record.key_id} acme infer highest_class=standard max_open_jobs=7 for tests\n"
     assert keys(redis_url, "revoke", record.key_id).returncode == 0
     assert keys(redis_url, "list").stdout.startswith(f"{record.key_id} acme revoked")
+
+
+def test_rights_and_usage_are_shown(redis_url: str) -> None:
+    keys(redis_url, "add", "acme", "--highest-class", "interactive", "--memory-percent", "20")
+    listed = keys(redis_url, "list").stdout
+    assert " acme infer highest_class=interactive memory_percent=20 " in listed
+    asyncio.run(use(redis_url))
+    assert keys(redis_url, "list").stdout.split()[-1].startswith("kept_bytes=")
+    (line,) = keys(redis_url, "usage", "--days", "2").stdout.splitlines()
+    assert line.split(maxsplit=1)[1] == "m acme k1 jobs=1 prompt=11 cached=4 completion=7"
+    assert "highest" in keys(redis_url, "add", "acme", "--highest-class", "urgent").stderr
+
+
+async def use(redis_url: str) -> None:
+    async with connect(redis_url) as redis:
+        queue = Queue(redis)
+        node = await queue.node()
+        await queue.producer.submit(new_job(tenant="acme"), cost=1, terms=Terms(account="k1"))
+        taken = await node.take_one()
+        last = Emission(taken.job_id, taken.lease, 0, ())
+        await node.broker.finish(last, Outcome("done"), b"result", usage=Usage(11, 7, 4))
 
 
 def test_a_terminal_of_another_encoding_shows_what_it_can(redis_url: str) -> None:

@@ -11,8 +11,8 @@ from contract.queue_model import TERMINAL, ModelJob, QueueModel
 from penstock.contract.wire import decode_chunks
 
 OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took", "queued", "bytes"}
-OF_THE_POOL |= {"count", "adapters"}
-OF_POLICY = {"turn", "vtime", "debt", "head", "hold"}
+OF_THE_POOL |= {"count", "adapters", "kept", "expiry", "usage"}
+OF_POLICY = {"turn", "vtime", "debt", "head", "hold", "used"}
 Dump = dict[str, Any]
 
 
@@ -76,6 +76,29 @@ def check_sets(found: Dump, model: QueueModel) -> None:
     assert _members("nodes", found.get("nodes", [])) == known
 
 
+def check_owned(found: Dump, model: QueueModel) -> None:
+    """What each tenant keeps is the sum of what its jobs may come to hold and of what is stored of its ended ones."""
+    kept: dict[str, int] = {}
+    stored: dict[str, int] = {}
+    for job in model.jobs.values():
+        record = found[f"job:{job.job_id}"]
+        if job.state not in TERMINAL:
+            kept[job.tenant] = kept.get(job.tenant, 0) + int(record[b"bytes"])
+            continue
+        sizes = zip(("log", "out", "in", "job"), map(int, record[b"stored"].split()), strict=True)
+        stored |= {f"{size} {job.tenant} {name}:{job.job_id}": size for name, size in sizes if size}
+        assert int(record[b"stored"].split()[0]) == sum(map(len, found[f"log:{job.job_id}"]))
+    for member, size in stored.items():
+        kept[member.split()[1]] = kept.get(member.split()[1], 0) + size
+    assert {member.decode() for member, _ in found.get("expiry", [])} == stored.keys()
+    assert {tenant.decode(): int(size) for tenant, size in found.get("kept", {}).items()} == kept
+    used: dict[str, int] = {}
+    for name in [name for name in found if name.startswith("usage:")]:
+        for what, count in found[name].items():
+            used[what.decode()] = used.get(what.decode(), 0) + int(count)
+    assert used == model.used
+
+
 def check_policy(found: Dump, model: QueueModel) -> None:
     """Tenants' virtual times are the model's to the last bit; heads were served, and room is made, as it says."""
     for p, turns in enumerate(model.standing.turns):
@@ -84,6 +107,8 @@ def check_policy(found: Dump, model: QueueModel) -> None:
         assert float(found.get(f"vtime:{p}", 0)) == turns.now
         served_ms = int(found.get("head", {}).get(str(p).encode(), 0))
         assert abs(served_ms - model.standing.head_served_ms[p]) < 3_600_000
+    (used,) = [value for name, value in found.items() if name.startswith("used:")] or [{}]
+    assert {tenant.decode(): int(value) for tenant, value in used.items()} == model.standing.use.this
     holds = {node.decode(): value.decode().split() for node, value in found.get("hold", {}).items()}
     assert {node: held for node, (held, until_ms) in holds.items() if int(until_ms) > 1} == model.holds
 

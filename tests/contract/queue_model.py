@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from penstock.contract.policy import Policy, Standing, choose
+from penstock.contract.job import Usage
+from penstock.contract.policy import Policy, choose
+from penstock.contract.standing import Standing
+from penstock.contract.wire import decode_chunks
 
 PROGRESS_CHUNKS = 4
 MAX_LOSSES = 3
 MAX_PREEMPTIONS = 3
 SUSPECTS = "suspects"
+SHARE_WINDOW_MS = 10**12
+"""So long that no run crosses from one window into the next."""
 KV_TOTAL = 300
 SLOTS_TOTAL = 8
 TERMINAL = ("done", "failed", "cancelled", "expired")
@@ -61,6 +67,8 @@ class ModelJob:
     lacks: set[str] = field(default_factory=set)
     """Nodes that returned it for want of its adapter."""
     is_back: bool = False
+    usage: Usage | None = None
+    """Tokens that its end counted."""
     charge: float = 0.0
     urgency: int = 0
     waits_as: str = ""
@@ -76,8 +84,10 @@ class ModelJob:
     def is_held(self, node: str, lease: str) -> bool:
         return self.state == "running" and (self.node, self.lease) == (node, lease)
 
-    def end(self, state: str, code: str) -> None:
+    def end(self, state: str, code: str, usage: Usage | None = None) -> None:
         self.state, self.code = state, code
+        logged = sum(len(chunk.token_ids) for data in self.log for chunk in decode_chunks(data))
+        self.usage = usage or Usage(0, logged)
 
     @property
     def is_over(self) -> bool:
@@ -142,11 +152,24 @@ class QueueModel:
     def __init__(self, policy: Policy, now_ms: int) -> None:
         self.policy = policy
         self.now_ms = now_ms
-        self.standing = Standing()
+        self.standing = Standing(policy.share_window_ms)
         self.jobs: dict[str, ModelJob] = {}
         self.nodes: dict[str, ModelNode] = {}
         self.holds: dict[str, str] = {}
         """By node, what it makes room for: a job's id, or any suspect."""
+
+    @property
+    def used(self) -> dict[str, int]:
+        """Ended jobs and their tokens per tenant, as P:usage names them."""
+        counts = Counter[str]()
+        for job in self.jobs.values():
+            if job.usage is not None:
+                name = f"{job.tenant}::"
+                counts.update({name + "jobs": 1, name + "prompt": job.usage.prompt_tokens})
+                counts.update(
+                    {name + "completion": job.usage.completion_tokens, name + "cached": job.usage.cached_tokens}
+                )
+        return {name: count for name, count in counts.items() if count}
 
     def queued(self, priority: int) -> list[ModelJob]:
         jobs = (j for j in self.jobs.values() if j.state == "queued" and j.priority == priority and not j.is_later)
@@ -204,7 +227,7 @@ class QueueModel:
     def _requeue(self, job: ModelJob) -> None:
         job.requeue()
         self.standing.turns[job.priority].enter(job.tenant)
-        self.standing.turns[job.priority].correct(job.tenant, -job.charge)
+        self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms)
 
     def emit(self, job: ModelJob, node: ModelNode, lease: str, index: int, chunks: list[bytes]) -> str:
         node.is_silent = False
@@ -220,7 +243,14 @@ class QueueModel:
         return "UNHEARD" if job.is_unread and not job.is_background else "OK"
 
     def finish(
-        self, job: ModelJob, node: ModelNode, lease: str, index: int, chunks: list[bytes], kv_ms: float | None
+        self,
+        job: ModelJob,
+        node: ModelNode,
+        lease: str,
+        index: int,
+        chunks: list[bytes],
+        kv_ms: float | None,
+        usage: Usage | None = None,
     ) -> str:
         if job.state in TERMINAL and (job.node, job.lease) == (node.name, lease):
             return "OK"
@@ -229,9 +259,9 @@ class QueueModel:
         if index > len(job.log):
             return f"NEED {len(job.log)}"
         job.append(index, chunks)
-        job.end("done", "")
+        job.end("done", "", usage)
         if kv_ms is not None:
-            self.standing.turns[job.priority].correct(job.tenant, kv_ms / job.weight - job.charge)
+            self.standing.correct(job.priority, job.tenant, kv_ms / job.weight - job.charge, self.now_ms)
         return "OK"
 
     def _others(self, job: ModelJob, lacks: set[str]) -> bool:

@@ -17,7 +17,8 @@ SCRIPTS = {
     for path in files("penstock.contract").joinpath("scripts").iterdir()
     if path.name.endswith(".lua") and path.name not in ("audit.lua", "forget.lua")
 }
-KEY_FUNCTIONS = dict(re.findall(r"local function (\w+_key)\(\w+\) return P \.\. ':(\w+)", SCRIPTS["prelude"]))
+SHARED = SCRIPTS.pop("prelude") + SCRIPTS.pop("queue")
+KEY_FUNCTIONS = dict(re.findall(r"local function (\w+_key)\(\w+\) return P \.\. ':(\w+)", SHARED))
 
 
 def _split(text: str) -> list[str]:
@@ -59,7 +60,7 @@ def _writes(text: str) -> set[str]:
 
 
 def _functions() -> dict[str, str]:
-    parts = re.split(r"^local function (\w+)", SCRIPTS["prelude"], flags=re.MULTILINE)
+    parts = re.split(r"^local function (\w+)", SHARED, flags=re.MULTILINE)
     bodies = {name: body.split("\nend\n")[0] for name, body in zip(parts[1::2], parts[2::2], strict=True)}
     return {name: body.split("\n")[0] if re.match(r".* end\n", body) else body for name, body in bodies.items()}
 
@@ -74,7 +75,7 @@ def _reached(text: str, functions: dict[str, str], seen: frozenset[str]) -> set[
 
 def _found() -> dict[str, set[str]]:
     functions, writers = _functions(), defaultdict(set)
-    texts = {name: text for name, text in SCRIPTS.items() if name != "prelude"}
+    texts = dict(SCRIPTS)
     texts |= {said: functions[name] for name, said in NAMED.items()}
     for writer, text in texts.items():
         for key in _reached(text, functions, frozenset()):

@@ -14,12 +14,11 @@ from penstock.contract.policy import (
     MAX_PASSED,
     Policy,
     PolicyName,
-    Standing,
-    Turns,
     choose,
     in_order_of_retreat,
     victims_of,
 )
+from penstock.contract.standing import Standing, Turns
 
 AGING_MS = 1000
 POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair")

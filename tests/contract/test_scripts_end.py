@@ -218,13 +218,13 @@ async def test_ended_job_leaves_nothing_that_lives_for_ever(
         "dead",
         "count",
     }
-    of_the_pool |= {"head", "vtime", "debt"}
+    of_the_pool |= {"head", "vtime", "debt", "kept", "expiry", "usage", "used"}
     names = await queue.keys()
     assert {name for name in names if name.partition(":")[0] not in ("took", *of_the_pool)} == set(limits)
     for name, limit in limits.items():
         assert limit - 5000 < await queue.redis.pttl(f"{P}:{name}") <= limit
     for name in names:
-        if name.startswith("took:"):
+        if name.startswith(("took:", "usage:", "used:")):
             assert await queue.redis.pttl(f"{P}:{name}") > 0
     for sums in ("backlog", "bytes"):
         assert set(await queue.redis.hvals(f"{P}:{sums}")) <= {b"0"}

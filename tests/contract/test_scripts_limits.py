@@ -173,14 +173,14 @@ async def test_memory_that_open_jobs_may_still_need_is_kept_for_them(queue: Queu
     promised = estimate_bytes(new_job(params=long), 100)
     assert 8 * (1 << 20) < promised < 10 * (1 << 20)
 
-    await submit(queue, Terms(), params=long)
-    assert (await refusal(queue, Terms(), params=long)).code == "redis_full"
-    await submit(queue, Terms())
+    await submit(queue, Terms(memory_percent=90), params=long)
+    assert (await refusal(queue, Terms(memory_percent=90), params=long)).code == "redis_full"
+    await submit(queue, Terms(memory_percent=90))
 
     for taken in (await node.take()).jobs:
         await node.finish(taken, 0)
     assert {int(v) for v in await queue.redis.hvals(f"{P}:bytes")} == {0}  # type: ignore[misc]
-    await submit(queue, Terms(), params=long)
+    await submit(queue, Terms(memory_percent=90), params=long)
 
 
 async def test_idempotency_key_of_an_open_job_never_ends(queue: Queue) -> None:

@@ -11,7 +11,7 @@ import pytest
 import redis as sync_redis
 from contract.harness import FakeNode, P, Queue, new_job
 from contract.queue_check import check_policy, check_sets, dump
-from contract.queue_model import KV_TOTAL, SLOTS_TOTAL, ModelJob, ModelNode, QueueModel
+from contract.queue_model import KV_TOTAL, SHARE_WINDOW_MS, SLOTS_TOTAL, ModelJob, ModelNode, QueueModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +57,7 @@ class Pool:
         self.queue = Queue(self.client)
         self.node = FakeNode(self.client, "n0", "r")
         fields = {"policy": policy.name, "aging_ms": policy.aging_ms, "bypass_ms": policy.bypass_ms, "avoid_ms": 0}
+        fields["share_window_ms"] = policy.share_window_ms
         self.runner.run(self.node.join(**fields))
         self.model = QueueModel(policy, self.runner.run(self.queue.now_ms()))
         self.model.nodes["n0"] = ModelNode("n0", "r")
@@ -128,7 +129,7 @@ def new_pool(redis_url: str) -> Iterator[Any]:
     pools: list[Pool] = []
 
     def make(name: PolicyName, bypass_ms: int = 0) -> Pool:
-        pools.append(Pool(redis_url, Policy(name, AGING_MS, bypass_ms)))
+        pools.append(Pool(redis_url, Policy(name, AGING_MS, bypass_ms, SHARE_WINDOW_MS)))
         return pools[-1]
 
     yield make
@@ -142,7 +143,7 @@ def test_take_orders_as_policy_does(redis_url: str, name: PolicyName) -> None:
     @settings(max_examples=2000 if FULL else 60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.sampled_from((0, 2 * AGING_MS, 10**6 * AGING_MS)), st.lists(events, min_size=10, max_size=50))
     def run(bypass_ms: int, story: list[tuple[Any, ...]]) -> None:
-        pool = Pool(redis_url, Policy(name, AGING_MS, bypass_ms))
+        pool = Pool(redis_url, Policy(name, AGING_MS, bypass_ms, SHARE_WINDOW_MS))
         try:
             for event in story:
                 pool.do(event)

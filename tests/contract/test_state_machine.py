@@ -13,11 +13,12 @@ from typing import Any, TypeVar, cast
 import pytest
 import redis as sync_redis
 from contract.harness import POOL, FakeNode, P, Queue, new_job
-from contract.queue_check import check_jobs, check_lives, check_policy, check_sets, dump
+from contract.queue_check import check_jobs, check_lives, check_owned, check_policy, check_sets, dump
 from contract.queue_model import (
     KV_TOTAL,
     MAX_LOSSES,
     PROGRESS_CHUNKS,
+    SHARE_WINDOW_MS,
     SLOTS_TOTAL,
     TERMINAL,
     ModelJob,
@@ -33,7 +34,7 @@ from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.node import Emission, SweptError, Taken
 from penstock.contract.errors import ConflictError, InvariantError
-from penstock.contract.job import MAX_DEADLINE_S, Chunk, Job, Outcome, Priority, SamplingParams
+from penstock.contract.job import MAX_DEADLINE_S, Chunk, Job, Outcome, Priority, SamplingParams, Usage
 from penstock.contract.policy import Policy, PolicyName
 from penstock.contract.terms import Terms
 from penstock.contract.wire import NodePressure, encode_chunk, encode_record
@@ -51,6 +52,7 @@ SCHEMA = {
     "progress_chunks": PROGRESS_CHUNKS,
     "reattach_grace_ms": FOREVER_MS,
     "abandon_after_ms": FOREVER_MS,
+    "share_window_ms": SHARE_WINDOW_MS,
 }
 NODES = {"n0": "r1", "n1": "r1", "n2": "r1", "n3": "r2"}
 node_names = st.sampled_from(sorted(NODES))
@@ -100,12 +102,17 @@ class QueueMachine(RuleBasedStateMachine):
     @staticmethod
     def chunks(taken: Taken, index: int, count: int) -> list[bytes]:
         """Chunks that say which lease made them."""
-        return [encode_chunk(Chunk(taken.job_id, i, text=f"{taken.lease} {i}")) for i in range(index, index + count)]
+        return [
+            encode_chunk(Chunk(taken.job_id, i, 0, sum(k % 3 for k in range(i)), (i,) * (i % 3), f"{taken.lease} {i}"))
+            for i in range(index, index + count)
+        ]
 
     @initialize(name=st.sampled_from(("fcfs", "priority", "sjf", "fair")), bypass_ms=st.sampled_from((0, 24, 10**6)))
     def start(self, name: PolicyName, bypass_ms: int) -> None:
         """Most of what can happen needs a node and jobs."""
-        self.model = QueueModel(Policy(name, AGING_MS, bypass_ms * AGING_MS), self.run(self.queue.now_ms()))
+        self.model = QueueModel(
+            Policy(name, AGING_MS, bypass_ms * AGING_MS, SHARE_WINDOW_MS), self.run(self.queue.now_ms())
+        )
         for node in ("n0", "n1", "n2"):
             self.join(node)
         for cost in (10, 120, 10, 200):
@@ -282,15 +289,21 @@ class QueueMachine(RuleBasedStateMachine):
         count=st.integers(0, 2),
         times=st.integers(1, 2),
         kv_ms=st.sampled_from((None, 0.0, 7.5, 1e5)),
+        usage=st.sampled_from((None, Usage(7, 100, 3), Usage(5, 0))),
     )
-    def finish(self, pick: int, ahead: int, count: int, times: int, kv_ms: float | None) -> None:
+    def finish(
+        self, pick: int, ahead: int, count: int, times: int, kv_ms: float | None, usage: Usage | None = None
+    ) -> None:
         job, node, taken = self.handle(pick)
         index = len(job.log) + ahead
         chunks = self.chunks(taken, index, count)
         last = Emission(job.job_id, taken.lease, index, tuple(chunks))
         for _ in range(times):
-            answer = self.run(node.broker.finish(last, Outcome("done"), b"result", kv_ms=kv_ms))
-            assert answer == self.model.finish(job, self.model.nodes[node.name], taken.lease, index, chunks, kv_ms)
+            size = None if kv_ms is None else sum(map(len, job.log[:index] + chunks))
+            call = node.broker.finish(last, Outcome("done"), b"result", kv_ms=kv_ms, usage=usage, log_bytes=size)
+            answer = self.run(call)
+            known = self.model.nodes[node.name]
+            assert answer == self.model.finish(job, known, taken.lease, index, chunks, kv_ms, usage)
 
     @precondition(lambda self: self.handles)
     @rule(pick=picks, cost=st.sampled_from((5, 70, 400)), roomy=st.none() | st.sets(node_names))
@@ -396,6 +409,7 @@ class QueueMachine(RuleBasedStateMachine):
         check_sets(found, self.model)
         check_policy(found, self.model)
         check_jobs(found, self.model)
+        check_owned(found, self.model)
         check_lives(self.sync, self.model)
         for job_id, job in self.model.jobs.items():
             if job.state in TERMINAL:

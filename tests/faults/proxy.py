@@ -24,7 +24,8 @@ from penstock.contract.broker import scripts
 Address = str | tuple[str, int]
 READ_BYTES = 1 << 16
 _FILES = (resources.files("penstock.contract") / "scripts").iterdir()
-_SCRIPTS = [file.name.removesuffix(".lua") for file in _FILES if file.name not in ("prelude.lua", "__init__.py")]
+_SHARED = ("prelude.lua", "queue.lua", "__init__.py")
+_SCRIPTS = [file.name.removesuffix(".lua") for file in _FILES if file.name not in _SHARED]
 _BY_DIGEST = {hashlib.sha1(scripts.source(name).encode()).hexdigest().encode(): name for name in _SCRIPTS}
 _BY_SOURCE = {scripts.source(name).encode(): name for name in _SCRIPTS}
 

@@ -11,14 +11,16 @@ import pytest
 import redis as sync_redis
 
 from penstock.contract import keys
+from penstock.contract.api_keys import ApiKey
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.key_store import KeyStore
-from penstock.contract.errors import NotFoundError
+from penstock.contract.errors import ForbiddenError, NotFoundError
+from penstock.contract.job import Priority
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.gateway.app import create_app
 from penstock.gateway.entry import PUBLIC_PATHS
 from penstock.gateway.settings import GatewaySettings
-from penstock.producer.client import AsyncClient
+from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.client.copies import KEYS_TTL_S
 
 MODEL = "acme/echo"
@@ -26,9 +28,9 @@ BODY = {"model": MODEL, "prompt": "hi"}
 PEPPER = "of the tests"
 
 
-async def add(redis_url, tenant, scopes=("infer",), terms=UNLIMITED):
+async def add(redis_url, tenant, scopes=("infer",), terms=UNLIMITED, **rights):
     redis = connect(redis_url)
-    key, record = await KeyStore(redis).add(tenant, scopes, terms, pepper=PEPPER)
+    key, record = await KeyStore(redis).add(tenant, scopes, terms, pepper=PEPPER, **rights)
     await redis.aclose()
     return key, record.key_id
 
@@ -42,6 +44,8 @@ def closed(redis_url, stack, shared_engine):
         "admin": add(redis_url, "ops", ("admin",)),
         "limited": add(redis_url, "small", terms=Terms(jobs_per_minute=1, burst_s=1)),
         "revoked": add(redis_url, "acme"),
+        "urgent": add(redis_url, "urgent", highest_class="interactive"),
+        "bulk": add(redis_url, "bulk", highest_class="batch"),
     }
     found = {name: asyncio.run(making) for name, making in made.items()}
     asyncio.run(revoke(redis_url, found["revoked"][1]))
@@ -112,6 +116,88 @@ def test_a_key_without_the_scope_gets_a_403(closed):
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "insufficient_scope")
     for path in ("/metrics", "/health/nodes"):
         assert ask(url, made["acme"], path=path, method="GET").status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("who", "asked", "counts_as"),
+    [
+        *(("acme", "interactive", None), ("acme", "standard", 1), ("acme", None, 1), ("acme", "batch", 2)),
+        *(("urgent", "interactive", 0), ("urgent", None, 1)),
+        *(("bulk", "interactive", None), ("bulk", "standard", None), ("bulk", "batch", 2), ("bulk", None, 2)),
+    ],
+)
+def test_a_class_above_the_keys_highest_is_refused_by_name(closed, redis_url, who, asked, counts_as):
+    url, made = closed
+    answer = ask(url, made[who], priority=asked)
+    if counts_as is None:
+        error, highest = answer.json()["error"], {"acme": "standard", "bulk": "batch"}[who]
+        assert (answer.status_code, error["code"], error["param"]) == (403, "class_not_allowed", "priority")
+        assert (
+            error["message"] == f"priority {asked!r} is above the highest class of this API key, which is {highest!r}"
+        )
+    else:
+        with sync_redis.Redis.from_url(redis_url) as client:
+            assert client.hget(keys.job(answer.headers["x-penstock-job"]), "p") == b"%d" % counts_as
+
+
+def test_a_key_of_an_older_version_has_the_standard_class():
+    old = ApiKey(key_id="0" * 16, digest="", tenant="acme").model_dump(mode="json", exclude={"highest_class"})
+    assert ApiKey.model_validate(old).highest_class == "standard"
+
+
+def test_an_open_gateway_allows_what_it_is_told(closed, redis_url, stack):
+    with sync_redis.Redis.from_url(redis_url) as client:
+        kept = client.hgetall(keys.API_KEYS)
+        client.delete(keys.API_KEYS)
+        answer = ask(stack.start_gateway(pepper=PEPPER), priority="interactive")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "class_not_allowed")
+        assert "open_highest_class" in answer.json()["error"]["message"]
+        told = stack.start_gateway(pepper=PEPPER, open_highest_class="interactive")
+        assert ask(told, priority="interactive").status_code == 200
+        client.hset(keys.API_KEYS, mapping=kept)
+
+
+async def test_a_client_on_redis_may_ask_for_what_its_settings_say(closed, redis_url):
+    async with AsyncClient(redis_url) as client:
+        await (await client.submit("hi", priority=Priority.INTERACTIVE)).result()
+    async with AsyncClient(redis_url, settings=ClientSettings(highest_class="standard")) as client:
+        with pytest.raises(ForbiddenError) as caught:
+            await client.submit("hi", priority=Priority.INTERACTIVE)
+        assert caught.value.param == "priority"
+
+
+def used(url, key, **query):
+    return httpx.get(f"{url}/v1/usage", params=query, headers={"authorization": f"Bearer {key}"}, timeout=30)
+
+
+def test_a_key_reads_what_it_used_and_an_admin_what_all_did(closed, redis_url):
+    url, made = closed
+    for key in (made["urgent"], made["urgent"], made["rival"]):
+        assert ask(url, key, prompt="12345", max_tokens=3).status_code == 200
+
+    def of_key(rows, key):
+        mine = [row for row in rows if row["key_id"] == key.split("-")[1]]
+        return [sum(row[name] for row in mine) for name in ("jobs", "prompt_tokens", "completion_tokens")]
+
+    before, again = (used(url, made["urgent"]).json()["data"] for _ in range(2))
+    assert before == again
+    assert ask(url, made["urgent"], prompt="12345", max_tokens=3).status_code == 200
+    after = used(url, made["urgent"], days=2).json()["data"]
+    gained = [b - a for a, b in zip(of_key(before, made["urgent"]), of_key(after, made["urgent"]), strict=True)]
+    assert gained == [1, 5, 3]
+    assert {row["tenant"] for row in after} == {"urgent"}
+
+    assert used(url, made["urgent"], all="true").status_code == 403
+    assert used(url, made["urgent"], days=0).json()["error"]["param"] == "days"
+    assert used(url, made["urgent"], since="ever").json()["error"]["param"] == "since"
+    asyncio.run(as_admin(redis_url, url, made, of_key))
+
+
+async def as_admin(redis_url, url, made, of_key):
+    key, _ = await add(redis_url, "boss", ("infer", "admin"))
+    while (answer := await asyncio.to_thread(used, url, key, all="true")).status_code == 401:
+        await asyncio.sleep(0.1)  # what gateways know of keys is a little old
+    assert of_key(answer.json()["data"], made["rival"])[1:] == [5, 3]
 
 
 def test_limits_of_the_key_are_held_and_told(closed):

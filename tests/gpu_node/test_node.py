@@ -21,6 +21,7 @@ from penstock.contract.audit import audit
 from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.node import NodeBroker
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
+from penstock.contract.broker.usage import UsageBroker
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Chunk, Job, Message, Result, SamplingParams
 from penstock.contract.tools import ToolCall
@@ -290,6 +291,10 @@ async def test_a_job_that_kills_its_nodes_is_found_out_and_those_beside_it_come_
         result = await ended(broker, job)
         assert (result.outcome.state, list(result.choices[0].token_ids)) == ("done", expected(job))
     assert {(await broker.status(job.id, "default")).losses for job in others} <= {0, 1, 2}
+    logged = sum(len(chunk.token_ids) for chunk in await broker.log(poison.id, 0))
+    days = await UsageBroker(redis).of("default", "", 2)
+    counted = [sum(row) for row in zip(*((d.jobs, d.prompt_tokens, d.completion_tokens) for d in days), strict=True)]
+    assert counted == [7, 6, 30 * 6 + logged], "each job once, to the token, over three nodes"
 
 
 async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(

@@ -36,7 +36,7 @@ from tests.source_tree import ROOT
 
 SCRIPTS = ROOT / "penstock/contract/scripts"
 RUNS = {
-    "gateway": ("submit", "attach", "detach", "cancel", "read_beat", "sweep"),
+    "gateway": ("submit", "attach", "detach", "cancel", "read_beat", "sweep", "deliver", "purge"),
     "node": ("join", "beat", "take", "emit", "finish", "give_back", "leave", "sweep", "succeed"),
 }
 FOREIGN = "somebody:else"
@@ -203,7 +203,7 @@ async def test_the_operator_deals_with_dead_letters(server: Path, clients: dict[
 @pytest.mark.parametrize("role", RUNS)
 def test_a_role_may_run_each_command_of_its_scripts(role: str) -> None:
     allowed = {word[1:].upper() for word in rules_of(role).split() if word.startswith("+")}
-    scripts = [(SCRIPTS / f"{name}.lua").read_text() for name in ("prelude", *RUNS[role])]
+    scripts = [(SCRIPTS / f"{name}.lua").read_text() for name in ("prelude", "queue", *RUNS[role])]
     needed = {command for script in scripts for command in re.findall(r"redis\.call\('([A-Z]+)'", script)}
     assert needed <= allowed
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from penstock.contract import keys, wire
+from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Priority, pool_of
@@ -74,13 +75,7 @@ class DeadLetters:
 
     async def purge(self, job_ids: Sequence[str]) -> int:
         """Forgets dead letters and their requests; answers how many there were."""
-        num_purged = 0
-        for job_id in job_ids:
-            with translated():
-                if await self._redis.zrem(keys.dead(pool_of(job_id)), job_id):
-                    num_purged += 1
-                    await self._redis.delete(keys.request(job_id))
-        return num_purged
+        return sum([await scripts.call(self._redis, "purge", pool_of(job_id), job_id) for job_id in job_ids])
 
     async def _read(self, job_id: str) -> DeadLetter | None:
         values = await self._redis.hmget(keys.job(job_id), _FIELDS)

@@ -33,13 +33,14 @@ class FiguresBroker:
 
     async def _of(self, pool: str) -> PoolFigures:
         redis, classes = self._redis, range(NUM_PRIORITIES)
-        (seconds, micros), lease_ms, num_open, counts, beats, records, backlog, *waiting = await asyncio.gather(
+        (seconds, micros), lease_ms, num_open, counts, beats, records, kept, backlog, *waiting = await asyncio.gather(
             redis.time(),
             redis.hget(keys.schema(pool), "lease_ms"),
             redis.scard(keys.open_jobs(pool)),
             redis.hgetall(keys.counts(pool)),
             redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
             redis.hgetall(keys.pressure(pool)),
+            redis.hgetall(keys.kept_bytes(pool)),
             redis.hmget(keys.backlog(pool), [str(p) for p in classes]),
             *(redis.zcard(keys.waiting(pool, p)) for p in classes),
             *(redis.zrange(keys.waiting(pool, p), 0, 0, withscores=True) for p in classes),
@@ -55,4 +56,5 @@ class FiguresBroker:
             num_open,
             {event: int(counts.get(event.encode(), 0)) for event in EVENTS},
             tuple(map(wire.decode_pressure, alive)),
+            {tenant.decode(): int(num_bytes) for tenant, num_bytes in kept.items()},
         )

@@ -14,6 +14,7 @@ from penstock.contract import api_keys, keys
 from penstock.contract.api_keys import ApiKey
 from penstock.contract.broker.connection import translated
 from penstock.contract.errors import NotFoundError
+from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.terms import Terms
 
@@ -40,7 +41,14 @@ class KeyStore:
         return known
 
     async def add(
-        self, tenant: str, scopes: Iterable[str], terms: Terms, *, label: str = "", pepper: str = ""
+        self,
+        tenant: str,
+        scopes: Iterable[str],
+        terms: Terms,
+        *,
+        highest_class: ClassName = "standard",
+        label: str = "",
+        pepper: str = "",
     ) -> tuple[str, ApiKey]:
         """A new key, which is told here and never again, and its record. Raises RequestError naming the field."""
         key, key_id, digest = api_keys.mint(pepper)
@@ -51,6 +59,7 @@ class KeyStore:
                 tenant=tenant,
                 scopes=cast(Any, frozenset(scopes)),
                 terms=terms,
+                highest_class=highest_class,
                 label=label,
                 created_s=int(time.time()),
             )

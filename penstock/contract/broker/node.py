@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 from redis.asyncio import Redis
 
@@ -13,7 +13,7 @@ from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
 from penstock.contract.broker.sweep import sweep
 from penstock.contract.errors import ConfigError, InvariantError
-from penstock.contract.job import Chunk, Outcome, Priority
+from penstock.contract.job import Chunk, Outcome, Priority, Usage
 from penstock.contract.policy import HOLD_MS
 from penstock.contract.wire import NodePressure, PoolRecord
 
@@ -104,6 +104,17 @@ class Succession:
 
     num_left: int
     wait_ms: int
+
+
+class Used(TypedDict, total=False):
+    """What a job used, as far as its node knows."""
+
+    kv_ms: float | None
+    """The KV tokens it held times the milliseconds it held them: what its tenant pays; None: as was predicted."""
+    usage: Usage | None
+    """Counted to its tenant; None: the tokens of its log, and no prompt."""
+    log_bytes: int | None
+    """Of all its chunks; None: the script reads the log."""
 
 
 class SweptError(Exception):
@@ -201,15 +212,17 @@ class NodeBroker:
             answers += [a.decode() for a in await self._call("emit", scripts.packed(rows))]
         return answers
 
-    async def finish(self, last: Emission, outcome: Outcome, result: bytes, *, kv_ms: float | None = None) -> str:
-        """Ends a job with its last chunks; answers OK, FENCED, `NEED n` or GONE; repeating it is harmless.
-
-        `kv_ms` is what its tenant pays: the KV tokens it held times the milliseconds it held them; None: as predicted.
-        """
+    async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[Used]) -> str:
+        """Ends a job with its last chunks; answers OK, FENCED, `NEED n` or GONE; repeating it is harmless."""
+        kv_ms, usage, log_bytes = used.get("kv_ms"), used.get("usage"), used.get("log_bytes")
+        tokens = ("", "", "") if usage is None else (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        size = "" if log_bytes is None else log_bytes
         end = (outcome.state, outcome.code, outcome.message[:MAX_MESSAGE_CHARS], outcome.param)
         place = (last.job_id, last.lease, last.index)
         answer = await self._call(
-            "finish", *place, *end, "" if kv_ms is None else kv_ms, result, len(last.chunks), *last.chunks
+            "finish",
+            *(*place, *end, "" if kv_ms is None else kv_ms, result),
+            *(*tokens, size, len(last.chunks), *last.chunks),
         )
         return cast(bytes, answer).decode()
 

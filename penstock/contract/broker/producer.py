@@ -15,15 +15,9 @@ from penstock.contract import keys, results, wire
 from penstock.contract.admission import estimate_bytes
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
+from penstock.contract.broker.refusals import submit_error
 from penstock.contract.broker.sweep import sweep
-from penstock.contract.errors import (
-    BusyError,
-    ConflictError,
-    InvariantError,
-    NotFoundError,
-    RequestError,
-    TooLargeError,
-)
+from penstock.contract.errors import NotFoundError, TooLargeError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
 from penstock.contract.packing import MAX_BYTES, WireError
 from penstock.contract.priority import NUM_PRIORITIES
@@ -31,6 +25,8 @@ from penstock.contract.terms import UNLIMITED, Terms
 from penstock.contract.wire import PoolPressure, PoolRecord
 
 _LOG = logging.getLogger(__name__)
+LARGE_RESULT_BYTES = 65_536
+"""Of prelude.lua: a larger result goes a log's life after it was delivered."""
 _STATUS_FIELDS = (
     *("state", "tenant", "p", "submitted", "taken", "first", "finished"),
     *("chunks", "preemptions", "losses", "code", "message", "param"),
@@ -113,13 +109,13 @@ class ProducerBroker:
             hashlib.blake2b(idem.encode(), digest_size=16).hexdigest() if idem else "",
             estimate_bytes(job, len(request)),
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
-            *(terms.burst_s, terms.weight, job.not_before_ms or 0),
+            *(terms.burst_s, terms.weight, job.not_before_ms or 0, terms.memory_percent, terms.account),
         )
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):
             known_id, state, num_chunks, pushed = answer[1:]
             return Submitted(known_id.decode(), state.decode(), num_chunks, kind == "EXISTS", bool(pushed))
-        raise _submit_error(kind, answer, job)
+        raise submit_error(kind, answer, job)
 
     async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:
         """Adds a reader; raises NotFoundError for an unknown id, which another tenant's is too."""
@@ -161,7 +157,9 @@ class ProducerBroker:
         return [chunk for entry in entries for chunk in wire.decode_chunks(entry)]
 
     async def result(self, job_id: str, tenant: str) -> Result | None:
-        """A job's terminal record, None while it has none; raises NotFoundError."""
+        """A job's terminal record, None while it has none; raises NotFoundError, also for a large result that is gone
+        because it was delivered. A large one goes a log's life after this.
+        """
         fields = await self._record(job_id, tenant)
         outcome = _outcome(fields)
         if outcome is None:
@@ -170,7 +168,11 @@ class ProducerBroker:
             data = await self._redis.get(keys.result(job_id))
         times = _times_ms(fields)
         if data is None:
+            if outcome.state == "done":
+                raise NotFoundError(f"the result of job {job_id} is no longer kept", code="result_expired")
             return Result(job_id, outcome, (), None, *times)
+        if len(data) > LARGE_RESULT_BYTES:
+            await scripts.call(self._redis, "deliver", pool_of(job_id), job_id, tenant)
         return results.decode_result(cast(bytes, data), job_id, outcome, times)
 
     async def read_beat(self, pool: str, inbox: str) -> None:
@@ -262,30 +264,3 @@ def _outcome(fields: dict[str, str]) -> Outcome | None:
 def _times_ms(fields: dict[str, str]) -> tuple[int, int, int, int]:
     submitted, taken, first, finished = (int(fields[f] or 0) for f in ("submitted", "taken", "first", "finished"))
     return submitted, taken, first, finished
-
-
-def _submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
-    match kind:
-        case "UNKNOWN_POOL":
-            return NotFoundError(f"no pool {job.pool}", code="model_not_found", param="model")
-        case "ID_CONFLICT":
-            return ConflictError(f"job id {job.id} belongs to another request", param="job_id")
-        case "IDEMPOTENCY_CONFLICT":
-            message = "this idempotency key was used with another request"
-            return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
-        case "BAD_ID_AGE":
-            return RequestError(f"job id {job.id} is older than 24 h or from the future", code="bad_id", param="job_id")
-        case "BUSY":
-            return _busy_error(answer[1].decode(), *answer[2:])
-    return InvariantError(f"submit answered {kind}")
-
-
-def _busy_error(what: str, limit: int, retry_after_ms: int) -> BusyError:
-    if what == "memory":
-        message = f"Redis is {limit} % full, with what open jobs may still write"
-        return BusyError(message, code="redis_full", retry_after_ms=retry_after_ms)
-    whose, _, rest = what.rpartition("'s ")
-    if whose:
-        message = f"this tenant's limit of {limit} {rest} is reached"
-        return BusyError(message, code="rate_limit_exceeded", retry_after_ms=retry_after_ms)
-    return BusyError(f"the pool's limit of {limit} {rest} is reached", retry_after_ms=retry_after_ms)

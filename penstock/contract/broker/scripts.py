@@ -17,11 +17,16 @@ from penstock.contract.broker.connection import translated
 Argument = bytes | str | int | float
 
 
+_WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "read_beat"))
+"""Scripts that neither queue nor end a job: they are called most often, and need less of what is shared."""
+
+
 @cache
 def source(name: str) -> str:
-    """The text of a script behind the shared prelude."""
+    """The text of a script behind what it shares with others."""
     folder = resources.files("penstock.contract") / "scripts"
-    return "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))
+    parts = ("prelude", name) if name in _WITHOUT_QUEUE else ("prelude", "queue", name)
+    return "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
 
 
 @cache

@@ -4,7 +4,7 @@
 --   sums = [[key, field, by]…] or nil}; `place` is a key without P: where the id was seen, `entry` its stream entry.
 -- A call with `sums` is a repairer's last one.
 -- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
-local MAX_ROWS, REPAIR_MS = 32, 10000
+local MAX_ROWS, REPAIR_MS, EXPIRY_SLACK_MS = 32, 10000, 5000
 local repairer, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local schema, now = read_schema(), clock()
 if not schema then return {'UNKNOWN_POOL'} end
@@ -104,6 +104,35 @@ local function check_place(job, id, place, entry, wanted)
   end
 end
 
+-- What counts as stored until it expires, and is not there.
+local function check_expiry(id, member)
+  local key = string.match(member, '^%d+ %S+ (.+)$') or ''
+  local job = read_job(id, {'state', 'tenant', 'stored'})
+  local stored = job and stored_of(job.stored)
+  local bytes = stored and stored[string.match(key, '^%l+') or '']
+  local is_right = redis.call('EXISTS', P .. ':' .. key) == 1 and bytes and member == kept_member(bytes, job.tenant, key)
+  local score = tonumber(redis.call('ZSCORE', P .. ':expiry', member) or '')
+  local goes_soon = score and score < now + EXPIRY_SLACK_MS
+  if score and not goes_soon and not is_right then
+    find('stray', 'expiry', id, key .. ' is not stored')
+    if repairs then release(member) end
+  end
+end
+
+-- What is stored of an ended job, and does not count.
+local function check_counted(job)
+  local stored = stored_of(redis.call('HGET', job_key(job.id), 'stored'))
+  for name, bytes in pairs(stored or {}) do
+    local key = name .. ':' .. job.id
+    local life = redis.call('PTTL', P .. ':' .. key)
+    local member = kept_member(bytes, job.tenant, key)
+    if bytes > 0 and life > EXPIRY_SLACK_MS and not redis.call('ZSCORE', P .. ':expiry', member) then
+      find('missing', 'expiry', job.id, key .. ' is stored')
+      if repairs then keep(job.tenant, key, bytes, now + life) end
+    end
+  end
+end
+
 -- A dead letter may have been purged, so it may stand among them and need not.
 local function is_dead_letter(job) return job and redis.call('HGET', job_key(job.id), 'code') == 'node_lost' end
 
@@ -114,6 +143,10 @@ local function check_places(job, id, seen)
     local place, entry = one[1], one[2]
     local known = wanted[place]
     if place == 'dead' and is_dead_letter(job) then known = '' end
+    if place == 'expiry' then
+      known = ''
+      check_expiry(id, entry)
+    end
     if known == nil or (kind_of(place) == 'stream' and known ~= entry) then check_place(job, id, place, entry, false) end
   end
 end
@@ -153,7 +186,10 @@ local function check_ended(job)
   if length > 0 and tonumber(chunks or '') ~= length then
     find('wrong_count', 'job:' .. id, id, 'chunks is ' .. tostring(chunks) .. ', the log has ' .. length)
   end
-  if job.state == 'done' and redis.call('EXISTS', P .. ':out:' .. id) == 0 then
+  check_counted(job)
+  local result_until = tonumber(redis.call('HGET', job_key(id), 'result_until') or '')
+  local may_be_gone = result_until and result_until < now + EXPIRY_SLACK_MS
+  if job.state == 'done' and not may_be_gone and redis.call('EXISTS', P .. ':out:' .. id) == 0 then
     find('no_result', 'out:' .. id, id, 'the job is done')
   end
   local _, num_nodes = string.gsub(nodes or '', '%S+', '')

@@ -1,11 +1,15 @@
 -- finish: appends a job's last chunks, stores its result, ends it. Repeating it is harmless.
--- ARGV: node id lease index state code message param kv_ms result k chunk1 … chunkk
+-- ARGV: node id lease index state code message param kv_ms result prompt completion cached log_bytes k chunk1 … chunkk
 -- result: '' where the job ended before its node had read what others logged of it; then it has none.
 -- kv_ms: KV tokens times the milliseconds that the node held them, or '': its tenant's charge is corrected to that.
+-- prompt, completion, cached: tokens that the job used; log_bytes: of all its chunks. '' where the node does not know.
 -- Answer: OK | FENCED | NEED n | GONE
 local node, id, lease, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local state, code, message, param = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
-local kv_ms, result, count, FIRST, PUSH = tonumber(ARGV[9]), ARGV[10], tonumber(ARGV[11]), 12, 1000
+local kv_ms, result = tonumber(ARGV[9]), ARGV[10]
+local told = {prompt = tonumber(ARGV[11]), completion = tonumber(ARGV[12]), cached = tonumber(ARGV[13]),
+  log_bytes = tonumber(ARGV[14]), out_bytes = #result}
+local count, FIRST, PUSH = tonumber(ARGV[15]), 16, 1000
 
 if not is_terminal(state) then return redis.error_reply('BAD_STATE ' .. state) end
 local schema = read_schema()
@@ -30,8 +34,8 @@ while from < FIRST + count do
   from = to + 1
 end
 for i = FIRST, FIRST + count - 1 do publish(job, ARGV[i]) end
-if result ~= '' then redis.call('SET', P .. ':out:' .. id, result, 'PX', schema.result_ttl_ms) end
+if result ~= '' then redis.call('SET', P .. ':out:' .. id, result, 'PX', result_life(job, schema, #result)) end
 if kv_ms then correct_turn(job, kv_ms / weight_of(job) - (tonumber(job.charge) or 0)) end
-end_job(job, schema, now, state, code, message, param)
+end_job(job, schema, now, state, code, message, param, told)
 flush()
 return 'OK'

@@ -8,7 +8,7 @@ local open = redis.call('SCARD', P .. ':open')
 if open > 0 then return {'JOBS', open} end
 redis.call('DEL', KEYS[1])
 for _, name in ipairs({'nodes', 'revs', 'free', 'pressure', 'adapters', 'hold', 'head', 'later', 'due', 'backlog', 'queued',
-  'bytes', 'refused', 'readers', 'seats', 'sweep', 'count', 'audit', 'dead'}) do
+  'bytes', 'kept', 'expiry', 'refused', 'readers', 'seats', 'sweep', 'count', 'audit', 'dead'}) do
   redis.call('DEL', P .. ':' .. name)
 end
 for p = 0, CLASSES - 1 do

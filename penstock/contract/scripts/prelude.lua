@@ -1,4 +1,4 @@
--- Shared by every script; the broker puts it in front of each.
+-- Shared by every script; the broker puts it in front of each, and queue.lua behind it where jobs are queued or ended.
 --
 -- KEYS[1] is P:schema; every other key of the pool shares its hash tag and is built from its prefix.
 -- Order inside a script: validate all input, read all keys, then write. Lua does not roll back, so nothing may fail
@@ -6,8 +6,11 @@
 -- checks memory only before the first write, so it refuses submits and nothing else.
 -- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
 --   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
---   urgency charge weight bytes idem lacks
+--   urgency charge weight bytes idem lacks owned ms_per_token charged account stored result_until
 -- `entry` says where a queued one stands: its place in its tenant's stream, LATER, or '' for the given-back ones.
+-- `owned`: while it is open, its `bytes` count in P:kept. `stored`: what counts there once it has ended, as bytes of its
+-- log, of a large result, of a dead letter's request, and of all else. `result_until`: when a large result goes because
+-- it was delivered. `ms_per_token` and `charged` are of its tenant's token rate, where there is one.
 -- `loss_nodes` is node@ms of each loss since it last made progress; `lacks` names the nodes without its adapter.
 
 local P = string.sub(KEYS[1], 1, -8)
@@ -18,6 +21,9 @@ local MAX_MESSAGE_BYTES = 262144
 local LATER = 'later'
 local MAX_LET_IN = 64
 local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
+local LARGE_RESULT_BYTES, RECORD_BYTES, LOG_PAGE = 65536, 2048, 500
+local DAY_MS, USAGE_DAYS = 86400000, 92
+local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 local JOB_FIELDS = {'state', 'tenant', 'p', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background', 'inboxes',
   'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'mark', 'preemptions',
   'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge', 'weight'}
@@ -148,199 +154,7 @@ local function flush()
   for _, box in ipairs(outgoing_order) do send(box) end
 end
 
--- Turns -------------------------------------------------------------------------------------------
--- Tenants of a class in virtual time, in predicted KV-token-ms (policy.py, Turns). They are kept under every policy, so
--- that a pool may change to another one while jobs wait.
-
-local function turn_key(job) return P .. ':turn:' .. job.p end
-local function debt_key(job) return P .. ':debt:' .. job.p end
-
--- The highest time at which anybody of the class was started, and one more for each tenant that came.
-local function virtual_now(job) return tonumber(redis.call('GET', P .. ':vtime:' .. job.p) or '0') end
-
-local function enter_turn(job)
-  if redis.call('ZSCORE', turn_key(job), job.tenant) then return end
-  local owed = tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or '0')
-  local now = virtual_now(job)
-  redis.call('ZADD', turn_key(job), math.max(owed, now), job.tenant)
-  redis.call('ZREM', debt_key(job), job.tenant)
-  redis.call('SET', P .. ':vtime:' .. job.p, now + 1)
-end
-
--- A tenant without queued jobs keeps its time only while it is ahead.
-local function owe(job, time)
-  if time > virtual_now(job) then
-    redis.call('ZADD', debt_key(job), time, job.tenant)
-    redis.call('ZREMRANGEBYRANK', debt_key(job), 0, -1 - MAX_DEBTS)
-  else
-    redis.call('ZREM', debt_key(job), job.tenant)
-  end
-end
-
-local function leave_turn_if_last(job)
-  if redis.call('EXISTS', queue_key(job), back_key(job)) > 0 then return end
-  local time = redis.call('ZSCORE', turn_key(job), job.tenant)
-  redis.call('ZREM', turn_key(job), job.tenant)
-  if time then owe(job, tonumber(time)) end
-end
-
-local function weight_of(job) return tonumber(job.weight) or 1 end
-
--- Charges a tenant for a job that is taken; to be called while the job is still queued.
-local function start_turn(job, charge)
-  local time, now = tonumber(redis.call('ZSCORE', turn_key(job), job.tenant) or '0'), virtual_now(job)
-  if time > now then
-    redis.call('SET', P .. ':vtime:' .. job.p, time)
-    redis.call('ZREMRANGEBYSCORE', debt_key(job), '-inf', time)
-  end
-  redis.call('ZINCRBY', turn_key(job), charge, job.tenant)
-end
-
--- What was charged was too little, or too much (negative).
-local function correct_turn(job, by)
-  if redis.call('ZSCORE', turn_key(job), job.tenant) then
-    redis.call('ZINCRBY', turn_key(job), by, job.tenant)
-  else
-    owe(job, tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or virtual_now(job)) + by)
-  end
-end
-
--- The queue --------------------------------------------------------------------------------------
-
-local function leave_queue(job)
-  if job.deadline ~= '' then redis.call('ZREM', P .. ':due', job.id) end
-  if job.entry == LATER then
-    redis.call('ZREM', P .. ':later', job.id)
-    return
-  end
-  if job.entry ~= '' then
-    local key = queue_key(job)
-    redis.call('XDEL', key, job.entry)
-    if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
-  else
-    redis.call('ZREM', back_key(job), job.id)
-  end
-  leave_turn_if_last(job)
-  redis.call('ZREM', P .. ':wait:' .. job.p, job.id)
-  redis.call('HINCRBY', P .. ':backlog', job.p, -tonumber(job.cost))
-  if redis.call('HINCRBY', P .. ':queued', job.tenant, -tonumber(job.cost)) == 0 then
-    redis.call('HDEL', P .. ':queued', job.tenant)
-  end
-end
-
-local function note_due(job)
-  if job.deadline ~= '' then redis.call('ZADD', P .. ':due', job.deadline, job.id) end
-end
-
-local function note_queued(job)
-  redis.call('ZADD', P .. ':wait:' .. job.p, job.submitted, job.id)
-  note_due(job)
-  redis.call('HINCRBY', P .. ':backlog', job.p, job.cost)
-  redis.call('HINCRBY', P .. ':queued', job.tenant, job.cost)
-  enter_turn(job)
-end
-
--- Rings the node with most room, not the one that has just let go of the job, and lowers what it is believed to have,
--- so that the next bell rings another.
-local function ring(cost, but)
-  local top = redis.call('ZREVRANGE', P .. ':free', 0, but and 1 or 0)
-  local node = top[1] ~= but and top[1] or top[2]
-  if node then
-    redis.call('ZINCRBY', P .. ':free', -cost, node)
-    redis.call('PUBLISH', P .. ':ctl:' .. node, '')
-  end
-end
-
--- Jobs whose time has come stand in the queue from now on.
-local function let_in(now)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':later', '-inf', now, 'LIMIT', 0, MAX_LET_IN)) do
-    local job = read_job(id)
-    redis.call('ZREM', P .. ':later', id)
-    if job then
-      redis.call('HSET', job_key(id), 'entry', '')
-      redis.call('ZADD', back_key(job), job.submitted, id)
-      note_queued(job)
-      ring(tonumber(job.cost))
-    end
-  end
-end
-
--- running -> queued, behind nobody who was submitted later, and its tenant gets back what it was charged; `avoid`
--- keeps it from this node for a while.
-local function requeue(job, cost, avoid_until)
-  redis.call('SREM', P .. ':run:' .. job.node, job.id)
-  job.cost = tostring(cost)
-  redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
-    'avoid', job.node, 'avoid_until', avoid_until)
-  redis.call('ZADD', back_key(job), job.submitted, job.id)
-  note_queued(job)
-  correct_turn(job, -(tonumber(job.charge) or 0))
-  ring(cost, avoid_until > 0 and job.node or nil)
-end
-
--- msgpack by hand: cmsgpack orders maps as it likes -----------------------------------------------
-
-local function pack_string(s)
-  local n = #s
-  if n < 32 then return string.char(0xa0 + n) .. s end
-  if n < 256 then return string.char(0xd9, n) .. s end
-  return struct.pack('>BH', 0xda, n) .. s
-end
-
-local function pack_uint(n)
-  if n < 128 then return string.char(n) end
-  if n < 256 then return string.char(0xcc, n) end
-  if n < 65536 then return struct.pack('>BH', 0xcd, n) end
-  return struct.pack('>BI4', 0xce, n)
-end
-
-local function terminal_chunk(id, index, state, code, message, param)
-  return string.char(0x84) .. pack_string('v') .. pack_uint(1) .. pack_string('j') .. pack_string(id) ..
-    pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
-    pack_string('state') .. pack_string(state) .. pack_string('code') .. pack_string(code) ..
-    pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
-end
-
--- A dead letter keeps its request, so that it can be looked at and tried again.
-local function bury(job, now)
-  local dead, request = P .. ':dead', P .. ':in:'
-  redis.call('PEXPIRE', request .. job.id, DEAD_LIFE_MS)
-  redis.call('ZADD', dead, now, job.id)
-  for _, id in ipairs(redis.call('ZRANGE', dead, 0, -1 - MAX_DEAD)) do
-    redis.call('DEL', request .. id)
-    redis.call('ZREM', dead, id)
-  end
-end
-
--- The only way to a terminal state. Keeps node and lease, so that a retried finish is recognised.
-local function end_job(job, schema, now, state, code, message, param)
-  if job.state == 'queued' then
-    leave_queue(job)
-  else
-    redis.call('SREM', P .. ':run:' .. job.node, job.id)
-  end
-  redis.call('SREM', P .. ':open', job.id)
-  redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
-  local is_dead = code == 'node_lost'
-  tally('ended_' .. state)
-  if is_dead then tally('dead_letters') end
-  if is_dead then bury(job, now) else redis.call('DEL', P .. ':in:' .. job.id) end
-  local bytes, idem = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem'))
-  redis.call('HINCRBY', P .. ':bytes', job.p, -(bytes or 0))
-  if idem and idem ~= '' then
-    -- Who asks again behind a broken connection wants an answer, not to hear that nobody read the first one.
-    redis.call('PEXPIRE', P .. ':idem:' .. idem, code == 'unread' and 0 or schema.idem_ttl_ms)
-  end
-  local log = log_key(job.id)
-  local index = redis.call('LLEN', log)
-  local chunk = terminal_chunk(job.id, index, state, code, message, param)
-  redis.call('RPUSH', log, chunk)
-  redis.call('PEXPIRE', log, schema.log_ttl_ms)
-  redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
-    'message', message, 'param', param)
-  redis.call('PEXPIRE', job_key(job.id), is_dead and math.max(DEAD_LIFE_MS, schema.result_ttl_ms) or schema.result_ttl_ms)
-  publish(job, chunk)
-end
+-- Readers -----------------------------------------------------------------------------------------
 
 local function is_unread(job, schema, now)
   return job.background == '0' and job.unread ~= '' and now - tonumber(job.unread) > schema.reattach_grace_ms
@@ -375,20 +189,6 @@ local function is_unheard(job, schema, now)
   local inboxes = job.inboxes
   if silent[inboxes] == nil then silent[inboxes] = are_silent(inboxes, schema, now) end
   return silent[inboxes]
-end
-
--- State, code and message of a job that may not run any more; nil of one that may.
-local function why_over(job, schema, now)
-  if job.cancel == '1' then return 'cancelled', 'cancelled', 'the job was cancelled' end
-  if is_expired(job, now) then return 'expired', 'deadline_exceeded', 'the deadline passed before the job was done' end
-  if is_unheard(job, schema, now) then return 'cancelled', 'unread', 'nobody reads this job any more' end
-end
-
--- Ends a job that may not run any more; returns whether it did.
-local function end_if_over(job, schema, now)
-  local state, code, message = why_over(job, schema, now)
-  if state then end_job(job, schema, now, state, code, message, '') end
-  return state ~= nil
 end
 
 -- Adds a reader to a job; returns 1 when it will be pushed to, 0 when the job has all the readers it may have.

@@ -1,11 +1,12 @@
 -- submit: accepts a job, or says why not. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash bytes
---   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms
+--   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
 -- bytes: what the job may come to hold in Redis. The tenant's limits are 0 where there is none.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
 --       | {BUSY, what, limit, retry_after_ms}
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 local MEMORY_PERCENT = {[0] = 90, 90, 80}
+local MEMORY_SHARE_PERCENT, MAX_RELEASED, MAX_LOOKED_AT = 50, 256, 256
 local MEMORY_RETRY_MS, MIN_RETRY_MS, MAX_RETRY_MS, JITTER = 5000, 1000, 600000, 0.2
 
 local id, tenant, p, n, cost = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
@@ -13,7 +14,7 @@ local body, request, deadline_in, inbox, channel = ARGV[6], ARGV[7], tonumber(AR
 local background, idem, bytes = ARGV[11], ARGV[12], tonumber(ARGV[13])
 local tenant_open, tenant_queued = tonumber(ARGV[14]), tonumber(ARGV[15])
 local per_minute, burst_s = {jobs = tonumber(ARGV[16]), tokens = tonumber(ARGV[17])}, tonumber(ARGV[18])
-local weight, not_before_in = ARGV[19], tonumber(ARGV[20])
+local weight, not_before_in, memory_percent, account = ARGV[19], tonumber(ARGV[20]), tonumber(ARGV[21]), ARGV[22]
 
 local schema = read_schema()
 if not schema then return {'UNKNOWN_POOL'} end
@@ -112,6 +113,24 @@ local used, limit = used_memory()
 if limit > 0 and used + total(':bytes') + bytes > limit * MEMORY_PERCENT[tonumber(p)] / 100 then
   return busy('memory', MEMORY_PERCENT[tonumber(p)], jittered(MEMORY_RETRY_MS))
 end
+-- What one tenant keeps is refused to it alone.
+local function kept() return tonumber(redis.call('HGET', P .. ':kept', tenant) or '0') end
+
+-- When the next of what the tenant keeps goes, as far as the next ones of all tenants tell.
+local function until_next_goes()
+  local next_ones = redis.call('ZRANGE', P .. ':expiry', 0, MAX_LOOKED_AT - 1, 'WITHSCORES')
+  for at = 1, #next_ones, 2 do
+    if string.match(next_ones[at], '^%d+ (%S+) ') == tenant then return tonumber(next_ones[at + 1]) - now end
+  end
+  return MAX_RETRY_MS
+end
+
+if limit > 0 then
+  local share = memory_percent > 0 and memory_percent or
+    tonumber(redis.call('HGET', KEYS[1], 'tenant_memory_percent') or '') or MEMORY_SHARE_PERCENT
+  if kept() + bytes > limit * share / 100 then release_due(now, MAX_RELEASED) end
+  if kept() + bytes > limit * share / 100 then return busy("tenant's memory", share, jittered(until_next_goes())) end
+end
 local own = redis.call('SCARD', P .. ':tenant:' .. tenant .. ':open')
 local own_queued = tonumber(redis.call('HGET', P .. ':queued', tenant) or '0')
 if tenant_open > 0 and own >= tenant_open then
@@ -142,7 +161,11 @@ local entry = is_later and LATER or redis.call('XADD', queue_key(job), '*', 'id'
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
   'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
   'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
-  'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'bytes', bytes, 'idem', idem_name)
+  'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'bytes', bytes, 'idem', idem_name, 'owned', 1)
+if account ~= '' then redis.call('HSET', job_key(id), 'account', account) end
+if per_minute.tokens > 0 then
+  redis.call('HSET', job_key(id), 'ms_per_token', 60000 / per_minute.tokens, 'charged', cost)
+end
 if is_later then
   redis.call('ZADD', P .. ':later', job.submitted, id)
   note_due(job)
@@ -153,6 +176,7 @@ tally('submitted')
 redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
 redis.call('HINCRBY', P .. ':bytes', p, bytes)
+count_kept(tenant, bytes)
 -- It lives as long as the job, and a while after its end.
 if idem ~= '' then redis.call('SET', P .. ':idem:' .. idem_name, id) end
 if #due > 0 then

@@ -3,7 +3,7 @@
 -- every node, reader and revision starts anew and nobody is judged.
 -- Answer: {SKIPPED} | {RESET} | {OK, {node that was lost, …}, jobs requeued, jobs ended}
 local MAX_JOBS = 128
-local MAX_READER_SILENCE_MS = 600000
+local MAX_READER_SILENCE_MS, MAX_RELEASED = 600000, 4096
 local schema, now = read_schema(), clock()
 if not schema then return {'SKIPPED'} end
 local last = tonumber(redis.call('GET', P .. ':sweep') or '-1')
@@ -92,5 +92,6 @@ let_in(now)
 redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, schema.abandon_after_ms))
 redis.call('ZREMRANGEBYSCORE', P .. ':revs', '-inf', now - MAX_READER_SILENCE_MS)
 redis.call('ZREMRANGEBYSCORE', P .. ':dead', '-inf', now - DEAD_LIFE_MS)
+release_due(now, MAX_RELEASED)
 flush()
 return {'OK', nodes_lost, requeued, ended}

@@ -138,9 +138,48 @@ end
 
 -- Order --------------------------------------------------------------------------------------------
 -- A queue of one class is {head, next}: the job that aging looks at, and a function that gives one job after the other.
+-- Under fair the latter gives jobs of those tenants that `may` lets.
 -- `tried` holds ids that a queue must not give again; `took` is told what was taken.
 
 local tried = {}
+
+-- Whether a tenant used no more lately than the mean of those with queued work, and of those and all that used anything
+-- lately (policy.py, Shares); changes with what is taken.
+local uses, waiters, num_waiters, num_users = nil, {}, 0, 0
+local use_of_waiters, use_of_all = 0, 0
+
+local function use_of(tenant) return math.max(0, uses[tenant] or 0) end
+
+local function read_uses()
+  uses = {}
+  local _, window = share_window()
+  local this = redis.call('HGETALL', P .. ':used:' .. window)
+  local last = redis.call('HGETALL', P .. ':used:' .. (window - 1))
+  for _, found in ipairs({this, last}) do
+    for at = 1, #found, 2 do uses[found[at]] = (uses[found[at]] or 0) + tonumber(found[at + 1]) end
+  end
+  for _, name in ipairs(redis.call('HKEYS', P .. ':queued')) do
+    waiters[name], num_waiters, use_of_waiters = true, num_waiters + 1, use_of_waiters + use_of(name)
+  end
+  num_users = num_waiters
+  for name in pairs(uses) do
+    use_of_all = use_of_all + use_of(name)
+    if not waiters[name] and use_of(name) > 0 then num_users = num_users + 1 end
+  end
+end
+
+local function goes_first(tenant) return not uses or use_of(tenant) * num_waiters <= use_of_waiters end
+local function may_displace(tenant) return not uses or use_of(tenant) * num_users <= use_of_all end
+
+local function note_taken(tenant, charge)
+  if not uses then return end
+  local before = use_of(tenant)
+  uses[tenant] = (uses[tenant] or 0) + math.floor(math.min(MAX_CHARGE, charge) + 0.5)
+  local by = use_of(tenant) - before
+  use_of_waiters, use_of_all = use_of_waiters + by, use_of_all + by
+end
+
+local function anyone() return true end
 
 local function queue_by_age(p)
   local read = reader_of_index(at_most(MAX_LOOKED), P .. ':wait:' .. p)
@@ -205,20 +244,20 @@ local function queue_by_turn(p)
     return tenant.job
   end
 
-  local function whose_turn()
+  local function whose_turn(may)
     local best
     for _, tenant in ipairs(tenants) do
       local is_first = not best or tenant.time < best.time or (tenant.time == best.time and tenant.name < best.name)
-      if is_first and oldest_of(tenant) then best = tenant end
+      if is_first and may(tenant.name) and oldest_of(tenant) then best = tenant end
     end
     return best
   end
 
-  local first = whose_turn()
+  local first = whose_turn(anyone)
   return {
     head = first and first.job,
-    next = function()
-      local tenant = whose_turn()
+    next = function(may)
+      local tenant = whose_turn(may)
       local job = tenant and tenant.job
       if tenant then tenant.job = nil end
       return job
@@ -289,6 +328,7 @@ local function try(job, urgency, is_head)
   local queue = queues[tonumber(job.p)]
   job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
   if queue and queue.took then queue.took(job, job.charge) end
+  note_taken(job.tenant, job.charge)
   taken[#taken + 1] = job
   return not is_alone
 end
@@ -331,16 +371,21 @@ end
 
 local function walk_by_class()
   for p = 0, LEAST_URGENT do queues[p] = QUEUES[policy](p) end
+  if policy == 'fair' and redis.call('ZCARD', P .. ':wait:0') > 0 then read_uses() end
   local risen = risen_heads()
-  for p = 0, LEAST_URGENT do
-    while risen[1] and risen[1].level <= p do
-      local head = table.remove(risen, 1)
-      if not try(head.job, p, true) then return end
-    end
-    for job in queues[p].next do
-      if not try(job, p, job == queues[p].head) then return end
-    end
+  local function risen_to(p) return risen[1] and risen[1].level <= p and table.remove(risen, 1).job end
+  -- Interactive jobs of tenants above their share count as standard and stand behind those; asked anew for each.
+  local function upcoming()
+    local job = risen_to(0)
+    if job then return job, 0 end
+    job = queues[0].next(goes_first)
+    if job then return job, may_displace(job.tenant) and 0 or 1 end
+    job = risen_to(1) or queues[1].next(anyone) or queues[0].next(anyone)
+    if job then return job, 1 end
+    return risen_to(2) or queues[2].next(anyone), 2
   end
+  local job, urgency = upcoming()
+  while job and try(job, urgency, job == queues[tonumber(job.p)].head) do job, urgency = upcoming() end
 end
 
 if not runs_suspect() then

@@ -1,0 +1,39 @@
+"""From what the submit script answers to the error that it means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.contract.errors import BusyError, ConflictError, InvariantError, NotFoundError, RequestError
+from penstock.contract.job import Job
+
+
+def submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
+    """The error of a job that was not accepted."""
+    match kind:
+        case "UNKNOWN_POOL":
+            return NotFoundError(f"no pool {job.pool}", code="model_not_found", param="model")
+        case "ID_CONFLICT":
+            return ConflictError(f"job id {job.id} belongs to another request", param="job_id")
+        case "IDEMPOTENCY_CONFLICT":
+            message = "this idempotency key was used with another request"
+            return ConflictError(message, code="idempotency_conflict", param="idempotency_key")
+        case "BAD_ID_AGE":
+            return RequestError(f"job id {job.id} is older than 24 h or from the future", code="bad_id", param="job_id")
+        case "BUSY":
+            return _busy_error(answer[1].decode(), *answer[2:])
+    return InvariantError(f"submit answered {kind}")
+
+
+def _busy_error(what: str, limit: int, retry_after_ms: int) -> BusyError:
+    if what == "memory":
+        message = f"Redis is {limit} % full, with what open jobs may still write"
+        return BusyError(message, code="redis_full", retry_after_ms=retry_after_ms)
+    if what == "tenant's memory":
+        message = f"this tenant's limit of {limit} % of Redis's memory is reached by its jobs and results"
+        return BusyError(message, code="memory_share_exceeded", retry_after_ms=retry_after_ms)
+    whose, _, rest = what.rpartition("'s ")
+    if whose:
+        message = f"this tenant's limit of {limit} {rest} is reached"
+        return BusyError(message, code="rate_limit_exceeded", retry_after_ms=retry_after_ms)
+    return BusyError(f"the pool's limit of {limit} {rest} is reached", retry_after_ms=retry_after_ms)

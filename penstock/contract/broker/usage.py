@@ -1,0 +1,71 @@
+"""Reads what tenants used and what they keep, as the scripts have counted it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+from datetime import date, timedelta
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from penstock.contract import keys
+from penstock.contract.broker.connection import translated
+from penstock.contract.usage import DayUsage
+
+_WHATS = ("jobs", "prompt", "completion", "cached")
+_SECONDS_A_DAY = 86_400
+
+
+class UsageBroker:
+    """Reads usage. Raises UnavailableError when Redis is away."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = cast(Any, redis)
+
+    async def of(self, tenant: str, account: str, days: int) -> list[DayUsage]:
+        """What one account used on each of the last `days` days on which it used anything, in all pools."""
+        names = [f"{tenant}:{account}:{what}" for what in _WHATS]
+        found = []
+        for pool, day in await self._pool_days(days):
+            with translated():
+                values = await self._redis.hmget(keys.usage(pool, day), names)
+            if any(values):
+                found.append(_usage(day, pool, tenant, account, [int(value or 0) for value in values]))
+        return sorted(found)
+
+    async def all(self, days: int) -> list[DayUsage]:
+        """The same of all accounts."""
+        found = []
+        for pool, day in await self._pool_days(days):
+            with translated():
+                fields = await self._redis.hgetall(keys.usage(pool, day))
+            accounts: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+            for name, value in fields.items():
+                tenant, account, what = name.decode().split(":")
+                accounts[tenant, account][what] = int(value)
+            for who, counts in accounts.items():
+                found.append(_usage(day, pool, *who, [counts.get(what, 0) for what in _WHATS]))
+        return sorted(found)
+
+    async def kept(self) -> dict[str, int]:
+        """Bytes that each tenant's jobs and results take, in all pools."""
+        sums: dict[str, int] = defaultdict(int)
+        with translated():
+            pools = await self._redis.hkeys(keys.POOLS)
+            for kept in await asyncio.gather(*(self._redis.hgetall(keys.kept_bytes(name.decode())) for name in pools)):
+                for tenant, num_bytes in kept.items():
+                    sums[tenant.decode()] += int(num_bytes)
+        return dict(sums)
+
+    async def _pool_days(self, days: int) -> Iterable[tuple[str, int]]:
+        with translated():
+            (seconds, _), pools = await asyncio.gather(self._redis.time(), self._redis.hkeys(keys.POOLS))
+        today = seconds // _SECONDS_A_DAY
+        names = sorted(name.decode() for name in pools)
+        return [(pool, day) for pool in names for day in range(today - days + 1, today + 1)]
+
+
+def _usage(day: int, pool: str, tenant: str, account: str, counts: list[int]) -> DayUsage:
+    return DayUsage(date(1970, 1, 1) + timedelta(days=day), pool, tenant, account, *counts)

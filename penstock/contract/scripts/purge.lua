@@ -1,0 +1,7 @@
+-- purge: dead letters go, with their requests.
+-- ARGV: ids
+-- Answer: how many there were
+local num_purged = 0
+redis.call('ZREM', P .. ':free', '')
+for _, id in ipairs(ARGV) do num_purged = num_purged + unbury(id) end
+return num_purged

@@ -1,0 +1,343 @@
+-- Shared by the scripts that queue or end jobs, behind the prelude: turns, the queue, stored bytes, used tokens, the end.
+-- Scripts that run at every step have the prelude alone: Lua makes each function anew at each call.
+
+-- Turns -------------------------------------------------------------------------------------------
+-- Tenants of a class in virtual time, in predicted KV-token-ms (policy.py, Turns). They are kept under every policy, so
+-- that a pool may change to another one while jobs wait.
+
+local function turn_key(job) return P .. ':turn:' .. job.p end
+local function debt_key(job) return P .. ':debt:' .. job.p end
+
+-- The highest time at which anybody of the class was started, and one more for each tenant that came.
+local function virtual_now(job) return tonumber(redis.call('GET', P .. ':vtime:' .. job.p) or '0') end
+
+local function enter_turn(job)
+  if redis.call('ZSCORE', turn_key(job), job.tenant) then return end
+  local owed = tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or '0')
+  local now = virtual_now(job)
+  redis.call('ZADD', turn_key(job), math.max(owed, now), job.tenant)
+  redis.call('ZREM', debt_key(job), job.tenant)
+  redis.call('SET', P .. ':vtime:' .. job.p, now + 1)
+end
+
+-- A tenant without queued jobs keeps its time only while it is ahead.
+local function owe(job, time)
+  if time > virtual_now(job) then
+    redis.call('ZADD', debt_key(job), time, job.tenant)
+    redis.call('ZREMRANGEBYRANK', debt_key(job), 0, -1 - MAX_DEBTS)
+  else
+    redis.call('ZREM', debt_key(job), job.tenant)
+  end
+end
+
+local function leave_turn_if_last(job)
+  if redis.call('EXISTS', queue_key(job), back_key(job)) > 0 then return end
+  local time = redis.call('ZSCORE', turn_key(job), job.tenant)
+  redis.call('ZREM', turn_key(job), job.tenant)
+  if time then owe(job, tonumber(time)) end
+end
+
+local function weight_of(job) return tonumber(job.weight) or 1 end
+
+-- What a tenant used in this window and the last one (policy.py, RecentUse): all classes, KV-token-ms ÷ weight.
+
+local function share_window()
+  local length = tonumber(redis.call('HGET', KEYS[1], 'share_window_ms') or '') or SHARE_WINDOW_MS
+  return length, math.floor(clock() / length)
+end
+
+local function note_use(tenant, amount)
+  local length, window = share_window()
+  local whole = math.floor(math.max(-MAX_CHARGE, math.min(MAX_CHARGE, amount)) + 0.5)
+  redis.call('HINCRBY', P .. ':used:' .. window, tenant, whole)
+  redis.call('PEXPIRE', P .. ':used:' .. window, 2 * length)
+end
+
+-- Charges a tenant for a job that is taken; to be called while the job is still queued.
+local function start_turn(job, charge)
+  local time, now = tonumber(redis.call('ZSCORE', turn_key(job), job.tenant) or '0'), virtual_now(job)
+  if time > now then
+    redis.call('SET', P .. ':vtime:' .. job.p, time)
+    redis.call('ZREMRANGEBYSCORE', debt_key(job), '-inf', time)
+  end
+  redis.call('ZINCRBY', turn_key(job), charge, job.tenant)
+  note_use(job.tenant, charge)
+end
+
+-- What was charged was too little, or too much (negative).
+local function correct_turn(job, by)
+  note_use(job.tenant, by)
+  if redis.call('ZSCORE', turn_key(job), job.tenant) then
+    redis.call('ZINCRBY', turn_key(job), by, job.tenant)
+  else
+    owe(job, tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or virtual_now(job)) + by)
+  end
+end
+
+-- The queue --------------------------------------------------------------------------------------
+
+local function leave_queue(job)
+  if job.deadline ~= '' then redis.call('ZREM', P .. ':due', job.id) end
+  if job.entry == LATER then
+    redis.call('ZREM', P .. ':later', job.id)
+    return
+  end
+  if job.entry ~= '' then
+    local key = queue_key(job)
+    redis.call('XDEL', key, job.entry)
+    if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
+  else
+    redis.call('ZREM', back_key(job), job.id)
+  end
+  leave_turn_if_last(job)
+  redis.call('ZREM', P .. ':wait:' .. job.p, job.id)
+  redis.call('HINCRBY', P .. ':backlog', job.p, -tonumber(job.cost))
+  if redis.call('HINCRBY', P .. ':queued', job.tenant, -tonumber(job.cost)) == 0 then
+    redis.call('HDEL', P .. ':queued', job.tenant)
+  end
+end
+
+local function note_due(job)
+  if job.deadline ~= '' then redis.call('ZADD', P .. ':due', job.deadline, job.id) end
+end
+
+local function note_queued(job)
+  redis.call('ZADD', P .. ':wait:' .. job.p, job.submitted, job.id)
+  note_due(job)
+  redis.call('HINCRBY', P .. ':backlog', job.p, job.cost)
+  redis.call('HINCRBY', P .. ':queued', job.tenant, job.cost)
+  enter_turn(job)
+end
+
+-- Rings the node with most room, not the one that has just let go of the job, and lowers what it is believed to have,
+-- so that the next bell rings another.
+local function ring(cost, but)
+  local top = redis.call('ZREVRANGE', P .. ':free', 0, but and 1 or 0)
+  local node = top[1] ~= but and top[1] or top[2]
+  if node then
+    redis.call('ZINCRBY', P .. ':free', -cost, node)
+    redis.call('PUBLISH', P .. ':ctl:' .. node, '')
+  end
+end
+
+-- Jobs whose time has come stand in the queue from now on.
+local function let_in(now)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':later', '-inf', now, 'LIMIT', 0, MAX_LET_IN)) do
+    local job = read_job(id)
+    redis.call('ZREM', P .. ':later', id)
+    if job then
+      redis.call('HSET', job_key(id), 'entry', '')
+      redis.call('ZADD', back_key(job), job.submitted, id)
+      note_queued(job)
+      ring(tonumber(job.cost))
+    end
+  end
+end
+
+-- running -> queued, behind nobody who was submitted later, and its tenant gets back what it was charged; `avoid`
+-- keeps it from this node for a while.
+local function requeue(job, cost, avoid_until)
+  redis.call('SREM', P .. ':run:' .. job.node, job.id)
+  job.cost = tostring(cost)
+  redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
+    'avoid', job.node, 'avoid_until', avoid_until)
+  redis.call('ZADD', back_key(job), job.submitted, job.id)
+  note_queued(job)
+  correct_turn(job, -(tonumber(job.charge) or 0))
+  ring(cost, avoid_until > 0 and job.node or nil)
+end
+
+-- msgpack by hand: cmsgpack orders maps as it likes -----------------------------------------------
+
+local function pack_string(s)
+  local n = #s
+  if n < 32 then return string.char(0xa0 + n) .. s end
+  if n < 256 then return string.char(0xd9, n) .. s end
+  return struct.pack('>BH', 0xda, n) .. s
+end
+
+local function pack_uint(n)
+  if n < 128 then return string.char(n) end
+  if n < 256 then return string.char(0xcc, n) end
+  if n < 65536 then return struct.pack('>BH', 0xcd, n) end
+  return struct.pack('>BI4', 0xce, n)
+end
+
+local function terminal_chunk(id, index, state, code, message, param)
+  return string.char(0x84) .. pack_string('v') .. pack_uint(1) .. pack_string('j') .. pack_string(id) ..
+    pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
+    pack_string('state') .. pack_string(state) .. pack_string('code') .. pack_string(code) ..
+    pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
+end
+
+-- Stored bytes ------------------------------------------------------------------------------------
+-- P:kept has per tenant what its jobs may come to hold while they are open, and what is stored of them afterwards. A key
+-- that expires runs no script, so P:expiry has what is to be subtracted then: `<bytes> <tenant> <key>`, by when it goes.
+
+local function count_kept(tenant, by)
+  if by ~= 0 and redis.call('HINCRBY', P .. ':kept', tenant, by) == 0 then redis.call('HDEL', P .. ':kept', tenant) end
+end
+
+local function kept_member(bytes, tenant, key) return string.format('%d %s %s', bytes, tenant, key) end
+
+local function keep(tenant, key, bytes, till)
+  if bytes == 0 then return end
+  redis.call('ZADD', P .. ':expiry', till, kept_member(bytes, tenant, key))
+  count_kept(tenant, bytes)
+end
+
+local function release(member)
+  local bytes, tenant = string.match(member, '^(%d+) (%S+) ')
+  if redis.call('ZREM', P .. ':expiry', member) == 1 then count_kept(tenant, -tonumber(bytes)) end
+end
+
+-- Subtracts what has expired since this was last asked.
+local function release_due(now, most)
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', now, 'LIMIT', 0, most)) do release(member) end
+end
+
+-- A job's `stored` as numbers: log, large result, dead letter's request, the rest; nil of one that has none.
+local function stored_of(text)
+  local log, out, request, rest = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+)$')
+  if log then return {log = tonumber(log), out = tonumber(out), ['in'] = tonumber(request), job = tonumber(rest)} end
+end
+
+-- Takes a dead letter away, and its request.
+local function unbury(id)
+  local tenant, stored = unpack(redis.call('HMGET', job_key(id), 'tenant', 'stored'))
+  stored = stored_of(stored)
+  redis.call('DEL', P .. ':in:' .. id)
+  if stored then release(kept_member(stored['in'], tenant, 'in:' .. id)) end
+  return redis.call('ZREM', P .. ':dead', id)
+end
+
+-- A dead letter keeps its request, so that it can be looked at and tried again.
+local function bury(job, now)
+  redis.call('PEXPIRE', P .. ':in:' .. job.id, DEAD_LIFE_MS)
+  redis.call('ZADD', P .. ':dead', now, job.id)
+  for _, id in ipairs(redis.call('ZRANGE', P .. ':dead', 0, -1 - MAX_DEAD)) do unbury(id) end
+end
+
+-- How long a result lives. A large one that was pushed to its end to a caller that waited for it goes with the log.
+local function result_life(job, schema, bytes)
+  local was_read = job.background == '0' and (job.inboxes ~= '' or job.channel == '1')
+  return bytes > LARGE_RESULT_BYTES and was_read and schema.log_ttl_ms or schema.result_ttl_ms
+end
+
+-- Counts what is stored of a job from its end on. `log`, `out`: bytes of its log and of its result.
+local function store(job, schema, now, log, out, is_dead)
+  local is_large = out > LARGE_RESULT_BYTES
+  local request = is_dead and redis.call('GET', P .. ':in:' .. job.id)
+  local bytes = {log = log, out = is_large and out or 0, ['in'] = request and #request or 0,
+    job = RECORD_BYTES + (is_large and 0 or out)}
+  local record_life = is_dead and math.max(DEAD_LIFE_MS, schema.result_ttl_ms) or schema.result_ttl_ms
+  local out_life = result_life(job, schema, out)
+  keep(job.tenant, 'log:' .. job.id, bytes.log, now + schema.log_ttl_ms)
+  keep(job.tenant, 'out:' .. job.id, bytes.out, now + out_life)
+  keep(job.tenant, 'in:' .. job.id, bytes['in'], now + DEAD_LIFE_MS)
+  keep(job.tenant, 'job:' .. job.id, bytes.job, now + record_life)
+  redis.call('HSET', job_key(job.id), 'stored', string.format('%d %d %d %d', bytes.log, bytes.out, bytes['in'], bytes.job))
+  if out_life < schema.result_ttl_ms then redis.call('HSET', job_key(job.id), 'result_until', now + out_life) end
+end
+
+-- Used tokens -------------------------------------------------------------------------------------
+
+-- Bytes of a job's log and tokens in it, for jobs whose node did not tell.
+local function measure(id)
+  local bytes, tokens, from, page = 0, 0, 0, nil
+  repeat
+    page = redis.call('LRANGE', log_key(id), from, from + LOG_PAGE - 1)
+    for _, chunk in ipairs(page) do
+      local ok, fields = pcall(cmsgpack.unpack, chunk)
+      bytes = bytes + #chunk
+      if ok and type(fields) == 'table' and type(fields.t) == 'table' then tokens = tokens + #fields.t end
+    end
+    from = from + LOG_PAGE
+  until #page < LOG_PAGE
+  return bytes, tokens
+end
+
+-- Once a job, as only its end calls this. P:usage:<day> has sums per tenant and account.
+local function meter(job, account, now, used)
+  local key = P .. ':usage:' .. math.floor(now / DAY_MS)
+  local name = job.tenant .. ':' .. (account or '') .. ':'
+  redis.call('HINCRBY', key, name .. 'jobs', 1)
+  for _, what in ipairs({'prompt', 'completion', 'cached'}) do
+    if used[what] > 0 then redis.call('HINCRBY', key, name .. what, used[what]) end
+  end
+  redis.call('PEXPIRE', key, USAGE_DAYS * DAY_MS)
+end
+
+-- The tenant's token rate was charged too little or too much (negative). A debt is kept until it is worked off; what
+-- comes back never makes more than a full burst, as a due time in the past counts as now.
+local function correct_rate(job, ms_per_token, by, now)
+  local key = P .. ':rate:' .. job.tenant
+  local jobs, tokens = unpack(redis.call('HMGET', key, 'jobs', 'tokens'))
+  local due = math.max(now, tonumber(tokens or '') or 0) + by * ms_per_token
+  local life = math.ceil(math.max(due, tonumber(jobs or '') or 0) - now)
+  if life <= 0 then
+    redis.call('DEL', key)
+  else
+    redis.call('HSET', key, 'tokens', due)
+    redis.call('PEXPIRE', key, life)
+  end
+end
+
+-- The only way to a terminal state. Keeps node and lease, so that a retried finish is recognised.
+-- `told` is what its node said of it: tokens of prompt, completion and cached, bytes of the log before the terminal chunk
+-- and of the result. Without it the log is measured, and the prompt is not counted.
+local function end_job(job, schema, now, state, code, message, param, told)
+  told = told or {}
+  if not told.completion or not told.log_bytes then
+    local bytes, tokens = measure(job.id)
+    told = {prompt = told.prompt or 0, completion = told.completion or tokens, cached = told.cached or 0,
+      log_bytes = bytes, out_bytes = told.out_bytes}
+  end
+  if job.state == 'queued' then
+    leave_queue(job)
+  else
+    redis.call('SREM', P .. ':run:' .. job.node, job.id)
+  end
+  redis.call('SREM', P .. ':open', job.id)
+  redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
+  local is_dead = code == 'node_lost'
+  tally('ended_' .. state)
+  if is_dead then tally('dead_letters') end
+  if is_dead then bury(job, now) else redis.call('DEL', P .. ':in:' .. job.id) end
+  local bytes, idem, owned, ms_per_token, charged, account = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem',
+    'owned', 'ms_per_token', 'charged', 'account'))
+  redis.call('HINCRBY', P .. ':bytes', job.p, -(bytes or 0))
+  if owned then count_kept(job.tenant, -tonumber(bytes)) end
+  meter(job, account, now, told)
+  if ms_per_token then
+    correct_rate(job, tonumber(ms_per_token), told.prompt + told.completion - tonumber(charged), now)
+  end
+  if idem and idem ~= '' then
+    -- Who asks again behind a broken connection wants an answer, not to hear that nobody read the first one.
+    redis.call('PEXPIRE', P .. ':idem:' .. idem, code == 'unread' and 0 or schema.idem_ttl_ms)
+  end
+  local log = log_key(job.id)
+  local index = redis.call('LLEN', log)
+  local chunk = terminal_chunk(job.id, index, state, code, message, param)
+  redis.call('RPUSH', log, chunk)
+  redis.call('PEXPIRE', log, schema.log_ttl_ms)
+  store(job, schema, now, told.log_bytes + #chunk, told.out_bytes or 0, is_dead)
+  redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
+    'message', message, 'param', param)
+  redis.call('PEXPIRE', job_key(job.id), is_dead and math.max(DEAD_LIFE_MS, schema.result_ttl_ms) or schema.result_ttl_ms)
+  publish(job, chunk)
+end
+
+-- State, code and message of a job that may not run any more; nil of one that may.
+local function why_over(job, schema, now)
+  if job.cancel == '1' then return 'cancelled', 'cancelled', 'the job was cancelled' end
+  if is_expired(job, now) then return 'expired', 'deadline_exceeded', 'the deadline passed before the job was done' end
+  if is_unheard(job, schema, now) then return 'cancelled', 'unread', 'nobody reads this job any more' end
+end
+
+-- Ends a job that may not run any more; returns whether it did.
+local function end_if_over(job, schema, now)
+  local state, code, message = why_over(job, schema, now)
+  if state then end_job(job, schema, now, state, code, message, '') end
+  return state ~= nil
+end

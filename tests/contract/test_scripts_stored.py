@@ -1,0 +1,194 @@
+"""Stored bytes have owners: what each tenant keeps is counted exactly, follows expiry, and is refused to it alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+from contract.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
+from redis.asyncio import Redis
+
+from penstock.contract import keys
+from penstock.contract.admission import estimate_bytes
+from penstock.contract.audit import audit
+from penstock.contract.broker.admin import AdminBroker
+from penstock.contract.broker.dead_letters import DeadLetters
+from penstock.contract.broker.node import Emission, Taken
+from penstock.contract.broker.producer import LARGE_RESULT_BYTES
+from penstock.contract.errors import BusyError, NotFoundError
+from penstock.contract.job import Choice, Outcome, Usage
+from penstock.contract.results import encode_result
+from penstock.contract.terms import UNLIMITED, Terms
+
+RECORD_BYTES = 2048
+LOG_TTL_MS, RESULT_TTL_MS, DEAD_LIFE_MS = 120_000, 86_400_000, 604_800_000
+
+
+@pytest.fixture
+async def small(redis: Redis) -> AsyncIterator[None]:
+    """A Redis of 64 MB."""
+    await redis.config_set("maxmemory", "64mb")
+    yield
+    await redis.config_set("maxmemory", "512mb")
+
+
+async def kept(queue: Queue) -> dict[str, int]:
+    found = await cast(Any, queue.redis.hgetall(keys.kept_bytes(POOL)))
+    return {tenant.decode(): int(size) for tenant, size in found.items()}
+
+
+async def end(node: FakeNode, taken: Taken, result: bytes) -> None:
+    last = Emission(taken.job_id, taken.lease, 0, chunks_of(taken.job_id, 0, 2))
+    assert await node.broker.finish(last, Outcome("done"), result, usage=Usage(3, 2)) == "OK"
+
+
+def result_of(num_bytes: int) -> bytes:
+    return encode_result((Choice(0, "x" * num_bytes, (), "stop"),), Usage(3, 2), [(0, 0, num_bytes)])
+
+
+async def ended(queue: Queue, num_bytes: int, **fields: Any) -> str:
+    """A job of tenant acme that ended with a result of about so many bytes."""
+    node, job = await queue.node(f"n{len(await queue.keys('job:*'))}"), new_job(tenant="acme", **fields)
+    await queue.producer.submit(job, cost=10, inbox="me")
+    await end(node, await node.take_one(), result_of(num_bytes))
+    return job.id
+
+
+async def pass_time(queue: Queue, ms: int) -> None:
+    """What is to expire by then does so, and a sweep sees it."""
+    for member in await queue.ids("expiry"):
+        await queue.age("expiry", member, ms)
+    await queue.sweep()
+
+
+async def test_a_job_counts_as_predicted_while_it_is_open_and_as_stored_from_then_on(queue: Queue) -> None:
+    node, job = await queue.node(), new_job(tenant="acme")
+    await queue.producer.submit(job, cost=10)
+    (promised,) = (await kept(queue)).values()
+    assert promised == int(await queue.redis.hget(keys.job(job.id), "bytes"))  # type: ignore[misc, arg-type]
+    assert promised >= estimate_bytes(job, 0)
+    taken = await node.take_one()
+    await node.emit(taken, 0, 2)
+    assert await kept(queue) == {"acme": promised}
+
+    await end(node, taken, b"r" * 100)
+    log = sum(map(len, await queue.log(job.id)))
+    assert await kept(queue) == {"acme": RECORD_BYTES + 100 + log}
+
+    await pass_time(queue, LOG_TTL_MS - 1000)
+    assert await kept(queue) == {"acme": RECORD_BYTES + 100 + log}
+    await pass_time(queue, 1000)
+    assert await kept(queue) == {"acme": RECORD_BYTES + 100}
+    await pass_time(queue, RESULT_TTL_MS)
+    assert await kept(queue) == {}
+    assert await queue.ids("expiry") == set()
+
+
+async def test_a_large_result_goes_with_the_log_once_it_was_fetched(queue: Queue) -> None:
+    job_id = await ended(queue, 10 * LARGE_RESULT_BYTES)
+    assert await queue.redis.pttl(keys.result(job_id)) > RESULT_TTL_MS - 5000
+    for _ in range(2):
+        assert await queue.producer.result(job_id, "acme") is not None
+        assert LOG_TTL_MS - 5000 < await queue.redis.pttl(keys.result(job_id)) <= LOG_TTL_MS
+    size = (await kept(queue))["acme"]
+    assert size > 10 * LARGE_RESULT_BYTES
+
+    await queue.redis.delete(keys.result(job_id), keys.log(job_id))  # as if by their ends of life
+    await queue.change(job_id, result_until=1)
+    await pass_time(queue, LOG_TTL_MS)
+    assert await kept(queue) == {"acme": RECORD_BYTES}
+    with pytest.raises(NotFoundError) as caught:
+        await queue.producer.result(job_id, "acme")
+    assert caught.value.code == "result_expired"
+    assert await audit(AdminBroker(queue.redis), POOL) == []
+
+
+@pytest.mark.parametrize(("background", "size", "life_ms"), [
+    (False, 2 * LARGE_RESULT_BYTES, LOG_TTL_MS),
+    (True, 2 * LARGE_RESULT_BYTES, RESULT_TTL_MS),
+    (False, LARGE_RESULT_BYTES // 2, RESULT_TTL_MS),
+])  # fmt: skip
+async def test_a_large_result_that_was_pushed_to_a_waiting_caller_goes_with_the_log(
+    queue: Queue, background: bool, size: int, life_ms: int
+) -> None:
+    await queue.redis.set(f"{P}:sweep", await queue.now_ms())
+    job_id = await ended(queue, size, background=background)
+    assert life_ms - 5000 < await queue.redis.pttl(keys.result(job_id)) <= life_ms
+
+
+async def test_small_results_live_on_when_they_were_fetched_and_strangers_fetch_none(queue: Queue) -> None:
+    job_id = await ended(queue, 100)
+    assert await queue.producer.result(job_id, "acme") is not None
+    assert await queue.redis.pttl(keys.result(job_id)) > RESULT_TTL_MS - 5000
+    with pytest.raises(NotFoundError):
+        await queue.producer.result(job_id, "rival")
+
+
+async def test_a_dead_letters_request_counts_until_it_is_purged(queue: Queue) -> None:
+    for number in range(3):
+        node = await queue.node(f"n{number}")
+        taken = await (queue.running(node, prompt="x" * 5000) if number == 0 else node.take_one())
+        await queue.kill(node)
+    await pass_time(queue, LOG_TTL_MS)
+    assert (await kept(queue))["default"] > RECORD_BYTES + 5000
+    assert await DeadLetters(queue.redis).purge([taken.job_id, taken.job_id]) == 1
+    assert await kept(queue) == {"default": RECORD_BYTES}
+    assert await queue.ids("dead") == set()
+
+
+async def attack(queue: Queue, node: FakeNode, terms: Terms = UNLIMITED) -> tuple[int, BusyError]:
+    """Results of 3 MB, none of them read, until the attacker is refused."""
+    result = b"x" * (3 << 20)
+    for num_stored in range(100):
+        try:
+            await queue.producer.submit(new_job(tenant="attacker"), cost=10, terms=terms)
+        except BusyError as error:
+            return num_stored, error
+        await end(node, await node.take_one(), result)
+    raise AssertionError("never refused")
+
+
+@pytest.mark.usefixtures("small")
+async def test_who_keeps_too_much_is_refused_and_nobody_else(queue: Queue) -> None:
+    node = await queue.node()
+    num_stored, error = await attack(queue, node)
+    assert num_stored == 11, "half of 64 MB, and the one that it was not known of"
+    assert error.code == "memory_share_exceeded"
+    assert "50 %" in error.message
+    assert error.retry_after_ms > 60_000, "nothing of it goes for a day but logs"
+    assert (await queue.redis.info("memory"))["used_memory"] < 40 << 20
+    for _ in range(100):
+        await queue.submit(tenant="neighbour")
+    for taken in (await node.take()).jobs:
+        await end(node, taken, b"small")
+    # Once it has expired there is room again, though nobody has swept.
+    for member in await queue.ids("expiry"):
+        await queue.age("expiry", member, RESULT_TTL_MS)
+    await queue.producer.submit(new_job(tenant="attacker"), cost=10)
+
+
+@pytest.mark.usefixtures("small")
+async def test_a_tenants_share_is_its_keys_or_its_pools(queue: Queue) -> None:
+    node = await queue.node(tenant_memory_percent=20)
+    assert (await attack(queue, node, Terms(memory_percent=10)))[0] == 3
+    num_more, error = await attack(queue, node)
+    assert (num_more, "20 %" in error.message) == (2, True)
+
+
+async def test_audit_finds_and_mends_what_is_counted_wrongly(queue: Queue) -> None:
+    await ended(queue, 100)
+    gone = await ended(queue, 100)
+    right = await kept(queue)
+    broker = AdminBroker(queue.redis)
+    assert {f.key for f in await audit(broker, POOL)} & {"expiry", "kept"} == set()
+    (member,) = [m for m in await queue.ids("expiry") if m.endswith(f"job:{gone}")]
+    await queue.redis.zrem(keys.expiry(POOL), member)
+    await queue.redis.zadd(keys.expiry(POOL), {f"77 acme out:{gone}": await queue.now_ms() + RESULT_TTL_MS})
+    found = await audit(broker, POOL, repair=True)
+    assert {f.name for f in found if f.key == "expiry"} == {"missing", "stray"}
+    await audit(broker, POOL, repair=True)
+    assert await kept(queue) == right
+    await queue.redis.hincrby(keys.kept_bytes(POOL), "acme", 5)  # type: ignore[misc]
+    assert ("wrong_sum", "kept") in {(f.name, f.key) for f in await audit(broker, POOL, repair=True)}
+    assert await kept(queue) == right

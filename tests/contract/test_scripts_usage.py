@@ -1,0 +1,149 @@
+"""Metering: used tokens are counted once a job, and a token rate is corrected to them at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from contract.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
+from redis.asyncio import Redis
+
+from penstock.contract.broker.node import Emission, Taken
+from penstock.contract.broker.usage import UsageBroker
+from penstock.contract.errors import BusyError
+from penstock.contract.job import Outcome, Usage
+from penstock.contract.terms import UNLIMITED, Terms
+from penstock.contract.usage import DayUsage
+
+TOLERANCE_MS = 2_000  # a slow machine
+
+
+async def submit(queue: Queue, terms: Terms = UNLIMITED, *, cost: int = 100, tenant: str = "acme") -> str:
+    return (await queue.producer.submit(new_job(tenant=tenant), cost=cost, terms=terms)).job_id
+
+
+async def end(node: FakeNode, taken: Taken, usage: Usage, start: int = 0) -> str:
+    last = Emission(taken.job_id, taken.lease, start, chunks_of(taken.job_id, start, 1))
+    return await node.broker.finish(last, Outcome("done"), b"result", usage=usage)
+
+
+async def run(queue: Queue, node: FakeNode, terms: Terms, *, cost: int, used: int) -> None:
+    await submit(queue, terms, cost=cost)
+    assert await end(node, await node.take_one(), Usage(used // 2, used - used // 2)) == "OK"
+
+
+async def owed_ms(queue: Queue, tenant: str = "acme") -> float:
+    due = await queue.redis.hget(f"{P}:rate:{tenant}", "tokens")  # type: ignore[misc]
+    return max(0.0, float(due or 0) - await queue.now_ms())
+
+
+async def counts(redis: Redis, tenant: str = "acme", account: str = "") -> tuple[int, ...]:
+    found = await UsageBroker(redis).of(tenant, account, 2)
+    sums = ((d.jobs, d.prompt_tokens, d.completion_tokens, d.cached_tokens) for d in found)
+    return tuple(map(sum, zip(*sums, strict=True)))
+
+
+async def test_usage_is_counted_once_whatever_is_repeated(queue: Queue) -> None:
+    node = await queue.node()
+    await submit(queue, Terms(account="key1"))
+    taken = await node.take_one()
+    for _ in range(3):
+        assert await end(node, taken, Usage(11, 7, 4)) == "OK"
+    assert await counts(queue.redis, account="key1") == (1, 11, 7, 4)
+    assert await counts(queue.redis) == ()
+
+
+async def test_usage_is_counted_once_over_a_takeover(queue: Queue) -> None:
+    first, second = await queue.node("n1"), await queue.node("n2")
+    await submit(queue)
+    lost = await first.take_one()
+    await first.emit(lost, 0, 3)
+    await queue.kill(first)
+    taken = await second.take_one()
+    assert await end(first, lost, Usage(11, 3), start=3) == "FENCED"
+    assert await end(second, taken, Usage(11, 9), start=3) == "OK"
+    assert await end(first, lost, Usage(11, 3), start=3) == "FENCED"
+    assert await counts(queue.redis) == (1, 11, 9, 0)
+
+
+async def test_a_job_that_no_node_ended_counts_the_tokens_of_its_log(queue: Queue) -> None:
+    await queue.node("n0")
+    await submit(queue)
+    for number in range(3):
+        node = await queue.node(f"n{number}")
+        taken = await node.take_one()
+        if number == 0:
+            await node.emit(taken, 0, 5)
+        await queue.kill(node)
+    assert await queue.state(taken.job_id) == "failed"
+    assert await counts(queue.redis) == (1, 0, 5, 0)
+    waiting = await submit(queue)
+    await queue.producer.cancel(waiting, "acme")
+    assert await counts(queue.redis) == (2, 0, 5, 0)
+
+
+async def test_accounts_and_tenants_are_told_apart(queue: Queue) -> None:
+    node = await queue.node()
+    for tenant, account, used in (("acme", "k1", 1), ("acme", "k2", 20), ("rival", "k3", 300), ("acme", "k1", 4000)):
+        await submit(queue, Terms(account=account), tenant=tenant)
+        await end(node, await node.take_one(), Usage(used, 0))
+    found = await UsageBroker(queue.redis).all(2)
+    sums: dict[tuple[str, str], int] = {}
+    for one in found:
+        assert isinstance(one, DayUsage) and one.pool == POOL
+        sums[one.tenant, one.account] = sums.get((one.tenant, one.account), 0) + one.prompt_tokens
+    assert sums == {("acme", "k1"): 4001, ("acme", "k2"): 20, ("rival", "k3"): 300}
+
+
+async def test_more_than_predicted_is_a_debt_and_less_comes_back(queue: Queue) -> None:
+    node, terms = await queue.node(), Terms(tokens_per_minute=6000, burst_s=10)
+    await run(queue, node, terms, cost=100, used=3000)
+    assert await owed_ms(queue) == pytest.approx(30_000, abs=TOLERANCE_MS)
+    with pytest.raises(BusyError) as caught:
+        await submit(queue, terms, cost=100)
+    assert caught.value.retry_after_ms == pytest.approx(21_000, abs=TOLERANCE_MS)
+
+    terms = Terms(tokens_per_minute=6000, burst_s=10)
+    await submit(queue, terms, cost=5000, tenant="other")
+    with pytest.raises(BusyError):
+        await submit(queue, terms, cost=100, tenant="other")
+    (taken,) = (await node.take()).jobs
+    await end(node, taken, Usage(50, 10))
+    assert await owed_ms(queue, "other") == pytest.approx(600, abs=TOLERANCE_MS)
+    await submit(queue, terms, cost=100, tenant="other")
+
+
+async def test_what_comes_back_makes_no_more_than_a_burst(queue: Queue) -> None:
+    node, terms = await queue.node(), Terms(tokens_per_minute=6000, burst_s=2)
+    for _ in range(5):
+        await run(queue, node, terms, cost=150, used=0)
+    assert await owed_ms(queue) == 0
+    await submit(queue, terms, cost=150)
+    with pytest.raises(BusyError):
+        await submit(queue, terms, cost=150)
+
+
+async def test_short_answers_first_and_long_ones_then_do_not_beat_the_limit(queue: Queue) -> None:
+    """Predicted from the short ones, each long answer is charged a hundredth of what it becomes."""
+    node, terms = await queue.node(), Terms(tokens_per_minute=60_000, burst_s=10)
+    now_ms, total, most_at_once = 0, 0, 0
+    while now_ms < 600_000:
+        try:
+            await submit(queue, terms, cost=50)
+        except BusyError as error:
+            await pass_time(queue, error.retry_after_ms)
+            now_ms += error.retry_after_ms
+            continue
+        used = 20 if total < 1000 else 5000
+        await end(node, await node.take_one(), Usage(0, used))
+        total += used
+        most_at_once = max(most_at_once, used)
+    allowed = 60_000 * now_ms / 60_000 + 10 * 1000 + most_at_once
+    slack = TOLERANCE_MS  # tokens of real time that passes in the test, at 1 a ms
+    assert 0.8 * allowed <= total <= allowed + slack
+
+
+async def pass_time(queue: Queue, ms: int) -> None:
+    rates: Any = await queue.redis.hgetall(f"{P}:rate:acme")  # type: ignore[misc]
+    for name, due_ms in rates.items():
+        await queue.redis.hset(f"{P}:rate:acme", name, float(due_ms) - ms)  # type: ignore[misc, arg-type]

@@ -1,0 +1,131 @@
+"""Fairness across classes: interactive work of a tenant above its share goes behind the standard work of others."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.contract.policy import Policy, PolicyName, choose, foremost
+from penstock.contract.standing import RecentUse, Standing
+
+WINDOW_MS = 1_000
+MAX_COST_MS = 50
+STATED_BOUND_MS = 2 * WINDOW_MS + 2 * MAX_COST_MS
+
+
+@dataclass(frozen=True)
+class Work:
+    """A job that holds the only place for `cost` ms."""
+
+    job_id: str
+    tenant: str
+    priority: int
+    submitted_ms: float
+    cost: int
+
+    @property
+    def charge(self) -> float:
+        return float(self.cost)
+
+
+def serve(
+    policy: Policy, classes: dict[str, list[int]], since_ms: dict[str, int], until_ms: int, seed: int
+) -> list[tuple[float, str, int]]:
+    """(when, whose, how long) of each start on one place; a job of each tenant and class of it always waits."""
+    rng, standing = random.Random(seed), Standing(policy.share_window_ms)
+    waiting: list[Work] = []
+    served: list[tuple[float, str, int]] = []
+    now_ms = 0.0
+    while now_ms < until_ms:
+        for tenant, priorities in classes.items():
+            for priority in priorities:
+                is_there = any((w.tenant, w.priority) == (tenant, priority) for w in waiting)
+                if since_ms[tenant] <= now_ms and not is_there:
+                    cost = rng.randint(1, MAX_COST_MS)
+                    waiting.append(Work(f"{len(served)}{tenant}{priority}", tenant, priority, now_ms, cost))
+                    standing.turns[priority].enter(tenant)
+        places = [1]
+        chosen = choose(waiting, policy, standing, now_ms, lambda *_, places=places: bool(places and places.pop()))
+        for work in chosen:
+            waiting.remove(work)
+            if not any((w.tenant, w.priority) == (work.tenant, work.priority) for w in waiting):
+                standing.turns[work.priority].leave(work.tenant)
+            served.append((now_ms, work.tenant, work.cost))
+            now_ms += work.cost
+        now_ms += not chosen
+    return served
+
+
+def share_of(tenant: str, served: list[tuple[float, str, int]], from_ms: float, to_ms: float) -> float:
+    inside = [(who, cost) for at_ms, who, cost in served if from_ms <= at_ms < to_ms]
+    return sum(cost for who, cost in inside if who == tenant) / (to_ms - from_ms)
+
+
+attackers = st.lists(st.sampled_from(([0], [0, 1], [1])), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(attackers=attackers, arrivals=st.lists(st.integers(0, 4000), min_size=5, max_size=5), seed=st.integers(0, 99))
+def test_nobody_is_held_below_half_of_its_share_for_longer_than_the_bound(
+    attackers: list[list[int]], arrivals: list[int], seed: int
+) -> None:
+    classes = {f"attacker{number}": priorities for number, priorities in enumerate(attackers)} | {"victim": [1]}
+    since_ms = dict(zip(classes, arrivals, strict=False)) | {"victim": 3000}
+    served = serve(Policy("fair", 10**9, 0, WINDOW_MS), classes, since_ms, 12_000, seed)
+    fair_share, period_ms = 1 / len(classes), 3 * STATED_BOUND_MS
+    for from_ms in range(3000, 12_000 - period_ms, 500):
+        # Within such a period it may have had nothing for the length of the bound, and its share in the rest.
+        assert share_of("victim", served, from_ms, from_ms + period_ms) >= fair_share / 2
+
+
+@pytest.mark.parametrize(("name", "share"), [("priority", 0.0), ("fair", 0.5)])
+def test_a_flood_of_interactive_work_leaves_a_standard_tenant_its_half(name: PolicyName, share: float) -> None:
+    classes = {"flood": [0], "neighbour": [1]}
+    served = serve(Policy(name, 10**9, 0, WINDOW_MS), classes, dict.fromkeys(classes, 0), 10_000, 1)
+    assert share_of("neighbour", served, 1000, 10_000) == pytest.approx(share, abs=0.05)
+
+
+def test_a_tenant_within_its_share_keeps_its_precedence() -> None:
+    standing = Standing(WINDOW_MS)
+    for tenant, used in (("light", 10.0), ("heavy", 90.0)):
+        standing.use.note(tenant, used, 0)
+        for turns in standing.turns:
+            turns.enter(tenant)
+    waiting = [Work("s", "heavy", 1, 0, 10), Work("i", "light", 0, 1, 10), Work("j", "heavy", 0, 0, 10)]
+    policy = Policy("fair", 10**9, 0, WINDOW_MS)
+    order = choose(waiting, policy, standing, 5, lambda work, urgency: urgency == (work.job_id != "i"))
+    assert [work.job_id for work in order] == ["i", "s", "j"], "as what they count as"
+    assert foremost(waiting[2:], policy, standing, 5) == (waiting[2], 1)
+
+
+def test_alone_nobody_is_above_its_share() -> None:
+    standing = Standing(WINDOW_MS)
+    standing.use.note("only", 1e6, 0)
+    standing.turns[0].enter("only")
+    standing.turns[1].enter("only")
+    assert standing.shares(0).goes_first("only") and standing.shares(0).may_displace("only")
+
+
+def test_who_used_more_than_others_goes_first_where_they_wait_for_nothing_and_displaces_nobody() -> None:
+    standing = Standing(WINDOW_MS)
+    standing.use.note("flood", 90, 0)
+    standing.use.note("running", 10, 0)
+    standing.turns[0].enter("flood")
+    policy, waiting = Policy("fair", 10**9, 0, WINDOW_MS), [Work("i", "flood", 0, 0, 10)]
+    assert foremost(waiting, policy, standing, 0) == (waiting[0], 1)
+    assert foremost(waiting, policy, standing, 3 * WINDOW_MS) == (waiting[0], 0), "what was used long ago"
+
+
+def test_use_counts_in_its_window_and_the_next_one() -> None:
+    use = RecentUse(WINDOW_MS)
+    use.note("a", 10, 999)
+    use.note("a", 5.5, 1000)
+    assert [use.of("a", at_ms) for at_ms in (1500, 2500, 3500)] == [16, 6, 0]
+    use.note("a", -100, 3500)
+    assert use.of("a", 3500) == 0, "what came back for more than was charged is no credit"
+    assert Counter(use.this) == {"a": -100}
