@@ -19,13 +19,16 @@ from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
 from penstock.gateway import health, metrics
 from penstock.gateway.access_log import AccessLog
+from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
 from penstock.gateway.entry import Entry, warn_if_open
 from penstock.gateway.head import BoundedHead
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import generate, models
 from penstock.gateway.openai.answer import JOB_HEADER
 from penstock.gateway.openai.errors import ID_HEADER, install_error_handlers
+from penstock.gateway.parsing import Parser
 from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.shared_budget import SharedBudget
 from penstock.producer.client import AsyncClient, ClientSettings
 
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
@@ -44,12 +47,17 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         async with _client_of(settings) as client:
             app.state.client = client
             await warn_if_open(client, is_closed=settings.require_keys)
-            yield
+            try:
+                yield
+            finally:
+                await app.state.parser.close()
 
     # Nothing that takes a body is FastAPI's, so its OpenAPI document would say little.
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     app.state.settings = settings
     app.state.metrics = GatewayMetrics()
+    app.state.parser = Parser()
+    app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
     install_error_handlers(app)
     app.router.routes.extend(generate.ROUTES)
     for room in (models, health, metrics):
