@@ -31,6 +31,9 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.producer.client import AsyncClient, ClientSettings
 
+MAX_RESULT_BYTES_HELD = 64 << 20
+"""Bytes of large results that a gateway keeps while their readers take them; further answers wait."""
+MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
 """`json`: a supervisor reads from stdout where the gateway listens."""
 
@@ -58,6 +61,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.state.metrics = GatewayMetrics()
     app.state.parser = Parser()
     app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
+    app.state.result_budget = SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT)
     install_error_handlers(app)
     app.router.routes.extend(generate.ROUTES)
     for room in (models, health, metrics):

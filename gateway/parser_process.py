@@ -33,7 +33,6 @@ MAX_GROWTH_BYTES = 192 << 20
 _WINDOW_BYTES = 256 << 10
 
 
-
 def main() -> None:
     """Answer bodies until the gateway is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the gateway, which ends this process.
@@ -73,7 +72,9 @@ def check_structure(raw: bytes) -> None:
 def parsed_bytes(text: bytes) -> int:
     """Memory of the values that begin in a part of a body, at most."""
     containers = text.count(b"{") + text.count(b"[")
-    return text.count(b",") * BYTES_PER_VALUE + text.count(b'"') // 2 * BYTES_PER_TEXT + containers * BYTES_PER_CONTAINER
+    return (
+        text.count(b",") * BYTES_PER_VALUE + text.count(b'"') // 2 * BYTES_PER_TEXT + containers * BYTES_PER_CONTAINER
+    )
 
 
 def _without_texts(raw: bytes) -> Iterator[bytes]:

@@ -114,13 +114,13 @@ class _Child:
             theirs.close()
         return cls(process, ours)
 
-    async def ask(self, form: str, raw: bytes) -> bytearray:
+    async def ask(self, form: str, raw: bytes) -> bytes:
         """The answer to a body; raises OSError or EOFError where the process ends."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._line, HEAD.pack(FORMS.index(form), len(raw)))
         await loop.sock_sendall(self._line, raw)
         _, num_bytes = HEAD.unpack(await self._receive(HEAD.size))
-        return await self._receive(num_bytes)
+        return bytes(await self._receive(num_bytes))
 
     async def _receive(self, num_bytes: int) -> bytearray:
         loop, data, at = asyncio.get_running_loop(), bytearray(num_bytes), 0

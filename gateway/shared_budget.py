@@ -38,6 +38,9 @@ class SharedBudget:
     async def taken(self, owner: str, amount: int) -> AsyncIterator[None]:
         """Hold an amount, or all of the owner's share if that is less, once it is free."""
         amount = min(amount, self._per_owner)
+        if not amount:
+            yield
+            return
         if owner not in self._claims and self._fits(owner, amount) and not self._claims:
             self._grant(owner, amount)
         else:

@@ -123,4 +123,4 @@ def decode_asked(data: bytes) -> Asked:
 
 
 def _fields_of(prompt: Any) -> list[Any]:
-    return [prompt.field, prompt.data, prompt.num_text_bytes, prompt.num_tokens, prompt.num_tool_bytes]
+    return [prompt.form, prompt.data, prompt.num_text_bytes, prompt.num_tokens, prompt.num_tool_bytes]

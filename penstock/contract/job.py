@@ -171,7 +171,7 @@ class Job(_Door):
         given = [name for name in (*names, "packed_prompt") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"exactly one of {', '.join(names)} must be given, not {given or 'none'}")
-        if self.tools is not None and self.messages is None and (packed is None or packed.field != "messages"):
+        if self.tools is not None and self.messages is None and (packed is None or packed.form != "messages"):
             raise ValueError("tools go with messages only")
         return self
 

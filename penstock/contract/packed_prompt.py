@@ -13,7 +13,7 @@ PromptField = Literal["prompt", "tokens", "messages"]
 class PackedPrompt:
     """A prompt as a request on the queue carries it: msgpack, and the sizes that admission needs."""
 
-    field: PromptField
+    form: PromptField
     data: bytes = field(repr=False)
     num_text_bytes: int = 0
     """UTF-8 bytes of its texts and roles."""

@@ -237,7 +237,7 @@ def encode_request(job: Job) -> bytes:
         return pack(head | prompt_fields(job) | tail)
     # A map of fewer than 16 members begins with one byte, which counts them.
     num_members = len(head) + 1 + len(tail)
-    return b"".join((bytes((0x80 | num_members,)), pack(head)[1:], pack(packed.field), packed.data, pack(tail)[1:]))
+    return b"".join((bytes((0x80 | num_members,)), pack(head)[1:], pack(packed.form), packed.data, pack(tail)[1:]))
 
 
 def decode_request(data: bytes) -> Request:

@@ -164,7 +164,7 @@ def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, tex
         for i, c in enumerate(chunks)
         if c.text or c.finish_reason
     ]
-    assert pieces.events_of(chunks) == b"".join(rendered)
+    assert b"".join(pieces.parts_of(chunks)) == b"".join(rendered)
 
 
 @pytest.mark.parametrize(("retry_after_ms", "header"), [(1, "1"), (1000, "1"), (1001, "2"), (59_999, "60")])
