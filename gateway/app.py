@@ -15,6 +15,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.logs import configure_logging
+from penstock.contract.loop_watch import LoopWatch
 from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
 from penstock.gateway import health, metrics
@@ -50,9 +51,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         async with _client_of(settings) as client:
             app.state.client = client
             await warn_if_open(client, is_closed=settings.require_keys)
+            app.state.loop_watch.start()
             try:
                 yield
             finally:
+                app.state.loop_watch.stop()
                 await app.state.parser.close()
 
     # Nothing that takes a body is FastAPI's, so its OpenAPI document would say little.
@@ -60,6 +63,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.state.settings = settings
     app.state.metrics = GatewayMetrics()
     app.state.parser = Parser()
+    app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
     app.state.result_budget = SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT)
     install_error_handlers(app)

@@ -36,5 +36,9 @@ class GatewaySettings(Settings):
     """How long open answers may go on after SIGTERM."""
     require_keys: bool = False
     """Let nobody in without an API key, even while there are none."""
+    loop_watch_ms: float = Field(20.0, ge=1, le=1000)
+    """How often the event loop is asked how late it comes."""
+    loop_debug: bool = False
+    """Log what runs while the event loop is held for 50 ms and more."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may ask; may be repeated."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pydantic import ValidationError
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.loop_watch import LoopWatch
 from penstock.contract.problems import config_error
 from penstock.contract.settle import settle
 from penstock.gpu_node.engine.config import EngineConfig
@@ -47,22 +48,25 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike) -> None:
         loop.add_signal_handler(number, node.stop)
     ready = asyncio.Event()
     announce = asyncio.create_task(_announce(ready, settings.pool_name))
+    watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
+    watch.start()
     try:
-        with _metrics_of(node, settings):
+        with _metrics_of(node, settings, watch):
             await node.run(ready)
     finally:
+        watch.stop()
         announce.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
-def _metrics_of(node: Node, settings: NodeSettings) -> AbstractContextManager[object]:
+def _metrics_of(node: Node, settings: NodeSettings, watch: LoopWatch) -> AbstractContextManager[object]:
     if settings.metrics_port is None:
         return nullcontext()
     # Only here, because a node that serves no metrics needs no package for them.
     from penstock.gpu_node.metrics import serving_metrics
 
-    return serving_metrics(node, settings.metrics_host, settings.metrics_port)
+    return serving_metrics(node, settings.metrics_host, settings.metrics_port, watch)
 
 
 async def _announce(ready: asyncio.Event, pool: str) -> None:
