@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB
 from penstock.contract.settings import Settings
 
 
@@ -22,7 +21,7 @@ class GatewaySettings(Settings):
     """Port to listen on; 0 takes a free one."""
     max_body_bytes: int = Field(8 << 20, ge=1 << 10)
     """A longer body is refused."""
-    max_logprobs: int = Field(MAX_LOGPROBS_OF_JOB, ge=0)
+    max_logprobs: int = Field(1 << 18, ge=0)
     """A request for more log-probabilities, over all prompts and choices, is refused."""
     body_timeout_s: float = Field(30.0, gt=0)
     """A request's body must have arrived by then."""

@@ -31,7 +31,8 @@ def rows(draw: st.DrawFn, count: int) -> tuple[TokenLogprobs, ...]:
 def test_its_parts_are_those_of_the_decoded_result(data, texts):
     tokens = [data.draw(st.lists(st.integers(0, 1 << 30), max_size=4)) for _ in texts]
     choices = tuple(
-        Choice(i, text, tuple(ids), "stop", data.draw(rows(len(ids)))) for i, (text, ids) in enumerate(zip(texts, tokens))
+        Choice(i, text, tuple(ids), "stop", data.draw(rows(len(ids))))
+        for i, (text, ids) in enumerate(zip(texts, tokens, strict=True))
     )
     packed = encode_result(choices, Usage(3, 4, 1), [(0, 1, 2)], data.draw(rows(data.draw(st.integers(0, 4)))))
     whole, parts = decode_result(packed, "j", DONE, (0, 0, 0, 0)), PackedResult(packed, "j", DONE)

@@ -178,10 +178,9 @@ class ProducerBroker:
     async def _ended(self, job_id: str, tenant: str) -> tuple[dict[str, str], Outcome, bytes | None] | None:
         """A job's record, how it ended, and its result; None while it has not ended."""
         fields = await self._record(job_id, tenant)
-        if (outcome := _outcome(fields)) is None:
-            return None
+        outcome = _outcome(fields)
         with translated():
-            return fields, outcome, cast("bytes | None", await self._redis.get(keys.result(job_id)))
+            return outcome and (fields, outcome, cast("bytes | None", await self._redis.get(keys.result(job_id))))
 
     async def read_beat(self, pool: str, inbox: str) -> None:
         """Says that this reading process lives, and sweeps: jobs move on as long as anybody is alive."""

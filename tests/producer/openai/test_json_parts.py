@@ -14,10 +14,12 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 PLAIN = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 LAZY = st.recursive(
     PLAIN,
-    lambda inner: st.dictionaries(st.text(), inner)
-    | st.lists(inner).map(lambda items: Items(lambda: items))
-    | st.lists(PLAIN).map(lambda rows: Rows(lambda: rows))
-    | st.lists(st.text()).map(lambda texts: Text(lambda: texts)),
+    lambda inner: (
+        st.dictionaries(st.text(), inner)
+        | st.lists(inner).map(lambda items: Items(lambda: items))
+        | st.lists(PLAIN).map(lambda rows: Rows(lambda: rows))
+        | st.lists(st.text()).map(lambda texts: Text(lambda: texts))
+    ),
     max_leaves=8,
 )
 
