@@ -164,8 +164,7 @@ class ProducerBroker:
 
     async def result(self, job_id: str, tenant: str) -> Result | None:
         """A job's terminal record, None while it has none; raises NotFoundError."""
-        ended = await self._ended(job_id, tenant)
-        if ended is None:
+        if (ended := await self._ended(job_id, tenant)) is None:
             return None
         fields, outcome, data = ended
         return await result_of(data, job_id, outcome, _times_ms(fields))
@@ -178,9 +177,10 @@ class ProducerBroker:
     async def _ended(self, job_id: str, tenant: str) -> tuple[dict[str, str], Outcome, bytes | None] | None:
         """A job's record, how it ended, and its result; None while it has not ended."""
         fields = await self._record(job_id, tenant)
-        outcome = _outcome(fields)
+        if (outcome := _outcome(fields)) is None:
+            return None
         with translated():
-            return outcome and (fields, outcome, cast("bytes | None", await self._redis.get(keys.result(job_id))))
+            return fields, outcome, cast("bytes | None", await self._redis.get(keys.result(job_id)))
 
     async def read_beat(self, pool: str, inbox: str) -> None:
         """Says that this reading process lives, and sweeps: jobs move on as long as anybody is alive."""
