@@ -28,6 +28,7 @@ from faults.processes import GatewayProcess
 from penstock.contract.broker.connection import connect
 from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.embedded import EmbeddedRedis
+from penstock.contract.terms import UNLIMITED
 
 MODEL = "reference"
 MAX_BODY_BYTES = 8 << 20
@@ -159,7 +160,7 @@ async def add_keys(redis_url: str) -> dict[str, str]:
     redis = connect(redis_url)
     store = KeyStore(redis)
     scopes = {"rude": ("infer",), "kind": ("infer",), "admin": ("admin",)}
-    keys = {tenant: (await store.add(tenant, scope))[0] for tenant, scope in scopes.items()}
+    keys = {tenant: (await store.add(tenant, scope, UNLIMITED))[0] for tenant, scope in scopes.items()}
     await redis.aclose()
     return keys
 
