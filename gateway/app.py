@@ -15,10 +15,12 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.logs import configure_logging
+from penstock.contract.loop_watch import LoopWatch
 from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
 from penstock.gateway import health, metrics, usage
 from penstock.gateway.access_log import AccessLog
+from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.entry import Entry, warn_if_open
 from penstock.gateway.head import BoundedHead
@@ -26,9 +28,14 @@ from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import generate, models
 from penstock.gateway.openai.answer import JOB_HEADER
 from penstock.gateway.openai.errors import ID_HEADER, install_error_handlers
+from penstock.gateway.parsing import Parser
 from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.shared_budget import SharedBudget
 from penstock.producer.client import AsyncClient, ClientSettings
 
+MAX_RESULT_BYTES_HELD = 64 << 20
+"""Bytes of large results that a gateway keeps while their readers take them; further answers wait."""
+MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
 """`json`: a supervisor reads from stdout where the gateway listens."""
 
@@ -45,12 +52,21 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         async with _client_of(settings) as client:
             app.state.client = client
             await warn_if_open(client, is_closed=settings.require_keys)
-            yield
+            app.state.loop_watch.start()
+            try:
+                yield
+            finally:
+                app.state.loop_watch.stop()
+                await app.state.parser.close()
 
     # Nothing that takes a body is FastAPI's, so its OpenAPI document would say little.
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     app.state.settings = settings
     app.state.metrics = GatewayMetrics()
+    app.state.parser = Parser()
+    app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
+    app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
+    app.state.result_budget = SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT)
     install_error_handlers(app)
     app.router.routes.extend(generate.ROUTES)
     for room in (models, health, metrics, usage):

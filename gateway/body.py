@@ -9,6 +9,19 @@ from starlette.requests import ClientDisconnect
 
 from penstock.contract.errors import RequestError, TooLargeError
 
+MAX_BODY_BYTES_HELD = 64 << 20
+"""Bytes of large bodies that a gateway keeps until they are parsed. Further ones wait unread."""
+MAX_BODY_BYTES_HELD_OF_TENANT = 16 << 20
+_MAX_SMALL_BYTES = 256 << 10
+
+
+def num_bytes_to_hold(request: Request, max_bytes: int) -> int:
+    """What a body takes of MAX_BODY_BYTES_HELD: nothing for a small one, the most for one of unknown size."""
+    declared = request.headers.get("content-length", "")
+    if not declared.isdecimal():
+        return max_bytes
+    return 0 if (num_bytes := int(declared)) <= _MAX_SMALL_BYTES or num_bytes > max_bytes else num_bytes
+
 
 async def read_json_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
     """The body's bytes. What is too large is refused unread; the server throws away what still comes."""

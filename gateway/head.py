@@ -22,6 +22,7 @@ HEAD_TIMEOUT_S = 60.0
 """A connection without a whole head is closed then: each takes one of the process's descriptors."""
 TAKE_TIMEOUT_S = 60.0
 """A reader that takes nothing for so long of what is ready for it is hung up on."""
+MAX_LATE_S = 1.0
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
@@ -38,6 +39,7 @@ class BoundedHead(HttpToolsProtocol):
     """While bytes come, or none have, and no request is being answered: of a head, or of a body that was refused."""
     _stuck: asyncio.TimerHandle | None = None
     """While bytes wait that no more are put behind."""
+    _stuck_due_s = 0.0
 
     def connection_made(self, transport: Any) -> None:
         """Somebody is there."""
@@ -124,12 +126,15 @@ class BoundedHead(HttpToolsProtocol):
     def _watch_reader(self, num_before: int = 0) -> None:
         """A transport that is closed still waits for its reader to take the last byte."""
         num_waiting = self.transport.get_write_buffer_size()
-        if num_waiting and num_waiting == num_before:
+        # A process that was busy itself, or had no core, has not written what the reader would have taken.
+        is_late = self.loop.time() - self._stuck_due_s > MAX_LATE_S
+        if num_waiting and num_waiting == num_before and not is_late:
             # Without it the system would keep megabytes for a reader that may never come.
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self.transport.abort()
         elif num_waiting:
-            self._stuck = self.loop.call_later(TAKE_TIMEOUT_S, self._watch_reader, num_waiting)
+            self._stuck_due_s = self.loop.time() + TAKE_TIMEOUT_S
+            self._stuck = self.loop.call_at(self._stuck_due_s, self._watch_reader, num_waiting)
         else:
             self._stuck = None
 

@@ -22,6 +22,8 @@ class GatewaySettings(Settings):
     """Port to listen on; 0 takes a free one."""
     max_body_bytes: int = Field(8 << 20, ge=1 << 10)
     """A longer body is refused."""
+    max_logprobs: int = Field(1 << 18, ge=0)
+    """A request for more log-probabilities, over all prompts and choices, is refused."""
     body_timeout_s: float = Field(30.0, gt=0)
     """A request's body must have arrived by then."""
     first_chunk_wait_s: float = Field(10.0, ge=0)
@@ -36,5 +38,9 @@ class GatewaySettings(Settings):
     """Let nobody in without an API key, even while there are none."""
     open_highest_class: ClassName = "standard"
     """The most urgent class that callers may ask for while there are no API keys."""
+    loop_watch_ms: float = Field(20.0, ge=1, le=1000)
+    """How often the event loop is asked how late it comes."""
+    loop_debug: bool = False
+    """Log what runs while the event loop is held for 50 ms and more."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may ask; may be repeated."""

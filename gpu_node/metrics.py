@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.loop_watch import BUCKETS_S, LoopWatch
 from penstock.gpu_node.counts import Latencies, NodeCounts
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.node import Node
@@ -52,8 +53,9 @@ _ENGINE_GAUGES = {
 class NodeCollector(Collector):
     """Reads a node's counts where they stand; the engine's are those of its last beat."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, loop_watch: LoopWatch | None = None) -> None:
         self._node = node
+        self._loop_watch = loop_watch
 
     def describe(self) -> list[Metric]:
         """Nothing is looked at when it is registered."""
@@ -66,6 +68,8 @@ class NodeCollector(Collector):
         text = "Bytes of chunks that Redis has not acknowledged."
         yield GaugeMetricFamily("penstock_node_unsent_bytes", text, value=ledger.unsent_bytes)
         yield from _of_counts(ledger.counts)
+        if self._loop_watch is not None:
+            yield from _of_loop(self._loop_watch)
         if stats is not None:
             yield from _of_engine(stats)
 
@@ -80,6 +84,19 @@ def _of_counts(counts: NodeCounts) -> Iterator[Metric]:
     yield HistogramMetricFamily("penstock_node_emit_seconds", text, buckets=buckets, sum_value=latencies.total_s)
 
 
+def _of_loop(watch: LoopWatch) -> Iterator[Metric]:
+    text = "How much later than it wanted to the event loop came to a timer."
+    bounds = [str(bound) for bound in BUCKETS_S] + ["+Inf"]
+    buckets = list(zip(bounds, accumulate(watch.counts), strict=True))
+    yield HistogramMetricFamily("penstock_node_loop_late_seconds", text, buckets=buckets, sum_value=watch.total_s)
+    text = "Longest time that the event loop was held, of the last half minute to minute; by clock, see the runbook."
+    family = GaugeMetricFamily("penstock_node_loop_hold_seconds", text, labels=("clock",))
+    hold = watch.longest
+    for clock, value in (("wall", hold.wall_s), ("runnable", hold.runnable_s), ("cpu", hold.cpu_s)):
+        family.add_metric((clock,), value)
+    yield family
+
+
 def _of_engine(stats: EngineStats) -> Iterator[Metric]:
     for name, text in _ENGINE_COUNTS.items():
         yield CounterMetricFamily(f"penstock_engine_{name.removeprefix('num_')}", text, value=getattr(stats, name))
@@ -88,10 +105,10 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
 
 
 @contextmanager
-def serving_metrics(node: Node, host: str, port: int) -> Iterator[int]:
+def serving_metrics(node: Node, host: str, port: int, loop_watch: LoopWatch | None = None) -> Iterator[int]:
     """While the node's figures are served, on a thread; the port, which 0 leaves to the system. Raises ConfigError."""
     registry = CollectorRegistry()
-    registry.register(NodeCollector(node))
+    registry.register(NodeCollector(node, loop_watch))
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import ConfigError
+from penstock.contract.loop_watch import LoopWatch
 from penstock.contract.problems import config_error
 from penstock.contract.settle import settle
 from penstock.gpu_node.engine.config import EngineConfig
@@ -58,8 +59,10 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
         loop.add_signal_handler(number, node.stop)
     ready = asyncio.Event()
     announce = asyncio.create_task(_announce(ready, settings.pool_name))
+    watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
+    watch.start()
     try:
-        with _metrics_of(node, settings):
+        with _metrics_of(node, settings, watch):
             await node.run(ready)
     except BaseExceptionGroup as group:
         error = _only_error_of(group)
@@ -67,6 +70,7 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
         log.error("the node ends", extra={"reason": str(error)}, exc_info=None if is_known else error)
         raise error from None
     finally:
+        watch.stop()
         announce.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -79,13 +83,13 @@ def _only_error_of(error: BaseException) -> BaseException:
     return error
 
 
-def _metrics_of(node: Node, settings: NodeSettings) -> AbstractContextManager[object]:
+def _metrics_of(node: Node, settings: NodeSettings, watch: LoopWatch) -> AbstractContextManager[object]:
     if settings.metrics_port is None:
         return nullcontext()
     # Only here, because a node that serves no metrics needs no package for them.
     from penstock.gpu_node.metrics import serving_metrics
 
-    return serving_metrics(node, settings.metrics_host, settings.metrics_port)
+    return serving_metrics(node, settings.metrics_host, settings.metrics_port, watch)
 
 
 async def _announce(ready: asyncio.Event, pool: str) -> None:

@@ -158,6 +158,10 @@ class NodeSettings(Settings):
     """A job that lost its node so often without progress fails."""
     progress_chunks: int = Field(64, ge=1)
     """A job whose log grew by so many chunks made progress."""
+    loop_watch_ms: float = Field(20.0, ge=1, le=1000)
+    """How often the event loop is asked how late it comes."""
+    loop_debug: bool = False
+    """Log what runs while the event loop is held for 50 ms and more."""
     avoid_ms: int = Field(2_000, ge=0)
     """How long a node that gave a job back does not take it again."""
 

@@ -6,31 +6,38 @@ a stream stops waiting for that after `first_chunk_wait_s`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Usage, pool_of
+from penstock.contract.packed_result import PackedResult
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
+from penstock.gateway.openai.limits import check_logprobs
 from penstock.gateway.openai.pieces import PieceWriter, ReadPieceWriter
 from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
-from penstock.gateway.stream.flow import batches_of, results_of
+from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of
 from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import DONE, EventWriter, event
+from penstock.gateway.stream.whole import PieceSender
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import choose_pool
+from penstock.producer.openai.json_parts import json_parts
 from penstock.producer.openai.reading import PLAIN, AnswerForm
-from penstock.producer.openai.render import ChatRenderer, Renderer
+from penstock.producer.openai.render import ChatRenderer, Renderer, usage_of
 from penstock.producer.openai.tool_calls import CALL_FORMS
 
 JOB_HEADER = "X-Penstock-Job"
@@ -47,20 +54,25 @@ class Answer(Response):
         self._client: AsyncClient = request.app.state.client
         self._settings: GatewaySettings = request.app.state.settings
         self._metrics: GatewayMetrics = request.app.state.metrics
+        self._result_budget: SharedBudget = request.app.state.result_budget
         self._order = order
         self._dialect = dialect
         self._include_usage = include_usage
         self._pools: Mapping[str, ServedPool] = {}
         """What was asked of them before, where that was needed."""
 
-    async def _check_tools(self) -> None:
-        """Refuses tools that the model cannot call, before anything is queued."""
-        if self._order.tool_use.tools is None or self._order.cut_at is not None:
+    async def _check(self) -> None:
+        """Refuses what the answer cannot hold and tools that the model cannot call, before anything is queued."""
+        order = self._order
+        if order.cut_at is not None or (order.tool_use.tools is None and not order.tells_tokens):
             return
         self._pools = await self._client.pools()
         # Of a model that is not known yet the submission finds out more.
         with contextlib.suppress(NotFoundError, UnavailableError):
-            _require_call_form(choose_pool(self._pools.values(), self._order.model))
+            record = choose_pool(self._pools.values(), order.model)
+            check_logprobs(order, record, self._settings.max_logprobs)
+            if order.tool_use.tools is not None:
+                _require_call_form(record)
 
     async def _form_of(self, pool: str) -> AnswerForm:
         """How this answer's text is to be read; raises RequestError for tools that the model cannot call."""
@@ -87,20 +99,51 @@ class Answer(Response):
 
 
 class WholeAnswer(Answer):
-    """One JSON object, once all is said."""
+    """One JSON object, once all is said; it is made and sent in pieces."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers."""
         with contextlib.suppress(CallerGoneError):
-            await while_there(self._answer(scope, receive, send), hang_up(receive))
+            await while_there(self._answer(send), hang_up(receive))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._check_tools()
+    async def _answer(self, send: Send) -> None:
+        await self._check()
         async with open_jobs(self._client, self._order) as jobs:
             renderer = await self._renderer(jobs)
-            results = await results_of(jobs)
-        whole = renderer.whole(results)
-        await JSONResponse(whole, headers={JOB_HEADER: _names(jobs)})(scope, receive, send)
+            ends = await ends_of(jobs)
+        sender = PieceSender(send, {JOB_HEADER: _names(jobs)})
+        try:
+            await sender.send_all(self._parts(renderer, jobs, ends))
+        except PenstockError as error:
+            if not sender.started:
+                raise
+            # The body is not completed, so the server closes the connection and the caller sees that it is cut.
+            self._metrics.refused(error)
+
+    async def _parts(
+        self, renderer: Renderer, jobs: Sequence[AsyncJob], ends: Sequence[Ended]
+    ) -> AsyncGenerator[bytes, None]:
+        yield to_json(renderer.whole_head())[:-1] + b',"choices":['
+        usages: list[Usage | None] = []
+        num_choices = 0
+        for index, (job, end) in enumerate(zip(jobs, ends, strict=True)):
+            async with self._result_of(job, end) as result:
+                usages.append(result.usage)
+                for choice in renderer.whole_choices(index, result):
+                    if num_choices:
+                        yield b","
+                    for part in json_parts(choice):
+                        yield part
+                    num_choices += 1
+        yield b'],"usage":' + to_json(usage_of(usages)) + b"}"
+
+    @contextlib.asynccontextmanager
+    async def _result_of(self, job: AsyncJob, end: Ended) -> AsyncIterator[PackedResult]:
+        if end.result is not None:
+            yield end.result
+            return
+        async with self._result_budget.taken(self._order.tenant, end.num_bytes):
+            yield await job.packed_result()
 
 
 class StreamAnswer(Answer):
@@ -125,7 +168,7 @@ class StreamAnswer(Answer):
                 # Of several choices the log alone says which have begun.
                 reads_all = form != PLAIN or order.tells_tokens or order.params.n > 1
                 order = self._order = replace(order, reads_all=reads_all)
-            await self._check_tools()
+            await self._check()
             async with open_jobs(self._client, order, has_begun=lambda: writer.started) as jobs:
                 writer.headers[JOB_HEADER] = _names(jobs)
                 await self._relay(jobs, writer)
@@ -152,20 +195,27 @@ class StreamAnswer(Answer):
             async for batch in batches:
                 outcome = batch[-1].outcome
                 failed = outcome is not None and outcome.state != "done"
-                if (writer.started or not failed) and (events := pieces.events_of(batch)):
-                    await writer.write(events)
-                    self._meter.sent()
+                if writer.started or not failed:
+                    await self._write(pieces, batch, writer)
                 if outcome is not None and failed:
                     raise error_of(outcome)
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
         if not usages and self._order.cut_at is not None:
             # It stood in a chunk of before.
-            usages += [result.usage for result in await results_of(jobs) if result.usage is not None]
+            usages += [usage for job in jobs if (usage := (await job.packed_result()).usage) is not None]
         num_choices = len(jobs) * self._order.params.n
         self._meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
         if self._include_usage:
             await writer.write(event(renderer.last_piece(usages)))
         await writer.write(DONE)
+
+    async def _write(self, pieces: PieceWriter | ReadPieceWriter, batch: Batch, writer: EventWriter) -> None:
+        for i, events in enumerate(pieces.parts_of(batch)):
+            if i:
+                # What waited for a slow reader, or in a log, may be much: others get their turn in between.
+                await asyncio.sleep(0)
+            await writer.write(events)
+            self._meter.sent()
 
 
 def _require_call_form(record: ServedPool | None) -> ServedPool:

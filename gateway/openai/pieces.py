@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
@@ -11,9 +11,11 @@ from penstock.contract.errors import StreamDivergedError
 from penstock.contract.job import Chunk
 from penstock.gateway.stream.order import Place
 from penstock.gateway.stream.sse import event
+from penstock.gateway.stream.whole import PIECE_BYTES
 from penstock.producer.openai.reading import AnswerReader, Said
 from penstock.producer.openai.render import Renderer, finish_reason_of
 
+MAX_EVENTS_OF_PART = 256
 _MARK_ID = "\ue000"
 _MARK_TEXT = "\ue001"
 """Private characters, which stand for what changes while the rest is rendered."""
@@ -67,9 +69,9 @@ class PieceWriter:
         self._progress = Progress(cut_at)
         self._frames: dict[tuple[str, int], _Frame | None] = {}
 
-    def events_of(self, batch: Sequence[Chunk]) -> bytes:
-        """One event for each chunk that says something."""
-        return b"".join([self._event_of(chunk) for chunk in batch])
+    def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
+        """One event for each chunk that says something, some of them at a time."""
+        return _parts_of(batch, self._event_of)
 
     def _event_of(self, chunk: Chunk) -> bytes:
         if not self._progress.is_new(chunk):
@@ -114,9 +116,9 @@ class ReadPieceWriter:
         self._readers: dict[tuple[str, int], AnswerReader] = {}
         self._have_called: set[tuple[str, int]] = set()
 
-    def events_of(self, batch: Sequence[Chunk]) -> bytes:
-        """The events of one job's next chunks."""
-        return b"".join([self._event_of(chunk) for chunk in batch])
+    def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
+        """The events of one job's next chunks, some of them at a time."""
+        return _parts_of(batch, self._event_of)
 
     def _event_of(self, chunk: Chunk) -> bytes:
         index, is_new = self._indices[chunk.job_id], self._progress.is_new(chunk)
@@ -137,6 +139,21 @@ class ReadPieceWriter:
         if not said and finish_reason is None and not chunk.logprobs:
             return None
         return self._renderer.piece(index, chunk.choice, said, finish_reason, chunk.logprobs)
+
+
+def _parts_of(batch: Sequence[Chunk], event_of: Callable[[Chunk], bytes]) -> Iterator[bytes]:
+    """The events of chunks in parts that take a bounded time and memory; one that is large is a part of its own."""
+    part, size, cost = list[bytes](), 0, 0
+    for chunk in batch:
+        of_chunk = event_of(chunk)
+        part.append(of_chunk)
+        size += len(of_chunk)
+        cost += 1
+        if size >= PIECE_BYTES or cost >= MAX_EVENTS_OF_PART:
+            yield b"".join(part)
+            part, size, cost = [], 0, 0
+    if size:
+        yield b"".join(part)
 
 
 def _id_of(chunk: Chunk, progress: Progress) -> str:

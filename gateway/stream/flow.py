@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
-from penstock.contract.job import Chunk, Result
+from penstock.contract.job import Chunk
+from penstock.contract.packed_result import PackedResult
 from penstock.producer.client import AsyncJob
 
 MAX_BATCHES = 64
 """Behind this much the client's own bounded mailboxes fill, and past those the log is read."""
+MAX_KEPT_BYTES = 1 << 20
+"""Of results that wait until all jobs of a request have ended."""
 
 Batch = list[Chunk]
 """The next chunks of one job, at least one."""
@@ -36,9 +40,30 @@ async def _merged(jobs: Sequence[AsyncJob]) -> AsyncGenerator[Batch, None]:
         await _cancel(readers)
 
 
-async def results_of(jobs: Sequence[AsyncJob]) -> list[Result]:
-    """All results; the first job that does not end well raises its error at once."""
-    waiting = [asyncio.create_task(job.result()) for job in jobs]
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A job that ended well: its result where that is small, else only how large it is."""
+
+    num_bytes: int
+    result: PackedResult | None
+
+
+async def ends_of(jobs: Sequence[AsyncJob]) -> list[Ended]:
+    """How all jobs ended; the first one that does not end well raises its error at once.
+
+    Together the results that are kept have at most MAX_KEPT_BYTES. The others are fetched when they are rendered.
+    """
+    num_kept = 0
+
+    async def end_of(job: AsyncJob) -> Ended:
+        nonlocal num_kept
+        result = await job.packed_result()
+        if num_kept + result.num_bytes > MAX_KEPT_BYTES:
+            return Ended(result.num_bytes, None)
+        num_kept += result.num_bytes
+        return Ended(result.num_bytes, result)
+
+    waiting = [asyncio.create_task(end_of(job)) for job in jobs]
     try:
         return await asyncio.gather(*waiting)
     finally:
@@ -55,7 +80,7 @@ async def _read(job: AsyncJob, queue: asyncio.Queue[Batch | Exception]) -> None:
         await queue.put(error)
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[None]] | Sequence[asyncio.Task[Result]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[None]] | Sequence[asyncio.Task[Ended]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

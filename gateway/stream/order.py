@@ -6,19 +6,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.problems import rename
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
+from penstock.producer.client.request import Prompt
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 LEAVE_TIMEOUT_S = 5.0
 """Redis may be away when the caller is gone too; the queue then ends unheard jobs by itself."""
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

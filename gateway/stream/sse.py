@@ -75,4 +75,8 @@ class EventWriter:
                 async with asyncio.timeout(send_timeout_s):
                     await self.write(KEEP_ALIVE)
             self._silent = self._sending_since_s is None
+            slept_since_s = self._clock()
             await self._sleep(interval_s)
+            if self._sending_since_s is not None:
+                # While this process was busy itself, its reader had nothing to take.
+                self._sending_since_s += max(0.0, self._clock() - slept_since_s - interval_s)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Job
+from penstock.contract.prompts import call_bytes, num_prompt_ids, prompt_bytes
 from penstock.contract.wire import NodePressure, PoolPressure, PoolRecord
 
 PREDICTED_OUTPUT_TOKENS = 256
@@ -27,17 +28,9 @@ MAX_WAIT_MS = 60_000
 MIN_RETRY_AFTER_MS = 1_000
 
 
-def prompt_bytes(job: Job) -> int:
-    """UTF-8 bytes of a job's prompt in text form; 0 for one of token ids."""
-    if job.prompt is not None:
-        return len(job.prompt.encode())
-    return sum(len(m.content.encode()) + len(m.role) for m in job.messages or ())
-
-
 def tool_bytes(job: Job) -> int:
     """Bytes of a chat's tools and calls, which its template may write in another way, longer or shorter."""
-    calls = (call for message in job.messages or () for call in message.tool_calls)
-    return len(job.tools or "") + sum(len(call.name) + len(call.arguments) for call in calls)
+    return len(job.tools or "") + call_bytes(job)
 
 
 def predict_output(nodes: Sequence[NodePressure], num_prompt_tokens: int, max_tokens: int) -> int:
@@ -53,14 +46,15 @@ def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = 
     `nodes` tell how long outputs of its kind were lately.
     Raises PromptTooLongError when the prompt cannot fit the model whatever its tokens are.
     """
-    if job.prompt_token_ids is not None:
-        prompt = fewest = len(job.prompt_token_ids)
+    num_ids = num_prompt_ids(job)
+    if num_ids is not None:
+        prompt = fewest = num_ids
     else:
         size = prompt_bytes(job)
         prompt = math.ceil((size + tool_bytes(job)) / record.bytes_per_token)
         fewest = math.ceil(size / record.max_token_bytes) if record.max_token_bytes else 0
     if record.max_model_len and fewest >= record.max_model_len:
-        counted = f"{fewest}" if job.prompt_token_ids is not None else f"at least {fewest}"
+        counted = f"{fewest}" if num_ids is not None else f"at least {fewest}"
         raise PromptTooLongError(
             f"prompt has {counted} tokens; the model's limit is {record.max_model_len} with at least one of output",
             param="prompt",

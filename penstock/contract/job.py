@@ -24,6 +24,7 @@ from pydantic import (
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.logprobs import MAX_LOGPROBS, TokenLogprobs
+from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import MAX_CALLS, CallId, ToolCall, Tools
@@ -150,6 +151,8 @@ class Job(_Door):
     prompt: Text | None = None
     prompt_token_ids: tuple[TokenId, ...] | None = Field(None, min_length=1)
     messages: tuple[Message, ...] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    packed_prompt: PackedPrompt | None = Field(None, repr=False)
+    """A prompt in any of the three forms that was checked and packed elsewhere."""
     tools: Tools | None = None
     """What a chat's assistant may call."""
     adapter: AdapterRef | None = None
@@ -164,10 +167,11 @@ class Job(_Door):
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
-        given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(self, n) is not None]
+        names, packed = ("prompt", "prompt_token_ids", "messages"), self.packed_prompt
+        given = [name for name in (*names, "packed_prompt") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"exactly one of prompt, prompt_token_ids, messages must be given, not {given or 'none'}")
-        if self.tools is not None and self.messages is None:
+            raise ValueError(f"exactly one of {', '.join(names)} must be given, not {given or 'none'}")
+        if self.tools is not None and self.messages is None and (packed is None or packed.form != "messages"):
             raise ValueError("tools go with messages only")
         return self
 

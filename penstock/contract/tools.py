@@ -14,6 +14,8 @@ MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18
 MAX_CALLS = 128
 """Calls in one turn."""
+MAX_CALLS_OF_CHAT = 4096
+"""Calls in all turns of a conversation."""
 MAX_CALL_ID_CHARS = 256
 MAX_FUNCTION_NAME_CHARS = 256
 MAX_ARGUMENTS_CHARS = 1 << 20

@@ -17,6 +17,7 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, SamplingParams, TokenId, Usage
 from penstock.contract.packing import Pack, WireError, checked_map, pack, unpack_all
 from penstock.contract.problems import problem_of
+from penstock.contract.prompts import prompt_fields
 from penstock.contract.tools import Tools
 
 VERSION = 1
@@ -223,20 +224,20 @@ _request_adapter = TypeAdapter(Request)
 
 def encode_request(job: Job) -> bytes:
     """What a node needs of a job; the same job gives the same bytes, whose hash identifies the body."""
-    fields: dict[str, Any] = {"v": VERSION, "kind": KIND}
-    if job.prompt is not None:
-        fields["prompt"] = job.prompt
-    elif job.prompt_token_ids is not None:
-        fields["tokens"] = job.prompt_token_ids
-    elif job.messages is not None:
-        fields["messages"] = [m.model_dump(exclude_defaults=True) for m in job.messages]
+    head: dict[str, Any] = {"v": VERSION, "kind": KIND}
     extras = {"tools": job.tools, "adapter": job.adapter and job.adapter.model_dump()}
-    fields |= {name: value for name, value in extras.items() if value is not None}
+    tail = {name: value for name, value in extras.items() if value is not None}
     params = job.params.model_dump(exclude_defaults=True)
     if "logit_bias" in params:
         # Maps have no keys but texts.
         params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
-    return pack(fields | {"params": params})
+    tail["params"] = params
+    packed = job.packed_prompt
+    if packed is None:
+        return pack(head | prompt_fields(job) | tail)
+    # A map of fewer than 16 members begins with one byte, which counts them.
+    num_members = len(head) + 1 + len(tail)
+    return b"".join((bytes((0x80 | num_members,)), pack(head)[1:], pack(packed.form), packed.data, pack(tail)[1:]))
 
 
 def decode_request(data: bytes) -> Request:

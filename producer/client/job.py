@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from typing import TypeVar
 
 from penstock.contract.broker.producer import JobStatus
 from penstock.contract.errors import error_of
 from penstock.contract.job import Chunk, Outcome, Result, pool_of
+from penstock.contract.packed_result import PackedResult
 from penstock.producer.client.cursor import StreamCursor
 from penstock.producer.client.inbox import Inbox
 from penstock.producer.client.mailbox import Mailbox
 from penstock.producer.client.source import JobSource
 from penstock.producer.client.stream import StreamReader
+
+AnyResult = TypeVar("AnyResult", Result, PackedResult)
 
 
 class AsyncJob:
@@ -58,12 +62,19 @@ class AsyncJob:
 
         A stream that begins later reads from the log what it would have found waiting.
         """
+        return await self._once_ended(self._source.result, check=check)
+
+    async def packed_result(self) -> PackedResult:
+        """The same, of which a part is decoded when it is asked for."""
+        return await self._once_ended(self._source.packed_result, check=True)
+
+    async def _once_ended(self, read: Callable[[], Awaitable[AnyResult | None]], *, check: bool) -> AnyResult:
         feed = self._source.feed
         box = self._take_first_box() or self._open_box(behind=all(other.nudged for other in feed.boxes), max_chunks=1)
         try:
             while True:
                 await self._wait_for_end(box)
-                if (result := await self._source.result()) is not None:
+                if (result := await read()) is not None:
                     break
                 # Redis lost the end that it had told of.
                 feed.ended = False

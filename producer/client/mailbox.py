@@ -12,16 +12,21 @@ POLL_S = 0.2
 """How often a reader looks when the job pushes to as many processes as it may."""
 
 
+MAX_QUEUED_LOGPROBS = 1 << 14
+"""Log-probabilities that wait for a reader: each takes about 130 bytes, and a chunk of a prompt's has thousands."""
+
+
 class Mailbox:
     """What has arrived for one reader and was not read yet: bounded, the newest kept.
 
     What falls out of a full box shows as a gap when the reader goes on, and comes from the log.
     """
 
-    __slots__ = ("_chunks", "_loop", "_waiter", "nudged", "seen_waiting_s")
+    __slots__ = ("_chunks", "_loop", "_num_logprobs", "_waiter", "nudged", "seen_waiting_s")
 
     def __init__(self, max_chunks: int) -> None:
         self._chunks: deque[Chunk] = deque(maxlen=max_chunks)
+        self._num_logprobs = 0
         self._loop = asyncio.get_running_loop()
         # A bare future: asyncio.Event costs three times as much, and one box has one reader.
         self._waiter: asyncio.Future[None] | None = None
@@ -38,8 +43,18 @@ class Mailbox:
     def put(self, chunk: Chunk) -> None:
         """Leaves a chunk for the reader."""
         self._chunks.append(chunk)
+        if chunk.logprobs or chunk.prompt_logprobs:
+            self._bound_logprobs(chunk)
         if self._waiter is not None:
             self._wake()
+
+    def _bound_logprobs(self, newest: Chunk) -> None:
+        self._num_logprobs += _num_logprobs(newest)
+        if self._num_logprobs > MAX_QUEUED_LOGPROBS:
+            # Chunks may have fallen out of the other end since.
+            self._num_logprobs = sum(map(_num_logprobs, self._chunks))
+        while self._num_logprobs > MAX_QUEUED_LOGPROBS and len(self._chunks) > 1:
+            self._num_logprobs -= _num_logprobs(self._chunks.popleft())
 
     def nudge(self) -> None:
         """Makes the reader compare its state with the broker's."""
@@ -55,6 +70,7 @@ class Mailbox:
         """Everything that waits, oldest first."""
         taken = list(self._chunks)
         self._chunks.clear()
+        self._num_logprobs = 0
         return taken
 
     async def wait(self, timeout_s: float | None = None) -> None:
@@ -81,6 +97,10 @@ class Mailbox:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+def _num_logprobs(chunk: Chunk) -> int:
+    return sum(len(entry.token_ids) for entries in (chunk.logprobs, chunk.prompt_logprobs) for entry in entries)
 
 
 class Feed:

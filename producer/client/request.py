@@ -14,15 +14,17 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
+from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import request_error
+from penstock.contract.prompts import pack_prompt
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.terms import Terms
 from penstock.contract.tools import ToolChoice
 from penstock.contract.wire import PoolRecord
 from penstock.producer.client.tool_use import with_choice
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message]
-"""Text, token ids, or the messages of a chat."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPrompt
+"""Text, token ids, the messages of a chat, or any of these as `pack_prompt_of` packs them."""
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -83,6 +85,7 @@ _ELSEWHERE = frozenset(
     {"model", "adapter", "params", "deadline_s", "not_before_s", "channel", "job_id", "tenant", "terms"}
     | {"tool_choice", "parallel_tool_calls"}
 )
+_ANY_ID = "any.00000000-0000-7000-8000-000000000000"
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
 """Fields of a job that callers know by another name."""
 
@@ -156,6 +159,14 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
     return with_choice(job, choice, parallel=parallel, record=record)
 
 
+def pack_prompt_of(prompt: Prompt) -> PackedPrompt:
+    """A prompt that is checked as a job's is, and packed; raises RequestError naming what is wrong."""
+    try:
+        return pack_prompt(Job(id=_ANY_ID, **_prompt_field(prompt)))
+    except ValidationError as error:
+        raise request_error(error, _ARGUMENT_OF) from error
+
+
 def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None:
     """The adapter that is named, as the model or beside it; its digest sees to it that all nodes use the same one."""
     model, name = options.get("model"), options.get("adapter")
@@ -167,6 +178,8 @@ def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None
 
 
 def _prompt_field(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, PackedPrompt):
+        return {"packed_prompt": prompt}
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):

@@ -9,6 +9,7 @@ from penstock.contract import crash
 from penstock.contract.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import Chunk, Job, Result
+from penstock.contract.packed_result import PackedResult
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.inbox import Inbox
@@ -88,6 +89,10 @@ class JobSource:
     async def result(self) -> Result | None:
         """The job's terminal record, None while it has none."""
         return await self._courier.ask(lambda broker: broker.result(self.job_id, self.tenant))
+
+    async def packed_result(self) -> PackedResult | None:
+        """The same, decoded in parts."""
+        return await self._courier.ask(lambda broker: broker.packed_result(self.job_id, self.tenant))
 
     async def status(self) -> JobStatus:
         """Where the job stands, for people."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from penstock.contract.broker.decoding import has_logprobs
 from penstock.contract.broker.producer import Attached
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result
 from penstock.producer.client.cursor import StreamCursor, Verdict, rest_of
@@ -117,7 +118,8 @@ class StreamReader:
         page_is_full = True
         while page_is_full:
             page = await self._source.log(self._cursor.next_index, LOG_PAGE_CHUNKS)
-            page_is_full = len(page) == LOG_PAGE_CHUNKS
+            # A page ends early where its chunks are large.
+            page_is_full = len(page) == LOG_PAGE_CHUNKS or has_logprobs(page)
             if batch := self._fresh(page):
                 yield batch
 

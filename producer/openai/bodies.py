@@ -37,7 +37,7 @@ from penstock.contract.job import (
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import Wire, at_most, only
-from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse
+from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse, few_calls
 
 MAX_PROMPTS = 64
 """Prompts of one completions request: each is a job, and all their ids stand in one response header."""
@@ -143,7 +143,9 @@ class ChatBody(_Generation):
 
     prompt_field: ClassVar[str] = "messages"
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast(), BeforeValidator(few_calls)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
 
     store: Annotated[Any, only(None, False)] = None

@@ -8,6 +8,7 @@ from typing import Literal
 from penstock.producer.openai.tool_calls import CALL_FORMS, Call, ToolCallReader, num_held
 
 _OPEN, _CLOSE = "<think>", "</think>"
+_CHARS_READ_AT_ONCE = 8 << 10
 _Place = Literal["before", "inside", "behind"]
 """Where a reader stands, seen from the reasoning."""
 
@@ -40,8 +41,13 @@ class AnswerForm:
 
     def read(self, text: str) -> Said:
         """All that a whole text says."""
-        reader = AnswerReader(self)
-        return reader.push(text) + reader.end()
+        if self == PLAIN:
+            return Said(text)
+        reader, said = AnswerReader(self), Said()
+        # Behind each call the rest is copied: in slices, many calls cost no more than few.
+        for at in range(0, len(text), _CHARS_READ_AT_ONCE):
+            said += reader.push(text[at : at + _CHARS_READ_AT_ONCE])
+        return said + reader.end()
 
 
 PLAIN = AnswerForm()

@@ -1,20 +1,48 @@
-"""Tokens as OpenAI's objects: pieces of a stream and whole answers, in the two dialects."""
+"""Tokens as OpenAI's objects: pieces of a stream and whole answers, in the two dialects.
+
+Log-probabilities of a prompt stand once in an answer, in the prompt's first choice.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 from penstock.contract.job import Choice, FinishReason, Result, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.producer.openai.likely import CompletionTokens, ShownText, chat_logprobs, prompt_logprobs
+from penstock.contract.packed_result import PackedChoice, PackedResult
+from penstock.producer.openai.json_parts import Rows, Text, plain
+from penstock.producer.openai.likely import (
+    CompletionTokens,
+    Echo,
+    ShownText,
+    chat_logprobs,
+    prompt_logprobs,
+    whole_chat_logprobs,
+    whole_completion_logprobs,
+)
 from penstock.producer.openai.reading import PLAIN, AnswerForm, Said
 from penstock.producer.openai.tool_calls import Call
 
 _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}
 """The other reasons end in an error, and OpenAI has no word for them."""
+
+AnyResult = Result | PackedResult
+AnyChoice = Choice | PackedChoice
+
+
+class Chained:
+    """Rows of one kind before those of another."""
+
+    def __init__(self, *parts: Iterable[TokenLogprobs]) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        return chain.from_iterable(self._parts)
 
 
 def finish_reason_of(reason: FinishReason | None, *, calls: bool = False) -> str | None:
@@ -77,13 +105,21 @@ class Renderer:
         return {**self._head, "object": self.piece_object, "choices": [rendered], **self._tail}
 
     def prompt_piece(self, job_index: int, prompt: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The next tokens of a job's prompt, for each of its choices: at their heads if it is echoed, else beside."""
-        said = Said(self._prompts[job_index].take_text(prompt) if self._echoes else "")
-        shown = prompt if self._echoes and self._params.logprobs is not None else ()
-        beside = {} if self._echoes else {"prompt_logprobs": prompt_logprobs(prompt)}
-        choices = [
-            self._piece_choice(job_index, choice, said, None, shown) | beside for choice in range(self._params.n)
-        ]
+        """The next tokens of a job's prompt: as text at the head of each choice if it is echoed, else beside the first.
+
+        Their log-probabilities stand in the prompt's first choice alone.
+        """
+        first = job_index * self._params.n
+        if not self._echoes:
+            piece = self._piece_choice(job_index, 0, Said(""), None, ())
+            piece["prompt_logprobs"] = [*prompt_logprobs(prompt)]
+            return {**self._head, "object": self.piece_object, "choices": [piece], **self._tail}
+        said = Said(self._prompts[job_index].take_text(prompt))
+        shown = prompt if self._params.logprobs is not None else ()
+        choices = [self._piece_choice(job_index, 0, said, None, shown)]
+        for choice in range(1, self._params.n):
+            self._skip(first + choice, shown)
+            choices.append(self._piece_choice(job_index, choice, said, None, ()))
         return {**self._head, "object": self.piece_object, "choices": choices, **self._tail}
 
     def _piece_choice(
@@ -102,21 +138,36 @@ class Renderer:
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer at once."""
-        choices = [
-            self._whole_choice(job_index * self._params.n + choice.index, choice, result.prompt_logprobs)
-            for job_index, result in enumerate(results)
-            for choice in result.choices
-        ]
         usage = usage_of(result.usage for result in results)
-        return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage}
+        choices = [
+            plain(choice) for index, result in enumerate(results) for choice in self.whole_choices(index, result)
+        ]
+        return {**self.whole_head(), "choices": choices, "usage": usage}
 
-    def _whole_choice(self, number: int, choice: Choice, prompt: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
-        echoed = prompt if self._echoes else ()
-        said = self.form.read(ShownText().take_text(echoed) + choice.text)
+    def whole_head(self) -> dict[str, Any]:
+        """What stands before the choices of a whole answer; `choices` and `usage` follow it."""
+        return {**self._head, "object": self.whole_object}
+
+    def whole_choices(self, job_index: int, result: AnyResult) -> Iterator[dict[str, Any]]:
+        """The choices of one job of a whole answer; what is large in them is made when it is written."""
+        echo = Echo(result.prompt_logprobs if self._echoes else ())
+        for choice in result.choices:
+            whole = self._whole_choice(job_index * self._params.n + choice.index, choice, echo)
+            if choice.index == 0 and result.prompt_logprobs and not self._echoes:
+                whole["prompt_logprobs"] = Rows(partial(prompt_logprobs, result.prompt_logprobs))
+            yield whole
+
+    def _whole_choice(self, number: int, choice: AnyChoice, echo: Echo) -> dict[str, Any]:
+        said = self.form.read(choice.text)
         reason = finish_reason_of(choice.finish_reason, calls=bool(said.calls) and not self.form.is_named)
-        likely = self._logprobs_of(number, (*echoed, *choice.logprobs) if choice.logprobs else ())
-        whole = {**self._whole_of(number, said), "index": number, "logprobs": likely, "finish_reason": reason}
-        return whole | {"prompt_logprobs": prompt_logprobs(prompt)} if prompt and not self._echoes else whole
+        likely = self._whole_logprobs_of(choice, echo) if choice.logprobs else None
+        return {**self._whole_of(number, said, echo), "index": number, "logprobs": likely, "finish_reason": reason}
+
+    def _skip(self, number: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Tokens of a choice's text whose log-probabilities are not shown."""
+
+    def _whole_logprobs_of(self, choice: AnyChoice, echo: Echo) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         raise NotImplementedError
@@ -124,7 +175,7 @@ class Renderer:
     def _piece_of(self, number: int, said: Said, is_first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _whole_of(self, number: int, said: Said) -> dict[str, Any]:
+    def _whole_of(self, number: int, said: Said, echo: Echo) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -145,17 +196,21 @@ class ChatRenderer(Renderer):
             delta["tool_calls"] = [{"index": call.index, **self._call(number, call)} for call in said.calls]
         return {"delta": delta}
 
-    def _whole_of(self, number: int, said: Said) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+    def _whole_of(self, number: int, said: Said, echo: Echo) -> dict[str, Any]:
+        content = Text(lambda: (said.content,))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         if said.calls:
-            message["content"] = said.content or None
+            message["content"] = content if said.content else None
             message["tool_calls"] = [self._call(number, call) for call in said.calls]
         return {"message": message}
 
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return chat_logprobs(entries)
+
+    def _whole_logprobs_of(self, choice: AnyChoice, echo: Echo) -> dict[str, Any]:
+        return whole_chat_logprobs(choice.logprobs)
 
     def _call(self, number: int, call: Call) -> dict[str, Any]:
         # The same whenever the answer is read. Mistral's chat templates want nine letters and digits.
@@ -177,8 +232,17 @@ class CompletionRenderer(Renderer):
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return self._tokens[number].take(entries)
 
+    def _whole_logprobs_of(self, choice: AnyChoice, echo: Echo) -> dict[str, Any]:
+        if choice.index:
+            return whole_completion_logprobs(choice.logprobs, len(echo))
+        return whole_completion_logprobs(Chained(echo.entries, choice.logprobs), 0)
+
+    def _skip(self, number: int, entries: Sequence[TokenLogprobs]) -> None:
+        for entry in entries:
+            self._tokens[number].skip(entry)
+
     def _piece_of(self, number: int, said: Said, is_first: bool) -> dict[str, Any]:
         return {"text": said.content}
 
-    def _whole_of(self, number: int, said: Said) -> dict[str, Any]:
-        return {"text": said.content}
+    def _whole_of(self, number: int, said: Said, echo: Echo) -> dict[str, Any]:
+        return {"text": Text(lambda: chain(echo.parts(), (said.content,)))}

@@ -18,11 +18,11 @@ from penstock.contract.admission import (
     decide,
     estimate_bytes,
     estimate_cost,
-    prompt_bytes,
 )
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Chunk, Message, Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.prompts import prompt_bytes
 from penstock.contract.tools import ToolCall
 from penstock.contract.wire import NodePressure, PoolPressure, PoolRecord, encode_chunk
 

@@ -176,4 +176,6 @@ def test_a_reader_that_takes_little_gets_it_all(url, engine, monkeypatch):
         while part := connection.recv(1 << 16):
             answer += part
             time.sleep(0.01)
-    assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["choices"]) == 16
+    sent, _, chunks = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in sent
+    assert len(json.loads(b"".join(chunks.split(b"\r\n")[1::2]))["choices"]) == 16

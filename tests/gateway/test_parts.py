@@ -164,7 +164,7 @@ def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, tex
         for i, c in enumerate(chunks)
         if c.text or c.finish_reason
     ]
-    assert pieces.events_of(chunks) == b"".join(rendered)
+    assert b"".join(pieces.parts_of(chunks)) == b"".join(rendered)
 
 
 @pytest.mark.parametrize(("retry_after_ms", "header"), [(1, "1"), (1000, "1"), (1001, "2"), (59_999, "60")])
@@ -239,3 +239,22 @@ async def test_a_bug_is_a_500_that_tells_nothing(caplog):
     [logged] = [vars(r) for r in caplog.records if r.name == "penstock.gateway.access"]
     assert (logged["status"], logged["path"]) == (500, "/v1/models")
     assert response.headers["x-request-id"] == logged["request_id"]
+
+
+async def test_a_reader_is_not_given_up_for_what_held_the_gateway_up():
+    now_s, naps = 0.0, [5.0, 10.0, 500.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0]
+
+    async def stuck(message):
+        await asyncio.Event().wait()
+
+    async def sleep(_: float) -> None:
+        nonlocal now_s
+        now_s += naps.pop(0)
+        await asyncio.sleep(0)
+
+    writer = EventWriter(stuck, clock=lambda: now_s, sleep=sleep)
+    with pytest.raises(CallerGoneError):
+        await while_there(writer.write(b"data: 1\n\n"), writer.watch(first_wait_s=5, interval_s=10, send_timeout_s=60))
+    # All but the 490 s for which this process did not come to look.
+    assert now_s == pytest.approx(490 + 5 + 10 * (10 - len(naps) - 1))
+    assert 60 <= now_s - 490 <= 80

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 from redis.asyncio import Redis
@@ -11,6 +12,7 @@ from redis.asyncio import Redis
 from penstock.contract import keys, wire
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
+from penstock.contract.broker.decoding import decoded
 from penstock.contract.broker.sweep import sweep
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Chunk, Outcome, Priority, Usage
@@ -201,7 +203,7 @@ class NodeBroker:
         for start in range(0, count, page):
             with translated():
                 entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, min(start + page, count) - 1))
-            chunks += [chunk for entry in entries for chunk in wire.decode_chunks(entry)]
+            chunks += await decoded(entries, max_bytes=inf)
         return chunks
 
     async def emit(self, emissions: Sequence[Emission]) -> list[str]:

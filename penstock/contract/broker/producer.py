@@ -11,14 +11,16 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract import keys, results, wire
+from penstock.contract import keys, wire
 from penstock.contract.admission import estimate_bytes
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
+from penstock.contract.broker.decoding import decoded, result_of
 from penstock.contract.broker.refusals import submit_error
 from penstock.contract.broker.sweep import sweep
 from penstock.contract.errors import NotFoundError, TooLargeError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
+from penstock.contract.packed_result import PackedResult
 from penstock.contract.packing import MAX_BYTES, WireError
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.terms import UNLIMITED, Terms
@@ -154,26 +156,34 @@ class ProducerBroker:
         """Chunks `start …` of a job's log; empty where there are none, also once the log's life is over."""
         with translated():
             entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, start + count - 1))
-        return [chunk for entry in entries for chunk in wire.decode_chunks(entry)]
+        return await decoded(entries)
 
     async def result(self, job_id: str, tenant: str) -> Result | None:
         """A job's terminal record, None while it has none; raises NotFoundError, also for a large result that is gone
         because it was delivered. A large one goes a log's life after this.
         """
+        if (ended := await self._ended(job_id, tenant)) is None:
+            return None
+        fields, outcome, data = ended
+        return await result_of(data, job_id, outcome, _times_ms(fields))
+
+    async def packed_result(self, job_id: str, tenant: str) -> PackedResult | None:
+        """The same, of which a part is decoded when it is asked for."""
+        ended = await self._ended(job_id, tenant)
+        return None if ended is None else PackedResult(ended[2], job_id, ended[1])
+
+    async def _ended(self, job_id: str, tenant: str) -> tuple[dict[str, str], Outcome, bytes | None] | None:
+        """A job's record, how it ended, and its result, which counts as delivered; None while it has not ended."""
         fields = await self._record(job_id, tenant)
-        outcome = _outcome(fields)
-        if outcome is None:
+        if (outcome := _outcome(fields)) is None:
             return None
         with translated():
-            data = await self._redis.get(keys.result(job_id))
-        times = _times_ms(fields)
-        if data is None:
-            if outcome.state == "done":
-                raise NotFoundError(f"the result of job {job_id} is no longer kept", code="result_expired")
-            return Result(job_id, outcome, (), None, *times)
-        if len(data) > LARGE_RESULT_BYTES:
+            data = cast("bytes | None", await self._redis.get(keys.result(job_id)))
+        if data is None and outcome.state == "done":
+            raise NotFoundError(f"the result of job {job_id} is no longer kept", code="result_expired")
+        if data is not None and len(data) > LARGE_RESULT_BYTES:
             await scripts.call(self._redis, "deliver", pool_of(job_id), job_id, tenant)
-        return results.decode_result(cast(bytes, data), job_id, outcome, times)
+        return fields, outcome, data
 
     async def read_beat(self, pool: str, inbox: str) -> None:
         """Says that this reading process lives, and sweeps: jobs move on as long as anybody is alive."""

@@ -1,0 +1,51 @@
+"""One response body that is sent in pieces: memory for two of them, whatever its size."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import Send
+
+PIECE_BYTES = 64 << 10
+MAX_WORK_S = 0.004
+"""Then the event loop gets its turn, whether a piece is complete or not."""
+
+
+class PieceSender:
+    """Sends JSON as it is made. The status goes out with the first piece, which waits for the reader as all others do.
+
+    An answer of one piece has a `Content-Length`, a longer one comes in chunks.
+    """
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self.started = False
+        self._send = send
+        self._headers = {"content-type": "application/json", **headers}
+
+    async def send_all(self, parts: AsyncGenerator[bytes, None]) -> None:
+        """Send a whole body."""
+        piece, size, worked_since_s = list[bytes](), 0, time.monotonic()
+        async with aclosing(parts):
+            async for part in parts:
+                piece.append(part)
+                size += len(part)
+                if size >= PIECE_BYTES:
+                    await self._write(b"".join(piece), more=True)
+                    piece, size = [], 0
+                if time.monotonic() - worked_since_s >= MAX_WORK_S:
+                    await asyncio.sleep(0)
+                    worked_since_s = time.monotonic()
+        await self._write(b"".join(piece), more=False)
+
+    async def _write(self, body: bytes, *, more: bool) -> None:
+        if not self.started:
+            self.started = True
+            headers = MutableHeaders(headers=self._headers)
+            if not more:
+                headers["content-length"] = str(len(body))
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers.raw})
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,0 +1,133 @@
+"""A job's result as it lies in Redis: its parts are decoded when they are asked for, the rows one by one.
+
+Decoded as a whole, the log-probabilities of a long prompt take thirty times the memory and hold up an event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgpack
+
+from penstock.contract import packed_logprobs
+from penstock.contract.job import FinishReason, Outcome, Usage
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.packing import MAX_BYTES, WireError, unpack_all
+
+_WINDOW_BYTES = 64 << 10
+"""How much of the rows lies in an unpacker's own buffer."""
+VERSION = 1
+
+
+class Span(NamedTuple):
+    """Where a value begins and ends in the result's bytes."""
+
+    start: int
+    end: int
+
+
+class PackedRows:
+    """Log-probabilities of some tokens in order; may be iterated over any number of times."""
+
+    def __init__(self, data: bytes, span: Span | None) -> None:
+        self._data = data
+        self._span = span
+
+    def __bool__(self) -> bool:
+        # An empty list is one byte.
+        return self._span is not None and self._span.end - self._span.start > 1
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        if self._span is None:
+            return
+        at, end = self._span
+        unpacker = msgpack.Unpacker(max_buffer_size=MAX_BYTES, max_ext_len=0)
+        at = _feed(unpacker, self._data, at, end)
+        for _ in range(unpacker.read_array_header()):
+            while True:
+                try:
+                    row = unpacker.unpack()
+                    break
+                except msgpack.OutOfData:
+                    if at >= end:
+                        raise WireError("log-probabilities end early") from None
+                    at = _feed(unpacker, self._data, at, end)
+            yield packed_logprobs.from_wire([row])[0]
+
+
+class PackedChoice:
+    """One choice of a packed result."""
+
+    def __init__(self, data: bytes, spans: dict[str, Span]) -> None:
+        self._data = data
+        self._spans = spans
+        self.index: int = self._value("c")
+        self.finish_reason: FinishReason | None = self._value("f")
+        self.logprobs = PackedRows(data, spans.get("l"))
+
+    @property
+    def text(self) -> str:
+        """All of its text, decoded anew at each call."""
+        text: str = self._value("s")
+        return text
+
+    def _value(self, name: str) -> Any:
+        return _value_at(self._data, self._spans[name])
+
+
+class PackedResult:
+    """A result of which nothing but the places of its parts is known; raises WireError for what is none."""
+
+    def __init__(self, data: bytes | None, job_id: str, outcome: Outcome) -> None:
+        self.job_id = job_id
+        self.outcome = outcome
+        self.num_bytes = len(data or b"")
+        self.usage: Usage | None = None
+        self.choices: tuple[PackedChoice, ...] = ()
+        self.prompt_logprobs = PackedRows(b"", None)
+        if data is not None:
+            try:
+                self._read(data)
+            except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+                raise WireError(f"not a result: {error!r}") from error
+
+    def _read(self, data: bytes) -> None:
+        if len(data) > MAX_BYTES:
+            raise WireError(f"a result of {len(data)} bytes exceeds {MAX_BYTES}")
+        unpacker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), max_ext_len=0)
+        unpacker.feed(data)
+        choices: list[dict[str, Span]] = []
+
+        def read_choices() -> None:
+            choices.extend(_members(unpacker) for _ in range(unpacker.read_array_header()))
+
+        spans = _members(unpacker, {"choices": read_choices})
+        if (version := _value_at(data, spans["v"])) != VERSION:
+            raise WireError(f"protocol version {version!r} is not {VERSION}")
+        self.choices = tuple(PackedChoice(data, of_choice) for of_choice in choices)
+        self.usage = Usage(*_value_at(data, spans["u"]))
+        self.prompt_logprobs = PackedRows(data, spans.get("q"))
+
+
+def _members(unpacker: Any, readers: dict[str, Callable[[], None]] | None = None) -> dict[str, Span]:
+    """The places of a map's values; those of some names are read instead."""
+    spans: dict[str, Span] = {}
+    for _ in range(unpacker.read_map_header()):
+        name = unpacker.unpack()
+        start = unpacker.tell()
+        (readers or {}).get(name, unpacker.skip)()
+        spans[name] = Span(start, unpacker.tell())
+    return spans
+
+
+def _value_at(data: bytes, span: Span) -> Any:
+    (value,) = unpack_all(data[span.start : span.end])
+    return value
+
+
+def _feed(unpacker: Any, data: bytes, at: int, end: int) -> int:
+    """Give an unpacker the next bytes; where they end."""
+    until = min(end, at + _WINDOW_BYTES)
+    unpacker.feed(memoryview(data)[at:until])
+    return until

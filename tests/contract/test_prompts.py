@@ -1,0 +1,32 @@
+"""A packed prompt is the same request, at the same cost."""
+
+from __future__ import annotations
+
+import pytest
+from contract.harness import new_job
+
+from penstock.contract.admission import estimate_cost
+from penstock.contract.job import Message
+from penstock.contract.prompts import pack_prompt
+from penstock.contract.tools import ToolCall
+from penstock.contract.wire import PoolRecord, decode_request, encode_request
+
+RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
+CALL = ToolCall(id="c", name="look", arguments='{"at": 1}')
+PROMPTS = {
+    "prompt": "héllo",
+    "prompt_token_ids": tuple(range(300)),
+    "messages": (Message(role="user", content="hé"), Message(role="assistant", content="", tool_calls=(CALL,))),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 7, "logit_bias": {3: 1.5}}])
+def test_it_gives_the_same_bytes_and_cost(name, options):
+    plain = new_job(**{name: PROMPTS[name]}, params=options)
+    if name == "messages":
+        plain = plain.model_copy(update={"tools": '[{"type":"function","function":{"name":"look"}}]'})
+    packed = plain.model_copy(update={name: None, "packed_prompt": pack_prompt(plain)})
+    assert encode_request(packed) == encode_request(plain)
+    assert estimate_cost(packed, RECORD) == estimate_cost(plain, RECORD)
+    assert getattr(decode_request(encode_request(packed)), name) == PROMPTS[name]

@@ -1,0 +1,78 @@
+"""A budget that callers share: nobody has more than a share, and owners take turns."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from penstock.gateway.shared_budget import SharedBudget
+
+MOMENT_S = 0.01
+
+
+async def hold(budget: SharedBudget, owner: str, amount: int, order: list[str], release: asyncio.Event) -> None:
+    async with budget.taken(owner, amount):
+        order.append(owner)
+        await release.wait()
+
+
+async def test_an_owner_has_no_more_than_its_share():
+    budget = SharedBudget(10, per_owner=6)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(budget.taken("a", 4))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(MOMENT_S):
+                await stack.enter_async_context(budget.taken("a", 4))
+        await stack.enter_async_context(budget.taken("b", 100))  # all of its share
+        assert budget.num_used == 10
+    assert budget.num_used == 0
+
+
+async def test_owners_take_turns():
+    budget, order = SharedBudget(1, per_owner=1), []
+    release = asyncio.Event()
+    owners = ["a", "a", "a", "b", "a", "b", "c"]
+    tasks = []
+    for owner in owners:
+        tasks.append(asyncio.create_task(hold(budget, owner, 1, order, release)))
+        await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(*tasks)
+    assert order[:4] in (["a", "a", "b", "c"], ["a", "b", "c", "a"])
+    assert sorted(order) == sorted(owners)
+
+
+async def test_nothing_waits_for_nothing():
+    budget = SharedBudget(1, per_owner=1)
+    async with budget.taken("a", 1), budget.taken("a", 0):
+        assert budget.num_used == 1
+
+
+async def test_a_cancelled_claim_leaves_nothing_behind():
+    budget, order, release = SharedBudget(1, per_owner=1), [], asyncio.Event()
+    first = asyncio.create_task(hold(budget, "a", 1, order, release))
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(hold(budget, owner, 1, order, release)) for owner in "bbc"]
+    await asyncio.sleep(0)
+    others[0].cancel()
+    first.cancel()
+    await asyncio.sleep(MOMENT_S)
+    release.set()
+    await asyncio.gather(first, *others, return_exceptions=True)
+    assert sorted(order) == ["a", "b", "c"] and budget.num_used == 0
+
+
+async def test_a_large_claim_is_not_passed_for_ever():
+    budget, order, release = SharedBudget(4, per_owner=4), [], asyncio.Event()
+    tasks = [asyncio.create_task(hold(budget, "small", 1, order, release))]
+    await asyncio.sleep(0)
+    tasks.append(asyncio.create_task(hold(budget, "large", 4, order, release)))
+    await asyncio.sleep(0)
+    tasks.append(asyncio.create_task(hold(budget, "other", 1, order, release)))
+    await asyncio.sleep(MOMENT_S)
+    assert order == ["small"]
+    release.set()
+    await asyncio.gather(*tasks)
+    assert order == ["small", "large", "other"]
