@@ -12,6 +12,7 @@ from penstock.gpu_node.engine.adapter_places import AdapterPlaces
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
+from penstock.gpu_node.engine.guide import late_rows
 from penstock.gpu_node.engine.flight import Flights, Meter
 from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.logprobs import logprobs_of, note_scores, scored_tokens
@@ -182,7 +183,7 @@ class Engine(ServedModel):
             self._fail(self._scheduler.roll_back(flight.step, for_memory=isinstance(error, MemoryError)))
             raise
         self._held = flight.step.seqs, flight.age_ms
-        landed = self._scheduler.commit(flight.step, result.tokens)
+        landed = self._scheduler.commit(flight.step, result.tokens, late_rows(flight.plan.sampling.masks))
         self._flights.broken_blocks += landed.broken_blocks
         self._logprobs = result.logprobs
         note_scores(flight.step, flight.plan, result.scores)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from penstock.contract.adapters import AdapterRef
+from penstock.contract.errors import PenstockError
 from penstock.contract.job import Choice, Priority, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.ends import EndReason
@@ -62,6 +63,8 @@ class StepOutput:
     """Those of `token_ids`, where they were asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of the whole prompt, once for a request, before or with its first token."""
+    error: PenstockError | None = None
+    """Why the choice failed, where its request is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
