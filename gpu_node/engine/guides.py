@@ -132,7 +132,7 @@ class Guides:
         field_name = f"structured_outputs.{field_name}"
         result = self._host.try_out(kind, [text], tenant)
         if result.is_too_costly or result.problem:
-            raise _refusal(field_name, field_name, result)
+            raise _refusal(f"{field_name}:", field_name, result)
         return Grammar(kind, text, field_name, result.is_costly)
 
     def _calls(self, calls: WantedCalls, tenant: str) -> Grammar:
@@ -156,10 +156,10 @@ class Guides:
 
 
 def _refusal(what: str, param: str, result: TrialResult) -> RequestError:
-    if result.is_too_costly:
-        most = f"{TRIAL_CPU_S:g} s of processor time or {TRIAL_MEMORY_MIB} MiB"
-        return TooCostlyError(f"{what}: is too costly: to compile it takes more than {most}", param=param)
-    return RequestError(f"{what} cannot be kept to: {result.problem}", param=param)
+    if not result.is_too_costly:
+        return RequestError(f"{what} cannot be kept to: {result.problem}", param=param)
+    most = f"to compile it takes more than {TRIAL_CPU_S:g} s of processor time or {TRIAL_MEMORY_MIB} MiB"
+    return TooCostlyError(f"{what} cannot be kept to: it is too costly: {result.problem or most}", param=param)
 
 
 def _key_of(wanted: StructuredOutputs) -> bytes:

@@ -179,7 +179,8 @@ class InvariantError(PenstockError):
 
 
 _BY_CODE: dict[str, type[PenstockError]] = {
-    cls.code: cls for cls in (RequestError, PromptTooLongError, TooCostlyError, TooLargeError, NotFoundError, UnavailableError)
+    cls.code: cls
+    for cls in (RequestError, PromptTooLongError, TooCostlyError, TooLargeError, NotFoundError, UnavailableError)
 }
 
 

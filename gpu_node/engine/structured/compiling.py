@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as most models write it by themselves; where any space is allowed, some write nothing else to the limit."""
 
+_LIMIT_REASONS = ("ParserTooComplex", "LexerTooComplex")
+_LIMIT_WORDS = ("too many", "too large", "too complex", "max is", "fuel exhausted")
 _TRIAL_MASKS = 4
+
+
+class LimitError(ValueError):
+    """A grammar got past a limit of work."""
 
 
 class Compiler:
@@ -51,10 +57,13 @@ class Compiler:
         self._compiled.pop(grammar_id, None)
 
     def matcher(self, kind: str, text: str) -> LLMatcher:
-        """A matcher at the start of a text. Raises ValueError for a grammar that cannot be kept to."""
+        """A matcher at the start of a text.
+
+        Raises ValueError for a grammar that cannot be kept to, LimitError for one that is too much work.
+        """
         matcher = LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise ValueError(matcher.get_error().strip())
+            raise problem_of(matcher)
         return matcher
 
 
@@ -65,8 +74,8 @@ class Trial:
         self._compiler = compiler
         self._worst_s = 0.0
 
-    def run(self, kind: str, texts: list[str]) -> tuple[str, int, float]:
-        """What is wrong, with which text, and the processor time of the costliest mask.
+    def run(self, kind: str, texts: list[str]) -> tuple[str, int, bool, float]:
+        """What is wrong, with which text, whether a limit says so, and the processor time of the costliest mask.
 
         The first text is tried. Where it is wrong, the others are its parts, of which the first wrong one is named.
         """
@@ -77,9 +86,9 @@ class Trial:
                 try:
                     self._try(kind, part)
                 except ValueError as own:
-                    return str(own), i, self._worst_s
-            return str(error), 0, self._worst_s
-        return "", 0, self._worst_s
+                    return str(own), i, isinstance(own, LimitError), self._worst_s
+            return str(error), 0, isinstance(error, LimitError), self._worst_s
+        return "", 0, False, self._worst_s
 
     def _try(self, kind: str, text: str) -> None:
         matcher = self._compiler.matcher(kind, text)
@@ -90,9 +99,22 @@ class Trial:
             self._worst_s = max(self._worst_s, time.process_time() - began_s)
             if matcher.is_error() and not i:
                 # A grammar of which nothing can be derived, or with a beginning that is past the limits.
-                raise ValueError(f"no text can begin so: {matcher.get_error().splitlines()[0]}")
+                raise problem_of(matcher, "no text can begin so: ")
             if matcher.is_error() or matcher.is_stopped() or not matcher.try_consume_tokens([_some_bit(mask, i)]):
                 return
+
+
+def problem_of(matcher: LLMatcher, said: str = "") -> ValueError:
+    """What is wrong with a matcher that has failed."""
+    message = matcher.get_error().strip()
+    kind = LimitError if is_past_limits(matcher) else ValueError
+    return kind(said + (message.splitlines()[0] if said else message))
+
+
+def is_past_limits(matcher: LLMatcher) -> bool:
+    """Whether a matcher has failed for the work that its grammar takes; not all of its failures have their reason."""
+    message = matcher.get_error()
+    return matcher.stop_reason() in _LIMIT_REASONS or any(words in message for words in _LIMIT_WORDS)
 
 
 def _some_bit(mask: bytes, i: int) -> int:

@@ -49,4 +49,4 @@ class TrialResult:
     part: int = 0
     is_costly: bool = False
     is_too_costly: bool = False
-    """Whether a limit ended it."""
+    """Whether a limit is the reason; without a problem, one that killed the trial."""

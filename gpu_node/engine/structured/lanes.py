@@ -15,14 +15,8 @@ from penstock.contract.errors import PenstockError
 from penstock.gpu_node.engine.guide import Guide
 from penstock.gpu_node.engine.structured import limits
 from penstock.gpu_node.engine.structured.grammar import Grammar
-from penstock.gpu_node.engine.structured.matching import PAST_LIMITS, WRITTEN
-from penstock.gpu_node.engine.structured.outcomes import (
-    GrammarCounts,
-    blames_task,
-    failure_of,
-    refusal_of,
-    why_killed,
-)
+from penstock.gpu_node.engine.structured.mask_status import PAST_LIMITS, WRITTEN
+from penstock.gpu_node.engine.structured.outcomes import GrammarCounts, blames_task, failure_of, refusal_of, why_killed
 from penstock.gpu_node.engine.structured.process import Worker
 
 log = logging.getLogger(__name__)

@@ -6,16 +6,13 @@ import ctypes
 from array import array
 from typing import TYPE_CHECKING
 
+from penstock.gpu_node.engine.structured.compiling import Compiler, is_past_limits
+from penstock.gpu_node.engine.structured.mask_status import MISFIT, PAST_LIMITS, UNKNOWN, WRITTEN
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from penstock.gpu_node.engine.structured.compiling import Compiler
-
 _WORD_BYTES = 4
-_LIMIT_REASONS = ("ParserTooComplex", "LexerTooComplex")
-
-WRITTEN, MISFIT, PAST_LIMITS, UNKNOWN = range(4)
-"""What became of a mask: it is there; the tokens do not fit the grammar; the matcher hit a limit; no such grammar."""
 
 
 class Matching:
@@ -38,7 +35,7 @@ class Matching:
             return UNKNOWN, b""
         self._matchers[guide_id] = matcher
         if token_ids and not matcher.consume_tokens(array("i", token_ids).tolist()):
-            return (PAST_LIMITS if matcher.stop_reason() in _LIMIT_REASONS else MISFIT), _reason(matcher)
+            return (PAST_LIMITS if is_past_limits(matcher) else MISFIT), _reason(matcher)
         matcher.unsafe_compute_mask_ptr(ctypes.addressof(self._words), ctypes.sizeof(self._words))
         if matcher.is_error():
             return PAST_LIMITS, _reason(matcher)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
 from penstock.gpu_node.engine.structured import limits
 from penstock.gpu_node.engine.structured.grammar import Grammar
-from penstock.gpu_node.engine.structured.matching import MISFIT, PAST_LIMITS
+from penstock.gpu_node.engine.structured.mask_status import MISFIT, PAST_LIMITS
 
 MAX_KILLS_FROM_OUTSIDE = 3
-"""A system that is short of memory kills without saying for whom; a grammar in whose tasks it did so often is blamed."""
+"""A system that is short of memory kills without saying why. A grammar in whose tasks it did so often is blamed."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,9 @@ class GrammarCounts:
 
 def refusal_of(grammar: Grammar, reason: str) -> TooCostlyError:
     """Why a choice cannot go on with a grammar that passed a limit."""
-    return TooCostlyError(f"{grammar.field_name}: is too costly: {reason}", param=grammar.field_name)
+    return TooCostlyError(
+        f"{grammar.field_name}: cannot be kept to: it is too costly: {reason}", param=grammar.field_name
+    )
 
 
 def failure_of(grammar: Grammar, status: int, reason: bytes) -> PenstockError:

@@ -211,6 +211,6 @@ class GrammarProcesses:
 
 
 def _result_of(reply: Any) -> TrialResult:
-    _, (problem, part, worst_mask_s), cpu_s, _ = reply
+    _, (problem, part, is_limit, worst_mask_s), cpu_s, _ = reply
     is_costly = cpu_s > limits.CHEAP_TRIAL_CPU_S or worst_mask_s > limits.CHEAP_MASK_CPU_S
-    return TrialResult(problem=problem, part=part, is_costly=is_costly)
+    return TrialResult(problem, part, is_costly, is_limit)

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
-from penstock.contract.structured import StructuredOutputs
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.producer.openai.reading import AnswerForm
