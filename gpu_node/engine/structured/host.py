@@ -101,8 +101,7 @@ class MaskHost:
                 if guide.failure is None:
                     masks.waiting[guide] = row
             self._masks = masks
-            self._hand_over()
-            if self._masks is None:
+            if self._hand_over():
                 return
             self._processes.ask([guide for guide in masks.waiting if guide.asked_at < len(guide.tokens)])
             patience_s = _patience_s(masks)
@@ -169,11 +168,14 @@ class MaskHost:
             concerned += self._processes.look_after()
             self._hand_over(concerned)
 
-    def _hand_over(self, concerned: Sequence[Guide] | None = None) -> None:
-        """Give the waiting step the masks that are there, ask again for lost ones, and end its waiting in time."""
+    def _hand_over(self, concerned: Sequence[Guide] | None = None) -> bool:
+        """Give the waiting step the masks that are there, ask again for lost ones, and end its waiting in time.
+
+        Whether no step waits afterwards.
+        """
         masks = self._masks
         if masks is None:
-            return
+            return True
         waiting = list(masks.waiting) if concerned is None else [one for one in concerned if one in masks.waiting]
         lost = []
         for guide in waiting:
@@ -187,6 +189,7 @@ class MaskHost:
             self._processes.ask(lost)
         if not masks.waiting or self._is_closed or (concerned is not None and time.monotonic() >= self._due_s):
             self._give_up_waiting()
+        return self._masks is None
 
     def _give_up_waiting(self) -> None:
         masks, self._masks = self._masks, None
