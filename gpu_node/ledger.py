@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from penstock.contract import packing, results, wire
 from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
 from penstock.contract.broker.node import MAX_PREEMPTIONS, Emission, Taken, Used
-from penstock.contract.errors import InvariantError
+from penstock.contract.errors import InvariantError, PenstockError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.contract.packing import Pack
@@ -47,6 +47,8 @@ class HeldJob:
         self.outcome: Outcome | None = None
         """Set when this node has decided the job's end; finish is then owed to Redis."""
         self.usage: Usage | None = None
+        self.error: PenstockError | None = None
+        """Why a choice failed, where the request itself is the reason."""
         self._chunks: list[bytes] = []
         self._cuts: list[tuple[int, int, int]] = []
         self._choices: list[ChoiceText] = [ChoiceText()]
@@ -141,6 +143,7 @@ class HeldJob:
             said = f"token {output.position} after {len(c.token_ids)} tokens"
             raise InvariantError(f"{self.job_id} choice {output.choice}: {said}")
         c.extend(output, is_fresh=True)
+        self.error = self.error or output.error
         # An earlier node may have logged the first of these.
         self._prompt_logprobs += output.prompt_logprobs[len(self._prompt_logprobs) :]
 

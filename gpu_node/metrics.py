@@ -38,6 +38,13 @@ _ENGINE_COUNTS = {
     "drafted_tokens": "Tokens computed ahead because a sequence would probably say them.",
     "accepted_tokens": "Those of them that it said.",
     "num_preemptions": "Sequences that gave way to others.",
+    "grammar_trials": "New grammars that were tried out.",
+    "grammar_refusals": "New grammars that were refused.",
+    "grammar_costly_refusals": "New grammars that a limit of time, memory or work refused.",
+    "grammar_kills": "Grammar processes that a limit killed.",
+    "grammar_restarts": "Grammar processes that were started in the place of one that ended.",
+    "late_masks": "Times that a sequence sat out a step because its mask was not ready.",
+    "failed_guides": "Choices that ended because of their grammar.",
 }
 _ENGINE_GAUGES = {
     "kv_blocks_total": "KV blocks.",

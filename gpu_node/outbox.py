@@ -266,6 +266,8 @@ def _is_waited_for(job: HeldJob) -> bool:
 def outcome_of(job: HeldJob) -> Outcome:
     """How a job ends whose choices have all ended."""
     if job.has_failed_choice:
+        if (error := job.error) is not None:
+            return Outcome("failed", error.code, error.message, error.param or "")
         said = (
             "the model's output was not finite, no token fitted the form that is asked for, "
             "or its steps failed where those of others did not"

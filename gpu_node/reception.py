@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from functools import partial
+from weakref import WeakValueDictionary
 
 from penstock.contract import crash, wire
 from penstock.contract.broker.node import NodeBroker
@@ -24,8 +25,12 @@ from penstock.gpu_node.worker import EngineWorker
 
 log = logging.getLogger(__name__)
 
+MAX_BYTES_ON_LOOP = 1 << 15
+"""A longer request is read on a thread."""
 MAX_CHARS_ON_LOOP = 2048
 """A longer prompt is tokenized on a thread: what takes above half a millisecond would hold up the tokens of others."""
+MAX_TRIALS_AWAITED = 64
+MAX_TRIALS_OF_TENANT = 4
 
 
 class Reception:
@@ -52,6 +57,10 @@ class Reception:
         self._outbox = outbox
         self._relief = relief
         self._threads = threads
+        self._trying = Threads(MAX_TRIALS_AWAITED)
+        """Those that wait for a grammar's trial, so that none of them keeps a long prompt waiting."""
+        self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By tenant: so that one tenant's grammars keep no other tenant's waiting."""
         self._receiving: set[asyncio.Task[None]] = set()
         self.num_tokenizer_failures = 0
         """Prompts at which the tokenizer failed, other than by refusing them."""
@@ -79,12 +88,13 @@ class Reception:
                 # Between take and read; finish will be told so.
                 self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
                 return
+            prepared = await self._prepare(request, job.taken.tenant)
             token_ids = await self._encode(request)
         except Exception as error:
             # Whatever a library raises concerns this job alone.
             await self._turn_away(job, error)
         else:
-            self._start(job, request, token_ids)
+            self._start(job, request, token_ids, prepared)
         crash.point("after", "admission")
 
     async def _turn_away(self, job: HeldJob, error: Exception) -> None:
@@ -104,17 +114,28 @@ class Reception:
             (data,) = await patiently(lambda: self._broker.requests([job.job_id]), math.inf)
         if data is None:
             return None
-        request = wire.decode_request(data)
+        if len(data) <= MAX_BYTES_ON_LOOP:
+            request = wire.decode_request(data)
+        else:
+            request = await self._threads.run(partial(wire.decode_request, data))
         logged: list[Chunk] = []
         if job.taken.num_chunks:
             logged = await patiently(lambda: self._broker.log(job.job_id, job.taken.num_chunks), math.inf)
         job.open(request.params, logged)
         return request
 
+    async def _prepare(self, request: Request, tenant: str) -> object:
+        """What the engine needs of a request besides its tokens, as long as the answer is kept."""
+        if request.params.structured_outputs is None and request.adapter is None:
+            return None
+        prepare = partial(self._worker.prepare, request.params, request.adapter, tenant)
+        if request.params.structured_outputs is None:
+            return await self._threads.run(prepare)
+        async with self._trials_of.setdefault(tenant, asyncio.Semaphore(MAX_TRIALS_OF_TENANT)):
+            return await self._trying.run(prepare)
+
     async def _encode(self, request: Request) -> list[int]:
-        """A request's tokens, once all else is prepared; what takes long is done on threads."""
-        if request.params.structured_outputs is not None or request.adapter is not None:
-            await self._threads.run(partial(self._worker.prepare, request.params, request.adapter))
+        """A request's tokens; what takes long is done on threads."""
         try:
             if _num_chars(request) <= MAX_CHARS_ON_LOOP:
                 return _encode(self._tokenizer, request)
@@ -123,7 +144,7 @@ class Reception:
             self.num_tokenizer_failures += not isinstance(error, PenstockError)
             raise
 
-    def _start(self, job: HeldJob, request: Request, token_ids: list[int]) -> None:
+    def _start(self, job: HeldJob, request: Request, token_ids: list[int], prepared: object) -> None:
         self._ledger.open(job, len(token_ids))
         if job.is_complete:
             self._outbox.end(job, outcome_of(job))
@@ -144,9 +165,10 @@ class Reception:
             )
         )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.
-        asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job))
+        asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job, prepared))
 
-    def _heed_answer(self, job: HeldJob, answer: asyncio.Future[None]) -> None:
+    def _heed_answer(self, job: HeldJob, prepared: object, answer: asyncio.Future[None]) -> None:
+        """`prepared` is kept until here."""
         if answer.cancelled() or (error := answer.exception()) is None:
             return
         self._refuse_for(job, error)

@@ -18,8 +18,8 @@ MAX_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
 class Threads:
     """Runs calls beside the event loop, some at once; the others wait."""
 
-    def __init__(self) -> None:
-        self._room = asyncio.Semaphore(MAX_AT_ONCE)
+    def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
+        self._room = asyncio.Semaphore(max_at_once)
 
     async def run(self, call: Callable[[], T]) -> T:
         """What a call gives, or raises. One that nobody waits for any more goes on unheard."""

@@ -49,8 +49,11 @@ class EngineLike(Protocol):
     def adapters(self) -> dict[str, str]:
         """The adapters that requests may name as of now, and their digests; may take long, on any thread."""
 
-    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None) -> None:
-        """Does ahead of `add` what takes long, on any thread; raises RequestError for what could never run."""
+    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = ...) -> object:
+        """Does ahead of `add` what takes long, on any thread; raises RequestError for what could never run.
+
+        It is done as long as the caller keeps the answer.
+        """
 
     def abort(self, request_id: str) -> None:
         """Forgets a request."""
@@ -133,9 +136,12 @@ class EngineWorker:
         """Queues a request; the future carries the engine's refusal."""
         return self.call(lambda: self._engine.add(request))
 
-    def prepare(self, params: SamplingParams, adapter: AdapterRef | None) -> None:
-        """Does ahead of `add` what would keep the engine's thread from its steps; on the caller's own."""
-        self._engine.prepare(params, adapter)
+    def prepare(self, params: SamplingParams, adapter: AdapterRef | None, tenant: str) -> object:
+        """Does ahead of `add` what would keep the engine's thread from its steps; on the caller's own.
+
+        It is done as long as the caller keeps the answer.
+        """
+        return self._engine.prepare(params, adapter, tenant=tenant)
 
     def abort(self, request_id: str) -> None:
         """Forgets a request before the next step."""

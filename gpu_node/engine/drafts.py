@@ -7,6 +7,7 @@ arXiv:2211.17192, accept at random; that keeps the distribution, not the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import NamedTuple
@@ -104,13 +105,14 @@ class Drafts:
             drafter = seq.drafter = self.speculation.drafter(seq.max_num_tokens)
         return drafter if drafter.look(self._table.tokens_of(seq)[len(drafter.lookup) :], least) else None
 
-    def settle(self, step: Step, tokens: Ints) -> Settled:
-        """Part what stands of a step's samples from what does not."""
-        if not step.num_drafted:
+    def settle(self, step: Step, tokens: Ints, late: Collection[int] = ()) -> Settled:
+        """Part what stands of a step's samples from what does not; the `late` ones were not drawn."""
+        if not step.num_drafted and not late:
             return Settled(step, tokens, range(len(tokens)), [])
         kept, poisoned = self._stand(step, tokens)
         self.speculation.num_drafted += step.num_drafted
         self.speculation.num_accepted += step.num_drafted - (len(tokens) - len(kept))
+        kept = [i for i in kept if i not in late]
         if len(kept) == len(tokens):
             return Settled(step, tokens, range(len(tokens)), [])
         standing = replace(

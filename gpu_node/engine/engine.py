@@ -13,8 +13,9 @@ from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
 from penstock.gpu_node.engine.flight import Flights, Meter
+from penstock.gpu_node.engine.guide import late_rows
 from penstock.gpu_node.engine.limits import Limits
-from penstock.gpu_node.engine.logprobs import logprobs_of, note_scores, scored_tokens
+from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_scores, scored_tokens
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.offline import Adapters, Prompt, gather, run, spread
 from penstock.gpu_node.engine.preemption import PreemptionCosts
@@ -127,7 +128,7 @@ class Engine(ServedModel):
 
     def stats(self) -> EngineStats:
         """A snapshot of memory, queues and counters."""
-        return figures_of(self._memory, self._scheduler, self._meter, self._block_size)
+        return figures_of(self._memory, self._scheduler, self._meter, self._guides.counts, self._block_size)
 
     def memory_trail(self) -> list[str]:
         """What the memory went through lately, a line a record, the oldest first."""
@@ -182,7 +183,7 @@ class Engine(ServedModel):
             self._fail(self._scheduler.roll_back(flight.step, for_memory=isinstance(error, MemoryError)))
             raise
         self._held = flight.step.seqs, flight.age_ms
-        landed = self._scheduler.commit(flight.step, result.tokens)
+        landed = self._scheduler.commit(flight.step, result.tokens, late_rows(flight.plan.sampling.masks))
         self._flights.broken_blocks += landed.broken_blocks
         self._logprobs = result.logprobs
         note_scores(flight.step, flight.plan, result.scores)
@@ -222,6 +223,7 @@ class Engine(ServedModel):
         if landed is None:
             return outputs
         with self._meter.output:
+            make_records(self._held[0], self._tokenizer)
             note_held(*self._held, self._block_size)
             for row, seq, token in zip(landed.samples, landed.seqs, landed.token_ids, strict=True):
                 choice = self._live.get(seq)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from penstock.gpu_node.engine.flight import Meter
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 
 
-def figures_of(memory: KvMemory, scheduler: Scheduler, meter: Meter, block_size: int) -> EngineStats:
+def figures_of(
+    memory: KvMemory, scheduler: Scheduler, meter: Meter, grammars: GrammarCounts, block_size: int
+) -> EngineStats:
     """A snapshot of memory, queues and counters."""
     device, host, hits = memory.device, memory.host, scheduler.prefix_hits
     speculation = scheduler.drafts.speculation
@@ -37,4 +42,5 @@ def figures_of(memory: KvMemory, scheduler: Scheduler, meter: Meter, block_size:
         accepted_tokens=speculation.num_accepted,
         max_step_tokens=scheduler.max_step_tokens,
         **meter.figures(),
+        **asdict(grammars),
     )

@@ -1,163 +1,181 @@
-"""Texts of a given form: forms are compiled here, and their guides' masks written by a thread of their own.
+"""Structured outputs: what a request asks for becomes a grammar, which is tried out once and guides its choices.
 
-llguidance keeps to the form; its state is a function of a choice's tokens alone, so any node can go on with it.
+Grammars are compiled and masks are computed in processes of their own (`structured/`). The state of a choice is a
+function of its tokens alone, so any node can go on with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+import weakref
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from cachetools import LRUCache
 
-from penstock.contract.errors import RequestError
+from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import WantedCalls
 from penstock.gpu_node.engine.call_grammar import CallGrammar
 from penstock.gpu_node.engine.guide import Guide, GuidedMasks
+from penstock.gpu_node.engine.structured.grammar import Grammar, Kind, TrialResult
+from penstock.gpu_node.engine.structured.host import MaskHost
+from penstock.gpu_node.engine.structured.limits import TRIAL_CPU_S, TRIAL_MEMORY_MIB
+from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import TokenMasks
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
+MAX_CACHED_BYTES = 32 << 20
+"""Of the grammars, and of the refusals, that are remembered."""
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_DEFAULT_TENANT = "default"
 
-_MAX_COMPILED = 128
-_COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as most models write it by themselves; where any space is allowed, some write nothing else to the limit."""
+
+class _Refusal(NamedTuple):
+    """A grammar that was refused, as long as it is remembered."""
+
+    error: PenstockError
+
+    @property
+    def size(self) -> int:
+        return len(self.error.message.encode()) + 512
 
 
 class Guides:
-    """Makes guides for one model. `prepare` may be called from any thread."""
+    """Makes guides for one model. Any thread may call it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._compiled: LRUCache[StructuredOutputs, LLMatcher] = LRUCache(_MAX_COMPILED)
+        self._host = MaskHost(tokenizer.to_json, vocab_size, self._eos_token_ids)
+        self._known: LRUCache[bytes, Grammar | _Refusal] = LRUCache(MAX_CACHED_BYTES, getsizeof=lambda one: one.size)
+        self._used: weakref.WeakValueDictionary[bytes, Grammar] = weakref.WeakValueDictionary()
+        """Those that a caller of `prepare` or a guide holds, whatever the cache forgets."""
+        self._pending: dict[bytes, Future[Grammar]] = {}
         self._lock = threading.Lock()
-        self._ll_tokenizer: LLTokenizer | None = None
-        # One thread, so that a choice takes its tokens in their order.
-        self._thread = ThreadPoolExecutor(1, "penstock-masks")
+        weakref.finalize(self, self._host.close)
 
-    def prepare(self, wanted: StructuredOutputs) -> None:
-        """Compile a form, so that `new_guide` has it at hand. Raises RequestError for one that cannot be kept to."""
-        self._matcher_of(wanted)
+    @property
+    def counts(self) -> GrammarCounts:
+        """What grammars have cost so far."""
+        return self._host.counts
 
-    def new_guide(self, wanted: StructuredOutputs) -> Guide:
-        """A guide at the start of a text. Raises RequestError like `prepare`."""
-        matcher, tokenizer = self._matcher_of(wanted)
-        return Guide(matcher.deep_copy(), tokenizer, self._vocab_size)
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes that this one has started."""
+        return self._host.process_ids
+
+    def prepare(self, wanted: StructuredOutputs, tenant: str = _DEFAULT_TENANT) -> Grammar:
+        """Try a grammar out, unless that was done. `new_guide` has it at hand as long as the caller keeps the answer.
+
+        It may take seconds. Raises RequestError for one that cannot be kept to, TooCostlyError for one that got past
+        a limit.
+        """
+        key = _key_of(wanted)
+        with self._lock:
+            known = self._known.get(key) or self._used.get(key)
+            pending = self._pending.get(key)
+            if known is None and pending is None:
+                self._pending[key] = mine = Future[Grammar]()
+        if isinstance(known, _Refusal):
+            raise known.error
+        if known is not None:
+            return known
+        # Callers who want the same grammar at once wait for one trial.
+        return pending.result() if pending is not None else self._try_out(key, wanted, tenant, mine)
+
+    def new_guide(self, wanted: StructuredOutputs, tenant: str = _DEFAULT_TENANT) -> Guide:
+        """A guide at the start of a text. Raises what `prepare` does, and takes as long for what was not prepared."""
+        grammar = self.prepare(wanted, tenant)
+        if grammar.refusal is not None:
+            raise grammar.refusal
+        return self._host.new_guide(grammar)
 
     def write(self, masks: TokenMasks | None) -> None:
-        """Begin to write a step's masks, which goes on while it runs."""
-        if not isinstance(masks, GuidedMasks):
-            return
-        try:
-            self._thread.submit(masks.write)
-        except RuntimeError:  # the interpreter ends, but the step that waits for them must still end before it
-            masks.write()
+        """Have a step's masks written while the step runs."""
+        if isinstance(masks, GuidedMasks):
+            self._host.begin(masks)
 
-    def _matcher_of(self, wanted: StructuredOutputs) -> tuple[LLMatcher, LLTokenizer]:
-        """A form at the start of a text, which nobody changes. It may be forgotten as soon as it is found."""
-        with self._lock:
-            matcher, tokenizer = self._compiled.get(wanted), self._tokenizer_of_guides()
-        if matcher is None:
-            matcher = self._compile(wanted, tokenizer)
+    def close(self) -> None:
+        """End the processes."""
+        self._host.close()
+
+    def _try_out(self, key: bytes, wanted: StructuredOutputs, tenant: str, mine: Future[Grammar]) -> Grammar:
+        found: Grammar | _Refusal | None = None
+        try:
+            found = self._grammar_of(wanted, tenant)
+            mine.set_result(found)
+            return found
+        except BaseException as error:
+            if isinstance(error, RequestError):
+                found = _Refusal(error)
+                self.counts.grammar_refusals += 1
+                self.counts.grammar_costly_refusals += isinstance(error, TooCostlyError)
+            mine.set_exception(error)
+            raise
+        finally:
             with self._lock:
-                self._compiled[wanted] = matcher
-        return matcher, tokenizer
+                del self._pending[key]
+                if isinstance(found, Grammar):
+                    self._used[key] = found
+                if found is not None and found.size <= MAX_CACHED_BYTES:
+                    self._known[key] = found
 
-    def _compile(self, wanted: StructuredOutputs, tokenizer: LLTokenizer) -> LLMatcher:
+    def _grammar_of(self, wanted: StructuredOutputs, tenant: str) -> Grammar:
+        if not self._eos_token_ids:
+            raise RequestError("this model has no token that ends a text", param="structured_outputs")
         if wanted.calls is not None:
-            if wanted.calls.answer is not None:
-                self._compile(StructuredOutputs(json_schema=wanted.calls.answer), tokenizer)
-            return self._compile_calls(wanted.calls, tokenizer)
-        field = _field_of(wanted)
-        try:
-            return _matcher(_grammar_of(wanted), tokenizer)
-        except ValueError as error:
-            param = f"structured_outputs.{field}"
-            raise RequestError(f"{param}: cannot be kept to: {error}", param=param) from None
+            return self._calls(wanted.calls, tenant)
+        kind, field_name, text = _text_of(wanted)
+        field_name = f"structured_outputs.{field_name}"
+        result = self._host.try_out(kind, [text], tenant)
+        if result.is_too_costly or result.problem:
+            raise _refusal(f"{field_name}:", field_name, result)
+        return Grammar(kind, text, field_name, result.is_costly)
 
-    def _compile_calls(self, wanted: WantedCalls, tokenizer: LLTokenizer) -> LLMatcher:
-        from llguidance import LLMatcher
+    def _calls(self, calls: WantedCalls, tenant: str) -> Grammar:
+        if calls.answer is not None:
+            self.prepare(StructuredOutputs(json_schema=calls.answer), tenant)
+        special = self._host.special_tokens()
 
         def token_of(mark: str) -> int | None:
             token_id = self._tokenizer.id_of(mark)
-            return token_id if token_id is not None and tokenizer.is_special_token(token_id) else None
+            return token_id if token_id is not None and token_id in special else None
 
-        def matcher(calls: WantedCalls) -> LLMatcher:
-            grammar = CallGrammar(calls, token_of, _COMPACT).lark()
-            return _matcher(LLMatcher.grammar_from_lark(grammar), tokenizer)
-
-        def refusal(at_fault: str, error: ValueError) -> RequestError:
+        parts = [calls, *(calls.model_copy(update={"functions": (function,)}) for function in calls.functions)]
+        texts = [CallGrammar(part, token_of, _COMPACT).lark() for part in parts]
+        result = self._host.try_out("lark", texts, tenant)
+        if result.is_too_costly or result.problem:
+            name = f"the parameters of {calls.functions[result.part - 1].name!r}" if result.part else "they"
             # The lines behind the first show a grammar that the caller does not know.
-            return RequestError(f"tools: {at_fault} cannot be kept to: {str(error).splitlines()[0]}", param="tools")
-
-        try:
-            return matcher(wanted)
-        except ValueError as error:
-            for function in wanted.functions:
-                try:
-                    matcher(wanted.model_copy(update={"functions": (function,)}))
-                except ValueError as own:
-                    raise refusal(f"the parameters of {function.name!r}", own) from None
-            raise refusal("they", error) from None
-
-    def _tokenizer_of_guides(self) -> LLTokenizer:
-        """One for all, made when it is first needed; under the lock."""
-        self._ll_tokenizer = self._ll_tokenizer or self._new_ll_tokenizer()
-        return self._ll_tokenizer
-
-    def _new_ll_tokenizer(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
-        if not self._eos_token_ids:
-            raise RequestError("this model has no token that ends a text", param="structured_outputs")
-        try:
-            return LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-        except Exception as error:
-            # A tokenizer of unknown origin through a foreign parser: it may fail in any way.
-            raise RequestError(
-                f"this model's tokenizer cannot be guided: {error}", param="structured_outputs"
-            ) from error
+            first = TrialResult(result.problem.partition("\n")[0], is_too_costly=result.is_too_costly)
+            raise _refusal(f"tools: {name}", "tools", first)
+        return Grammar("lark", texts[0], "tools", result.is_costly)
 
 
-def _field_of(wanted: StructuredOutputs) -> str:
-    """The field that says it."""
-    fields = ("regex", "choice", "grammar", "json_schema")
-    return next((field for field in fields if getattr(wanted, field) is not None), "json_object")
+def _refusal(what: str, param: str, result: TrialResult) -> RequestError:
+    if not result.is_too_costly:
+        return RequestError(f"{what} cannot be kept to: {result.problem}", param=param)
+    most = f"to compile it takes more than {TRIAL_CPU_S:g} s of processor time or {TRIAL_MEMORY_MIB} MiB"
+    return TooCostlyError(f"{what} cannot be kept to: it is too costly: {result.problem or most}", param=param)
 
 
-def _grammar_of(wanted: StructuredOutputs) -> str:
-    """It in llguidance's notation. Raises ValueError for a schema that is nested too deeply."""
-    from llguidance import LLMatcher
+def _key_of(wanted: StructuredOutputs) -> bytes:
+    return hashlib.blake2b(wanted.model_dump_json().encode(), digest_size=16).digest()
 
+
+def _text_of(wanted: StructuredOutputs) -> tuple[Kind, str, str]:
+    """The notation, the field and the text of a grammar."""
     if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
+        return "regex", "regex", wanted.regex
     if wanted.choice is not None:
-        alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
-        return LLMatcher.grammar_from_lark(f"start: {alternatives}")
+        # Within one terminal the texts' common beginnings are followed once, not once for each text.
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
+        return "lark", "choice", f"start: CHOICE\nCHOICE: {texts}"
     if wanted.grammar is not None:
-        return LLMatcher.grammar_from_lark(wanted.grammar)
-    return LLMatcher.grammar_from_json_schema(wanted.json_schema or '{"type": "object"}', overrides=_COMPACT)
-
-
-def _matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Raises ValueError for a grammar that cannot be kept to."""
-    from llguidance import LLMatcher
-
-    is_wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    if is_wrong or matcher.is_error():
-        raise ValueError((problems or [matcher.get_error()])[0].strip())
-    trial = matcher.deep_copy()
-    trial.try_consume_tokens(trial.compute_ff_tokens())
-    trial.compute_bitmask()
-    if trial.is_error():
-        # A grammar of which nothing can be derived, or with a beginning that is past the library's limits.
-        raise ValueError(f"no text can begin so: {trial.get_error().splitlines()[0]}")
-    return matcher
+        return "lark", "grammar", wanted.grammar
+    if wanted.json_schema is not None:
+        return "json", "json_schema", wanted.json_schema
+    return "json", "json_object", json.dumps({"type": "object"})

@@ -24,11 +24,16 @@ def logprobs_of(seq: Sequence, rows: Logprobs | None, row: int, tokenizer: Token
 
 def prompt_records(prompt: Items[int], scores: PromptScores, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
     """Those of a prompt whose tokens are all scored."""
+    _make_records(scores, tokenizer)
     first = TokenLogprobs((prompt[0],), (), (tokenizer.name_of(prompt[0]),))
-    rows = (
-        _record_of(part, i, scores.num_logprobs, tokenizer) for part in scores.parts for i in range(len(part.values))
-    )
-    return first, *rows
+    return first, *scores.records
+
+
+def make_records(seqs: Items[Sequence], tokenizer: Tokenizer) -> None:
+    """Make the records of what a step has scored. Those of a whole prompt at once would hold up every stream."""
+    for seq in seqs:
+        if seq.prompt_scores is not None:
+            _make_records(seq.prompt_scores, tokenizer)
 
 
 def scored_tokens(step: Step, plan: StepPlan) -> ScoredTokens | None:
@@ -68,6 +73,12 @@ def note_scores(step: Step, plan: StepPlan, scores: Logprobs | None) -> None:
         if wanted is not None:
             first = int(plan.positions[plan.scored.tokens[rows[0]]])
             wanted.add(first, Logprobs(scores.token_ids[rows], scores.values[rows]))
+
+
+def _make_records(scores: PromptScores, tokenizer: Tokenizer) -> None:
+    for part in scores.parts:
+        scores.records += [_record_of(part, i, scores.num_logprobs, tokenizer) for i in range(len(part.values))]
+    scores.parts.clear()
 
 
 def _record_of(rows: Logprobs, row: int, num_logprobs: int, tokenizer: Tokenizer) -> TokenLogprobs:

@@ -78,10 +78,8 @@ class Progress:
     def _count(self, step: Step, tokens: Ints) -> None:
         # A removed sequence's row is written to as well: nobody has it before the next step is scheduled.
         self._rows.append(step.sampled_rows, step.sampled_ends, tokens)
-        ends = step.ends
-        if step.num_drafted:
-            ends = np.minimum(ends, self._rows.num_tokens[step.rows] - 1)
-        self._rows.num_computed[step.rows] = ends
+        # Behind what is computed stands at least one token, whose computation says what comes next.
+        self._rows.num_computed[step.rows] = np.minimum(step.ends, self._rows.num_tokens[step.rows] - 1)
         self._residents.start_forks()
 
     def _here(self, step: Step) -> list[int]:

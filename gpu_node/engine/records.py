@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from penstock.contract.adapters import AdapterRef
+from penstock.contract.errors import PenstockError
 from penstock.contract.job import Choice, Priority, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.ends import EndReason
@@ -62,6 +63,8 @@ class StepOutput:
     """Those of `token_ids`, where they were asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Those of the whole prompt, once for a request, before or with its first token."""
+    error: PenstockError | None = None
+    """Why the choice failed, where its request is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +143,17 @@ class EngineStats:
     sample_ms: float = 0.0
     output_ms: float = 0.0
     """Tokens to text and outputs, while the next step runs."""
+    grammar_trials: int = 0
+    """New grammars that were tried out,"""
+    grammar_refusals: int = 0
+    """those of them that were refused,"""
+    grammar_costly_refusals: int = 0
+    """and those of these that a limit of time, memory or work refused."""
+    grammar_kills: int = 0
+    """Grammar processes that a limit killed, those of trials not counted."""
+    grammar_restarts: int = 0
+    """Grammar processes that were started in the place of one that ended."""
+    late_masks: int = 0
+    """Times that a sequence sat out a step because its mask was not ready."""
+    failed_guides: int = 0
+    """Choices that ended because of their grammar."""

@@ -52,6 +52,7 @@ class LiveChoice:
     ) -> StepOutput:
         """What it gained, with the text that this made certain."""
         text, self.owed = self.owed + self.output.take_text(), ""
+        is_failed = self.output.finish_reason == "error"
         return StepOutput(
             request_id=self.request.asked.request_id,
             choice=self.seq.choice,
@@ -63,6 +64,7 @@ class LiveChoice:
             kv_ms=self.seq.kv_ms,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            error=self.seq.guide.failure if is_failed and self.seq.guide is not None else None,
         )
 
 
@@ -98,7 +100,7 @@ class LiveRequest:
             if resumed.finish_reason is None:
                 opened = self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
                 opened.seq.bad_words = bad_words
-                opened.seq.guide = _guide_of(params, resumed, guides)
+                opened.seq.guide = _guide_of(self.asked, resumed, guides)
         self.first = next((choice.seq for choice in self.live.values()), None)
 
     def take_prompt_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
@@ -208,13 +210,15 @@ def _check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: 
             raise RequestError("a logged token id is outside the vocabulary", param="resume")
 
 
-def _guide_of(params: SamplingParams, resumed: ResumedChoice, guides: Guides) -> Guide | None:
-    """What keeps a choice to its form, as far as an earlier node got with it."""
-    if params.structured_outputs is None:
+def _guide_of(asked: EngineRequest, resumed: ResumedChoice, guides: Guides) -> Guide | None:
+    """What keeps a choice to its form, as far as an earlier node got with it.
+
+    Logged tokens of another form end the choice with an error once its first mask is due.
+    """
+    if asked.params.structured_outputs is None:
         return None
-    guide = guides.new_guide(params.structured_outputs)
-    if not guide.take(guide.news_of(np.array(resumed.token_ids, dtype=np.int32))):
-        raise RequestError("the logged tokens are not of the form that is asked for", param="resume")
+    guide = guides.new_guide(asked.params.structured_outputs, asked.tenant)
+    guide.take(guide.news_of(np.array(resumed.token_ids, dtype=np.int32)))
     return guide
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.guide import Guide, GuidedMasks
+from penstock.gpu_node.engine.guide import GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
@@ -201,11 +201,10 @@ class RowTable:
         )
 
     def _masks_of(self, seqs: list[Sequence]) -> GuidedMasks:
-        guided: list[tuple[Guide, list[int]] | None] = [None] * len(seqs)
-        for i, seq in enumerate(seqs):
+        for seq in seqs:
             if seq.guide is not None:
-                guided[i] = seq.guide, seq.guide.news_of(self.tokens_of(seq)[seq.num_prompt_tokens :])
-        return GuidedMasks(guided)
+                seq.guide.take(seq.guide.news_of(self.tokens_of(seq)[seq.num_prompt_tokens :]))
+        return GuidedMasks([seq.guide for seq in seqs])
 
     def _settings_for(self, seqs: list[Sequence], rows: Rows) -> _Settings:
         # Who runs changes seldom, and as long as it does not the scheduler hands in the same array.

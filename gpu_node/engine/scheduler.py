@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from penstock.contract.errors import InvariantError
@@ -161,11 +163,11 @@ class Scheduler:
         """A scheduled step as the runner sees it."""
         return self._rows.plan(step)
 
-    def commit(self, step: Step, tokens: Ints) -> Landed:
-        """Note that a step was computed and what it sampled; whoever ends by that leaves."""
+    def commit(self, step: Step, tokens: Ints, late: Collection[int] = ()) -> Landed:
+        """Note that a step was computed and what it sampled but for the `late` ones; whoever ends by that leaves."""
         self._suspects.landed(step)
         self._step_size.landed()
-        standing, tokens, samples, poisoned = self.drafts.settle(step, tokens)
+        standing, tokens, samples, poisoned = self.drafts.settle(step, tokens, late)
         landed = Landed(standing.sampled_seqs, tokens.tolist(), samples, set(), [])
         for i in self._progress.land(standing, tokens):
             seq = standing.sampled_seqs[i]

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from penstock.contract.errors import InvariantError
+from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.model.protocol import Logprobs
 
 
@@ -22,6 +23,8 @@ class PromptScores:
         self.num_scored = 0
         self.num_to_score = len(prompt) - 1
         self.parts: list[Logprobs] = []
+        """Rows that are not in `records` yet: those of the newest step."""
+        self.records: list[TokenLogprobs] = []
 
     @property
     def is_complete(self) -> bool:

@@ -24,11 +24,17 @@ class ServedModel:
         self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
         self._guides = Guides(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
 
-    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None) -> None:
-        """Do what `add` would take long for, on any thread. Raises RequestError for what could never run."""
-        if params.structured_outputs is not None:
-            self._guides.prepare(params.structured_outputs)
+    def prepare(
+        self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default"
+    ) -> object | None:
+        """Do what `add` would take long for, on any thread. It is done as long as the caller keeps the answer.
+
+        Raises RequestError for what could never run.
+        """
+        wanted = params.structured_outputs
+        prepared = None if wanted is None else self._guides.prepare(wanted, tenant)
         self._find(adapter)
+        return prepared
 
     def adapters(self) -> dict[str, str]:
         """The adapters that requests may name as of now, and their digests."""

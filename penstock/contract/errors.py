@@ -3,6 +3,7 @@
     PenstockError
     ├── RequestError            400  the caller can mend it; `param` names the field
     │   ├── PromptTooLongError  400
+    │   ├── TooCostlyError      400  its grammar takes more time, memory or work than one request may
     │   ├── UnauthorizedError   401  no API key, or not a valid one
     │   ├── ForbiddenError      403  the API key is not good for this
     │   ├── TooLargeError       413
@@ -70,6 +71,12 @@ class PromptTooLongError(RequestError):
     """Prompt (plus wanted output) does not fit the model's context or the node's KV cache."""
 
     code = "context_length_exceeded"
+
+
+class TooCostlyError(RequestError):
+    """A part of the request causes more work than one request may; `param` names it."""
+
+    code = "too_costly"
 
 
 class UnauthorizedError(RequestError):
@@ -172,7 +179,8 @@ class InvariantError(PenstockError):
 
 
 _BY_CODE: dict[str, type[PenstockError]] = {
-    cls.code: cls for cls in (RequestError, PromptTooLongError, TooLargeError, NotFoundError, UnavailableError)
+    cls.code: cls
+    for cls in (RequestError, PromptTooLongError, TooCostlyError, TooLargeError, NotFoundError, UnavailableError)
 }
 
 

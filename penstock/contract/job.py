@@ -27,7 +27,7 @@ from penstock.contract.logprobs import MAX_LOGPROBS, TokenLogprobs
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.structured import StructuredOutputs
-from penstock.contract.tools import MAX_CALLS, CallId, ToolCall, Tools
+from penstock.contract.tools import MAX_CALLS, CallId, ToolCall, Tools, few_calls
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
@@ -164,6 +164,11 @@ class Job(_Door):
     not_before_ms: int | None = Field(None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _few_calls(cls, value: Any) -> Any:
+        return few_calls(value)
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:

@@ -15,6 +15,8 @@ MAX_GRAMMAR_CHARS = 1 << 16
 MAX_REGEX_CHARS = 1 << 13
 MAX_ALTERNATIVES = 1024
 MAX_ALTERNATIVE_CHARS = 1024
+MAX_CHOICE_CHARS = 1 << 18
+"""Of all texts of a choice together."""
 
 Alternative = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ALTERNATIVE_CHARS)]
 
@@ -47,6 +49,14 @@ class StructuredOutputs(Named):
             is_schema = False
         if not is_schema:
             raise ValueError("a JSON schema must be a JSON object, or the text of one")
+        return value
+
+    @field_validator("choice")
+    @classmethod
+    def _not_too_much_text(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        num_chars = sum(map(len, value or ()))
+        if num_chars > MAX_CHOICE_CHARS:
+            raise ValueError(f"the texts have {num_chars} characters together; the limit is {MAX_CHOICE_CHARS}")
         return value
 
     @model_validator(mode="after")

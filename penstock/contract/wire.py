@@ -18,7 +18,7 @@ from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome,
 from penstock.contract.packing import Pack, WireError, checked_map, pack, unpack_all
 from penstock.contract.problems import problem_of
 from penstock.contract.prompts import prompt_fields
-from penstock.contract.tools import Tools
+from penstock.contract.tools import Tools, few_calls
 
 VERSION = 1
 
@@ -249,10 +249,13 @@ def decode_request(data: bytes) -> Request:
     if sum(prompt is not None for prompt in prompts.values()) != 1:
         raise WireError("a request has exactly one prompt")
     try:
+        few_calls(prompts["messages"])
         given = {name: m.get(name) for name in ("params", "tools", "adapter")}
         return _request_adapter.validate_python(given | prompts)
     except ValidationError as error:
         raise WireError(f"not a request: {problem_of(error)}") from error
+    except ValueError as error:
+        raise WireError(f"not a request: messages: {error}") from error
 
 
 # Records of pools and nodes ---------------------------------------------------------------------

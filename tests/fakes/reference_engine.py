@@ -162,7 +162,7 @@ class ReferenceEngine:
                 live.said, live.released = text_of(live.tokens), len(logged.text)
                 self._live.append(live)
 
-    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None) -> None:
+    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default") -> None:
         """Nothing takes long."""
 
     def adapters(self) -> dict[str, str]:

@@ -84,7 +84,7 @@ class EchoEngine:
         self.last_params, self.last_adapter = params, request.adapter
         self._live += [_Live(request.request_id, choice, prompt, params) for choice in range(params.n)]
 
-    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None) -> None:
+    def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default") -> None:
         pass
 
     def adapters(self) -> dict[str, str]:

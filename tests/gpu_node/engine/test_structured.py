@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,13 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
-from penstock.contract.structured import StructuredOutputs
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
-from penstock.gpu_node.engine.guide import GuidedMasks
-from penstock.gpu_node.engine.guides import Guides
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.tokenizer import Tokenizer
-from penstock.gpu_node.model.protocol import StepHandle, StepPlan
 from penstock.producer.openai.reading import AnswerForm
 
 MAX_TOKENS = 200
@@ -179,11 +173,13 @@ def test_text_that_names_a_special_token_is_spelt_by_others(engine: Engine, want
     assert tokens_of(drain(engine), "rest") == list(answer.choices[0].token_ids[5:])
 
 
-def test_a_log_of_another_form_is_refused(engine: Engine) -> None:
+def test_a_log_of_another_form_ends_the_choice_by_name(engine: Engine) -> None:
     prompt = engine.tokenizer.encode("the gate")
     logged = ResumedChoice(tuple(engine.tokenizer.encode("yes")), "yes", None)
-    with pytest.raises(RequestError, match="not of the form"):
-        engine.add(EngineRequest("x", prompt, _params("regex"), seed=7, resume=[logged]))
+    engine.add(EngineRequest("x", prompt, _params("regex"), seed=7, resume=[logged]))
+    *_, last = drain(engine)
+    assert last.finish_reason == "error" and last.error is not None
+    assert last.error.param == "resume" and "not of the form" in last.error.message
     check_idle(engine)
 
 
@@ -220,57 +216,15 @@ def test_a_text_that_gets_past_the_limits_of_guides_is_not_taken_for_whole(engin
     check_idle(engine)
 
 
-class _Crowded:
-    """A lock which others wait for: as soon as it is free, one of them has its turn."""
-
-    def __init__(self, turn: Callable[[], object]) -> None:
-        self._turn = turn
-        self._is_their_turn = False
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        if not self._is_their_turn:
-            self._is_their_turn = True
-            self._turn()
-            self._is_their_turn = False
-
-
-def test_a_form_may_be_forgotten_as_soon_as_it_was_found(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.gpu_node.engine.guides._MAX_COMPILED", 1)
-    tokenizer, common = Tokenizer(tiny_model), StructuredOutputs(regex="a")
-    guides = Guides(tokenizer, len(tokenizer.token_bytes), tokenizer.eos_token_ids)
-    guides.prepare(common)
-    monkeypatch.setattr(guides, "_lock", _Crowded(lambda: guides.prepare(StructuredOutputs(regex="b"))))
-    assert guides.new_guide(common).take(tokenizer.encode("a"))
-
-
-def test_a_mask_that_cannot_be_written_fails_its_row_and_no_other(
+def test_a_grammar_may_be_forgotten_as_long_as_somebody_holds_what_was_prepared(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> bool:
-        raise MemoryError
-
-    monkeypatch.setattr("penstock.gpu_node.engine.guide.Guide.take", lambda self, ids: not ids or fail())
-    answers = engine.generate(["the gate"] * 2, [_params("regex"), _params(None)])
-    assert [answer.choices[0].finish_reason == "error" for answer in answers] == [True, False]
-    check_idle(engine)
-
-
-def test_masks_are_written_while_the_step_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is written only once its step was submitted, whose tokens are of that mask."""
-    submitted, submit, write = threading.Semaphore(0), engine._runner.submit, GuidedMasks.write
-
-    def submit_first(plan: StepPlan) -> StepHandle:
-        handle = submit(plan)
-        submitted.release()
-        return handle
-
-    monkeypatch.setattr(engine._runner, "submit", submit_first, raising=False)
-    monkeypatch.setattr(GuidedMasks, "write", lambda masks: submitted.acquire(timeout=60) and write(masks))
-    (answer,) = engine.generate(["the gate"], _params("json", seed=1))
-    assert _is_river(answer.choices[0].text)
+    params = _params(None, structured_outputs={"regex": "held"})
+    prepared = engine.prepare(params)
+    engine._guides._known.clear()
+    monkeypatch.setattr(engine._guides._host, "try_out", None)
+    assert engine.prepare(params) is prepared
+    assert engine.generate(["x"], params)[0].choices[0].text == "held"
 
 
 @pytest.mark.model

@@ -1,0 +1,52 @@
+"""A grammar as the node knows it: its text, what its trial said, and what it has cost since."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.contract.errors import PenstockError
+
+Kind = Literal["lark", "regex", "json"]
+
+_numbers = itertools.count(1)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Grammar:
+    """A grammar that passed its trial. Guides hold it; the cache may forget it before they do."""
+
+    kind: Kind
+    text: str
+    field_name: str
+    """The request's field, for errors."""
+    is_costly: bool
+    """Whether the worker for costly grammars serves it."""
+    number: int = field(default_factory=lambda: next(_numbers))
+    num_guides: int = 0
+    """Choices that use it now."""
+    memory: int = 0
+    """Bytes that its worker grew by in its tasks."""
+    num_masks: int = 0
+    """Masks since that was 0."""
+    num_kills: int = 0
+    """Workers that were killed from outside in its tasks."""
+    refusal: PenstockError | None = None
+    """Why no choice may go on with it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that the cache counts for it."""
+        return len(self.text.encode()) + 512
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """What a trial gave: nothing wrong, or what is wrong with which of the texts."""
+
+    problem: str = ""
+    part: int = 0
+    is_costly: bool = False
+    is_too_costly: bool = False
+    """Whether a limit is the reason; without a problem, one that killed the trial."""

@@ -1,0 +1,202 @@
+"""The workers that serve choices: one for cheap grammars, one for costly ones, each started when it is needed.
+
+It is not safe for threads; the host's lock is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from penstock.contract.errors import PenstockError
+from penstock.gpu_node.engine.guide import Guide
+from penstock.gpu_node.engine.structured import limits
+from penstock.gpu_node.engine.structured.grammar import Grammar
+from penstock.gpu_node.engine.structured.mask_status import PAST_LIMITS, WRITTEN
+from penstock.gpu_node.engine.structured.outcomes import GrammarCounts, blames_task, failure_of, refusal_of, why_killed
+from penstock.gpu_node.engine.structured.process import Worker
+
+log = logging.getLogger(__name__)
+
+LaneName = Literal["cheap", "costly"]
+_CPU_S: dict[LaneName, float] = {"cheap": limits.FAST_TASK_CPU_S, "costly": limits.SLOW_TASK_CPU_S}
+_NICENESS: dict[LaneName, int] = {"cheap": 0, "costly": limits.SLOW_NICENESS}
+_SLOW_MASK_S = 0.01
+_MIB = 1 << 20
+_MASKS_OF_LONG_USE = 2_000
+
+
+class Forks(Protocol):
+    """Starts workers."""
+
+    def fork(self, task_cpu_s: float, niceness: int = 0, memory_mib: int = ...) -> Worker:
+        """A new worker. Raises OSError."""
+
+
+@dataclass(slots=True)
+class _Task:
+    grammar: Grammar
+    guide: Guide | None = None
+    num_tokens: int = 0
+
+
+class Lanes:
+    """Sends tasks to workers, takes their answers, and accounts for what they cost."""
+
+    def __init__(self, counts: GrammarCounts) -> None:
+        self.workers: dict[LaneName, Worker] = {}
+        self._counts = counts
+        self._num_tasks = 0
+        self._lane_of: dict[Worker, LaneName] = {}
+        self._started: set[LaneName] = set()
+
+    def ask(self, guides: Iterable[Guide], forks: Forks) -> list[Worker]:
+        """Ask for the masks behind all tokens of some choices; the workers that were started for it. Raises OSError."""
+        started = []
+        batches: dict[LaneName, list[Any]] = {}
+        for guide in sorted(guides, key=lambda one: one.is_slow):
+            lane: LaneName = "costly" if guide.grammar.is_costly else "cheap"
+            worker = self.workers.get(lane)
+            if worker is None:
+                worker = self.workers[lane] = forks.fork(_CPU_S[lane], _NICENESS[lane])
+                self._counts.grammar_restarts += lane in self._started
+                self._started.add(lane)
+                self._lane_of[worker] = lane
+                started.append(worker)
+            batches.setdefault(lane, []).extend(self._tasks_for(guide, worker))
+        for lane, tasks in batches.items():
+            self.workers[lane].send(tasks)
+        return started
+
+    def close(self, worker: Worker | None, guide_number: int, grammar: Grammar) -> None:
+        """Let go of a choice."""
+        grammar.num_guides -= 1
+        if worker is not None and worker in self.workers.values():
+            worker.send([[0, "close", guide_number]])
+
+    def heed(self, worker: Worker, replies: list[Any]) -> list[Guide]:
+        """Take a worker's answers in; the choices that have their mask now, or have failed."""
+        answered = []
+        worker.progress_s = time.monotonic()
+        for number, answer, cpu_s, memory in replies:
+            task: _Task | None = worker.tasks.pop(number, None)
+            if task is None:
+                continue
+            self._account(worker, task.grammar, memory)
+            if task.guide is None:
+                if answer and task.grammar.refusal is None:
+                    task.grammar.refusal = refusal_of(task.grammar, answer)
+                continue
+            self._heed_mask(task.guide, task.num_tokens, answer, cpu_s)
+            answered.append(task.guide)
+        return answered
+
+    def died(self, worker: Worker, current: int, exit_status: int | None) -> list[Guide]:
+        """Note that a worker has ended, and how; the choices that waited for it, to be asked for again."""
+        lane = self._lane_of.pop(worker, None)
+        culprit: _Task | None = worker.tasks.get(current)
+        if culprit is not None and blames_task(exit_status, culprit.grammar):
+            self._blame(culprit.grammar, lane, exit_status)
+        elif exit_status != 0:
+            log.warning("a grammar process was ended from outside", extra={"status": exit_status})
+        waiting = [task.guide for task in worker.tasks.values() if task.guide is not None]
+        for guide in waiting:
+            guide.asked_at = min(guide.asked_at, guide.mask_at)
+            if guide.grammar.refusal is not None:
+                self.fail(guide, guide.grammar.refusal)
+        worker.tasks.clear()
+        return waiting
+
+    def remove(self, worker: Worker) -> None:
+        """Send a worker nothing more; `died` says later how it ended."""
+        self.workers = {lane: known for lane, known in self.workers.items() if known is not worker}
+
+    def too_large(self) -> list[Worker]:
+        """Workers without a task that should start anew for their size: what they hold is rebuilt as it is needed."""
+        most = limits.MAX_WORKER_MIB * _MIB
+        return [one for one in self.workers.values() if not one.tasks and one.memory - one.base_memory > most]
+
+    def fail(self, guide: Guide, error: PenstockError) -> None:
+        """End a choice with the next step."""
+        if guide.failure is None:
+            guide.failure = error
+            self._counts.failed_guides += 1
+
+    def _tasks_for(self, guide: Guide, worker: Worker) -> list[Any]:
+        grammar, tasks = guide.grammar, []
+        if grammar.number not in worker.grammars:
+            worker.grammars.add(grammar.number)
+            number = self._note(worker, _Task(grammar))
+            tasks.append([number, "compile", grammar.number, grammar.kind, grammar.text])
+        is_new = guide.worker is not worker
+        told = guide.tokens if is_new else guide.tokens[guide.asked_at :]
+        guide.worker, guide.asked_at = worker, len(guide.tokens)
+        number = self._note(worker, _Task(grammar, guide, guide.asked_at))
+        tasks.append([number, "mask", guide.number, grammar.number, is_new, told.tobytes()])
+        return tasks
+
+    def _note(self, worker: Worker, task: _Task) -> int:
+        if not worker.tasks:
+            worker.progress_s = time.monotonic()
+        self._num_tasks += 1
+        worker.tasks[self._num_tasks] = task
+        return self._num_tasks
+
+    def _heed_mask(self, guide: Guide, num_tokens: int, answer: Any, cpu_s: float) -> None:
+        status, data = answer
+        guide.cpu_s += cpu_s
+        guide.is_slow = cpu_s > _SLOW_MASK_S
+        guide.grammar.num_masks += 1
+        if status == WRITTEN:
+            guide.mask, guide.mask_at = data, num_tokens
+        elif status == PAST_LIMITS and guide.rebuilt_at != num_tokens:
+            self._rebuild(guide, num_tokens)
+        else:
+            self.fail(guide, guide.grammar.refusal or failure_of(guide.grammar, status, data))
+        if guide.grammar.refusal is not None:
+            self.fail(guide, guide.grammar.refusal)
+        if guide.cpu_s > limits.GUIDE_CPU_S + limits.GUIDE_CPU_PER_TOKEN_S * num_tokens:
+            self.fail(guide, refusal_of(guide.grammar, f"its masks took {guide.cpu_s:.1f} s for {num_tokens} tokens"))
+
+    def _rebuild(self, guide: Guide, num_tokens: int) -> None:
+        """Have a choice rebuilt from its tokens with a fresh matcher, before a limit ends it.
+
+        Choices share what their matchers have built. On its own, whether a choice passes the limits depends on grammar
+        and tokens alone, so that every node decides the same.
+        """
+        guide.rebuilt_at = num_tokens
+        if guide.worker is not None:
+            guide.worker.grammars.discard(guide.grammar.number)
+        guide.worker, guide.asked_at = None, -1
+
+    def _account(self, worker: Worker, grammar: Grammar, memory: int) -> None:
+        if not memory:
+            return
+        if not worker.base_memory:
+            worker.base_memory = worker.memory = memory
+            return
+        grammar.memory += max(0, memory - worker.memory)
+        worker.memory = memory
+        if grammar.memory <= limits.MAX_GRAMMAR_MIB * _MIB:
+            return
+        if grammar.num_masks > _MASKS_OF_LONG_USE:
+            # Long use fills caches, which a fresh start empties.
+            worker.grammars.discard(grammar.number)
+            grammar.memory = grammar.num_masks = 0
+        elif grammar.refusal is None:
+            reason = f"its masks took more than {limits.MAX_GRAMMAR_MIB} MiB of memory"
+            grammar.refusal = refusal_of(grammar, reason)
+            log.warning("a grammar was too costly", extra={"field": grammar.field_name, "reason": reason})
+            worker.send([[0, "forget", grammar.number]])
+
+    def _blame(self, grammar: Grammar, lane: LaneName | None, exit_status: int | None) -> None:
+        self._counts.grammar_kills += 1
+        reason = why_killed(exit_status, _CPU_S[lane or "costly"])
+        if lane == "cheap":
+            grammar.is_costly = True
+        elif grammar.refusal is None:
+            grammar.refusal = refusal_of(grammar, reason)
+        log.warning("a grammar's task was killed", extra={"field": grammar.field_name, "lane": lane, "reason": reason})

@@ -1,0 +1,6 @@
+"""What became of a mask, as workers and the node say it to each other."""
+
+from __future__ import annotations
+
+WRITTEN, MISFIT, PAST_LIMITS, UNKNOWN = range(4)
+"""It is there; the tokens do not fit the grammar; the matcher hit a limit; the worker has no such grammar."""

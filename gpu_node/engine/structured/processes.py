@@ -1,0 +1,216 @@
+"""All grammar processes of a model: the template, the workers that serve choices and those that try grammars out.
+
+It is not safe for threads, but for `start_template`; the host's lock is.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from penstock.contract.errors import RequestError, UnavailableError
+from penstock.gpu_node.engine.guide import Guide
+from penstock.gpu_node.engine.structured import limits
+from penstock.gpu_node.engine.structured.grammar import TrialResult
+from penstock.gpu_node.engine.structured.lanes import Lanes
+from penstock.gpu_node.engine.structured.outcomes import GrammarCounts, blames_task
+from penstock.gpu_node.engine.structured.process import Template, Worker
+from penstock.gpu_node.engine.structured.trials import Trial, TrialQueue
+
+log = logging.getLogger(__name__)
+
+_RESTART_AFTER_S = 0.2
+_MAX_FAILED_STARTS = 3
+_TRIAL_TASK = 1
+
+
+class GrammarProcesses:
+    """Starts processes, hears them and buries them."""
+
+    def __init__(
+        self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int], counts: GrammarCounts
+    ) -> None:
+        self.special_tokens: Future[frozenset[int]] = Future()
+        """Known once the first template is ready."""
+        self.selector = selectors.DefaultSelector()
+        self.template: Template | None = None
+        self.lanes = Lanes(counts)
+        self._trials = TrialQueue()
+        self._trying: dict[Worker, Trial] = {}
+        self._dying: dict[int, tuple[Worker, int]] = {}
+        """Workers that have gone and the task that each was at, until it is known how they ended."""
+        self._counts = counts
+        self._wanted = (tokenizer, vocab_size, list(eos_token_ids))
+        self._num_failed_starts = 0
+        self._failed_s = 0.0
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All that run."""
+        return [*self.lanes.workers.values(), *self._trying]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is due soon."""
+        is_waiting = self._trials.has_any or self._dying or any(worker.tasks for worker in self.workers)
+        return self.template is None or self.template.special_tokens is None or bool(is_waiting)
+
+    def start_template(self) -> Template | None:
+        """A new template where there is none; it takes a while, and is installed by `install`."""
+        if self.template is not None or time.monotonic() - self._failed_s < _RESTART_AFTER_S:
+            return None
+        tokenizer, vocab_size, eos_token_ids = self._wanted
+        return Template(tokenizer(), vocab_size, eos_token_ids)
+
+    def install(self, template: Template) -> None:
+        """Use a template from now on."""
+        self.template = template
+        self.selector.register(template.socket, selectors.EVENT_READ, template)
+
+    def ask(self, guides: Iterable[Guide]) -> None:
+        """Ask for masks; without a template nothing is asked, and the choices stay late."""
+        if self.template is None:
+            return
+        try:
+            for worker in self.lanes.ask(guides, self.template):
+                self.selector.register(worker.socket, selectors.EVENT_READ, worker)
+        except OSError as error:
+            log.warning("a grammar process was not started", extra={"reason": repr(error)})
+
+    def try_out(self, tenant: str, trial: Trial) -> None:
+        """Queue a trial."""
+        self._counts.grammar_trials += 1
+        self._trials.add(tenant, trial)
+
+    def hear(self, speaker: Template | Worker) -> list[Guide]:
+        """Take in what a process has to say; the choices that this concerns."""
+        if isinstance(speaker, Template):
+            return self._hear_template(speaker)
+        replies = speaker.receive()
+        if replies is None:
+            return self._lost(speaker)
+        if (trial := self._trying.get(speaker)) is not None:
+            if replies:
+                self._end_trial(speaker, trial, _result_of(replies[0]))
+            return []
+        return self.lanes.heed(speaker, replies)
+
+    def look_after(self) -> list[Guide]:
+        """Start trials, send what is unsent, end what takes too long or too much; the choices that this concerns."""
+        concerned: list[Guide] = []
+        while self.template is not None and (trial := self._trials.start()) is not None:
+            self._start_trial(trial, self.template)
+        overdue = time.monotonic() - limits.TASK_WALL_S
+        for worker in self.workers:
+            worker.flush()
+            if worker.tasks and worker.progress_s < overdue and self.template is not None:
+                log.warning("a grammar process did not answer in time", extra={"tasks": len(worker.tasks)})
+                self.template.kill(worker)
+                worker.progress_s = time.monotonic()
+        for worker in self.lanes.too_large():
+            log.info("a grammar process starts anew for its size", extra={"memory_mib": worker.memory >> 20})
+            concerned += self._lost(worker)
+        return concerned
+
+    def close(self) -> None:
+        """Hang up on all; what waits for a trial hears of it."""
+        gone = UnavailableError("the grammar processes have ended", code="internal_error")
+        for trial in self._trials.clear():
+            trial.result.set_exception(gone)
+        if not self.special_tokens.done():
+            self.special_tokens.set_exception(gone)
+        for worker in self.workers:
+            worker.close()
+        if self.template is not None:
+            self.template.close()
+        self.selector.close()
+
+    def _hear_template(self, template: Template) -> list[Guide]:
+        messages = template.receive()
+        if messages is None:
+            return self._lost_template(template)
+        concerned: list[Guide] = []
+        for kind, *said in messages:
+            if kind == "ended":
+                worker, current = self._dying.pop(said[0])
+                concerned += self._bury(worker, current, said[1])
+            elif kind == "ready":
+                template.special_tokens = frozenset(said[1])
+                self._num_failed_starts = 0
+                if not self.special_tokens.done():
+                    self.special_tokens.set_result(template.special_tokens)
+            elif not self.special_tokens.done():
+                problem = f"this model's tokenizer cannot be guided: {said[0]}"
+                self.special_tokens.set_exception(RequestError(problem, param="structured_outputs"))
+        return concerned
+
+    def _lost_template(self, template: Template) -> list[Guide]:
+        self.selector.unregister(template.socket)
+        template.close()
+        self.template = None
+        self._num_failed_starts += 1
+        self._failed_s = time.monotonic()
+        log.warning("the grammar processes ended and start anew", extra={"pid": template.pid})
+        if self._num_failed_starts > _MAX_FAILED_STARTS and not self.special_tokens.done():
+            self.special_tokens.set_exception(
+                UnavailableError("the grammar processes do not start", code="internal_error")
+            )
+        # The kernel ends the workers with it, and nobody is left to say how they ended.
+        concerned = [guide for worker in self.workers for guide in self._lost(worker)]
+        for worker, current in [*self._dying.values()]:
+            concerned += self._bury(worker, current, None)
+        self._dying.clear()
+        return concerned
+
+    def _lost(self, worker: Worker) -> list[Guide]:
+        self.selector.unregister(worker.socket)
+        current = worker.current
+        worker.close()
+        self.lanes.remove(worker)
+        if self.template is None:
+            return self._bury(worker, current, None)
+        self._dying[worker.number] = worker, current
+        self.template.ask_how_it_ended(worker)
+        return []
+
+    def _bury(self, worker: Worker, current: int, exit_status: int | None) -> list[Guide]:
+        trial = self._trying.pop(worker, None)
+        if trial is None:
+            return self.lanes.died(worker, current, exit_status)
+        if blames_task(exit_status, None):
+            self._trials.end(trial, TrialResult(is_too_costly=True))
+        else:
+            self._trials.retry(trial)
+        return []
+
+    def _start_trial(self, trial: Trial, template: Template) -> None:
+        try:
+            worker = template.fork(limits.TRIAL_CPU_S, limits.SLOW_NICENESS, limits.TRIAL_MEMORY_MIB)
+        except OSError as error:
+            log.warning("a grammar process was not started", extra={"reason": repr(error)})
+            self._trials.retry(trial)
+            return
+        self.selector.register(worker.socket, selectors.EVENT_READ, worker)
+        self._trying[worker] = trial
+        worker.tasks[_TRIAL_TASK] = trial
+        worker.send([[_TRIAL_TASK, "try", trial.kind, trial.texts]])
+
+    def _end_trial(self, worker: Worker, trial: Trial, result: TrialResult) -> None:
+        del self._trying[worker]
+        self.selector.unregister(worker.socket)
+        worker.close()
+        worker.tasks.clear()
+        self._trials.end(trial, result)
+        if self.template is not None:
+            self._dying[worker.number] = worker, 0
+            self.template.ask_how_it_ended(worker)
+
+
+def _result_of(reply: Any) -> TrialResult:
+    _, (problem, part, is_limit, worst_mask_s), cpu_s, _ = reply
+    is_costly = cpu_s > limits.CHEAP_TRIAL_CPU_S or worst_mask_s > limits.CHEAP_MASK_CPU_S
+    return TrialResult(problem, part, is_costly, is_limit)

@@ -1,0 +1,114 @@
+"""The process that loads the tokenizer and forks grammar workers, so that a new one is there within milliseconds.
+
+    python -P -m penstock.gpu_node.engine.structured.template FD
+
+FD is a socket to the node. The first message brings the tokenizer. Each later one asks for a worker and brings the
+worker's socket and shared page as file descriptors, or asks to kill a worker, or asks how one has ended. The process
+ends when the node's end of the socket closes, and its workers end with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+from llguidance import LLTokenizer
+
+from penstock.gpu_node.engine.structured.frames import frame
+from penstock.gpu_node.engine.structured.worker import WorkerLimits, serve
+
+_PR_SET_PDEATHSIG = 1
+_OOM_SCORE = "500"
+"""Where memory runs out, a grammar process is to end rather than the node."""
+
+
+def _receive(node: socket.socket) -> tuple[Any, list[int]] | None:
+    """The next message with its file descriptors; None once the node has gone."""
+    head, fds, _, _ = socket.recv_fds(node, 4, 2)
+    while head and len(head) < 4:
+        head += node.recv(4 - len(head))
+    if not head:
+        return None
+    body = bytearray()
+    size = int.from_bytes(head, "little")
+    while len(body) < size:
+        part = node.recv(min(1 << 20, size - len(body)))
+        if not part:
+            return None
+        body += part
+    return msgpack.unpackb(bytes(body), strict_map_key=False), list(fds)
+
+
+def _load(node: socket.socket) -> LLTokenizer | None:
+    received = _receive(node)
+    if received is None:
+        return None
+    text, vocab_size, eos_token_ids = received[0]
+    try:
+        tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
+    except Exception as error:
+        # A tokenizer of unknown origin through a foreign parser: it may fail in any way.
+        node.sendall(frame(["failed", str(error)[:500], []]))
+        return None
+    special = [token_id for token_id in range(vocab_size) if tokenizer.is_special_token(token_id)]
+    node.sendall(frame(["ready", "", special]))
+    return tokenizer
+
+
+def _fork(tokenizer: LLTokenizer, node: socket.socket, limits: list[Any], fds: list[int]) -> int:
+    template = os.getpid()
+    pid = os.fork()
+    if pid:
+        for fd in fds:
+            os.close(fd)
+        return pid
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        node.close()
+        if os.getppid() == template:
+            serve(tokenizer, fds[0], fds[1], WorkerLimits(*limits))
+        status = 0
+    except (KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _run(node: socket.socket) -> None:
+    tokenizer = _load(node)
+    if tokenizer is None:
+        return
+    gc.collect()
+    gc.freeze()
+    pids: dict[int, int] = {}
+    while (received := _receive(node)) is not None:
+        (action, worker_id, limits), fds = received
+        if action == "fork":
+            pids[worker_id] = _fork(tokenizer, node, limits, fds)
+        elif action == "kill" and worker_id in pids:
+            # The pid stays this child's until it is waited for.
+            os.kill(pids[worker_id], signal.SIGKILL)
+        elif action == "wait" and worker_id in pids:
+            status = os.waitstatus_to_exitcode(os.waitpid(pids.pop(worker_id), 0)[1])
+            node.sendall(frame(["ended", worker_id, status]))
+
+
+def main() -> None:
+    """Serve the node until it has gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node, whose end ends this process
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+        score.write(_OOM_SCORE)
+    with socket.socket(fileno=int(sys.argv[1])) as node:
+        _run(node)
+
+
+if __name__ == "__main__":
+    main()

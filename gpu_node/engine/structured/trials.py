@@ -1,0 +1,76 @@
+"""Which new grammar is tried out next: tenants in turn, each in its own order."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from penstock.gpu_node.engine.structured.grammar import Kind, TrialResult
+
+MAX_AT_ONCE = 2
+MAX_LOSSES = 3
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """A grammar to be tried out: its text, and behind it the texts of its parts."""
+
+    kind: Kind
+    texts: list[str]
+    num_losses: int = 0
+    result: Future[TrialResult] = field(default_factory=Future)
+
+
+class TrialQueue:
+    """Trials that wait. At most one of a tenant runs while another tenant waits."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[Trial]] = OrderedDict()
+        self._running: dict[Trial, str] = {}
+
+    def add(self, tenant: str, trial: Trial) -> None:
+        """Queue a trial."""
+        self._waiting.setdefault(tenant, deque()).append(trial)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a trial waits or runs."""
+        return bool(self._waiting or self._running)
+
+    def start(self) -> Trial | None:
+        """The next trial, if one may run now."""
+        if len(self._running) >= MAX_AT_ONCE or not self._waiting:
+            return None
+        busy = set(self._running.values())
+        # One slot stays free for the next tenant.
+        tenant = next((one for one in self._waiting if one not in busy), None)
+        if tenant is None:
+            return None
+        waiting = self._waiting.pop(tenant)
+        trial = waiting.popleft()
+        if waiting:
+            self._waiting[tenant] = waiting
+        self._running[trial] = tenant
+        return trial
+
+    def end(self, trial: Trial, result: TrialResult) -> None:
+        """Tell the result of a trial that ran."""
+        self._running.pop(trial, None)
+        trial.result.set_result(result)
+
+    def retry(self, trial: Trial) -> None:
+        """Queue a trial again whose process was lost through no fault of its own; one that is lost often is refused."""
+        tenant = self._running.pop(trial)
+        trial.num_losses += 1
+        if trial.num_losses > MAX_LOSSES:
+            trial.result.set_result(TrialResult(is_too_costly=True))
+        else:
+            self.add(tenant, trial)
+
+    def clear(self) -> list[Trial]:
+        """Take out everything, because no trial can run."""
+        trials = [trial for waiting in self._waiting.values() for trial in waiting] + list(self._running)
+        self._waiting.clear()
+        self._running.clear()
+        return trials

@@ -1,0 +1,20 @@
+"""What tests do with guides outside an engine."""
+
+from __future__ import annotations
+
+from penstock.gpu_node.engine.guide import Guide, GuidedMasks
+from penstock.gpu_node.engine.guides import Guides
+
+MAX_STEPS = 300
+"""A step waits at most a tenth of a second for a mask."""
+
+
+def mask_of(guides: Guides, guide: Guide) -> GuidedMasks:
+    """The mask behind all tokens of a guide, in as many steps as it takes; nothing is allowed once it has failed."""
+    for _ in range(MAX_STEPS):
+        masks = GuidedMasks([guide])
+        guides.write(masks)
+        masks.wait()
+        if not masks.late:
+            return masks
+    raise TimeoutError("no mask")

@@ -1,0 +1,175 @@
+"""Grammars that cost too much are refused or end by name, and the streams beside them go on, token for token."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.engine_runs import check_idle, drain, tokens_of
+
+from penstock.contract.errors import RequestError, TooCostlyError
+from penstock.contract.job import SamplingParams
+from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
+from penstock.gpu_node.engine.records import EngineRequest
+from penstock.gpu_node.engine.structured import host, lanes, limits
+from penstock.gpu_node.engine.structured.grammar import Grammar
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+HOSTILE = "start: " + " | ".join(
+    f"/[a-z]*{LETTERS[i // 676 % 26]}{LETTERS[i // 26 % 26]}{LETTERS[i % 26]}[a-z]*/" for i in range(3000)
+)
+"""With an ordinary vocabulary each mask of it would take seconds, and 100 MiB."""
+REGEX = {"regex": "[a-c]{40,60}"}
+PROMPT = [3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    made = Engine(
+        EngineConfig(model=str(tiny_model), runner="torch", dtype="float32", num_kv_blocks=400, weight_cache=False)
+    )
+    made.generate([PROMPT], _params(REGEX))  # starts the grammar processes
+    yield made
+    made._guides.close()
+
+
+def _params(wanted: dict[str, Any] | None, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": 64, "structured_outputs": wanted, **options})
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # one that tried a grammar out ends by itself
+            os.kill(pid, number)
+
+
+def _run(engine: Engine, during: Callable[[int], None] = lambda step: None) -> list[StepOutput]:
+    """A guided stream and a free one, side by side."""
+    for name, wanted in (("guided", REGEX), ("free", None)):
+        params = _params(wanted, ignore_eos=wanted is None)
+        engine.add(EngineRequest(name, PROMPT, params, seed=7))
+    outputs, step = [], 0
+    while engine.has_work():
+        outputs += engine.step()
+        step += 1
+        during(step)
+    return outputs
+
+
+def test_a_hostile_grammar_is_refused_by_name_within_its_trial(engine: Engine) -> None:
+    with pytest.raises(TooCostlyError) as caught:
+        engine.prepare(_params({"grammar": HOSTILE}))
+    assert (caught.value.code, caught.value.param) == ("too_costly", "structured_outputs.grammar")
+    trials = engine.stats().grammar_trials
+    with pytest.raises(TooCostlyError):
+        engine.prepare(_params({"grammar": HOSTILE}))
+    assert engine.stats().grammar_trials == trials
+
+
+def test_a_trial_that_takes_too_much_time_or_memory_is_killed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "TRIAL_CPU_S", 0.0001)
+    engine = Engine(EngineConfig(model=str(tiny_model), runner="torch", num_kv_blocks=40, weight_cache=False))
+    with pytest.raises(TooCostlyError, match="cannot be kept to: it is too costly"):
+        engine.prepare(_params({"grammar": HOSTILE}))
+    engine._guides.close()
+
+
+def test_a_thousand_texts_with_one_beginning_are_no_trouble(engine: Engine) -> None:
+    texts = ["the same beginning " * 12 + f"{i:04d}" for i in range(1024)]
+    (answer,) = engine.generate([PROMPT], _params({"choice": texts}, max_tokens=400))
+    assert answer.choices[0].text in texts
+    with pytest.raises(ValueError, match="characters together; the limit is 262144"):
+        _params({"choice": ["x" * 1000 + str(i) for i in range(1024)]})
+
+
+def test_a_killed_grammar_process_changes_no_token(engine: Engine) -> None:
+    whole = _run(engine)
+    (template,) = engine._guides.process_ids
+
+    def kill(step: int) -> None:
+        if step in (8, 20):
+            victims = _children(template) if step == 8 else [template]
+            _signal(victims, signal.SIGKILL)
+
+    beside = _run(engine, kill)
+    for name in ("guided", "free"):
+        assert tokens_of(beside, name) == tokens_of(whole, name)
+    assert engine._guides.process_ids != [template]
+    assert engine.stats().grammar_restarts > 0
+    check_idle(engine)
+
+
+def test_a_late_mask_keeps_no_other_row_waiting(engine: Engine) -> None:
+    """While the worker is stopped the free stream goes on, and then the guided one says what it would have said."""
+    whole = _run(engine)
+    (template,) = engine._guides.process_ids
+    last_step_s, longest_s, stopped = time.monotonic(), 0.0, []
+
+    def stop(step: int) -> None:
+        nonlocal last_step_s, longest_s
+        if step == 5:
+            stopped.extend(_children(template))
+        if step in (5, 40):
+            _signal(stopped, signal.SIGSTOP if step == 5 else signal.SIGCONT)
+        if 6 < step < 40:
+            longest_s = max(longest_s, time.monotonic() - last_step_s)
+        last_step_s = time.monotonic()
+
+    beside = _run(engine, stop)
+    for name in ("guided", "free"):
+        assert tokens_of(beside, name) == tokens_of(whole, name)
+    assert engine.stats().late_masks > 30
+    assert longest_s < 10 * host.PATIENCE_S
+    check_idle(engine)
+
+
+def test_a_choice_whose_masks_take_too_long_ends_by_name_and_its_neighbor_does_not(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tokens_of(_run(engine), "free")
+    monkeypatch.setattr(limits, "GUIDE_CPU_S", 0.0)
+    monkeypatch.setattr(limits, "GUIDE_CPU_PER_TOKEN_S", 0.0)
+    outputs = _run(engine)
+    (last,) = (output for output in outputs if output.request_id == "guided" and output.finish_reason)
+    assert last.finish_reason == "error" and isinstance(last.error, TooCostlyError)
+    assert last.error.param == "structured_outputs.regex"
+    assert tokens_of(outputs, "free") == whole
+    check_idle(engine)
+
+
+def test_a_grammar_that_kills_the_worker_of_cheap_ones_goes_on_among_costly_ones(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tokens_of(_run(engine), "guided")
+    properties = {f"field_{i}": {"type": ["string", "null"]} for i in range(400)}
+    wanted = _params({"json": {"type": "object", "properties": properties}})
+    kills = engine.stats().grammar_kills
+    grammar = engine.prepare(wanted)
+    assert isinstance(grammar, Grammar) and not grammar.is_costly
+    monkeypatch.setitem(lanes._CPU_S, "cheap", 0.001)  # its compilation takes twenty times as long
+    (template,) = engine._guides.process_ids
+    _signal(_children(template), signal.SIGKILL)
+    (answer,) = engine.generate([PROMPT], wanted)
+    assert answer.choices[0].text.startswith("{") and answer.choices[0].finish_reason in ("stop", "length")
+    assert grammar.is_costly and engine.stats().grammar_kills == kills + 1
+    monkeypatch.undo()
+    assert tokens_of(_run(engine), "guided") == whole
+
+
+def test_a_log_of_another_form_and_a_grammar_that_was_refused_leave_nothing(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="cannot be kept to"):
+        engine.add(EngineRequest("x", PROMPT, _params({"regex": "(a"}), seed=1))
+    assert drain(engine) == []
+    check_idle(engine)
