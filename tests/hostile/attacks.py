@@ -106,7 +106,7 @@ async def prompt_logprobs_n(a: Attacker) -> None:
     await a.post_all([{"prompt": prompts, "prompt_logprobs": 20, "n": 16, "max_tokens": 1}])
 
 
-@attack("12 histories of 115,000 tool calls (8 MB)", seconds=15.0)
+@attack("12 histories of 112,000 tool calls (8 MB)", seconds=15.0)
 async def tool_histories(a: Attacker) -> None:
     await a.post_all([p.tool_history()] * 12, chat=True)
 

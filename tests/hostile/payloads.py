@@ -30,7 +30,7 @@ def prompt_of(num_tokens: int, number: int = 0) -> list[int]:
     return [1000 + (number * 7919 + i * 31) % 40_000 for i in range(num_tokens)]
 
 
-def tool_history(num_calls: int = 115_000) -> dict[str, Any]:
+def tool_history(num_calls: int = 112_000) -> dict[str, Any]:
     """A chat of 8 MB that has made that many calls."""
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     turns: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
@@ -100,7 +100,7 @@ def schemas() -> list[dict[str, Any]]:
         {"$ref": "#"},
         {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
         {"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"$ref": "#"}}, "required": ["a", "b"]},
-        _nested(500),
+        _nested(300),
         _wide_refs(),
         _all_of(),
         {"not": {"not": {"not": {"enum": texts[:500]}}}},
