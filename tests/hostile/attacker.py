@@ -132,7 +132,11 @@ async def main(name: str, url: str, key: str, model: str, seconds: str, foreign_
 
     began_s = time.monotonic()
     attacker = Attacker(url, key, model, began_s + float(seconds), foreign_place)
-    await ATTACKS[name].run(attacker)
+    try:
+        async with asyncio.timeout(float(seconds) + ATTACKS[name].grace_s):
+            await ATTACKS[name].run(attacker)
+    except TimeoutError:
+        attacker.note("no end within the time")
     got = {"answers": attacker.answers, "samples": attacker.samples, "bytes": attacker.num_bytes}
     print(json.dumps(got | {"figures": attacker.figures, "seconds": time.monotonic() - began_s}))
 

@@ -38,6 +38,8 @@ class Attack:
 
 
 ATTACKS: dict[str, Attack] = {}
+MAX_TOKENS = 300
+"""Of each answer where tokens are counted."""
 TABLE = (
     *("grammar", "grammars", "choice", "prompt_logprobs_n"),
     *("tool_histories", "stored_results", "interactive_flood", "short_then_long"),
@@ -85,7 +87,7 @@ async def grammar(a: Attacker) -> None:
     await a.post_all([body], at_once=2, repeat=True)
 
 
-@attack("a dozen such grammars", refused=True, seconds=20.0)
+@attack("a dozen such grammars", seconds=20.0)
 async def grammars(a: Attacker) -> None:
     bodies = [
         {"prompt": "Say", "structured_outputs": {"grammar": p.alternating_grammar(i)}, "max_tokens": 8}
@@ -131,7 +133,7 @@ async def stored_results(a: Attacker) -> None:
 
 @attack('`priority: "interactive"` from a standard key, 64 streams at once', refused=True)
 async def interactive_flood(a: Attacker) -> None:
-    body = {"prompt": "Say", "priority": "interactive", "stream": True, "ignore_eos": True, "max_tokens": 300}
+    body = {"prompt": "Say", "priority": "interactive", "stream": True, "ignore_eos": True, "max_tokens": 60}
     await a.post_all([body], at_once=64, repeat=True)
 
 
@@ -141,18 +143,18 @@ async def interactive_flood(a: Attacker) -> None:
     stack={"terms": Terms(tokens_per_minute=6000)},
 )
 async def short_then_long(a: Attacker) -> None:
-    used = 0
-    began_s = time.monotonic()
+    used, began_s = 0, time.monotonic()
+    short_until_s = began_s + (a.until_s - began_s) / 3
 
     async def ask(http: httpx.AsyncClient, **fields: Any) -> int:
-        text = await a.post(http, {"prompt": "Say", "max_tokens": 500, **fields})
+        text = await a.post(http, {"prompt": "Say", "max_tokens": MAX_TOKENS, **fields})
         with contextlib.suppress(ValueError, KeyError):
             return int(json.loads(text)["usage"]["total_tokens"])
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         return 0
 
     async with a.http() as http:
-        for _ in range(60):
+        while time.monotonic() < short_until_s:
             used += await ask(http, stop=["e", "a", "i", "o", " "])
 
         async def lane() -> int:
@@ -163,7 +165,7 @@ async def short_then_long(a: Attacker) -> None:
 
         used += sum(await asyncio.gather(*(lane() for _ in range(8))))
     took_s = time.monotonic() - began_s
-    allowed = 6000 / 60 * (took_s + Terms().burst_s) + 500
+    allowed = 6000 / 60 * (took_s + Terms().burst_s) + MAX_TOKENS
     a.figures["tokens used ÷ allowed (rate, burst and one job)"] = used / allowed
 
 

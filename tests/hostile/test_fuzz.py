@@ -16,6 +16,7 @@ from hostile.stack import POOL, Stack, running_stack
 from penstock.cli.demo_model import demo_model
 
 SEED = 16
+NUM_QUICK = 250
 NUM_TINY, NUM_REAL = 15_000, 5_000
 """`make check-full` sends so many to a tiny model, which takes no time of its own, and to the demo model."""
 MAX_HOLD_S = 0.05
@@ -40,10 +41,10 @@ def check(found: Fuzzed, count: int, *, max_hold_s: float) -> None:
     assert found.num_jobs > count // 20, "some were accepted"
 
 
-def test_bodies_get_documented_answers(tmp_path: Path) -> None:
+@pytest.mark.model
+def test_bodies_get_documented_answers(stack: Stack) -> None:
     """Other tests share the machine, so a hold that counts here is a gross one."""
-    with tiny_stack(tmp_path) as stack:
-        check(asyncio.run(Fuzzer(stack, SEED).run(300)), 300, max_hold_s=1.0)
+    check(asyncio.run(Fuzzer(stack, SEED).run(NUM_QUICK)), NUM_QUICK, max_hold_s=1.0)
 
 
 @pytest.mark.slow
