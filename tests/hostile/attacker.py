@@ -1,4 +1,6 @@
-"""`python -m hostile.attacker NAME URL KEY MODEL SECONDS EVENT_ID` carries out one attack, and prints what it got.
+"""`python -m hostile.attacker NAME URL KEY MODEL SECONDS` carries out one attack, and prints what it got for it.
+
+It begins when its stdin says which event another tenant's stream has come to.
 
 A process of its own at the lowest priority: what it spends on its own requests and answers is no part of the figures.
 """
@@ -126,10 +128,13 @@ def label_of(status: int, content: bytes) -> tuple[str, str]:
 Run = Callable[[Attacker], Awaitable[None]]
 
 
-async def main(name: str, url: str, key: str, model: str, seconds: str, foreign_place: str) -> None:
+async def main(name: str, url: str, key: str, model: str, seconds: str) -> None:
     """Carries out one attack."""
     from hostile.attacks import ATTACKS
 
+    # Python's start costs a second of a core: it is over before the attack begins.
+    print("ready", flush=True)
+    foreign_place = sys.stdin.readline().strip()
     began_s = time.monotonic()
     attacker = Attacker(url, key, model, began_s + float(seconds), foreign_place)
     try:

@@ -22,8 +22,8 @@ from hostile.stack import POOL, Stack
 
 QUIET_S = 4.0
 FIRST_EVENTS_S = 60.0
-START_S = 60.0
-"""An attacker's process has started and ended within this time."""
+END_S = 30.0
+"""An attacker's process has ended so long after its last answer."""
 
 MAX_GAP_SHARE, MAX_GAP_S = 1.2, 0.05
 """The neighbor's p99 gap may grow by a fifth, or by so much."""
@@ -119,18 +119,19 @@ async def carry_out(
     stack: Stack, attack: Attack, *, seconds: float | None = None, quiet_s: float = QUIET_S, rounds: int = 1
 ) -> Verdict:
     """Quiet, attack, quiet, by turns; the neighbor's streams go on through all of it."""
-    verdict, windows = Verdict(attack.name), _Windows()
-    answers: Counter[str] = Counter()
+    verdict, windows, answers = Verdict(attack.name), _Windows(), Counter[str]()
+    seconds = seconds or attack.seconds
     async with _beside(stack) as (neighbor, watch):
         async with asyncio.timeout(FIRST_EVENTS_S):
             while neighbor.num_events < 50:
                 await asyncio.sleep(0.05)
         for number in range(rounds):
-            windows.quiet.append(await _sleep(quiet_s))
-            if number == 0:
-                watch.start_anew()
-            began_s = time.monotonic()
-            got = await _attack(stack, attack, seconds or attack.seconds, neighbor.last_event_id)
+            async with _attacker(stack, attack, seconds) as process:
+                windows.quiet.append(await _sleep(quiet_s))
+                if number == 0:
+                    watch.start_anew()
+                began_s = time.monotonic()
+                got = await _attack(process, seconds + attack.grace_s + END_S, neighbor.last_event_id)
             windows.attacked.append((began_s, time.monotonic()))
             windows.afterwards.append(await _sleep(quiet_s))
             answers.update(got["answers"])
@@ -171,15 +172,28 @@ def _note_holds(verdict: Verdict, stack: Stack, window: tuple[float, float]) -> 
     verdict.holders += [f"{hold.process} {hold.held_s:.3f} s: {hold.frames}" for hold in holds[:5]]
 
 
-async def _attack(stack: Stack, attack: Attack, seconds: float, foreign_place: str) -> dict[str, Any]:
-    """What the attacker's process says when it is done."""
-    words = [attack.name, stack.url, stack.keys["attacker"], POOL, str(seconds), foreign_place]
+@contextlib.asynccontextmanager
+async def _attacker(stack: Stack, attack: Attack, seconds: float) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The attacker's process, ready to begin."""
+    words = [attack.name, stack.url, stack.keys["attacker"], POOL, str(seconds)]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "hostile.attacker", *words), env=env, stdout=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(seconds + attack.grace_s + START_S):
-        said, _ = await process.communicate()
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-m", "hostile.attacker", *words)
+    process = await asyncio.create_subprocess_exec(*command, env=env, stdin=pipe, stdout=pipe)
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _attack(process: asyncio.subprocess.Process, patience_s: float, foreign_place: str) -> dict[str, Any]:
+    """What the attacker's process says when it is done."""
+    async with asyncio.timeout(patience_s):
+        said, _ = await process.communicate(f"{foreign_place}\n".encode())
     assert process.returncode == 0, f"the attacker ended with {process.returncode}"
     answer: dict[str, Any] = json.loads(said)
     return answer

@@ -1,4 +1,8 @@
-"""What processes hold in memory while something is done to them, their children included."""
+"""What processes hold in memory while something is done to them, their children included.
+
+A node reserves its KV cache when it starts, and the system gives it the pages as they are first used. That is no growth:
+what the cache's mapping holds is left out.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 SAMPLE_S = 0.05
+KV_CACHE_KIB = 900 << 10
+"""A mapping without a file that is at least so large is a node's KV cache, of 1 GiB by default."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -18,6 +24,8 @@ class MemoryWatch:
         self._pids = pids
         self._first: dict[tuple[str, int], int] = {}
         self._most: dict[tuple[str, int], int] = {}
+        self._cached: dict[int, int] = {}
+        """Bytes of a process's KV cache that were in use at the start."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -36,13 +44,15 @@ class MemoryWatch:
         """What processes hold now is what they had before."""
         self._first.clear()
         self._most.clear()
+        self._cached = {pid: _kv_cache(pid) for pid in self._pids().values()}
         self.look()
 
     def growth(self) -> dict[str, int]:
         """Bytes by which processes grew at most; of several children of one process, the one that grew the most."""
         grown: dict[str, int] = {}
         for (name, pid), most in self._most.items():
-            grown[name] = max(grown.get(name, 0), most - self._first[name, pid])
+            cached = max(0, _kv_cache(pid) - self._cached.get(pid, 0)) if pid in self._cached else 0
+            grown[name] = max(grown.get(name, 0), most - self._first[name, pid] - cached)
         return grown
 
     def _note(self, name: str, pid: int) -> None:
@@ -57,6 +67,21 @@ def _resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
     except (OSError, IndexError):
         return 0
+
+
+def _kv_cache(pid: int) -> int:
+    """Bytes in use of the KV cache's mapping."""
+    size, total = 0, 0
+    try:
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "Size":
+                size = int(value.split()[0])
+            elif name == "Rss" and size >= KV_CACHE_KIB:
+                total += int(value.split()[0]) << 10
+    except OSError:
+        return 0
+    return total
 
 
 def _descendants(pid: int) -> list[int]:

@@ -4,7 +4,7 @@ A thread posts a callback to each running loop every few milliseconds. A callbac
 one, or by native code that kept the interpreter lock. Each hold becomes one JSON line of the file LOOP_PROBE. Of a hold
 by Python code the line has the innermost frames. Times are of the monotonic clock, which all processes share.
 
-A busy machine makes callbacks late too. What the loop's thread waited for a core, as the kernel counts it, is no hold.
+A busy machine makes callbacks late too. The time that a thread waited for a core, as the kernel counts it, is no hold.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LoopWatch:
             while not self._came.wait(1.0):
                 if self._loop.is_closed() or not self._loop.is_running():
                     return
-            waited_s = self._waits.since_last_s() + own_waits.since_last_s()
+            waited_s = max(self._waits.since_last_s(), own_waits.since_last_s())
             self._note(due_s, waited_s, frames)
 
     def _come(self) -> None:
