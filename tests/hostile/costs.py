@@ -1,7 +1,7 @@
 """What processes hold in memory while something is done to them, their children included.
 
-A node reserves its KV cache when it starts, and the system gives it the pages as they are first used. That is no growth:
-what the cache's mapping holds is left out.
+A node reserves its KV cache when it starts, and the system gives it the pages as they are first used. That is no
+growth, so what the cache's mapping holds is left out.
 """
 
 from __future__ import annotations
