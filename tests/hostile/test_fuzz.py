@@ -23,10 +23,29 @@ MAX_HOLD_S = 0.05
 MAX_GROWTH = 200 << 20
 
 
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<tool_call>
+{"name": "the function", "arguments": {}}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or () %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+"""It takes tools, so that their schemas are compiled too."""
+
+
 @contextmanager
 def tiny_stack(folder: Path) -> Iterator[Stack]:
     """The real engine around a model of two layers."""
     model = make_tiny_model(folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
     settings = {"dtype": "float32", "runner": "torch", "num_kv_blocks": 2048, "num_threads": 1}
     with running_stack(model=model, **settings) as stack:
         yield stack
