@@ -83,6 +83,8 @@ class Fuzzer:
 
     async def _lane(self, http: httpx.AsyncClient, numbers: object) -> None:
         for number in numbers:  # type: ignore[attr-defined]
+            if self._stack.ended():
+                return
             case = case_of(self._seed, number, POOL)
             try:
                 await self._send(http, case)
