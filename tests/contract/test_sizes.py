@@ -1,4 +1,4 @@
-"""The table of sizes in PROTOCOL.md says what the code holds."""
+"""The tables of sizes in PROTOCOL.md and of limits in SECURITY.md say what the code holds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tests.source_tree import ROOT
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "h": 3_600_000}
 ROW = re.compile(r"^\| [^|]+ \| ([\d,]+) ?(\w*) \| `([^`:]+):(\w+)` \|$", re.MULTILINE)
 ROWS = [match.groups() for match in ROW.finditer((ROOT / "PROTOCOL.md").read_text())]
+LIMIT = re.compile(r"^\| [^|]+ \| ([\d,]+) ?(\w*) \| [^|]+ \| `([^`:]+):(\w+)` \|$", re.MULTILINE)
+LIMITS = [match.groups() for match in LIMIT.finditer((ROOT / "SECURITY.md").read_text())]
 
 
 def value_in_lua(text: str, name: str) -> int:
@@ -34,16 +36,22 @@ def value_in_python(text: str, name: str) -> int:
     raise AssertionError(name)
 
 
-def test_there_is_such_a_table() -> None:
+def test_there_are_such_tables() -> None:
     assert len(ROWS) > 30
+    in_table = (ROOT / "SECURITY.md").read_text().partition("| field | limit |")[2].count("\n| ")
+    assert len(LIMITS) == in_table > 20
     assert all("_" in name for _, _, _, name in ROWS)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[2]}:{row[3]}")
+@pytest.mark.parametrize("row", [*ROWS, *LIMITS], ids=lambda row: f"{row[2]}:{row[3]}")
 def test_limit_is_what_the_code_says(row: tuple[str, str, str, str]) -> None:
     number, unit, file, name = row
     value = value_in_lua if file.endswith(".lua") else value_in_python
     assert value((ROOT / file).read_text(), name) == int(number.replace(",", "")) * UNITS[unit]
+
+
+def test_every_limit_of_a_caller_stands_in_the_protocol_too() -> None:
+    assert {row[2:] for row in LIMITS} - {row[2:] for row in ROWS} == set()
 
 
 def test_there_are_as_many_classes_in_lua() -> None:

@@ -49,12 +49,17 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def run(command: list[str]) -> None:
+    """Runs a module or a file as Python's own command line does."""
+    sys.argv = command
+    if command[0].endswith(".py"):
+        runpy.run_path(command[0], run_name="__main__")
+    else:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
 if __name__ == "__main__":
     end_with_parent()
     if os.environ.get("FAULT_AT"):
         arm(os.environ["FAULT_AT"])
-    del sys.argv[0]
-    if sys.argv[0].endswith(".py"):
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    else:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    run(sys.argv[1:])

@@ -19,10 +19,13 @@ ARMED = str(Path(__file__).parent / "armed.py")
 class ChildProcess:
     """`python <command>`, which says on stdout in JSON lines what happens. `dies`: see armed.py."""
 
+    runner = ARMED
+    """The script that runs the command."""
+
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, dies: str = "") -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by __exit__
         self._process = subprocess.Popen(
-            [sys.executable, ARMED, *command],
+            [sys.executable, self.runner, *command],
             env=os.environ | env | {"FAULT_AT": dies},
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -80,6 +80,15 @@ def test_a_head_without_an_end_is_cut_off(connection, line):
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "head_too_large"
 
 
+@pytest.mark.parametrize(("size", "is_refused"), [(head.MAX_HEAD_BYTES - 500, False), (head.MAX_HEAD_BYTES, True)])
+@pytest.mark.parametrize("upgrade", [b"", UPGRADES["h2c"]], ids=["plain", "upgrade"])
+def test_a_large_head_in_a_single_read_is_measured_too(connection, size, is_refused, upgrade):
+    time.sleep(0.05)
+    connection.sendall(LINE + upgrade + LENGTH + b"X-Long: " + b"h" * size + b"\r\n\r\n" + BODY)
+    answer = read_answers(connection, 1)
+    assert (b"431" in answer and b"head_too_large" in answer) == is_refused
+
+
 @pytest.mark.parametrize(
     ("begin", "line"),
     [(b"0\r\n", b"x: " + b"y" * 1000 + b"\r\n"), (b"0\r\nx: ", b"y" * 1000), (b"1;", b"y" * 1000)],

@@ -1,0 +1,286 @@
+"""Bodies for the fuzzer: a number gives a request, always the same one."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hostile.forms import TEXTS, random_grammar, random_regex, random_schema, random_value, real_schemas
+
+from penstock.contract import job, structured, tools
+from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.gateway.head import MAX_HEAD_BYTES
+from penstock.gateway.openai.door import MAX_KEY_CHARS
+from penstock.gateway.settings import GatewaySettings
+from penstock.producer.openai.bodies import MAX_PROMPTS
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MAX_BODY_BYTES: int = GatewaySettings.model_fields["max_body_bytes"].default
+MAX_MODEL_CHARS = 256
+"""`model` of a body."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request, and what is known of its answer before it is sent."""
+
+    number: int
+    path: str
+    body: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+    must_refuse: bool = False
+    """One above a limit: nothing but a 4xx will do."""
+    hangs_up: bool = False
+    """The caller leaves when the answer has begun."""
+
+
+def case_of(seed: int, number: int, model: str) -> Case:
+    """The request of that number."""
+    rng = random.Random(f"{seed}:{number}")
+    kind = rng.random()
+    if kind < 0.10:
+        return _at_a_limit(rng, number, model)
+    if kind < 0.18:
+        return _no_body(rng, number, model)
+    return _of_fields(rng, number, model)
+
+
+def _of_fields(rng: random.Random, number: int, model: str) -> Case:
+    is_chat = rng.random() < 0.4
+    body: dict[str, Any] = {"model": model, "max_tokens": rng.choice((1, 2, 3, 8, 24))}
+    if is_chat:
+        body["messages"] = _messages(rng)
+    else:
+        body["prompt"] = _prompt(rng)
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        body.update(_field(rng, is_chat))
+    if rng.random() < 0.45:
+        body.update(_form(rng, is_chat))
+    if rng.random() < 0.4:
+        body["stream"] = True
+    if rng.random() < 0.06:
+        body[rng.choice(list(body))] = random_value(rng)
+    headers = _headers(rng) if rng.random() < 0.08 else {}
+    raw = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass")
+    return Case(number, CHAT if is_chat else COMPLETIONS, raw, headers, hangs_up=rng.random() < 0.05)
+
+
+def _prompt(rng: random.Random) -> Any:
+    texts = ("Say", "x" * rng.randrange(1, 900), "".join(rng.choices(TEXTS, k=9)), "\U0010ffff", " ", "")
+    if rng.random() < 0.02:
+        return "\ud83d"
+    ids = [rng.choice((0, 1, 5, 200, 49_151, 49_152, 1 << 20)) for _ in range(rng.randrange(1, 40))]
+    return rng.choice((*texts, ids, [ids, ids], [texts[0], texts[2]], [texts[0]] * rng.choice((2, 5, 20))))
+
+
+def _messages(rng: random.Random) -> list[Any]:
+    def turn() -> dict[str, Any]:
+        said: dict[str, Any] = {"role": rng.choice(("user", "assistant", "system", "tool", "user", "nobody"))}
+        said["content"] = rng.choice(("hi", [{"type": "text", "text": "hi"}], [{"type": "image_url"}], None, *TEXTS))
+        if rng.random() < 0.1:
+            function = {"name": rng.choice(TEXTS), "arguments": json.dumps(random_value(rng))}
+            said["tool_calls"] = [{"id": rng.choice(TEXTS), "type": "function", "function": function}]
+        if rng.random() < 0.1:
+            said["tool_call_id"] = rng.choice(TEXTS)
+        return said
+
+    usual = [{"role": "user", "content": "hi"}]
+    return [turn() for _ in range(rng.randrange(5))] if rng.random() < 0.4 else usual
+
+
+_NUMBERS = (0, 1, -1, 2, 0.5, 1.0, 16, 17, 20, 21, 100, 1 << 20, (1 << 20) + 1, 1 << 63, 10**30, 1e308, "1", None, True)
+_NUMBER_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "top_logprobs", "max_completion_tokens"),
+    *("best_of", "ignore_eos", "include_stop_str_in_output", "echo", "stream", "store", "parallel_tool_calls"),
+)
+
+
+def _field(rng: random.Random, is_chat: bool) -> dict[str, Any]:
+    kind = rng.random()
+    if kind < 0.5:
+        return {rng.choice(_NUMBER_FIELDS): rng.choice(_NUMBERS)}
+    if kind < 0.6:
+        return {rng.choice(("user", "metadata", "response_format", "suffix", "nonsense", *TEXTS)): random_value(rng)}
+    if kind < 0.7 and is_chat:
+        return {
+            "tools": _tools(rng),
+            "tool_choice": rng.choice(("auto", "required", "none", "x", None, {"type": "function"})),
+        }
+    return rng.choice(
+        (
+            {"stop": [rng.choice(TEXTS) for _ in range(rng.randrange(4))]},
+            {"stop": rng.choice(TEXTS)},
+            {"stop_token_ids": [rng.randrange(-1, 50_000) for _ in range(rng.randrange(4))]},
+            {"bad_words": [rng.choice(TEXTS) for _ in range(rng.randrange(4))]},
+            {
+                "logit_bias": {
+                    str(rng.randrange(-1, 50_000)): rng.choice((1, -100, 100, 101, 0.5, None)) for _ in range(3)
+                }
+            },
+            {"stream": True, "stream_options": rng.choice(({"include_usage": True}, {}, None, {"x": 1}, 5))},
+            {"priority": rng.choice(("interactive", "standard", "batch", "urgent", 0, None))},
+            {"logprobs": True, "top_logprobs": 3} if is_chat else {"logprobs": 3, "echo": True},
+        )
+    )
+
+
+def _tools(rng: random.Random) -> Any:
+    def tool() -> Any:
+        function = {"name": rng.choice(("f", *TEXTS)), "parameters": random_schema(rng), "strict": rng.random() < 0.5}
+        return {"type": "function", "function": function} if rng.random() < 0.9 else random_value(rng)
+
+    return [tool() for _ in range(rng.randrange(4))]
+
+
+def _form(rng: random.Random, is_chat: bool) -> dict[str, Any]:
+    def schema() -> Any:
+        known = real_schemas()
+        return rng.choice(known) if known and rng.random() < 0.5 else random_schema(rng)
+
+    kind = rng.random()
+    if kind < 0.3:
+        return {"structured_outputs": {"json": schema()}}
+    if kind < 0.5:
+        named = {"name": "a", "schema": schema(), "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": named}}
+    if kind < 0.7:
+        return {"structured_outputs": {"regex": random_regex(rng, 6)}}
+    if kind < 0.85:
+        return {"structured_outputs": {"grammar": random_grammar(rng)}}
+    if kind < 0.95:
+        return {"structured_outputs": {"choice": [rng.choice(TEXTS) + str(i) for i in range(rng.choice((1, 3, 200)))]}}
+    return {
+        "structured_outputs": rng.choice(({"json_object": True}, {}, {"json": "{"}, {"regex": "a", "choice": ["b"]}))
+    }
+
+
+def _headers(rng: random.Random) -> dict[str, str]:
+    job_id = "hostile.01890000-0000-7000-8000-000000000000"
+    return rng.choice(
+        (
+            {"idempotency-key": f"k{rng.randrange(50)}"},
+            {"idempotency-key": ""},
+            {"last-event-id": f"{job_id}:{rng.choice((0, 5, 10**9))}:{rng.choice((0, 5, 10**12))}"},
+            {"last-event-id": "nonsense"},
+            {"content-type": "text/plain"},
+            {"content-encoding": "gzip"},
+            {"x-own": "y" * 3000},
+            {"authorization": "Bearer pk-0123456789abcdef-x"},
+            {"accept": "text/event-stream"},
+        )
+    )
+
+
+def _no_body(rng: random.Random, number: int, model: str) -> Case:
+    """What is no JSON object, or hardly one."""
+    valid = json.dumps({"model": model, "prompt": "Say", "max_tokens": 2}).encode()
+    at = rng.randrange(len(valid))
+    deep = rng.choice((10, 1000, 50_000))
+    raw = rng.choice(
+        (
+            valid[:at],
+            valid[:at] + bytes([rng.randrange(256)]) + valid[at + 1 :],
+            b"",
+            b"null",
+            b"[]",
+            b"\xef\xbb\xbf" + valid,
+            b"\xff\xfe{",
+            valid * 2,
+            b"[" * deep,
+            b'{"a":' * deep,
+            valid[:-1] + b', "n": NaN}',
+            valid[:-1] + b', "n": 1, "n": 2}',
+            valid[:-1] + b', "metadata": ' + b"[" * deep + b"]" * deep + b"}",
+            valid[:-1] + b', "seed": ' + b"9" * rng.choice((19, 20, 4301, 100_000)) + b"}",
+            valid[:-1] + b', "user": "\\ud800"}',
+            valid.decode().encode("utf-16"),
+        )
+    )
+    return Case(number, rng.choice((COMPLETIONS, CHAT)), raw)
+
+
+def _texts(count: int, chars: int) -> list[str]:
+    return [f"{i:06d}".ljust(chars, "q")[:chars] for i in range(count)]
+
+
+Limited = Callable[[int], dict[str, Any]]
+
+
+def _call(**function: Any) -> dict[str, Any]:
+    call = {"id": "i", "type": "function", "function": {"name": "f", "arguments": "{}", **function}}
+    return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]}
+
+
+def _calls(count: int) -> dict[str, Any]:
+    body = _call()
+    body["messages"][1]["tool_calls"] *= count
+    return body
+
+
+def _offered(count: int) -> dict[str, Any]:
+    function = {"type": "function", "function": {"name": "f"}}
+    return {"messages": [{"role": "user", "content": "x"}], "tools": [function] * count}
+
+
+LIMITS: dict[str, tuple[int, Limited]] = {
+    "n": (job.MAX_CHOICES, lambda v: {"n": v, "max_tokens": 1}),
+    "stop": (job.MAX_STOP_STRINGS, lambda v: {"stop": _texts(v, 9)}),
+    "stop characters": (job.MAX_STOP_STRING_CHARS, lambda v: {"stop": ["s" * v]}),
+    "stop_token_ids": (job.MAX_STOP_TOKEN_IDS, lambda v: {"stop_token_ids": list(range(v))}),
+    "bad_words": (job.MAX_BAD_WORDS, lambda v: {"bad_words": _texts(v, 9)}),
+    "bad_words characters": (job.MAX_STOP_STRING_CHARS, lambda v: {"bad_words": ["b" * v]}),
+    "logit_bias": (job.MAX_LOGIT_BIASES, lambda v: {"logit_bias": {str(i): 1 for i in range(v)}}),
+    "logprobs": (MAX_LOGPROBS, lambda v: {"logprobs": v}),
+    "prompt_logprobs": (MAX_LOGPROBS, lambda v: {"prompt_logprobs": v}),
+    "max_tokens": (job.MAX_TOKENS_LIMIT, lambda v: {"max_tokens": v, "stop": [" ", "e", "a"], "n": 1}),
+    "prompts": (MAX_PROMPTS, lambda v: {"prompt": ["x"] * v, "max_tokens": 1}),
+    "messages": (job.MAX_MESSAGES, lambda v: {"messages": [{"role": "user", "content": ""}] * v}),
+    "model": (MAX_MODEL_CHARS, lambda v: {"model": "m" * v}),
+    "regex characters": (structured.MAX_REGEX_CHARS, lambda v: {"structured_outputs": {"regex": "r" * v}}),
+    "grammar characters": (
+        structured.MAX_GRAMMAR_CHARS,
+        lambda v: {"structured_outputs": {"grammar": 'start: "x"'.ljust(v)}},
+    ),
+    "choice": (structured.MAX_ALTERNATIVES, lambda v: {"structured_outputs": {"choice": _texts(v, 8)}}),
+    "choice characters": (structured.MAX_ALTERNATIVE_CHARS, lambda v: {"structured_outputs": {"choice": ["c" * v]}}),
+    "schema characters": (
+        structured.MAX_GRAMMAR_CHARS,
+        lambda v: {"structured_outputs": {"json": '{"type": "null"}'.ljust(v)}},
+    ),
+    "tools": (tools.MAX_TOOLS, _offered),
+    "calls": (tools.MAX_CALLS, _calls),
+    "name of a called function": (tools.MAX_FUNCTION_NAME_CHARS, lambda v: _call(name="f" * v)),
+    "arguments of a call": (tools.MAX_ARGUMENTS_CHARS, lambda v: _call(arguments='{"a": "' + "x" * (v - 9) + '"}')),
+    "head": (MAX_HEAD_BYTES, lambda v: {}),
+    "idempotency key": (MAX_KEY_CHARS, lambda v: {}),
+    "body": (MAX_BODY_BYTES, lambda v: {}),
+}
+"""What is limited, the limit, and a body that says so much of it."""
+_RARE = ("body", "arguments of a call", "messages")
+"""They are large."""
+
+
+def _at_a_limit(rng: random.Random, number: int, model: str) -> Case:
+    name = rng.choice(list(LIMITS))
+    if name in _RARE and rng.random() < 0.8:
+        name = "n"
+    limit, fields = LIMITS[name]
+    value = limit + rng.choice((-1, 0, 1))
+    body = {"model": model, "max_tokens": 2, **fields(value)}
+    path = CHAT if "messages" in body else COMPLETIONS
+    if path == COMPLETIONS:
+        body.setdefault("prompt", f"{number}")
+    headers: dict[str, str] = {}
+    raw = json.dumps(body).encode()
+    if name == "body":
+        raw = raw.ljust(value)
+    elif name == "head":
+        # What else the head holds has some hundred bytes.
+        headers = {"x-long": "h" * (value if value > limit else limit - 2000)}
+    elif name == "idempotency key":
+        headers = {"idempotency-key": f"{number}".ljust(value, "k")}
+    return Case(number, path, raw, headers, must_refuse=value > limit)

@@ -1,0 +1,110 @@
+"""`python -m hostile.report`: carries out the catalogue and writes the figures to ops/bench/results/hostile.md.
+
+`--label` names the column, so that two versions of the code stand side by side: `before` and `after`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from hostile.attacks import ATTACKS, TABLE, Attack
+from hostile.campaign import Verdict, carry_out
+from hostile.stack import running_stack
+
+from penstock.cli.demo_model import demo_model
+
+RESULTS = Path(__file__).parents[2] / "ops" / "bench" / "results"
+_HEAD = """# Hostile tenants
+
+Made by `python -m hostile.report`; `ops/bench/README.md` says how. Each attack comes from a tenant of its own. Two
+streams of another tenant run beside it on the same gateway and the same node (the demo model).
+
+- "p99 gap" is the 99th percentile of the time between two events of the neighbor: undisturbed → during the attack / in
+  the seconds after it. A long gap counts as often as undisturbed ones would have fitted into it.
+- "Longest" is the neighbor's longest gap during the attack.
+- "Held" is the longest time for which one callback, or native code with the interpreter lock, held up the event loop of
+  the gateway / of the node.
+- "Grew" is the process whose resident memory grew the most.
+- Rows marked ⚖ put honest work beside the neighbor. They show what sharing a node costs by itself.
+"""
+
+
+def run_one(attack: Attack, seconds: float | None, rounds: int) -> Verdict:
+    """One attack on a stack of its own."""
+    with running_stack(model=demo_model(), **attack.stack) as stack:
+        return asyncio.run(carry_out(stack, attack, seconds=seconds, rounds=rounds))
+
+
+def record(label: str, verdict: Verdict, results: Path) -> None:
+    """Replaces one row of one column."""
+    path = results / "hostile.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known.setdefault(verdict.attack, {})[label] = verdict.as_dict()
+    path.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    (results / "hostile.md").write_text(_HEAD + _table(known))
+
+
+def _table(known: dict[str, dict[str, Any]]) -> str:
+    ordered = [*TABLE, *(name for name in ATTACKS if name not in TABLE)]
+    head = [
+        "attack",
+        "run",
+        "p99 gap ms",
+        "longest s",
+        "held ms (gateway / node)",
+        "grew MiB",
+        "ended",
+        "the attacker got",
+    ]
+    lines = [head, ["---"] * len(head)]
+    for name in ordered:
+        for label, verdict in known.get(name, {}).items():
+            mark = "⚖ " if ATTACKS[name].load else ""
+            lines.append([mark + ATTACKS[name].what.replace("|", "\\|"), label, *_cells(Verdict(**verdict))])
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cells(verdict: Verdict) -> list[str]:
+    name, size = max(verdict.growth.items(), key=lambda item: item[1], default=("", 0))
+    held = " / ".join(_ms(verdict.holds_s.get(process, 0.0)) for process in ("gateway", "node"))
+    ended = ", ".join(f"{process} ({status})" for process, status in verdict.ended.items())
+    got = [f"{count} × {label}" for label, count in sorted(verdict.answers.items(), key=lambda item: -item[1])[:3]]
+    got += [f"{figure}: {value:.2f}" for figure, value in verdict.figures.items()]
+    return [
+        f"{_ms(verdict.quiet_p99_s)} → {_ms(verdict.attacked_p99_s)} / {_ms(verdict.afterwards_p99_s)}",
+        f"{verdict.longest_gap_s:.2f}",
+        held,
+        f"{size >> 20} ({name})",
+        ended or "–",
+        ", ".join(got),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f}"
+
+
+def main() -> None:
+    """Reads what is asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("attacks", nargs="*", help=f"names of {', '.join(ATTACKS)}; none: those of the table; all: all")
+    parser.add_argument("--label", default="after")
+    parser.add_argument("--seconds", type=float, help="for how long each attack sends new requests")
+    parser.add_argument("--rounds", type=int, default=1, help="quiet and attack by turns, so often")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    names = ATTACKS if args.attacks == ["all"] else args.attacks or TABLE
+    for name in names:
+        verdict = run_one(ATTACKS[name], args.seconds, args.rounds)
+        record(args.label, verdict, args.results)
+        print(f"{name}: {' | '.join(_cells(verdict))}", flush=True)
+        for line in (*verdict.problems(ATTACKS[name]), *verdict.holders[:3]):
+            print(f"    {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

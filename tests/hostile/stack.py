@@ -1,0 +1,158 @@
+"""Redis, a node and a gateway as processes of their own, with API keys of two tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fakes.child_process import ChildProcess
+from fakes.node_process import NodeProcess
+from faults.processes import GatewayProcess
+from faults.redis_process import RedisProcess
+
+from penstock.contract.audit import Finding, audit
+from penstock.contract.broker.admin import AdminBroker
+from penstock.contract.broker.connection import connect
+from penstock.contract.broker.key_store import KeyStore
+from penstock.contract.terms import Terms
+
+PROBE = str(Path(__file__).parent / "probe.py")
+POOL = "hostile"
+STALL_AFTER_S = 30.0
+"""A node whose engine hangs ends itself then; the default of two minutes would only make tests longer."""
+
+
+class ProbedNode(NodeProcess):
+    """A node whose loops are watched."""
+
+    runner = PROBE
+
+
+class ProbedGateway(GatewayProcess):
+    """A gateway whose loops are watched."""
+
+    runner = PROBE
+
+
+@dataclass(frozen=True)
+class Hold:
+    """What held up a loop of a process, and for how long."""
+
+    process: str
+    at_s: float
+    held_s: float
+    frames: str
+
+
+class Stack:
+    """All processes, from `start` to `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._exit = ExitStack()
+        self.redis: RedisProcess
+        self.processes: dict[str, ChildProcess] = {}
+        self.url = ""
+        self.keys: dict[str, str] = {}
+        """API keys by tenant: `neighbor`, `attacker` and, for figures of everybody, `admin`."""
+
+    def start(self, *, model: Path | None, maxmemory: str = "1gb", terms: Terms | None = None, **node: Any) -> None:
+        """Starts everything. `terms` are the attacker's; without a model the reference node serves."""
+        options = {"appendonly": "no", "maxmemory": maxmemory, "maxmemory-policy": "noeviction"}
+        self.redis = self._exit.enter_context(RedisProcess(self._folder / "redis", **options))
+        self.keys = asyncio.run(_new_keys(self.redis.url, terms or Terms()))
+        settings = {"pool": POOL, "stall_after_s": STALL_AFTER_S, **node}
+        if model is not None:
+            settings["model"] = model
+        with self._probed("node"):
+            node_process = ProbedNode(self.redis.url, **settings)
+        with self._probed("gateway"):
+            gateway = ProbedGateway(self.redis.url)
+        self.processes = {"node": node_process, "gateway": gateway}
+        for process in self.processes.values():
+            self._exit.callback(process.close)
+        node_process.wait_ready()
+        self.url = gateway.wait_ready().url
+
+    @contextmanager
+    def _probed(self, name: str) -> Iterator[None]:
+        os.environ["LOOP_PROBE"] = str(self._folder / f"{name}.holds")
+        try:
+            yield
+        finally:
+            del os.environ["LOOP_PROBE"]
+
+    def pids(self) -> dict[str, int]:
+        """Processes by name that still run, Redis among them."""
+        alive = {name: process.pid for name, process in self.processes.items() if process.is_running}
+        return alive | {"redis": self.redis.pid}
+
+    def ended(self) -> dict[str, int]:
+        """Exit statuses of processes that have ended."""
+        return {name: process.wait() for name, process in self.processes.items() if not process.is_running}
+
+    def holds(self, since_s: float, until_s: float) -> list[Hold]:
+        """What held up loops between two moments of the monotonic clock."""
+        return [hold for hold in self._all_holds() if since_s <= hold.at_s + hold.held_s and hold.at_s <= until_s]
+
+    def _all_holds(self) -> Iterator[Hold]:
+        for name in self.processes:
+            path = self._folder / f"{name}.holds"
+            for line in path.read_text().splitlines() if path.exists() else ():
+                data = json.loads(line)
+                yield Hold(name, data["at"], data["held_s"], data["frames"])
+
+    def client(self, tenant: str, **options: Any) -> httpx.AsyncClient:
+        """HTTP on behalf of a tenant."""
+        headers = {"authorization": f"Bearer {self.keys[tenant]}"}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, **{"timeout": 60.0, **options})
+
+    async def audit(self) -> list[Finding]:
+        """What in Redis does not agree with the jobs."""
+        redis = connect(self.redis.url)
+        try:
+            return await audit(AdminBroker(redis), POOL)
+        finally:
+            await redis.aclose()
+
+    def close(self) -> None:
+        """Ends everything."""
+        self._exit.close()
+
+
+@contextmanager
+def running_stack(**options: Any) -> Iterator[Stack]:
+    """A stack in a folder of its own; the processes' logs are shown when the block fails."""
+    folder = Path(tempfile.mkdtemp(prefix="hostile-"))
+    stack = Stack(folder)
+    try:
+        stack.start(**options)
+        yield stack
+    except BaseException:
+        for name, process in stack.processes.items():
+            print(f"== {name}, running: {process.is_running}\n{process.log[-8000:]}")
+        raise
+    finally:
+        stack.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _new_keys(redis_url: str, terms: Terms) -> dict[str, str]:
+    redis = connect(redis_url)
+    try:
+        store = KeyStore(redis)
+        neighbor, _ = await store.add("neighbor", ["infer"], Terms())
+        attacker, _ = await store.add("attacker", ["infer"], terms)
+        admin, _ = await store.add("operator", ["infer", "admin"], Terms())
+    finally:
+        await redis.aclose()
+    return {"neighbor": neighbor, "attacker": attacker, "admin": admin}

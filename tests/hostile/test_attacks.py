@@ -1,0 +1,34 @@
+"""The catalogue of attacks at the front door, each beside a neighbor that must not notice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hostile.attacks import ATTACKS
+from hostile.campaign import carry_out
+from hostile.stack import Stack, running_stack
+
+from penstock.cli.demo_model import demo_model
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300), pytest.mark.usefixtures("demo_file")]
+QUICK = ("forged_places", "odd_heads")
+"""They need no time of their own."""
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_attack_is_refused_and_the_neighbor_keeps_its_stream(stack: Stack, name: str) -> None:
+    """Other tests share the machine, so this one judges what happened, not how long it took."""
+    verdict = asyncio.run(carry_out(stack, ATTACKS[name], seconds=0.5, quiet_s=0.3))
+    assert verdict.answers
+    timed = ("p99", "loop")
+    assert [problem for problem in verdict.problems(ATTACKS[name]) if not any(word in problem for word in timed)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack_does_not_hurt_the_neighbor(name: str) -> None:
+    attack = ATTACKS[name]
+    with running_stack(model=demo_model(), **attack.stack) as stack:
+        verdict = asyncio.run(carry_out(stack, attack))
+    assert verdict.problems(attack) == [], verdict

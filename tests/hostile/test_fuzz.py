@@ -1,0 +1,95 @@
+"""Bodies made of numbers: each gets a documented answer, and all that is accepted ends once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fakes.tiny_model import make_tiny_model
+from hostile.bodies import LIMITS, case_of
+from hostile.fuzz import Fuzzed, Fuzzer
+from hostile.stack import POOL, Stack, running_stack
+
+from penstock.cli.demo_model import demo_model
+
+SEED = 16
+NUM_QUICK = 250
+NUM_TINY, NUM_REAL = 15_000, 5_000
+"""`make check-full` sends so many to a tiny model, which takes no time of its own, and to the demo model."""
+MAX_HOLD_S = 0.05
+MAX_GROWTH = 200 << 20
+
+
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<tool_call>
+{"name": "the function", "arguments": {}}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or () %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+"""It takes tools, so that their schemas are compiled too."""
+
+
+@contextmanager
+def tiny_stack(folder: Path) -> Iterator[Stack]:
+    """The real engine around a model of two layers."""
+    model = make_tiny_model(folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    settings = {"dtype": "float32", "runner": "torch", "num_kv_blocks": 2048, "num_threads": 1}
+    with running_stack(model=model, **settings) as stack:
+        yield stack
+
+
+def check(found: Fuzzed, count: int, *, max_hold_s: float) -> None:
+    """Nothing to complain of; the longest holds are shown with what held."""
+    assert found.num_bodies == count
+    assert found.complaints[:20] == []
+    assert [hold for hold in found.holds if hold.held_s > max_hold_s] == []
+    assert {name: size >> 20 for name, size in found.growth.items() if size > MAX_GROWTH} == {}
+    assert found.num_jobs > count // 20, "some were accepted"
+
+
+@pytest.mark.model
+def test_bodies_get_documented_answers(stack: Stack) -> None:
+    """Other tests share the machine, so a hold that counts here is a gross one."""
+    check(asyncio.run(Fuzzer(stack, SEED).run(NUM_QUICK)), NUM_QUICK, max_hold_s=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_thousands_of_bodies_hold_up_no_loop(tmp_path: Path) -> None:
+    with tiny_stack(tmp_path) as stack:
+        check(asyncio.run(Fuzzer(stack, SEED).run(NUM_TINY)), NUM_TINY, max_hold_s=MAX_HOLD_S)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(1500)
+def test_thousands_of_bodies_hold_up_no_loop_of_a_real_model() -> None:
+    with running_stack(model=demo_model()) as stack:
+        found = asyncio.run(Fuzzer(stack, SEED).run(NUM_REAL, first=NUM_TINY))
+    check(found, NUM_REAL, max_hold_s=MAX_HOLD_S)
+
+
+def test_a_number_gives_the_same_body_every_time() -> None:
+    assert [case_of(SEED, number, POOL) for number in range(200)] == [
+        case_of(SEED, number, POOL) for number in range(200)
+    ]
+    assert case_of(SEED, 1, POOL) != case_of(SEED + 1, 1, POOL)
+
+
+def test_every_limit_is_tried_from_both_sides() -> None:
+    cases = [case_of(SEED, number, POOL) for number in range(6000)]
+    above, below = sum(case.must_refuse for case in cases), sum(not case.must_refuse for case in cases)
+    assert above > 5 * len(LIMITS) and below > above
