@@ -108,7 +108,9 @@ class NodeSettings(Settings):
     max_draft_tokens: int = Field(8, ge=1, le=64)
     """Most tokens that a sequence has computed ahead in one step."""
     num_threads: int | None = Field(None, ge=1)
-    """CPU threads of the model; else all cores that the process may use."""
+    """CPU threads of the model; else one for each core that the process may use, by its affinity and its CPU quota."""
+    reserved_cores: int = Field(0, ge=0)
+    """Cores to leave to other processes, where num_threads is not given; one thread always computes."""
     weight_cache: bool = True
     """Whether the native runner's packed weights lie in a file of the cache folder that the machine's nodes map."""
 

@@ -83,6 +83,9 @@ class EngineConfig(BaseModel):
     max_draft_tokens: int = Field(8, ge=1, le=64)
     """Most tokens that a sequence drafts for a step."""
     num_threads: int | None = Field(None, ge=1)
+    """CPU threads that compute; None: one for each core that the process may use, by its affinity and its CPU quota."""
+    reserved_cores: int = Field(0, ge=0)
+    """Cores to leave to other processes when `num_threads` is None; one thread always computes."""
     weight_cache: bool = True
     """Whether the native runner's packed weights lie in a file that all processes of the machine map."""
     deterministic: bool = False
@@ -113,6 +116,8 @@ class EngineConfig(BaseModel):
     def _limits_agree(self) -> Self:
         if self.num_kv_blocks is not None and self.kv_cache_tokens is not None:
             raise ValueError("give num_kv_blocks or kv_cache_tokens, not both")
+        if self.num_threads is not None and self.reserved_cores:
+            raise ValueError("give num_threads or reserved_cores, not both")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

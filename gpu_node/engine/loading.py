@@ -39,6 +39,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
         max_num_batched_tokens=config.max_num_batched_tokens,
         deterministic=config.deterministic,
         num_threads=config.num_threads,
+        reserved_cores=config.reserved_cores,
         weight_cache=config.weight_cache,
         lora=config.lora,
         lora_dir=config.lora_dir,

@@ -260,6 +260,8 @@ class RunnerOptions:
     gpu_memory_utilization: float | None = None
     cpu_offload_gib: float = 0.0
     max_num_batched_tokens: int = 512
+    reserved_cores: int = 0
+    """Cores to leave to other processes where `num_threads` is None."""
     deterministic: bool = False
     """Whether a card may not cut contexts by the size of the batch, nor sums of products at all."""
     weight_cache: bool = True

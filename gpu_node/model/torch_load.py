@@ -20,6 +20,7 @@ from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.gpu_node.model.torch_runner import TorchRunner
 from penstock.gpu_node.model.torch_weights import map_weights
+from penstock.kernels.cpu.probe import usable_cores
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -31,8 +32,9 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
     if options.quantization not in ("auto", "none"):
         others = "the native runner has int8, int8_group and int4, a card int8, int4 and fp8"
         raise ConfigError(f"quantization {options.quantization} cannot be had: torch has auto and none, {others}")
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
+    # Torch knows the affinity, but not the CPU quota of a container.
+    most = max(1, usable_cores() - options.reserved_cores)
+    torch.set_num_threads(options.num_threads or min(torch.get_num_threads(), most))
     spec, name = described.spec, _choose_dtype(options.dtype, described.stored_dtype)
     dtype = _DTYPES[name]
     if options.kv_cache_dtype not in ("auto", name):

@@ -238,14 +238,18 @@ class NativeModel:
         """
         self._check(self._library.penstock_step_start(self._handle, c.byref(plan)))
 
-    def wait(self) -> None:
-        """Until the step is done; nothing once the model is closed."""
-        if self._free.alive:
-            self._library.penstock_step_wait(self._handle)
+    def wait(self) -> int:
+        """Wait for the step; return how many threads computed it, 0 once the model is closed.
 
-    def take_long_turns(self) -> None:
-        """Let the calling thread, which will compute steps, give way as the model's own do; see long_turns.h."""
-        self._library.penstock_take_long_turns()
+        They are fewer than the model has while other processes take the cores of some.
+        """
+        return int(self._library.penstock_step_wait(self._handle)) if self._free.alive else 0
+
+    def bind_thread(self) -> None:
+        """Say that the calling thread does nothing but start steps and wait for them: it stays on the first core, if the
+        model's threads stay on cores, and is scheduled as they are (src/team.h).
+        """
+        self._library.penstock_bind_thread(self._handle)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero blocks of the cache in every layer."""
@@ -274,8 +278,8 @@ def _open(path: Path) -> Any:
     pointer, number = c.c_void_p, c.c_int
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "penstock_isa": (c.c_char_p, []),
-        "penstock_take_long_turns": (None, []),
         "penstock_model_new": (c.c_char_p, [pointer, number, pointer, pointer]),
+        "penstock_bind_thread": (None, [pointer]),
         "penstock_model_free": (None, [pointer]),
         "penstock_matrix_new": (c.c_char_p, [pointer, *[number] * 5, pointer]),
         "penstock_matrix_bytes": (pointer, [pointer, number, number, pointer]),
@@ -285,7 +289,7 @@ def _open(path: Path) -> Any:
         "penstock_window_set": (None, [pointer, number, number]),
         "penstock_adapter_set": (c.c_char_p, [pointer, *[number] * 3, pointer, number, pointer]),
         "penstock_step_start": (c.c_char_p, [pointer, pointer]),
-        "penstock_step_wait": (None, [pointer]),
+        "penstock_step_wait": (number, [pointer]),
         "penstock_clear_blocks": (None, [pointer, pointer, number]),
     }
     for name, (result, arguments) in signatures.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import ceil
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -30,11 +30,14 @@ def best_isa(flags: Iterable[str]) -> Isa | None:
     return next((isa for isa, required in REQUIRED_FLAGS.items() if required <= frozenset(flags)), None)
 
 
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: its affinity, or less where a container's quota says so."""
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process may use: its affinity, or less where a control group's CPU quota says so.
+
+    A quota of 1.5 CPUs counts as two cores: two threads run three quarters of the time, one thread half as fast always.
+    """
     cores = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota(cgroup)
-    return cores if quota is None else max(1, min(cores, ceil(quota)))
+    quotas = [quota for group in _cpu_groups(cgroups, own) if (quota := _cpu_quota(group)) is not None]
+    return max(1, min(cores, *map(ceil, quotas))) if quotas else cores
 
 
 def cores_to_stay_on(num_threads: int) -> list[int]:
@@ -43,15 +46,34 @@ def cores_to_stay_on(num_threads: int) -> list[int]:
     return cores if num_threads == len(cores) > 1 else []
 
 
-def _cgroup_quota(cgroup: Path) -> float | None:
-    """CPU time over wall time that the process's control group allows, by version 2 or 1 of the interface."""
+def _cpu_groups(cgroups: Path, own: Path) -> Iterator[Path]:
+    """Control groups that limit this process's CPU time, by version 2 or 1 of the interface: its own, and those around it.
+
+    Inside a container its own group is the root of what is mounted, whatever path the kernel names.
+    """
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    yield from (cgroups, cgroups / "cpu")
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "cpu" in controllers.split(","):
+            mounted = cgroups / controllers if controllers else cgroups
+            group = mounted / path.lstrip("/")
+            yield from (one for one in (group, *group.parents) if one != mounted and one.is_relative_to(mounted))
+            yield mounted
+
+
+def _cpu_quota(group: Path) -> float | None:
+    """CPU time over wall time that a control group allows; None where it has no limit."""
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         pass
     try:
-        allowed = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
-        return None if allowed < 0 else allowed / int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
+        allowed = int((group / "cpu.cfs_quota_us").read_text())
+        return None if allowed < 0 else allowed / int((group / "cpu.cfs_period_us").read_text())
     except (OSError, ValueError):
         return None

@@ -44,7 +44,7 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     isa, library = _kernels(progress)
     spec, kv_format = described.spec, _KV_FORMATS[options.kv_cache_dtype]
     sizes = cache_sizes(described, options, _kv_token_bytes(spec, kv_format))
-    threads = options.num_threads or usable_cores()
+    threads = options.num_threads or max(1, usable_cores() - options.reserved_cores)
     native_spec = _native_spec(described, options, sizes.num_blocks, kv_format)
     cores = cores_to_stay_on(threads)
     try:
@@ -67,8 +67,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     _log.info("native runner", extra=facts)
     adapters = NativeAdapters(model, described, turned=turned)
-    core = cores[0] if cores else None
-    return NativeRunner(model, adapters, sizes, vocab_size=spec.vocab_size, core=core), arithmetic
+    runner = NativeRunner(model, adapters, sizes, vocab_size=spec.vocab_size, num_threads=threads)
+    return runner, arithmetic
 
 
 def _kernels(progress: Progress) -> tuple[Isa, Path]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,6 +21,8 @@ from penstock.gpu_node.model.protocol import (
 )
 from penstock.kernels.cpu.library import NativeModel, NativePlan
 
+_log = logging.getLogger(__name__)
+
 
 class NativeRunner:
     """Runs each step on the model's own threads; `submit` only starts them."""
@@ -34,14 +36,16 @@ class NativeRunner:
         sizes: CacheSizes,
         *,
         vocab_size: int,
-        core: int | None = None,
+        num_threads: int,
     ) -> None:
-        """`core` is the one that the model's own threads leave free."""
         self._model = model
         self._adapters = adapters
         self._sizes = sizes
         self._vocab_size = vocab_size
-        self._core = core
+        self._num_threads = num_threads
+        self._is_warned = False
+        self.num_threads_in_use = num_threads
+        """Threads that computed the last step: fewer than there are while other processes take the cores of some."""
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -54,12 +58,8 @@ class NativeRunner:
         return True
 
     def bind_thread(self) -> None:
-        """Keep the calling thread on the core that the model's own threads leave free, if they leave one; see
-        long_turns.h for how it shares that core with others.
-        """
-        self._model.take_long_turns()
-        if self._core is not None:
-            os.sched_setaffinity(0, {self._core})
+        """Schedule the calling thread as the model's own threads, which leave it a core where each has one."""
+        self._model.bind_thread()
 
     def submit(self, plan: StepPlan) -> _Flight:
         """Start a step."""
@@ -73,7 +73,7 @@ class NativeRunner:
                 **_wanted_logprobs(plan, outputs),
             )
         )
-        return _Flight(self._model, outputs, plan, ragged)
+        return _Flight(self._wait, outputs, plan, ragged)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
@@ -81,8 +81,15 @@ class NativeRunner:
         times_ms = np.zeros(3, dtype=np.float32)
         rest = *_addresses(plan.adapters), len(plan.copies), *_addresses(plan.copies)
         self._model.start(NativePlan(*_step(plan), *_NOTHING_RAGGED, *rest, *_addresses(None, logits, times_ms)))
-        self._model.wait()
+        self._wait()
         return logits
+
+    def _wait(self) -> None:
+        self.num_threads_in_use = self._model.wait()
+        if 0 < self.num_threads_in_use < self._num_threads and not self._is_warned:
+            self._is_warned = True
+            extra = {"num_threads": self._num_threads, "num_in_use": self.num_threads_in_use}
+            _log.warning("cores are taken", extra=extra)
 
     def _logprobs(self, plan: StepPlan) -> tuple[Logprobs | None, Logprobs | None]:
         """Room for those of the sampling rows and of the scored tokens."""
@@ -115,8 +122,8 @@ class _Outputs(NamedTuple):
 class _Flight:
     """A step on its way; keeps alive what the kernels read and write."""
 
-    def __init__(self, model: NativeModel, outputs: _Outputs, *inputs: Any) -> None:
-        self._model = model
+    def __init__(self, wait: Callable[[], None], outputs: _Outputs, *inputs: Any) -> None:
+        self._wait = wait
         self._outputs = outputs
         self._inputs = inputs
         self._has_landed = False
@@ -134,7 +141,7 @@ class _Flight:
     def _land(self) -> None:
         if not self._has_landed:
             self._has_landed = True
-            self._model.wait()
+            self._wait()
 
 
 def _step(plan: StepPlan) -> tuple[int | None, ...]:

@@ -72,11 +72,12 @@ extern "C" {
 
 PENSTOCK_API const char* penstock_isa() { return kIsa; }
 
-PENSTOCK_API void penstock_take_long_turns() { take_long_turns(); }
-
 PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, const int32_t* cores, Model** out) {
   return guarded([&] { *out = new Model(*spec, num_threads, cores); });
 }
+
+// The calling thread does nothing but start steps and wait for them.
+PENSTOCK_API void penstock_bind_thread(Model* model) { model->team().bind_leader(); }
 
 PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
 
@@ -125,7 +126,8 @@ PENSTOCK_API const char* penstock_step_start(Model* model, const Plan* plan) {
   return guarded([&] { model->start(*plan); });
 }
 
-PENSTOCK_API void penstock_step_wait(Model* model) { model->wait(); }
+// How many threads computed the step; fewer than the team has where other processes take their cores.
+PENSTOCK_API int penstock_step_wait(Model* model) { return model->wait(); }
 
 PENSTOCK_API void penstock_clear_blocks(Model* model, const int32_t* blocks, int count) {
   for (int i = 0; i < count; ++i) model->cache().clear_block(blocks[i]);

@@ -133,7 +133,12 @@ class Model {
 
   // Starts a step on the team; `wait` must come before the next one.
   void start(const Plan& plan);
-  void wait() { team_.join(); }
+  // Comes back when the step is done; how many threads computed it.
+  int wait() {
+    const int active = team_.active();
+    team_.join();
+    return active;
+  }
 
  private:
   struct Best {
@@ -174,7 +179,7 @@ class Model {
   int32_t choose_one(int row);
   bool wants_logprobs(int row) const { return plan_.num_logprobs && plan_.num_logprobs[row] >= 0; }
   void score(Member& member);
-  void await_masks() const;
+  void await_masks(Member& member) const;
   int32_t best_of_threads(int row) const;
   SamplingRule rule(int row) const;
 

@@ -95,7 +95,7 @@ void Model::choose(Member& member) {
     });
     return;
   }
-  await_masks();
+  await_masks(member);
   member.for_each(num_chosen_, [&](int i) { plan_.tokens[i] = poisoned_[i] ? kFailedToken : choose_one(i); });
 }
 
@@ -134,9 +134,10 @@ void Model::score(Member& member) {
   }
 }
 
-void Model::await_masks() const {
+void Model::await_masks(Member& member) const {
   if (!plan_.masks) return;
-  while (!__atomic_load_n(plan_.masks_written, __ATOMIC_ACQUIRE)) sched_yield();
+  if (member.leads()) poll_until([&] { return __atomic_load_n(plan_.masks_written, __ATOMIC_ACQUIRE) != 0; });
+  member.for_each(0, [](int) {});  // the others sleep at its barrier
 }
 
 // Of equal logits the lowest id wins, whichever thread saw it.

@@ -90,6 +90,31 @@ def test_cores_are_limited_by_a_control_group_of_version_1(tmp_path: Path, quota
 
 
 @pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(
+    ("own", "limits", "cores"),
+    [
+        ("0::/user.slice/node.service\n", {"user.slice/node.service/cpu.max": "200000 100000"}, 2),
+        ("0::/user.slice/node.service\n", {"user.slice/cpu.max": "300000 100000"}, 3),
+        ("0::/a/b\n", {"a/cpu.max": "500000 100000", "a/b/cpu.max": "400000 100000"}, 4),
+        ("0::/outside/of/the/container\n", {"cpu.max": "100000 100000"}, 1),
+        ("0::/../sibling\n", {"cpu.max": "max 100000"}, 8),
+        ("4:memory:/m\n3:cpu,cpuacct:/a\n", {"cpu,cpuacct/a/cpu.cfs_quota_us": "200000"}, 2),
+        ("4:memory:/m\n3:cpu,cpuacct:/a\n", {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "m/cpu.max": "100000 100000"}, 8),
+    ],
+)
+def test_the_narrowest_control_group_around_the_process_counts(
+    tmp_path: Path, own: str, limits: dict[str, str], cores: int
+) -> None:
+    for name, limit in limits.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(limit)
+        (path.parent / "cpu.cfs_period_us").write_text("100000")
+    (tmp_path / "own").write_text(own)
+    assert usable_cores(tmp_path / "cgroup", tmp_path / "own") == cores
+
+
+@pytest.mark.usefixtures("eight_cores")
 def test_without_a_limit_the_affinity_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable_cores(tmp_path) == 8
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})

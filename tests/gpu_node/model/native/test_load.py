@@ -9,6 +9,9 @@ import platform
 import re
 import resource
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -33,7 +36,13 @@ from penstock.kernels.cpu.probe import Isa
 
 Llama = Callable[..., Path]
 SYS_SCHED_GETATTR = 315  # of x86-64, as the kernels
-LONG_TURN_NS = 100_000_000
+LONG_SLICE_NS = 100_000_000
+_TAKE_CORE = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.nice(-20)
+while True: pass
+"""
 OPTIONS = runner_options(runner="auto", dtype="bfloat16", num_threads=1)
 
 
@@ -184,7 +193,7 @@ def _cores() -> dict[int, str]:
     return cores
 
 
-def _turn_ns(task: int) -> int:
+def _slice_ns(task: int) -> int:
     """How long the scheduler lets a thread run before it looks for another; 0 is the calling one."""
     attributes = struct.Struct("IIQiIQQQ")
     buffer = ctypes.create_string_buffer(attributes.size)
@@ -213,15 +222,55 @@ def test_threads_that_are_not_as_many_as_the_cores_run_anywhere(llama: Llama, th
         assert stepping.submit(os.sched_getaffinity, 0).result() == allowed
 
 
-@pytest.mark.skipif(_linux() < (6, 12), reason="turns have one length")
-def test_whoever_computes_lets_others_go_first(llama: Llama, this_isa: Isa) -> None:
+@pytest.mark.skipif(_linux() < (6, 12), reason="time slices have one length")
+def test_threads_that_compute_ask_for_long_time_slices(llama: Llama, this_isa: Isa) -> None:
     before = _cores().keys()
     loaded = _load(llama(), runner="native", num_threads=2)
     with ThreadPoolExecutor(1) as stepping:
         stepping.submit(loaded.runner.bind_thread).result()
-        assert stepping.submit(_turn_ns, 0).result() == LONG_TURN_NS
-    assert [_turn_ns(task) for task in _cores() if task not in before] == [LONG_TURN_NS]
-    assert 0 < _turn_ns(0) < LONG_TURN_NS
+        assert stepping.submit(_slice_ns, 0).result() == LONG_SLICE_NS
+    assert [_slice_ns(task) for task in _cores() if task not in before] == [LONG_SLICE_NS]
+    assert 0 < _slice_ns(0) < LONG_SLICE_NS
+
+
+def test_cores_can_be_reserved_for_other_processes(
+    llama: Llama, this_isa: Isa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_load, "usable_cores", lambda: 4)
+    for reserved, num_threads in ((0, 4), (1, 3), (4, 1), (9, 1)):
+        before = _cores().keys()
+        loaded = _load(llama(), runner="native", num_threads=None, reserved_cores=reserved)
+        assert len(_cores().keys() - before) == num_threads - 1
+        assert isinstance(loaded.runner, NativeRunner)
+        loaded.runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take a core away")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_a_thread_whose_core_is_taken_is_left_out_until_it_is_free_again(
+    llama: Llama, this_isa: Isa, caplog: pytest.LogCaptureFixture
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    runner = _load(llama(), runner="native", num_threads=len(cores)).runner
+    assert isinstance(runner, NativeRunner)
+    token_ids = list(range(100, 164))
+    want = logits_alone(runner, token_ids)
+
+    def step_until_it_uses(num_threads: int) -> None:
+        ends_s = time.monotonic() + 60
+        while runner.num_threads_in_use != num_threads:
+            assert time.monotonic() < ends_s
+            assert np.array_equal(logits_alone(runner, token_ids), want)
+
+    taken = subprocess.Popen([sys.executable, "-c", _TAKE_CORE, str(cores[-1])])
+    try:
+        step_until_it_uses(len(cores) - 1)
+    finally:
+        taken.kill()
+        taken.wait()
+    step_until_it_uses(len(cores))
+    assert caplog.text.count("cores are taken") == 1
 
 
 @pytest.mark.parametrize("closes", [False, True])
