@@ -246,8 +246,9 @@ class NativeModel:
         return int(self._library.penstock_step_wait(self._handle)) if self._free.alive else 0
 
     def bind_thread(self) -> None:
-        """Say that the calling thread does nothing but start steps and wait for them: it stays on the first core, if the
-        model's threads stay on cores, and is scheduled as they are (src/team.h).
+        """Say that the calling thread does nothing but start steps and wait for them.
+
+        It is scheduled as the model's own threads are, and stays on the first core where each thread has one.
         """
         self._library.penstock_bind_thread(self._handle)
 

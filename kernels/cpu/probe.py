@@ -47,7 +47,7 @@ def cores_to_stay_on(num_threads: int) -> list[int]:
 
 
 def _cpu_groups(cgroups: Path, own: Path) -> Iterator[Path]:
-    """Control groups that limit this process's CPU time, by version 2 or 1 of the interface: its own, and those around it.
+    """Control groups that limit this process's CPU time, by version 2 or 1 of the interface, from its own to the root.
 
     Inside a container its own group is the root of what is mounted, whatever path the kernel names.
     """

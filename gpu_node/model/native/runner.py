@@ -30,13 +30,7 @@ class NativeRunner:
     max_in_flight = 1
 
     def __init__(
-        self,
-        model: NativeModel,
-        adapters: NativeAdapters,
-        sizes: CacheSizes,
-        *,
-        vocab_size: int,
-        num_threads: int,
+        self, model: NativeModel, adapters: NativeAdapters, sizes: CacheSizes, *, vocab_size: int, num_threads: int
     ) -> None:
         self._model = model
         self._adapters = adapters

@@ -33,7 +33,11 @@ def engine(
     """A loaded engine that waits for its turn. `before` runs in the new process first."""
     command = [sys.executable, "-m", "bench.busy_cores.engine", str(seconds), json.dumps(settings)]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=before  # noqa: PLW1509
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=before,  # noqa: PLW1509
     )
     try:
         assert process.stdout is not None
@@ -135,7 +139,9 @@ def main() -> None:
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6)
-    parser.add_argument("--settings", type=json.loads, default={"quantization": "int8"}, help="of EngineConfig, as JSON")
+    parser.add_argument(
+        "--settings", type=json.loads, default={"quantization": "int8"}, help="of EngineConfig, as JSON"
+    )
     parser.add_argument("--write", action="store_true", help="write the table to results/")
     options = parser.parse_args()
     settings = {"model": str(demo_model()), **options.settings}
