@@ -33,6 +33,7 @@ from penstock.gpu_node.relief import Relief
 from penstock.gpu_node.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.threads import Threads
+from penstock.gpu_node.watchdog import EngineStalledError
 from penstock.gpu_node.worker import EngineLike, EngineWorker
 
 log = logging.getLogger(__name__)
@@ -156,10 +157,23 @@ class Node:
 
     async def _heartbeat_forever(self) -> None:
         while True:
-            with suppress(SweptError):
-                await self._heartbeat.run()
+            try:
+                with suppress(SweptError):
+                    await self._heartbeat.run()
+            except EngineStalledError:
+                await self._spare_bystanders()
+                raise
             with suppress(SweptError):
                 await self._rejoin()
+
+    async def _spare_bystanders(self) -> None:
+        """Gives back the jobs that the hung step does not compute, so that its loss does not count against them."""
+        if not (in_flight := self._worker.requests_in_flight()):
+            return  # it hangs elsewhere: any job may be at fault
+        hung = [job.job_id for job in self.ledger if job.taken.lease in in_flight]
+        log.error("a step hangs", extra={"jobs": hung})
+        with suppress(UnavailableError, SweptError):
+            await self._give_back([job for job in self.ledger if job.taken.lease not in in_flight])
 
     async def _take_forever(self) -> None:
         while True:

@@ -76,6 +76,9 @@ class EngineLike(Protocol):
     def memory_trail(self) -> list[str]:
         """What the memory went through lately, a line a record."""
 
+    def requests_in_flight(self) -> set[str]:
+        """Requests of the step that it is in; may be called from any thread while it hangs there."""
+
 
 class EngineWorker:
     """Runs an engine on a thread of its own. `deliver` is called there, once per step that produced something."""
@@ -146,6 +149,10 @@ class EngineWorker:
     def abort(self, request_id: str) -> None:
         """Forgets a request before the next step."""
         self.call(lambda: self._engine.abort(request_id))
+
+    def requests_in_flight(self) -> set[str]:
+        """Requests of the step that the engine is in; for the time when it hangs there."""
+        return self._engine.requests_in_flight()
 
     def stats(self) -> Future[EngineStats]:
         """The engine's figures, read between two steps."""

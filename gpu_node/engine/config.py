@@ -86,6 +86,8 @@ class EngineConfig(BaseModel):
     """CPU threads that compute; None: one for each core that the process may use, by its affinity and its CPU quota."""
     reserved_cores: int = Field(0, ge=0)
     """Cores to leave to other processes when `num_threads` is None; one thread always computes."""
+    stall_after_s: float = Field(120.0, gt=0.0)
+    """How long a step may take before a node ends itself; requests whose steps take a tenth of it are isolated."""
     weight_cache: bool = True
     """Whether the native runner's packed weights lie in a file that all processes of the machine map."""
     deterministic: bool = False

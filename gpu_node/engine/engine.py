@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -29,7 +30,14 @@ from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.speculation import speculation_of
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.trail import MemoryTrail
-from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan
+from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult
+
+_log = logging.getLogger(__name__)
+
+MAX_SHARE_OF_STALL = 0.1
+"""A step that takes longer than this share of `stall_after_s` makes its requests suspects."""
+MAX_SHARE_OF_STALL_WITH_PREFILL = 0.5
+"""The same for a step with prompts, which may take long on a slow machine."""
 
 
 class Engine(ServedModel):
@@ -59,6 +67,7 @@ class Engine(ServedModel):
         self._ended_early: list[LiveChoice] = []
         self._flights = Flights()
         self._logprobs: Logprobs | None = None
+        self._stall_after_s = config.stall_after_s
         self._held: tuple[list[Choice], float] = [], 0.0
         self._meter = Meter()
 
@@ -126,6 +135,10 @@ class Engine(ServedModel):
             raise NotFoundError(f"request {request_id} is not in the engine")
         return usage
 
+    def requests_in_flight(self) -> set[str]:
+        """Requests of the steps that the runner has; may be called from any thread while the engine hangs in one."""
+        return {request_id for step in self._flights.steps for request_id in self._requests_of(step)}
+
     def stats(self) -> EngineStats:
         """A snapshot of memory, queues and counters."""
         return figures_of(self._memory, self._scheduler, self._meter, self._guides.counts, self._block_size)
@@ -183,7 +196,11 @@ class Engine(ServedModel):
             self._fail(self._scheduler.roll_back(flight.step, for_memory=isinstance(error, MemoryError)))
             raise
         self._held = flight.step.seqs, flight.age_ms
-        landed = self._scheduler.commit(flight.step, result.tokens, late_rows(flight.plan.sampling.masks))
+        late, is_slow = late_rows(flight.plan.sampling.masks), self._is_slow(flight.step, result)
+        landed = self._scheduler.commit(flight.step, result.tokens, late, is_slow=is_slow)
+        if landed.faulty is not None:
+            self._scheduler.remove(landed.faulty)
+            self._fail(landed.faulty)
         self._flights.broken_blocks += landed.broken_blocks
         self._logprobs = result.logprobs
         note_scores(flight.step, flight.plan, result.scores)
@@ -192,6 +209,19 @@ class Engine(ServedModel):
         whole_ms = self._meter.schedule.last + flight.age_ms
         self._scheduler.drafts.speculation.note_step(flight.step, result, whole_ms)
         return landed
+
+    def _is_slow(self, step: Step, result: StepResult) -> bool:
+        """Whether a step took so long that one a few times as long would end the node."""
+        took_s = (result.forward_ms + result.sample_ms + result.copy_ms) / 1000
+        is_strict = step.num_prefill_tokens == 0 or self._scheduler.has_suspects
+        share = MAX_SHARE_OF_STALL if is_strict else MAX_SHARE_OF_STALL_WITH_PREFILL
+        if took_s <= share * self._stall_after_s:
+            return False
+        _log.warning("a step was slow", extra={"took_s": round(took_s, 1), "requests": sorted(self._requests_of(step))})
+        return True
+
+    def _requests_of(self, step: Step) -> set[str]:
+        return {choice.request.asked.request_id for seq in step.seqs if (choice := self._live.get(seq)) is not None}
 
     def _fail(self, guilty: Choice | None) -> None:
         """End a choice, which the scheduler has dropped, with the next outputs."""

@@ -72,6 +72,11 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    @property
+    def steps(self) -> list[Step]:
+        """What they compute."""
+        return [flight.step for flight in tuple(self._flights)]
+
     def may_have(self, runner: ModelRunner) -> bool:
         """Whether the runner takes one more now; nothing is built on a step that failed."""
         flights = self._flights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Landed:
     """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile.
 
@@ -25,10 +25,12 @@ class Landed:
     token_ids: list[int]
     samples: Items[int]
     """Which of the step's samples they are."""
-    ended: set[Sequence]
+    ended: set[Sequence] = field(default_factory=set)
     """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
-    broken_blocks: list[int]
+    broken_blocks: list[int] = field(default_factory=list)
     """Blocks of failed sequences, held by nobody and known to nobody."""
+    faulty: Sequence | None = None
+    """A sequence to drop because the steps with it are too slow."""
 
 
 class Progress:

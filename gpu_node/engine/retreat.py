@@ -95,6 +95,12 @@ class Retreat:
             one.blocks = []
         self._queues.put_back(seq, *seq.forks)
 
+    def isolate(self) -> None:
+        """Have the suspects of a slow step stop running."""
+        for seq in self._suspects.to_stop[::-1]:
+            if seq.row >= 0:
+                self.requeue(seq)
+
     def shrink(self, max_step_tokens: int) -> None:
         """Preempt who may not go on after a step that found no memory, then until the others fit into one."""
         for seq in [seq for seq in self._residents.seqs if self._suspects.bars(seq)]:

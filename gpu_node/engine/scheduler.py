@@ -29,13 +29,11 @@ class Scheduler:
     """One token budget, without phases; the discipline says who is next, by default who came first.
 
     Every sequence needs `num_tokens - num_computed` tokens, be it a prompt, a chunk of one, a decode step or a
-    recompute. Running sequences come first, then swapped and waiting ones while budget, rows and blocks last. A running
-    sequence that finds no block has another one preempted, whose blocks are copied to the host or, where that has no
-    room or costs more, computed again later. One that the device cannot hold alone runs in host blocks as well.
+    recompute. Running sequences come first, then swapped and waiting ones while budget, rows and blocks last. When no
+    block is free another sequence is preempted: its blocks are swapped out or, where that costs more, recomputed later.
 
-    A step is scheduled after the one before it was committed or rolled back, or ahead of that. While it runs,
-    sequences may be added and removed; the blocks of a removed one are free at once, though steps may still write to
-    them, because whoever is given them runs in a later step.
+    A step is scheduled after the one before it was committed or rolled back, or ahead of that. Sequences may be added
+    and removed while it runs. The blocks of a removed one are free at once: what gets them runs in a later step.
     """
 
     def __init__(
@@ -89,6 +87,11 @@ class Scheduler:
         return self._admission.hits
 
     @property
+    def has_suspects(self) -> bool:
+        """Whether sequences of a step that failed or was slow are being told apart."""
+        return self._suspects.has_any
+
+    @property
     def max_step_tokens(self) -> int:
         """Most tokens that the next step may have."""
         return self._step_size.max_tokens
@@ -115,7 +118,7 @@ class Scheduler:
             self.queues.add(choices[first : first + most])
 
     def remove(self, seq: Sequence) -> None:
-        """Drop a sequence that is done or no longer wanted, wherever it is."""
+        """Drop a sequence, wherever it is."""
         self._suspects.forget(seq)
         if seq.row < 0:
             self.queues.remove(seq)
@@ -163,12 +166,12 @@ class Scheduler:
         """A scheduled step as the runner sees it."""
         return self._rows.plan(step)
 
-    def commit(self, step: Step, tokens: Ints, late: Collection[int] = ()) -> Landed:
-        """Note that a step was computed and what it sampled but for the `late` ones; whoever ends by that leaves."""
-        self._suspects.landed(step)
+    def commit(self, step: Step, tokens: Ints, late: Collection[int] = (), *, is_slow: bool = False) -> Landed:
+        """Note that a step was computed and what it sampled but for the `late` ones; sequences that end leave."""
+        faulty = self._suspects.slow(step) if is_slow else self._suspects.landed(step)
         self._step_size.landed()
         standing, tokens, samples, poisoned = self.drafts.settle(step, tokens, late)
-        landed = Landed(standing.sampled_seqs, tokens.tolist(), samples, set(), [])
+        landed = Landed(standing.sampled_seqs, tokens.tolist(), samples)
         for i in self._progress.land(standing, tokens):
             seq = standing.sampled_seqs[i]
             if landed.token_ids[i] == FAILED_TOKEN:
@@ -183,14 +186,17 @@ class Scheduler:
         elif (ahead := self._in_flight) is not None:
             # What it fills can only be named now.
             self._residents.name_filled(ahead.seqs, ahead.rows, ahead.ends, ahead.named_blocks)
+        if is_slow and self._in_flight is None:
+            self._retreat.isolate()
+        landed.faulty = None if faulty in landed.ended else faulty
         return landed
 
     def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
-        """Note that a step failed, and that what it was to store or to copy is not there: whoever runs starts over.
+        """Note that a step failed: what it was to store or to copy is not there, and all that run start over.
 
-        Where it found no memory, all go on from where they were, but in smaller steps for a while, with as many of them
-        as fit into one. Answers the sequence that makes steps fail and was dropped for it, once that is sure.
-        The step that was scheduled ahead of all this is rolled back with it; then whoever runs starts over in any case.
+        After one that found no memory they go on from where they were, in smaller steps, as many as fit into one.
+        Return the sequence that makes steps fail, which was dropped, once that is sure. A step that was scheduled ahead
+        is rolled back as well.
         """
         ahead = None if self._in_flight is step else self._in_flight
         lost = [step] if ahead is None else [step, ahead]
@@ -256,8 +262,7 @@ class Scheduler:
             num_wanted += table.num_drafted[rows]
         ends = within(budget, table.num_computed[rows], num_wanted)
         short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
-        if short:
-            ends = self._make_room(short, ends)
+        ends = self._make_room(short, ends) if short else ends
         rows = self._residents.rows[: len(ends)]
         known = ends if self._progress.assumed is None else table.num_known(rows, ends)
         self._residents.name_filled(self.running, rows, known, named)
@@ -270,24 +275,21 @@ class Scheduler:
         for i in short:
             if seqs[i].row >= 0:
                 self._retreat.grow(seqs[i], self._residents.num_blocks(int(ends[i])) - len(seqs[i].blocks))
-        if len(self.running) == num_running:
-            return ends
         kept: Ints = ends[np.array([seq.row >= 0 for seq in seqs])]
-        return kept
+        return ends if len(self.running) == num_running else kept
 
     def _admit(self, budget: int, ends: Ints, named: list[int]) -> Ints:
         """Let others run with the budget that is left; how far each of all running ones gets."""
         if not self.queues:
             return ends
-        spent = int((ends - self._rows.num_computed[self._residents.rows]).sum())
-        grants = Grants(budget - spent, named)
+        grants = Grants(budget - int((ends - self._rows.num_computed[self._residents.rows]).sum()), named)
         self._admission.admit(grants)
         return np.concatenate((ends, np.array(grants.ends, dtype=np.int32)))
 
     def _step(self, ends: Ints, named: list[int]) -> Step:
         """The step in which the first `len(ends)` running sequences get as far as that."""
-        rows, num = self._residents.rows, len(ends)
-        rows = rows if num == len(rows) else rows[:num]
+        num = len(ends)
+        rows = self._residents.rows[:num]
         starts, num_tokens = self._rows.num_computed[rows], self._rows.num_tokens[rows]
         return step_of(
             self.running[:num], rows, starts, ends, num_tokens, named_blocks=named, copies=self._memory.take_copies()

@@ -9,6 +9,7 @@ from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 
 _MAX_STRIKES = 3
+_MAX_SLOW_STRIKES = 2
 
 
 class _Strikes(NamedTuple):
@@ -35,6 +36,8 @@ class Suspects:
         self._max_at_once = 1
         self._has_landed = False
         self._on_trial: Sequence | None = None
+        self.to_stop: list[Sequence] = []
+        """Sequences of the last slow step that stop running: admission lets them come back a few at a time."""
 
     @property
     def has_any(self) -> bool:
@@ -95,6 +98,31 @@ class Suspects:
             return None
         self._strikes[alone] = strikes = self._struck(alone, *spans[alone])
         is_to_blame = self._has_landed and strikes.times >= _MAX_STRIKES
+        self._has_landed = False
+        return alone if is_to_blame else None
+
+    def slow(self, step: Step) -> Sequence | None:
+        """Note a step that was computed, but took very long. Return the sequence at fault, once that is sure.
+
+        Suspects are told apart by halves, as after a failed step. A sequence is at fault when several of its decode
+        steps were slow with it as the only suspect, and a step without it was not in between.
+        """
+        present = [i for i, seq in enumerate(step.seqs) if seq.row >= 0]
+        indices = [i for i in present if step.seqs[i] in self._failed_at] or present
+        for i in indices:
+            self._failed_at[step.seqs[i]] = int(step.ends[i]) + 1
+        self._max_at_once = max(1, len(indices) // 2)
+        self.to_stop = [step.seqs[i] for i in indices]
+        if len(indices) != 1:
+            return None
+        alone, start, end = step.seqs[indices[0]], int(step.starts[indices[0]]), int(step.ends[indices[0]])
+        if end - start > 1:
+            self.to_stop = []  # a prompt may take long: its next step tells
+            return None
+        times = self._strikes[alone].times + 1 if alone in self._strikes else 1
+        # Each slow step got it further: the place of the strikes moves along.
+        self._strikes[alone] = _Strikes(times, start, end + 1)
+        is_to_blame = self._has_landed and times >= _MAX_SLOW_STRIKES
         self._has_landed = False
         return alone if is_to_blame else None
 

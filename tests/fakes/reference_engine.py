@@ -221,6 +221,10 @@ class ReferenceEngine:
             self._step_s * 1e3, self._step_s * 1e3, 0,
         )  # fmt: skip
 
+    def requests_in_flight(self) -> set[str]:
+        """Those of the batch."""
+        return {live.request_id for live in self._live[: self._max_num_seqs]}
+
     def memory_trail(self) -> list[str]:
         """Nothing to tell: its blocks are only counted."""
         return []

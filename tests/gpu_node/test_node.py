@@ -413,6 +413,35 @@ async def test_an_engine_that_hangs_ends_the_node_and_its_jobs_move(redis_url: s
     assert list(result.choices[0].token_ids) == expected(job)
 
 
+async def test_a_hang_counts_as_a_loss_of_the_jobs_in_the_hung_step_alone(
+    redis_url: str, redis: Redis, broker: ProducerBroker
+) -> None:
+    release = threading.Event()
+
+    class HangingEngine(ReferenceEngine):
+        def step(self) -> list[StepOutput]:
+            if len(self.batches) >= 10:
+                release.wait(PATIENCE_S)
+            return super().step()
+
+    hung, bystander = new_job(max_tokens=100), new_job(max_tokens=100)
+    with pytest.raises(ExceptionGroup):
+        engine = HangingEngine(step_s=0.005, max_num_seqs=1)
+        async with running(redis_url, engine, stall_after_s=0.5, max_num_seqs=2) as node:
+            await broker.submit(hung, cost=50)
+            await until(broker, hung, lambda status: status.num_chunks >= 1)
+            await broker.submit(bystander, cost=50)
+            await asyncio.sleep(3)
+            assert set(node.ledger.job_ids) == {hung.id, bystander.id}
+    release.set()
+    assert (await broker.status(bystander.id, "default")).state == "queued"
+    async with running(redis_url, ReferenceEngine()):
+        for job in (bystander, hung):
+            assert list((await ended(broker, job)).choices[0].token_ids) == expected(job)
+    losses = [await redis.hget(keys.job(job.id), "losses") for job in (hung, bystander)]
+    assert losses == [b"1", b"0"]
+
+
 async def test_an_engine_that_answers_but_makes_no_step_ends_the_node(redis_url: str, broker: ProducerBroker) -> None:
     class StuckEngine(ReferenceEngine):
         def step(self) -> list[StepOutput]:
