@@ -98,9 +98,9 @@ class Scheduler:
 
     @property
     def num_tokens_unused(self) -> int:
-        """Tokens that the blocks held have room for and nobody has stored or is storing."""
+        """Tokens that fit into the held blocks beside those that are stored or being stored."""
         in_host = sum(len(seq.blocks) * self._limits.block_size - seq.num_stored for seq in self.queues.swapped)
-        under_way = 0 if self._in_flight is None else self._in_flight.num_tokens_running
+        under_way = self._in_flight.num_tokens_running if self._in_flight else 0
         return self._residents.num_tokens_unused() + in_host - under_way
 
     def tokens_of(self, seq: Sequence) -> Ints:
@@ -136,8 +136,7 @@ class Scheduler:
         self._retreat.make_way()
         self.drafts.write(0 if self._suspects.has_any else self.max_step_tokens)
         preemptions_before = self.num_preemptions
-        step = self._decide()
-        if step is not None:
+        if (step := self._decide()) is not None:
             return step
         if self.running and self.num_preemptions > preemptions_before:
             return self.schedule()  # whoever had the whole step gave way: the others have it
@@ -148,9 +147,8 @@ class Scheduler:
     def schedule_ahead(self) -> Step | None:
         """Decide the step behind one that still runs, or None where that one should land first.
 
-        It should where what it samples or how much of its drafts stands must be known, where somebody had to give way,
-        and while it is uncertain who makes steps fail. Whoever turns out to have ended computes a token more than it
-        needed to, which is dropped.
+        That one lands first where its samples or drafts must be known, where a sequence would be preempted, and while
+        sequences are suspects. A sequence that turns out to have ended computes one token too many, which is dropped.
         """
         step = self._in_flight
         if step is None or self.drafts.num_written or self._suspects.has_any or not self._rows.can_plan_past(step):
@@ -222,7 +220,7 @@ class Scheduler:
         return guilty
 
     def check_integrity(self) -> None:
-        """Raise InvariantError unless lists, rows, blocks and reference counts agree; O(blocks), for tests."""
+        """Raise InvariantError unless lists, rows and blocks agree; O(blocks), for tests."""
         self._residents.check_integrity(self.queues.swapped)
         self.queues.check_integrity()
 
