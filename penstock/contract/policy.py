@@ -251,8 +251,8 @@ class _Line(Generic[C]):
         if self._turns is None:
             return self._queues[""][0] if self._queues else None
         times = self._turns.times
-        able = [name for name in self._queues if may(name)]
-        return self._queues[min(able, key=lambda name: (times[name], name))][0] if able else None
+        in_turn = sorted(self._queues, key=lambda name: (times[name], name))
+        return next((self._queues[name][0] for name in in_turn if may(name)), None)
 
 
 def _anyone(tenant: str) -> bool:
