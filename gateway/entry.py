@@ -19,7 +19,8 @@ from penstock.producer.client import AsyncClient
 logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset(("/health", "/ready"))
-_SCOPES: dict[str, KeyScope] = {"/metrics": "admin", "/health/nodes": "admin"}
+_SCOPES: dict[str, KeyScope | None] = {"/metrics": "admin", "/health/nodes": "admin", "/v1/usage": None}
+"""What a key must be good for; None: any key will do. Elsewhere it is `infer`."""
 LOOK_PATIENCE_S = 1.0
 """Then who looks after this process is let in by the keys that it knew last: they want to see that Redis is away."""
 _SCHEME = "bearer "
@@ -50,7 +51,8 @@ class Entry:
                 client, needed = scope["app"].state.client, _SCOPES.get(scope["path"], "infer")
                 known = await client.api_keys(patience_s=LOOK_PATIENCE_S if needed == "admin" else None)
                 caller = self._identify(known, Headers(scope=scope))
-                caller.require(needed)
+                if needed is not None:
+                    caller.require(needed)
             except PenstockError as error:
                 scope["app"].state.metrics.refused(error)
                 answer = error_response(error)

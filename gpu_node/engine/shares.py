@@ -25,6 +25,7 @@ class _Start:
 
     kv_ms: float
     charge: float
+    at_ms: float
 
 
 class ByPolicy:
@@ -56,17 +57,17 @@ class ByPolicy:
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
         """In the policy's order; behind one without room others, until it is old enough to be waited for."""
-        queued = self._looked_at(waiting)
+        queued, now_ms = self._looked_at(waiting), self._now_ms()
 
         def fits(seq: Sequence, urgency: int) -> bool:
             if not start(seq):
                 return False
             for one in (seq, *seq.forks):
                 one.urgency = urgency
-                self._started[one] = _Start(one.kv_ms, self._charge(one))
+                self._started[one] = _Start(one.kv_ms, self._charge(one), now_ms)
             return True
 
-        choose(queued, self._policy, self._standing, self._now_ms(), fits)
+        choose(queued, self._policy, self._standing, now_ms, fits)
 
     def pressing(self, waiting: Iterable[Sequence], running: list[Sequence]) -> tuple[Sequence, list[Sequence]] | None:
         """The first in line, where less urgent ones run."""
@@ -109,7 +110,8 @@ class ByPolicy:
         for seq in [seq for seq in self._started if seq.row < 0]:
             start = self._started.pop(seq)
             used = seq.kv_ms - start.kv_ms
-            self._standing.correct(seq.priority, seq.tenant, used / seq.weight - start.charge, self._now_ms())
+            too_little = used / seq.weight - start.charge
+            self._standing.correct(seq.priority, seq.tenant, too_little, self._now_ms(), start.at_ms)
             if seq not in queued:
                 self._hold_ms = learned_hold_ms(self._hold_ms, used, seq.cost)
 

@@ -11,7 +11,7 @@ DESCRIPTIONS = {
     "lengths": "400 jobs of one class in 10 s, limits log-uniform over 16–1024 tokens, of which 30–100 % are written",
     "classes": "100 batch jobs of one tenant from the start; beside them 3 interactive and 2 standard jobs a second",
     "tenants": "four tenants' jobs at once, 40 of each, and in front of them 160 more of one of them",
-    "flood": "150 interactive jobs of one tenant at once, 50 more a second; 1 standard job a second of another",
+    "flood": "150 interactive jobs of one tenant at once, 50 more a second; beside them 1 standard job a second",
 }
 
 

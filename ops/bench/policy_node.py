@@ -45,6 +45,7 @@ class SimulatedJob:
     num_stored: int = 0
     charge: float = 0.0
     kv_ms: float = 0.0
+    started_ms: float = 0.0
     first_ms: float = 0.0
     finished_ms: float = 0.0
 
@@ -122,7 +123,7 @@ class Node:
             return False
         while not self._has_room(job, self.running):
             self._preempt(victims.pop(0))
-        job.urgency = urgency
+        job.urgency, job.started_ms = urgency, self.now_ms
         self.running.append(job)
         return True
 
@@ -135,7 +136,7 @@ class Node:
         job.num_stored = 0
         self.preemptions += 1
         self._queue(job)
-        self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms)
+        self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms, job.started_ms)
 
     def _grants(self) -> dict[SimulatedJob, int]:
         budget, grants = STEP_TOKENS, {}
@@ -159,7 +160,7 @@ class Node:
             return False
         job.finished_ms = self.now_ms
         self.running.remove(job)
-        self.standing.correct(job.priority, job.tenant, job.kv_ms - job.charge, self.now_ms)
+        self.standing.correct(job.priority, job.tenant, job.kv_ms - job.charge, self.now_ms, job.started_ms)
         self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_ms, job.num_prompt + job.num_output)
         self.predictor.ended(job.tenant, job.num_prompt, job.max_tokens, job.num_output, job.predicted)
         return True

@@ -194,16 +194,10 @@ def _next_of(lines: list[_Line[C]], risen: list[tuple[float, int, C]], shares: S
         return one, 0
     if (one := interactive.take(shares.goes_first if shares else None)) is not None:
         return one, int(shares is not None and not shares.may_displace(one.tenant))
-    for take, urgency in (
-        (lambda: risen_to(1), 1),
-        (standard.take, 1),
-        (interactive.take, 1),
-        (lambda: risen_to(2), 2),
-        (batch.take, 2),
-    ):
-        if (one := take()) is not None:
-            return one, urgency
-    return None
+    if (one := risen_to(1) or standard.take() or interactive.take()) is not None:
+        return one, 1
+    one = risen_to(2) or batch.take()
+    return None if one is None else (one, 2)
 
 
 def _risen(heads: list[C | None], policy: Policy, standing: Standing, now_ms: float) -> list[tuple[float, int, C]]:
@@ -251,8 +245,8 @@ class _Line(Generic[C]):
         if self._turns is None:
             return self._queues[""][0] if self._queues else None
         times = self._turns.times
-        able = [name for name in self._queues if may(name)]
-        return self._queues[min(able, key=lambda name: (times[name], name))][0] if able else None
+        in_turn = sorted(self._queues, key=lambda name: (times[name], name))
+        return next((self._queues[name][0] for name in in_turn if may(name)), None)
 
 
 def _anyone(tenant: str) -> bool:

@@ -70,11 +70,19 @@ class RecentUse:
         self.this: dict[str, int] = {}
         self.last: dict[str, int] = {}
 
-    def note(self, tenant: str, amount: float, now_ms: float) -> None:
-        """A tenant is charged, or gets back what it was charged too much (negative)."""
+    def note(self, tenant: str, amount: float, now_ms: float, since_ms: float = 0.0) -> None:
+        """A tenant is charged, or gets back what it was charged too much at `since_ms` (negative).
+
+        That comes back in the window in which it was charged, or not at all: elsewhere it would be a credit.
+        """
         self._turn_to(now_ms)
+        counted = self.this
+        if amount < 0 and (index := math.floor(since_ms / self._window_ms)) != self._index:
+            if index != self._index - 1:
+                return
+            counted = self.last
         whole = math.floor(max(-_MAX_CHARGE, min(_MAX_CHARGE, amount)) + 0.5)
-        self.this[tenant] = self.this.get(tenant, 0) + whole
+        counted[tenant] = counted.get(tenant, 0) + whole
 
     def of(self, tenant: str, now_ms: float) -> int:
         """What a tenant used lately."""
@@ -107,10 +115,10 @@ class Standing:
         self.turns[priority].start(tenant, charge)
         self.use.note(tenant, charge, now_ms)
 
-    def correct(self, priority: int, tenant: str, by: float, now_ms: float) -> None:
-        """What a tenant was charged was too little, or too much (negative)."""
+    def correct(self, priority: int, tenant: str, by: float, now_ms: float, since_ms: float) -> None:
+        """What a tenant was charged at `since_ms` was too little, or too much (negative)."""
         self.turns[priority].correct(tenant, by)
-        self.use.note(tenant, by, now_ms)
+        self.use.note(tenant, by, now_ms, since_ms)
 
     def shares(self, now_ms: float) -> Shares:
         """Which tenants are within their share, as it stands whenever that is asked."""

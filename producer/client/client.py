@@ -56,7 +56,7 @@ class AsyncClient:
         settings = settings or ClientSettings.load()
         self.stats = ClientStats()
         self._tenant = tenant
-        self._terms = Terms(weight=settings.weight)
+        self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = settings.highest_class
         self._redis = connect(url)
         broker = ProducerBroker(self._redis)

@@ -29,5 +29,7 @@ class ClientSettings(Settings):
     """Of this client's tenant under fair turns, for jobs that are submitted without terms of their own."""
     highest_class: ClassName = "interactive"
     """The most urgent class that this client may submit; whoever reaches Redis is trusted, so by default any."""
+    memory_percent: int = Field(0, ge=0, le=90)
+    """Percent of Redis's memory that its tenant's jobs and results may take; 0: as the pool's nodes are told."""
     outage_s: float = Field(30.0, ge=0, le=3600)
     """How long an absence of Redis is waited out."""

@@ -227,7 +227,7 @@ class QueueModel:
     def _requeue(self, job: ModelJob) -> None:
         job.requeue()
         self.standing.turns[job.priority].enter(job.tenant)
-        self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms)
+        self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms, self.now_ms)
 
     def emit(self, job: ModelJob, node: ModelNode, lease: str, index: int, chunks: list[bytes]) -> str:
         node.is_silent = False
@@ -261,7 +261,7 @@ class QueueModel:
         job.append(index, chunks)
         job.end("done", "", usage)
         if kv_ms is not None:
-            self.standing.correct(job.priority, job.tenant, kv_ms / job.weight - job.charge, self.now_ms)
+            self.standing.correct(job.priority, job.tenant, kv_ms / job.weight - job.charge, self.now_ms, self.now_ms)
         return "OK"
 
     def _others(self, job: ModelJob, lacks: set[str]) -> bool:

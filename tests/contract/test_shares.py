@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -126,6 +125,9 @@ def test_use_counts_in_its_window_and_the_next_one() -> None:
     use.note("a", 10, 999)
     use.note("a", 5.5, 1000)
     assert [use.of("a", at_ms) for at_ms in (1500, 2500, 3500)] == [16, 6, 0]
-    use.note("a", -100, 3500)
-    assert use.of("a", 3500) == 0, "what came back for more than was charged is no credit"
-    assert Counter(use.this) == {"a": -100}
+    use.note("a", 100, 3500)
+    use.note("a", -40, 4500, 3500)
+    assert use.of("a", 4500) == 60, "what came back, where it was charged"
+    use.note("a", -60, 6000, 3500)
+    use.note("a", 7, 6000)
+    assert use.of("a", 6000) == 7, "what was charged long ago is no credit now"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -11,14 +12,16 @@ from fakes.reference_engine import reference_choice, reference_prompt_logprobs
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract import keys
+from penstock.contract import keys, results, wire
 from penstock.contract.audit import Finding, audit
 from penstock.contract.broker.admin import AdminBroker
 from penstock.contract.broker.producer import JobStatus, ProducerBroker
-from penstock.contract.job import Choice, Chunk, SamplingParams
+from penstock.contract.job import Choice, Chunk, Outcome, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 
 PROMPT = "the gate opens by pressure"
+MAX_COUNTED = 500
+"""Jobs of a pool whose used tokens are added up."""
 
 
 @dataclass
@@ -155,3 +158,26 @@ async def check_settled(redis: Redis, pool: str) -> None:
         await asyncio.sleep(SETTLE_PAUSE_S)
     assert findings == []
     assert await cast(Any, redis.scard(f"{keys.prefix(pool)}:open")) == 0
+    await check_usage(redis, pool)
+
+
+async def check_usage(redis: Redis, pool: str) -> None:
+    """Every job's tokens were counted once, as its result says, or its log where a script ended it."""
+    start = f"{keys.prefix(pool)}:job:"
+    job_ids = [key.decode().removeprefix(start) async for key in redis.scan_iter(f"{start}*", count=1000)]
+    if len(job_ids) > MAX_COUNTED:
+        return
+    expected = Counter(jobs=len(job_ids))
+    for job_id in job_ids:
+        data = await redis.get(keys.result(job_id))
+        log = wire.decode_chunks(b"".join(await cast(Any, redis.lrange(keys.log(job_id), 0, -1))))
+        usage = Usage(0, sum(len(chunk.token_ids) for chunk in log))
+        if data is not None:
+            usage = results.decode_result(data, job_id, Outcome("done"), (0, 0, 0, 0)).usage or usage
+        tokens = {"prompt": usage.prompt_tokens, "completion": usage.completion_tokens, "cached": usage.cached_tokens}
+        expected.update(tokens)
+    counted = Counter[str]()
+    async for key in redis.scan_iter(f"{keys.prefix(pool)}:usage:*"):
+        for name, count in (await cast(Any, redis.hgetall(key))).items():
+            counted[name.decode().rpartition(":")[2]] += int(count)
+    assert +counted == +expected

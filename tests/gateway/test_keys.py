@@ -194,7 +194,7 @@ def test_a_key_reads_what_it_used_and_an_admin_what_all_did(closed, redis_url):
 
 
 async def as_admin(redis_url, url, made, of_key):
-    key, _ = await add(redis_url, "boss", ("infer", "admin"))
+    key, _ = await add(redis_url, "boss", ("admin",))
     while (answer := await asyncio.to_thread(used, url, key, all="true")).status_code == 401:
         await asyncio.sleep(0.1)  # what gateways know of keys is a little old
     assert of_key(answer.json()["data"], made["rival"])[1:] == [5, 3]

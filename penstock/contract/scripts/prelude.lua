@@ -6,7 +6,7 @@
 -- checks memory only before the first write, so it refuses submits and nothing else.
 -- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
 --   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
---   urgency charge weight bytes idem lacks owned ms_per_token charged account stored result_until
+--   urgency charge window weight bytes idem lacks owned ms_per_token charged account stored result_until
 -- `entry` says where a queued one stands: its place in its tenant's stream, LATER, or '' for the given-back ones.
 -- `owned`: while it is open, its `bytes` count in P:kept. `stored`: what counts there once it has ended, as bytes of its
 -- log, of a large result, of a dead letter's request, and of all else. `result_until`: when a large result goes because
@@ -26,7 +26,7 @@ local DAY_MS, USAGE_DAYS = 86400000, 92
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 local JOB_FIELDS = {'state', 'tenant', 'p', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background', 'inboxes',
   'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'mark', 'preemptions',
-  'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge', 'weight'}
+  'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge', 'weight', 'window'}
 local SCHEMA_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms', 'log_ttl_ms', 'result_ttl_ms',
   'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms', 'aging_ms', 'bypass_ms'}
 

@@ -46,8 +46,14 @@ local function share_window()
   return length, math.floor(clock() / length)
 end
 
-local function note_use(tenant, amount)
+-- What comes back (negative) comes back where it was charged, `since`, or not at all: elsewhere it would be a credit.
+local function note_use(tenant, amount, since)
   local length, window = share_window()
+  if amount < 0 then
+    since = tonumber(since) or 0
+    if since < window - 1 then return end
+    window = since
+  end
   local whole = math.floor(math.max(-MAX_CHARGE, math.min(MAX_CHARGE, amount)) + 0.5)
   redis.call('HINCRBY', P .. ':used:' .. window, tenant, whole)
   redis.call('PEXPIRE', P .. ':used:' .. window, 2 * length)
@@ -66,7 +72,7 @@ end
 
 -- What was charged was too little, or too much (negative).
 local function correct_turn(job, by)
-  note_use(job.tenant, by)
+  note_use(job.tenant, by, job.window)
   if redis.call('ZSCORE', turn_key(job), job.tenant) then
     redis.call('ZINCRBY', turn_key(job), by, job.tenant)
   else

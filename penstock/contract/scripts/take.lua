@@ -401,6 +401,7 @@ for _, job in ipairs(gone) do
   end_job(job, schema, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')
 end
 local ids, leases, rows = {}, {}, {}
+local _, window = share_window()
 for i, job in ipairs(taken) do
   start_turn(job, job.charge)
   leave_queue(job)
@@ -408,7 +409,7 @@ for i, job in ipairs(taken) do
   job.lease = call .. ':' .. nonce .. ':' .. i
   local first_take = job.revision == '' and {'taken', now} or {}
   redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
-    'revision', revision, 'urgency', job.urgency, 'charge', job.charge, unpack(first_take))
+    'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, unpack(first_take))
   redis.call('SADD', P .. ':run:' .. node, job.id)
   ids[i], leases[i], rows[i] = job.id, job.lease, row(job)
   if rows[i][3] > 0 or rows[i][4] > 0 then tally('takeovers') end
