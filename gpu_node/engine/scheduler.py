@@ -10,6 +10,7 @@ from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.admission import Admission, Grants, PrefixHits
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
 from penstock.gpu_node.engine.drafts import Drafts
+from penstock.gpu_node.engine.held_back import HeldBack
 from penstock.gpu_node.engine.limits import Limits, StepSize, within
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts
@@ -33,9 +34,8 @@ class Scheduler:
     sequence that finds no block has another one preempted, whose blocks are copied to the host or, where that has no
     room or costs more, computed again later. One that the device cannot hold alone runs in host blocks as well.
 
-    A step is scheduled after the one before it was committed or rolled back, or ahead of that. While it runs,
-    sequences may be added and removed; the blocks of a removed one are free at once, though steps may still write to
-    them, because whoever is given them runs in a later step.
+    A step is scheduled after the one before it was committed or rolled back, or ahead of that. While it runs, sequences
+    may be added and removed. Blocks of a removed one are free at once: what gets them runs in a later step.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Scheduler:
         self._limits = limits
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._residents = Residents(memory, self._rows, limits.block_size)
-        self._suspects = Suspects()
+        self._suspects, self._held_back = Suspects(), HeldBack()
         self.drafts = Drafts(self._residents, memory, speculation or Speculation(0), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
         self._progress = Progress(self._residents)
@@ -145,9 +145,8 @@ class Scheduler:
     def schedule_ahead(self) -> Step | None:
         """Decide the step behind one that still runs, or None where that one should land first.
 
-        It should where what it samples or how much of its drafts stands must be known, where somebody had to give way,
-        and while it is uncertain who makes steps fail. Whoever turns out to have ended computes a token more than it
-        needed to, which is dropped.
+        It should where what it samples or how much of its drafts stands must be known, where one had to give way, and
+        while it is uncertain which makes steps fail. One that turns out to have ended computed a token in vain.
         """
         step = self._in_flight
         if step is None or self.drafts.num_written or self._suspects.has_any or not self._rows.can_plan_past(step):
@@ -167,6 +166,7 @@ class Scheduler:
         """Note that a step was computed and what it sampled but for the `late` ones; whoever ends by that leaves."""
         self._suspects.landed(step)
         self._step_size.landed()
+        self._held_back.add(step.sampled_seqs[i] for i in late)
         standing, tokens, samples, poisoned = self.drafts.settle(step, tokens, late)
         landed = Landed(standing.sampled_seqs, tokens.tolist(), samples, set(), [])
         for i in self._progress.land(standing, tokens):
@@ -186,11 +186,10 @@ class Scheduler:
         return landed
 
     def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
-        """Note that a step failed, and that what it was to store or to copy is not there: whoever runs starts over.
+        """Note that a step failed, and that what it was to store or to copy is not there: all that run start over.
 
-        Where it found no memory, all go on from where they were, but in smaller steps for a while, with as many of them
-        as fit into one. Answers the sequence that makes steps fail and was dropped for it, once that is sure.
-        The step that was scheduled ahead of all this is rolled back with it; then whoever runs starts over in any case.
+        Where it found no memory, all go on from where they were, but in smaller steps for a while. Answers the sequence
+        that makes steps fail, once that is sure; it is dropped. A step that was scheduled ahead is rolled back as well.
         """
         ahead = None if self._in_flight is step else self._in_flight
         lost = [step] if ahead is None else [step, ahead]
@@ -255,6 +254,7 @@ class Scheduler:
         if self.drafts.num_written:
             num_wanted += table.num_drafted[rows]
         ends = within(budget, table.num_computed[rows], num_wanted)
+        ends = self._held_back.cut(self.running, table.num_computed[rows[: len(ends)]], ends)
         short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
         if short:
             ends = self._make_room(short, ends)

@@ -62,7 +62,7 @@ async def test_a_dozen_hostile_grammars_are_refused_beside_a_stream(redis_url: s
 async def test_a_choice_that_gets_too_costly_on_its_way_ends_the_job_by_name(
     redis_url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "GUIDE_CPU_S", 0.0)
+    monkeypatch.setattr(limits, "GUIDE_CPU_S", -1.0)
     monkeypatch.setattr(limits, "GUIDE_CPU_PER_TOKEN_S", 0.0)
     async with running_node(redis_url, engine, pool=POOL), AsyncClient(redis_url) as client:
         free = await client.submit(PROMPT, params=SamplingParams(max_tokens=50, ignore_eos=True))

@@ -113,7 +113,7 @@ def test_a_killed_grammar_process_changes_no_token(engine: Engine) -> None:
 
 def test_a_late_mask_keeps_no_other_row_waiting(engine: Engine) -> None:
     """While the worker is stopped the free stream goes on, and then the guided one says what it would have said."""
-    whole = _run(engine)
+    whole, late_before = _run(engine), engine.stats().late_masks
     (template,) = engine._guides.process_ids
     last_step_s, longest_s, stopped = time.monotonic(), 0.0, []
 
@@ -130,7 +130,7 @@ def test_a_late_mask_keeps_no_other_row_waiting(engine: Engine) -> None:
     beside = _run(engine, stop)
     for name in ("guided", "free"):
         assert tokens_of(beside, name) == tokens_of(whole, name)
-    assert engine.stats().late_masks > 30
+    assert 0 < engine.stats().late_masks - late_before < 5  # held back, it is computed in no step in vain
     assert longest_s < 10 * host.PATIENCE_S
     check_idle(engine)
 
@@ -139,7 +139,7 @@ def test_a_choice_whose_masks_take_too_long_ends_by_name_and_its_neighbor_does_n
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = tokens_of(_run(engine), "free")
-    monkeypatch.setattr(limits, "GUIDE_CPU_S", 0.0)
+    monkeypatch.setattr(limits, "GUIDE_CPU_S", -1.0)
     monkeypatch.setattr(limits, "GUIDE_CPU_PER_TOKEN_S", 0.0)
     outputs = _run(engine)
     (last,) = (output for output in outputs if output.request_id == "guided" and output.finish_reason)
