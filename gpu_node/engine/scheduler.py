@@ -233,11 +233,11 @@ class Scheduler:
         """The step that running sequences and newcomers get out of a budget; None where nobody gets anything."""
         named: list[int] = []
         preemptions_before = self.num_preemptions
-        budget = self._budget()
-        ends = self._schedule_running(budget, named)
+        ends = self._schedule_running(budget := self._budget(), named)
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
             ends = self._admit(budget, ends, named)
-        self._in_flight = self._step(ends, named) if len(ends) else None
+        moves = ends > self._rows.num_computed[self._residents.rows[: len(ends)]]
+        self._in_flight = self._step(ends, named) if moves.any() else None
         return self._in_flight
 
     def _have_room(self) -> bool:
