@@ -6,6 +6,7 @@ The dialect is the one that transformers gives templates, so that a checkpoint r
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -16,7 +17,11 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock.contract.errors import ConfigError
+from penstock.contract.errors import ConfigError, TooCostlyError
+
+MAX_RENDERED_CHARS = 1 << 25
+"""Of a chat with its tools; a request has at most 16 MiB, but a template may say the tools at every turn."""
+MAX_RENDER_S = 10.0
 
 
 class ChatTemplate:
@@ -37,8 +42,22 @@ class ChatTemplate:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The chat up to where the assistant speaks. Raises whatever the template raises."""
-        return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=True)
+        """The chat up to where the assistant speaks. Raises whatever the template raises.
+
+        Raises TooCostlyError for a chat whose text is too long, or takes too long.
+        """
+        pieces: list[str] = []
+        num_chars, until_s = 0, time.monotonic() + MAX_RENDER_S
+        parts = self._template.generate(messages=messages, tools=tools, documents=None, add_generation_prompt=True)
+        for piece in parts:
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > MAX_RENDERED_CHARS or time.monotonic() > until_s:
+                limits = f"{MAX_RENDERED_CHARS} characters or {MAX_RENDER_S:g} s"
+                raise TooCostlyError(
+                    f"messages: as the chat template renders them they take more than {limits}", param="messages"
+                )
+        return "".join(pieces)
 
 
 class _Generation(Extension):

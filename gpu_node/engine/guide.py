@@ -50,6 +50,11 @@ class Guide:
     def __del__(self) -> None:
         self._on_end(self)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its mask is asked for and not there yet."""
+        return self.failure is None and self.asked_at > self.mask_at
+
     def news_of(self, output: NDArray[np.int32]) -> list[int]:
         """The tokens of a choice's output that were not asked for before, for `take`."""
         news: list[int] = output[self._num_seen :].tolist()

@@ -10,6 +10,7 @@ from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.admission import Admission, Grants, PrefixHits
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
 from penstock.gpu_node.engine.drafts import Drafts
+from penstock.gpu_node.engine.held_back import HeldBack
 from penstock.gpu_node.engine.limits import Limits, StepSize, within
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts
@@ -32,8 +33,8 @@ class Scheduler:
     recompute. Running sequences come first, then swapped and waiting ones while budget, rows and blocks last. When no
     block is free another sequence is preempted: its blocks are swapped out or, where that costs more, recomputed later.
 
-    A step is scheduled after the one before it was committed or rolled back, or ahead of that. Sequences may be added
-    and removed while it runs. The blocks of a removed one are free at once: what gets them runs in a later step.
+    A step is scheduled after the one before it was committed or rolled back, or ahead of that. While it runs, sequences
+    may be added and removed. Blocks of a removed one are free at once: what gets them runs in a later step.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Scheduler:
         self._limits = limits
         self._rows = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._residents = Residents(memory, self._rows, limits.block_size)
-        self._suspects = Suspects()
+        self._suspects, self._held_back = Suspects(), HeldBack()
         self.drafts = Drafts(self._residents, memory, speculation or Speculation(0), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
         self._progress = Progress(self._residents)
@@ -168,6 +169,7 @@ class Scheduler:
         """Note that a step was computed and what it sampled but for the `late` ones; sequences that end leave."""
         faulty = self._suspects.slow(step) if is_slow else self._suspects.landed(step)
         self._step_size.landed()
+        self._held_back.add(step.sampled_seqs[i] for i in late)
         standing, tokens, samples, poisoned = self.drafts.settle(step, tokens, late)
         landed = Landed(standing.sampled_seqs, tokens.tolist(), samples)
         for i in self._progress.land(standing, tokens):
@@ -190,11 +192,10 @@ class Scheduler:
         return landed
 
     def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
-        """Note that a step failed: what it was to store or to copy is not there, and all that run start over.
+        """Note that a step failed, and that what it was to store or to copy is not there: all that run start over.
 
-        After one that found no memory they go on from where they were, in smaller steps, as many as fit into one.
-        Return the sequence that makes steps fail, which was dropped, once that is sure. A step that was scheduled ahead
-        is rolled back as well.
+        Where it found no memory, all go on from where they were, but in smaller steps for a while. Answers the sequence
+        that makes steps fail, once that is sure; it is dropped. A step that was scheduled ahead is rolled back as well.
         """
         ahead = None if self._in_flight is step else self._in_flight
         lost = [step] if ahead is None else [step, ahead]
@@ -238,11 +239,11 @@ class Scheduler:
         """The step that running sequences and newcomers get out of a budget; None where nobody gets anything."""
         named: list[int] = []
         preemptions_before = self.num_preemptions
-        budget = self._budget()
-        ends = self._schedule_running(budget, named)
+        ends = self._schedule_running(budget := self._budget(), named)
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
             ends = self._admit(budget, ends, named)
-        self._in_flight = self._step(ends, named) if len(ends) else None
+        moves = ends > self._rows.num_computed[self._residents.rows[: len(ends)]]
+        self._in_flight = self._step(ends, named) if moves.any() else None
         return self._in_flight
 
     def _have_room(self) -> bool:
@@ -259,6 +260,7 @@ class Scheduler:
         if self.drafts.num_written:
             num_wanted += table.num_drafted[rows]
         ends = within(budget, table.num_computed[rows], num_wanted)
+        ends = self._held_back.cut(self.running, table.num_computed[rows[: len(ends)]], ends)
         short = (ends > table.capacity[rows[: len(ends)]]).nonzero()[0].tolist()
         ends = self._make_room(short, ends) if short else ends
         rows = self._residents.rows[: len(ends)]

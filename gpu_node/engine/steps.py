@@ -58,10 +58,13 @@ def step_of(
     named_blocks: list[int],
     copies: Ints,
 ) -> Step:
-    """The step in which sequences of so many tokens get from starts to ends; whoever gets to its end samples.
+    """The step in which sequences of so many tokens get from starts to ends; those that reach their end sample.
 
     What lies behind that was drafted, and each token of it is sampled behind as well.
     """
+    if not (ends > starts).all():
+        at = (ends > starts).nonzero()[0]
+        seqs, rows, starts, ends, num_tokens = [seqs[i] for i in at], rows[at], starts[at], ends[at], num_tokens[at]
     num_drafted = np.maximum(ends - num_tokens, 0)
     sampled = (ends >= num_tokens).nonzero()[0]
     sampled_rows, sampled_ends, sampled_seqs = rows, ends, seqs
@@ -72,7 +75,6 @@ def step_of(
         sampled_rows, sampled_seqs = rows[sampled], [seqs[i] for i in sampled.tolist()]
     elif len(sampled) < len(seqs):
         sampled_rows, sampled_ends, sampled_seqs = rows[sampled], ends[sampled], [seqs[i] for i in sampled]
-    is_prefill = num_tokens - starts > 1
     return Step(
         seqs=seqs,
         rows=rows,
@@ -82,7 +84,7 @@ def step_of(
         sampled_seqs=sampled_seqs,
         sampled_rows=sampled_rows,
         sampled_ends=sampled_ends,
-        num_prefill_tokens=int((ends - starts)[is_prefill].sum()),
+        num_prefill_tokens=int((ends - starts)[num_tokens - starts > 1].sum()),
         num_drafted=total_drafted,
         named_blocks=named_blocks,
         copies=copies,

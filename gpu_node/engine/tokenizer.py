@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.contract.errors import ConfigError, RequestError
+from penstock.contract.errors import ConfigError, RequestError, TooCostlyError
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.chat_forms import TELLING_MARKS, reasoning_parser_of, tool_parser_of, turns_of
 from penstock.gpu_node.engine.chat_template import ChatTemplate
@@ -61,6 +61,8 @@ class Tokenizer:
         turns, offered = turns_of(messages), None if tools is None else json.loads(tools)
         try:
             text = self._template.render(turns, offered)
+        except TooCostlyError:
+            raise
         except Exception as error:
             # Templates are the model's own code: they refuse what they cannot render by raising what they like.
             raise RequestError(

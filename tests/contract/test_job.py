@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgpack
 import pytest
 from contract.harness import new_id, new_job
 from pydantic import ValidationError
@@ -21,6 +22,10 @@ from penstock.contract.job import (
     pool_of,
     seed_of,
 )
+from penstock.contract.packing import WireError
+from penstock.contract.structured import MAX_ALTERNATIVE_CHARS, MAX_CHOICE_CHARS
+from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT
+from penstock.contract.wire import decode_request
 
 UUID = "01890a5d-ac96-774b-bcce-b302099a8057"
 
@@ -242,3 +247,24 @@ def test_seed_is_the_callers_or_a_function_of_the_id() -> None:
 
 def test_priorities_are_ordered_by_urgency() -> None:
     assert Priority.INTERACTIVE < Priority.STANDARD < Priority.BATCH
+
+
+def test_a_choice_of_texts_has_a_limit_for_all_of_them_together() -> None:
+    text = "x" * MAX_ALTERNATIVE_CHARS
+    fits = [text[: -len(str(i))] + str(i) for i in range(MAX_CHOICE_CHARS // MAX_ALTERNATIVE_CHARS)]
+    assert SamplingParams(structured_outputs={"choice": fits})
+    field, said = problem_of(SamplingParams, {"structured_outputs": {"choice": [*fits, "y"]}})
+    assert field == "structured_outputs.choice"
+    assert f"{MAX_CHOICE_CHARS + 1} characters" in said and f"limit is {MAX_CHOICE_CHARS}" in said
+
+
+def test_the_turns_of_a_chat_have_a_limit_of_tool_calls_together() -> None:
+    call = {"id": "c", "name": "f", "arguments": "{}"}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call] * MAX_CALLS}] * (MAX_CALLS_OF_CHAT // MAX_CALLS)
+    assert new_job(prompt=None, messages=turns)
+    one_more = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(ValueError, match=f"{MAX_CALLS_OF_CHAT + 1} tool calls together; the limit is"):
+        new_job(prompt=None, messages=[*turns, one_more])
+    request = msgpack.packb({"v": 1, "kind": "generate", "messages": [*turns, one_more], "params": {}})
+    with pytest.raises(WireError, match="messages: the turns have"):
+        decode_request(request)

@@ -32,6 +32,8 @@ SLOW_PATIENCE_S = 0.004
 """The same where all that it waits for took long the last time."""
 LONELY_PATIENCE_S = 0.1
 """The same where no other row is ready."""
+_GONE = "the grammar processes have ended"
+_END_S = 5.0
 _POLL_S = 0.01
 _FLUSH_S = 0.001
 _IDLE_AFTER_S = 1.0
@@ -80,7 +82,7 @@ class MaskHost:
         trial = Trial(kind, texts)
         with self._lock:
             if self._is_closed:
-                raise UnavailableError("the grammar processes have ended", code="internal_error")
+                raise UnavailableError(_GONE, code="internal_error")
             self._processes.try_out(tenant, trial)
             self._wake()
         return trial.result.result()
@@ -98,6 +100,8 @@ class MaskHost:
             self._active_s = time.monotonic()
             self._give_up_waiting()
             for row, guide in enumerate(masks.guides):
+                if self._is_closed:
+                    self._processes.lanes.fail(guide, UnavailableError(_GONE, code="internal_error"))
                 if guide.failure is None:
                     masks.waiting[guide] = row
             self._masks = masks
@@ -111,6 +115,10 @@ class MaskHost:
 
     def close(self) -> None:
         """End all processes."""
+        if threading.current_thread() is self._thread:
+            # Garbage collection may call this in the middle of anything that the thread does.
+            self._is_closed = True
+            return
         with self._lock:
             if self._is_closed:
                 return
@@ -119,8 +127,7 @@ class MaskHost:
                 self._end()
                 return
             self._wake()
-        if self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        self._thread.join(_END_S)
 
     def _forget(self, guide: Guide) -> None:
         # It is called wherever Python collects garbage, so it must take no lock.
@@ -187,7 +194,7 @@ class MaskHost:
                 lost.append(guide)
         if lost:
             self._processes.ask(lost)
-        if not masks.waiting or self._is_closed or (concerned is not None and time.monotonic() >= self._due_s):
+        if not masks.waiting or (concerned is not None and time.monotonic() >= self._due_s):
             self._give_up_waiting()
         return self._masks is None
 

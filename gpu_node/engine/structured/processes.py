@@ -6,6 +6,7 @@ It is not safe for threads, but for `start_template`; the host's lock is.
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from penstock.gpu_node.engine.structured.trials import Trial, TrialQueue
 log = logging.getLogger(__name__)
 
 _RESTART_AFTER_S = 0.2
+_MAX_DOUBLINGS = 6
 _MAX_FAILED_STARTS = 3
 _TRIAL_TASK = 1
 
@@ -46,7 +48,9 @@ class GrammarProcesses:
         self._counts = counts
         self._wanted = (tokenizer, vocab_size, list(eos_token_ids))
         self._num_failed_starts = 0
-        self._failed_s = 0.0
+        self._failed_s = -math.inf
+        self._is_unusable = False
+        """Whether the tokenizer cannot be guided."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -57,14 +61,22 @@ class GrammarProcesses:
     def is_busy(self) -> bool:
         """Whether something is due soon."""
         is_waiting = self._trials.has_any or self._dying or any(worker.tasks for worker in self.workers)
-        return self.template is None or self.template.special_tokens is None or bool(is_waiting)
+        is_starting = not self._is_unusable and (self.template is None or self.template.special_tokens is None)
+        return is_starting or bool(is_waiting)
 
     def start_template(self) -> Template | None:
         """A new template where there is none; it takes a while, and is installed by `install`."""
-        if self.template is not None or time.monotonic() - self._failed_s < _RESTART_AFTER_S:
+        # The first restart comes at once.
+        pause_s = _RESTART_AFTER_S * (2 ** min(max(0, self._num_failed_starts - 1), _MAX_DOUBLINGS) - 1)
+        if self.template is not None or self._is_unusable or time.monotonic() - self._failed_s < pause_s:
             return None
         tokenizer, vocab_size, eos_token_ids = self._wanted
-        return Template(tokenizer(), vocab_size, eos_token_ids)
+        try:
+            return Template(tokenizer(), vocab_size, eos_token_ids)
+        except OSError as error:
+            self._start_failed()
+            log.warning("a grammar process was not started", extra={"reason": repr(error)})
+            return None
 
     def install(self, template: Template) -> None:
         """Use a template from now on."""
@@ -89,7 +101,9 @@ class GrammarProcesses:
     def hear(self, speaker: Template | Worker) -> list[Guide]:
         """Take in what a process has to say; the choices that this concerns."""
         if isinstance(speaker, Template):
-            return self._hear_template(speaker)
+            return self._hear_template(speaker) if speaker is self.template else []
+        if speaker not in self.workers:
+            return []  # it was let go of in the same moment
         replies = speaker.receive()
         if replies is None:
             return self._lost(speaker)
@@ -144,6 +158,7 @@ class GrammarProcesses:
                 if not self.special_tokens.done():
                     self.special_tokens.set_result(template.special_tokens)
             elif not self.special_tokens.done():
+                self._is_unusable = True
                 problem = f"this model's tokenizer cannot be guided: {said[0]}"
                 self.special_tokens.set_exception(RequestError(problem, param="structured_outputs"))
         return concerned
@@ -152,19 +167,22 @@ class GrammarProcesses:
         self.selector.unregister(template.socket)
         template.close()
         self.template = None
-        self._num_failed_starts += 1
-        self._failed_s = time.monotonic()
-        log.warning("the grammar processes ended and start anew", extra={"pid": template.pid})
-        if self._num_failed_starts > _MAX_FAILED_STARTS and not self.special_tokens.done():
-            self.special_tokens.set_exception(
-                UnavailableError("the grammar processes do not start", code="internal_error")
-            )
+        if not self._is_unusable:
+            self._start_failed()
+            log.warning("the grammar processes ended and start anew", extra={"pid": template.pid})
         # The kernel ends the workers with it, and nobody is left to say how they ended.
         concerned = [guide for worker in self.workers for guide in self._lost(worker)]
         for worker, current in [*self._dying.values()]:
             concerned += self._bury(worker, current, None)
         self._dying.clear()
         return concerned
+
+    def _start_failed(self) -> None:
+        self._failed_s = time.monotonic()
+        self._num_failed_starts += 1
+        if self._num_failed_starts > _MAX_FAILED_STARTS and not self.special_tokens.done():
+            problem = UnavailableError("the grammar processes do not start", code="internal_error")
+            self.special_tokens.set_exception(problem)
 
     def _lost(self, worker: Worker) -> list[Guide]:
         self.selector.unregister(worker.socket)

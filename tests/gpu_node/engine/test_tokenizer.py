@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from penstock.contract.errors import ConfigError, RequestError
+from penstock.contract.errors import ConfigError, RequestError, TooCostlyError
+from penstock.gpu_node.engine.chat_template import ChatTemplate
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "🌊"}, {"role": "user", "content": "?"}]
@@ -294,3 +295,14 @@ def test_a_normalizer_leaves_no_bound(tiny_model: Path, tmp_path: Path) -> None:
     backend.normalizer = normalizers.Strip()
     backend.save(str(folder / "tokenizer.json"))
     assert Tokenizer(folder).max_token_bytes == 0
+
+
+def test_a_chat_that_its_template_blows_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{{ tools }}{% endfor %}", {})
+    turns = [{"role": "user", "content": "x" * 100}] * 50
+    assert len(template.render(turns, [])) == 50 * 102
+    for name, least in (("MAX_RENDERED_CHARS", 5_000), ("MAX_RENDER_S", 0.0)):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"penstock.gpu_node.engine.chat_template.{name}", least)
+            with pytest.raises(TooCostlyError, match="messages: as the chat template renders them"):
+                template.render(turns, [])
