@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 MAX_BYTES_ON_LOOP = 256 << 10
 _FEW_BYTES = 8 << 10
 """A body of fewer bytes is parsed in a millisecond, whatever it consists of."""
-_MAX_CONTAINERS_ON_LOOP = 1024
-_MAX_COMMAS_ON_LOOP = 8192
-"""More objects, lists or values than these take tens of milliseconds to check, however few bytes they are."""
+_MAX_CONTAINERS_ON_LOOP = 256
+_MAX_COMMAS_ON_LOOP = 4096
+"""More objects, lists or values than these take some milliseconds to check, however few bytes they are."""
 PARSE_TIMEOUT_S = 20.0
 """A body that takes longer is refused, and the process that parses it is ended."""
 _REAP_TIMEOUT_S = 5.0
