@@ -60,9 +60,9 @@ class Parser:
         await self._end_child()
 
     async def _ask(self, form: str, raw: bytes) -> bytes:
+        if self._child is None:
+            self._child = await _Child.start()
         try:
-            if self._child is None:
-                self._child = await _Child.start()
             async with asyncio.timeout(PARSE_TIMEOUT_S):
                 return await self._child.ask(form, raw)
         except TimeoutError:
@@ -107,6 +107,10 @@ class _Child:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"RUST_BACKTRACE": "0"},
             )
+        except OSError as error:
+            ours.close()
+            log.warning("the parser process cannot be started", extra={"reason": str(error)})
+            raise UnavailableError("large bodies cannot be parsed at the moment", code="no_parser") from error
         except BaseException:
             ours.close()
             raise
