@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
-from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.job import SamplingParams
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.packing import pack, unpack_all
 from penstock.contract.problems import rename, request_error
@@ -30,7 +30,8 @@ class Asked:
     model: str
     prompts: Sequence[Prompt]
     params: SamplingParams
-    priority: Priority = Priority.STANDARD
+    priority: str | None = None
+    """The class that is asked for by name."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What the body calls our fields, where that differs."""
     tool_use: ToolUse = NO_TOOLS
@@ -57,7 +58,7 @@ def parse(form: str, raw: bytes) -> Asked:
         body.model,
         prompts,
         params,
-        body.job_priority,
+        body.priority,
         body.names(),
         body.tool_use(),
         echoes=body.echoes,
@@ -88,7 +89,7 @@ def encode_asked(asked: Asked) -> bytes:
     use, prompts = asked.tool_use, [_fields_of(prompt) for prompt in asked.prompts]
     small = {
         "model": asked.model,
-        "priority": int(asked.priority),
+        "priority": asked.priority,
         "names": dict(asked.names),
         "tool_use": [use.tools, use.choice, use.parallel],
         "flags": [asked.echoes, asked.stream, asked.include_usage],
@@ -113,7 +114,7 @@ def decode_asked(data: bytes) -> Asked:
         fields["model"],
         [PackedPrompt(*prompt) for prompt in fields["prompts"]],
         SamplingParams(**fields["params"]),
-        Priority(fields["priority"]),
+        fields["priority"],
         fields["names"],
         ToolUse(tools, choice, parallel),
         echoes=echoes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Request
 
 from penstock.contract.errors import RequestError
-from penstock.contract.job import is_job_id
+from penstock.contract.job import Priority, is_job_id
 from penstock.gateway.body import num_bytes_to_hold, read_json_body
 from penstock.gateway.entry import caller_of
 from penstock.gateway.openai.asked import Asked
@@ -66,7 +66,7 @@ def order_of(request: Request, asked: Asked) -> Order:
         asked.model,
         asked.prompts,
         asked.params,
-        asked.priority,
+        Priority[asked.priority.upper()] if asked.priority else Priority.STANDARD,
         tenant=caller.tenant,
         terms=caller.terms,
         idempotency_key=idempotency_key_of(request),

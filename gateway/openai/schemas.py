@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import Priority
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import Wire, only
 
@@ -36,11 +35,6 @@ class _Asked(Wire):
     def include_usage(self) -> bool:
         """Whether the stream ends with a chunk that carries the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def job_priority(self) -> Priority:
-        """The class asked for, standard by default."""
-        return Priority[self.priority.upper()] if self.priority else Priority.STANDARD
 
 
 class ChatRequest(ChatBody, _Asked):
