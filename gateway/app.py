@@ -18,6 +18,7 @@ from penstock.contract.logs import configure_logging
 from penstock.contract.loop_watch import LoopWatch
 from penstock.contract.settings import KeySettings
 from penstock.contract.settle import settle
+from penstock.contract.turns import Turns
 from penstock.gateway import health, metrics, usage
 from penstock.gateway.access_log import AccessLog
 from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
@@ -66,6 +67,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.state.parser = Parser()
     app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
+    app.state.turns = Turns()
     app.state.result_budget = SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT)
     install_error_handlers(app)
     app.router.routes.extend(generate.ROUTES)

@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 MAX_BYTES_ON_LOOP = 256 << 10
 _FEW_BYTES = 8 << 10
 """A body of fewer bytes is parsed in a millisecond, whatever it consists of."""
-_MAX_CONTAINERS_ON_LOOP = 1024
-_MAX_COMMAS_ON_LOOP = 8192
-"""More objects, lists or values than these take tens of milliseconds to check, however few bytes they are."""
+_MAX_CONTAINERS_ON_LOOP = 256
+_MAX_COMMAS_ON_LOOP = 4096
+"""More objects, lists or values than these take some milliseconds to check, however few bytes they are."""
 PARSE_TIMEOUT_S = 20.0
 """A body that takes longer is refused, and the process that parses it is ended."""
 _REAP_TIMEOUT_S = 5.0
@@ -60,9 +60,9 @@ class Parser:
         await self._end_child()
 
     async def _ask(self, form: str, raw: bytes) -> bytes:
+        if self._child is None:
+            self._child = await _Child.start()
         try:
-            if self._child is None:
-                self._child = await _Child.start()
             async with asyncio.timeout(PARSE_TIMEOUT_S):
                 return await self._child.ask(form, raw)
         except TimeoutError:
@@ -107,6 +107,10 @@ class _Child:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"RUST_BACKTRACE": "0"},
             )
+        except OSError as error:
+            ours.close()
+            log.warning("the parser process cannot be started", extra={"reason": str(error)})
+            raise UnavailableError("large bodies cannot be parsed at the moment", code="no_parser") from error
         except BaseException:
             ours.close()
             raise

@@ -6,7 +6,6 @@ a stream stops waiting for that after `first_chunk_wait_s`.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Usage, pool_of
 from penstock.contract.packed_result import PackedResult
+from penstock.contract.turns import Turns
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.openai.limits import check_logprobs
@@ -32,7 +32,7 @@ from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of
 from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import DONE, EventWriter, event
-from penstock.gateway.stream.whole import PieceSender
+from penstock.gateway.stream.whole import PIECE_BYTES, PieceSender
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import choose_pool
 from penstock.producer.openai.json_parts import json_parts
@@ -41,6 +41,8 @@ from penstock.producer.openai.render import ChatRenderer, Renderer, usage_of
 from penstock.producer.openai.tool_calls import CALL_FORMS
 
 JOB_HEADER = "X-Penstock-Job"
+MAX_SMALL_BATCH = 64
+"""Chunks that are rendered without waiting for a turn."""
 
 
 class Answer(Response):
@@ -54,6 +56,7 @@ class Answer(Response):
         self._client: AsyncClient = request.app.state.client
         self._settings: GatewaySettings = request.app.state.settings
         self._metrics: GatewayMetrics = request.app.state.metrics
+        self._turns: Turns = request.app.state.turns
         self._result_budget: SharedBudget = request.app.state.result_budget
         self._order = order
         self._dialect = dialect
@@ -111,7 +114,9 @@ class WholeAnswer(Answer):
         async with open_jobs(self._client, self._order) as jobs:
             renderer = await self._renderer(jobs)
             ends = await ends_of(jobs)
-        sender = PieceSender(send, {JOB_HEADER: _names(jobs)})
+        if sum(end.num_bytes for end in ends) > PIECE_BYTES:
+            await self._turns.wait()
+        sender = PieceSender(send, {JOB_HEADER: _names(jobs)}, self._turns)
         try:
             await sender.send_all(self._parts(renderer, jobs, ends))
         except PenstockError as error:
@@ -210,12 +215,15 @@ class StreamAnswer(Answer):
         await writer.write(DONE)
 
     async def _write(self, pieces: PieceWriter | ReadPieceWriter, batch: Batch, writer: EventWriter) -> None:
-        for i, events in enumerate(pieces.parts_of(batch)):
-            if i:
-                # What waited for a slow reader, or in a log, may be much: others get their turn in between.
-                await asyncio.sleep(0)
+        # What waited for a slow reader or in a log may be much, and so is what is said of a prompt.
+        is_large = len(batch) > MAX_SMALL_BATCH or bool(batch[0].prompt_logprobs)
+        if is_large:
+            await self._turns.wait()
+        for events in pieces.parts_of(batch):
             await writer.write(events)
             self._meter.sent()
+            if is_large:
+                await self._turns.wait()
 
 
 def _require_call_form(record: ServedPool | None) -> ServedPool:

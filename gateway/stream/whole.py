@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import Send
+
+from penstock.contract.turns import Turns
 
 PIECE_BYTES = 64 << 10
 MAX_WORK_S = 0.004
@@ -21,8 +22,9 @@ class PieceSender:
     An answer of one piece has a `Content-Length`, a longer one comes in chunks.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], turns: Turns) -> None:
         self.started = False
+        self._turns = turns
         self._send = send
         self._headers = {"content-type": "application/json", **headers}
 
@@ -37,7 +39,7 @@ class PieceSender:
                     await self._write(b"".join(piece), more=True)
                     piece, size = [], 0
                 if time.monotonic() - worked_since_s >= MAX_WORK_S:
-                    await asyncio.sleep(0)
+                    await self._turns.wait()
                     worked_since_s = time.monotonic()
         await self._write(b"".join(piece), more=False)
 

@@ -31,6 +31,6 @@ def _entry_of(entry: Any) -> TokenLogprobs:
     counts = {len(ids), len(texts), len(packed) / 4} - ({0.0} if len(ids) == 1 else set())
     if counts != {len(ids)} or not ids:
         raise WireError("log-probabilities of a token are not as many as its ids and texts")
-    if any(type(token_id) is not int for token_id in ids) or not all(isinstance(text, (bytes, str)) for text in texts):
+    if {*map(type, ids)} != {int} or not {*map(type, texts)} <= {bytes, str}:
         raise WireError("log-probabilities name tokens by what is no id or text")
     return TokenLogprobs(tuple(ids), struct.unpack(f"<{len(packed) // 4}f", packed), tuple(texts))

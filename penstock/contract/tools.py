@@ -15,7 +15,7 @@ MAX_TOOLS_CHARS = 1 << 18
 MAX_CALLS = 128
 """Calls in one turn."""
 MAX_CALLS_OF_CHAT = 4096
-"""Calls in all turns of a conversation."""
+"""Calls in all turns of a chat."""
 MAX_CALL_ID_CHARS = 256
 MAX_FUNCTION_NAME_CHARS = 256
 MAX_ARGUMENTS_CHARS = 1 << 20

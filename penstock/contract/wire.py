@@ -186,7 +186,9 @@ def _chunk_of(value: Any) -> Chunk:
         version, job_id, index, choice, position, token_ids, text = value.values()
         if version == VERSION and all(type(token) is int for token in token_ids):
             return Chunk(job_id, index, choice, position, tuple(token_ids), text)
-    m = checked_map(value)
+    # Decoding log-probabilities looks at each of their values, so that their depth needs no look of its own.
+    likely = {key: value[key] for key in ("l", "q") if key in value} if type(value) is dict else {}
+    m = checked_map({key: member for key, member in value.items() if key not in likely} if likely else value) | likely
     if m.get("v") != VERSION:
         raise WireError(f"protocol version {m.get('v')!r} is not {VERSION}")
     for key, value in m.items():

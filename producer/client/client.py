@@ -36,6 +36,8 @@ from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.source import JobSource, Submission, submit
 from penstock.producer.client.stats import ClientStats
 
+MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
+
 
 class AsyncClient:
     """Submits jobs and streams what comes back.
@@ -150,7 +152,12 @@ class AsyncClient:
         """
         self._courier.require_open()
         record = await self._choose(options)
-        job = build_job(prompt, options, record, self._tenant)
+        tools = options.get("tools")
+        if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
+            # Their schemas are read several times; a thread lets others run in between.
+            job = await asyncio.to_thread(build_job, prompt, options, record, self._tenant)
+        else:
+            job = build_job(prompt, options, record, self._tenant)
         allowed_class(job.priority.label, self._highest_class, "this client (highest_class)")
         door = self._door(job.pool)
         cost = estimate_cost(job, record, (await door.recent()).nodes)

@@ -100,7 +100,8 @@ class Mailbox:
 
 
 def _num_logprobs(chunk: Chunk) -> int:
-    return sum(len(entry.token_ids) for entries in (chunk.logprobs, chunk.prompt_logprobs) for entry in entries)
+    # All tokens but a prompt's first one have as many.
+    return sum(len(of) * len(of[-1].token_ids) for of in (chunk.logprobs, chunk.prompt_logprobs) if of)
 
 
 class Feed:

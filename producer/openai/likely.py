@@ -37,8 +37,11 @@ def prompt_logprobs(entries: Iterable[TokenLogprobs]) -> Iterator[dict[str, Any]
             yield None
             continue
         yield {
-            str(token_id): {"logprob": _number(value), "decoded_token": token.decode(errors="replace")}
-            for token_id, value, token in (_own(entry), *entry.top)
+            str(token_id): {
+                "logprob": value if value > LOWEST else LOWEST,
+                "decoded_token": token if isinstance(token, str) else token.decode(errors="replace"),
+            }
+            for token_id, value, token in zip(entry.token_ids, entry.values, entry.tokens, strict=True)
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,6 +13,7 @@ from fakes.reference_engine import ReferenceEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract.errors import ConfigError
+from penstock.contract.loop_watch import LoopWatch
 from penstock.gpu_node.counts import Latencies
 from penstock.gpu_node.metrics import serving_metrics
 from penstock.gpu_node.node import Node
@@ -88,3 +90,20 @@ def test_latencies_are_put_into_the_first_class_that_holds_them() -> None:
         latencies.note(seconds)
     assert latencies.counts == [2, 1, *[0] * 10, 1, 1]
     assert latencies.total_s == pytest.approx(1009.0011)
+
+
+async def test_a_node_tells_how_long_its_loop_was_held(redis_url: str) -> None:
+    watch = LoopWatch(interval_s=0.005)
+    watch.start()
+    async with running(redis_url) as node:
+        with serving_metrics(node, "127.0.0.1", 0, watch) as port:
+            await asyncio.sleep(0.02)
+            until_s = time.thread_time() + 0.1
+            while time.thread_time() < until_s:
+                pass
+            await asyncio.sleep(0.02)
+            found = await scrape(port)
+    watch.stop()
+    assert found["penstock_node_loop_hold_seconds:cpu"] > 0.08
+    assert found["penstock_node_loop_hold_seconds:wall"] > 0.08
+    assert found["penstock_node_loop_late_seconds_count"] == found["penstock_node_loop_late_seconds_bucket:+Inf"] > 0

@@ -17,6 +17,7 @@ from penstock.contract.broker.sweep import sweep
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Chunk, Outcome, Priority, Usage
 from penstock.contract.policy import HOLD_MS
+from penstock.contract.turns import Turns
 from penstock.contract.wire import NodePressure, PoolRecord
 
 MAX_EMIT_JOBS = 512
@@ -128,6 +129,7 @@ class NodeBroker:
 
     def __init__(self, redis: Redis, pool: str, node_id: str, revision: str) -> None:
         self._redis = redis
+        self._turns = Turns()
         self._pool = pool
         self._node_id = node_id
         self._revision = revision
@@ -203,7 +205,7 @@ class NodeBroker:
         for start in range(0, count, page):
             with translated():
                 entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, min(start + page, count) - 1))
-            chunks += await decoded(entries, max_bytes=inf)
+            chunks += await decoded(entries, self._turns, max_bytes=inf)
         return chunks
 
     async def emit(self, emissions: Sequence[Emission]) -> list[str]:

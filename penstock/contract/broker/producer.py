@@ -15,7 +15,7 @@ from penstock.contract import keys, wire
 from penstock.contract.admission import estimate_bytes
 from penstock.contract.broker import scripts
 from penstock.contract.broker.connection import translated
-from penstock.contract.broker.decoding import decoded, result_of
+from penstock.contract.broker.decoding import decoded, packed_result_of, result_of
 from penstock.contract.broker.refusals import submit_error
 from penstock.contract.broker.sweep import sweep
 from penstock.contract.errors import NotFoundError, TooLargeError
@@ -24,6 +24,7 @@ from penstock.contract.packed_result import PackedResult
 from penstock.contract.packing import MAX_BYTES, WireError
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.terms import UNLIMITED, Terms
+from penstock.contract.turns import Turns
 from penstock.contract.wire import PoolPressure, PoolRecord
 
 _LOG = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class ProducerBroker:
     """The producer's side of the queue, over one Redis connection pool. Raises UnavailableError when Redis is away."""
 
     def __init__(self, redis: Redis) -> None:
-        self._redis = redis
+        self._redis, self._turns = redis, Turns()
         self._unreadable: set[bytes] = set()
         """Pools that were warned of: clients ask for all pools every second."""
 
@@ -156,21 +157,19 @@ class ProducerBroker:
         """Chunks `start …` of a job's log; empty where there are none, also once the log's life is over."""
         with translated():
             entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, start + count - 1))
-        return await decoded(entries)
+        return await decoded(entries, self._turns)
 
     async def result(self, job_id: str, tenant: str) -> Result | None:
         """A job's terminal record, None while it has none; raises NotFoundError, also for a large result that is gone
         because it was delivered. A large one goes a log's life after this.
         """
-        if (ended := await self._ended(job_id, tenant)) is None:
-            return None
-        fields, outcome, data = ended
-        return await result_of(data, job_id, outcome, _times_ms(fields))
+        ended = await self._ended(job_id, tenant)
+        return ended and await result_of(ended[2], job_id, ended[1], _times_ms(ended[0]))
 
     async def packed_result(self, job_id: str, tenant: str) -> PackedResult | None:
         """The same, of which a part is decoded when it is asked for."""
         ended = await self._ended(job_id, tenant)
-        return None if ended is None else PackedResult(ended[2], job_id, ended[1])
+        return ended and await packed_result_of(ended[2], job_id, ended[1], self._turns)
 
     async def _ended(self, job_id: str, tenant: str) -> tuple[dict[str, str], Outcome, bytes | None] | None:
         """A job's record, how it ended, and its result, which counts as delivered; None while it has not ended."""

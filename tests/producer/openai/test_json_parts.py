@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic_core import to_json
 
@@ -24,6 +24,7 @@ LAZY = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(LAZY)
 def test_the_parts_make_up_the_whole(value):
     whole = to_json(plain(value))
