@@ -13,6 +13,18 @@ from hostile.attacker import Attacker
 from hostile.catalogue import attack
 
 
+@attack("`choice` of 512 texts of 512 characters with one beginning, others each time", seconds=15.0)
+async def choices_at_limit(a: Attacker) -> None:
+    forms = ({"choice": p.choice_with_one_beginning(i, count=512, chars=512)} for i in range(200))
+    bodies = [{"prompt": "Say", "structured_outputs": form, "max_tokens": 8} for form in forms]
+    await a.post_all(bodies, at_once=4)
+
+
+@attack("histories of 4,096 tool calls, 4 at once", seconds=10.0)
+async def tool_calls_at_limit(a: Attacker) -> None:
+    await a.post_all([p.tool_history(4096)], at_once=4, chat=True, repeat=True)
+
+
 @attack("regular expressions with large automata", seconds=20.0)
 async def regexes(a: Attacker) -> None:
     bodies = [{"prompt": "Say", "structured_outputs": {"regex": one}, "max_tokens": 30, "n": 4} for one in p.regexes()]
