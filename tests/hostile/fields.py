@@ -8,6 +8,7 @@ from typing import Any
 from penstock.contract import job, structured, tools
 from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.gateway.head import MAX_HEAD_BYTES
+from penstock.gateway.openai.asked import MAX_CHOICES_OF_REQUEST
 from penstock.gateway.openai.door import MAX_KEY_CHARS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.openai.bodies import MAX_PROMPTS
@@ -35,6 +36,16 @@ def _calls(count: int) -> dict[str, Any]:
     return body
 
 
+def _calls_of_chat(count: int) -> dict[str, Any]:
+    """In turns of as many as one may have."""
+    body = _call()
+    turn = body["messages"].pop()
+    for first in range(0, count, tools.MAX_CALLS):
+        calls = turn["tool_calls"] * min(tools.MAX_CALLS, count - first)
+        body["messages"].append({**turn, "tool_calls": calls})
+    return body
+
+
 def _offered(count: int) -> dict[str, Any]:
     function = {"type": "function", "function": {"name": "f"}}
     return {"messages": [{"role": "user", "content": "x"}], "tools": [function] * count}
@@ -52,6 +63,10 @@ LIMITS: dict[str, tuple[int, Limited]] = {
     "prompt_logprobs": (MAX_LOGPROBS, lambda v: {"prompt_logprobs": v}),
     "max_tokens": (job.MAX_TOKENS_LIMIT, lambda v: {"max_tokens": v, "stop": [" ", "e", "a"], "n": 1}),
     "prompts": (MAX_PROMPTS, lambda v: {"prompt": ["x"] * v, "max_tokens": 1}),
+    "choices of a request": (
+        MAX_CHOICES_OF_REQUEST,
+        lambda v: {"prompt": ["x"] * (v // 8 if v <= MAX_CHOICES_OF_REQUEST else 33), "n": 8, "max_tokens": 1},
+    ),
     "messages": (job.MAX_MESSAGES, lambda v: {"messages": [{"role": "user", "content": ""}] * v}),
     "model": (MAX_MODEL_CHARS, lambda v: {"model": "m" * v}),
     "regex characters": (structured.MAX_REGEX_CHARS, lambda v: {"structured_outputs": {"regex": "r" * v}}),
@@ -61,12 +76,17 @@ LIMITS: dict[str, tuple[int, Limited]] = {
     ),
     "choice": (structured.MAX_ALTERNATIVES, lambda v: {"structured_outputs": {"choice": _texts(v, 8)}}),
     "choice characters": (structured.MAX_ALTERNATIVE_CHARS, lambda v: {"structured_outputs": {"choice": ["c" * v]}}),
+    "choice characters together": (
+        structured.MAX_CHOICE_CHARS,
+        lambda v: {"structured_outputs": {"choice": [*_texts(512, 511), "z" * (v - 512 * 511)]}},
+    ),
     "schema characters": (
         structured.MAX_GRAMMAR_CHARS,
         lambda v: {"structured_outputs": {"json": '{"type": "null"}'.ljust(v)}},
     ),
     "tools": (tools.MAX_TOOLS, _offered),
     "calls": (tools.MAX_CALLS, _calls),
+    "calls of a chat": (tools.MAX_CALLS_OF_CHAT, _calls_of_chat),
     "name of a called function": (tools.MAX_FUNCTION_NAME_CHARS, lambda v: _call(name="f" * v)),
     "arguments of a call": (tools.MAX_ARGUMENTS_CHARS, lambda v: _call(arguments='{"a": "' + "x" * (v - 9) + '"}')),
     "head": (MAX_HEAD_BYTES, lambda v: {}),
