@@ -50,10 +50,6 @@ def test_limit_is_what_the_code_says(row: tuple[str, str, str, str]) -> None:
     assert value((ROOT / file).read_text(), name) == int(number.replace(",", "")) * UNITS[unit]
 
 
-def test_every_limit_of_a_caller_stands_in_the_protocol_too() -> None:
-    assert {row[2:] for row in LIMITS} - {row[2:] for row in ROWS} == set()
-
-
 def test_there_are_as_many_classes_in_lua() -> None:
     prelude = (ROOT / "penstock/contract/scripts/prelude.lua").read_text()
     assert value_in_lua(prelude, "CLASSES") == NUM_PRIORITIES

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hostile.fields import LIMITS
 from hostile.forms import TEXTS, random_grammar, random_regex, random_schema, random_value, real_schemas
 
-from penstock.contract import job, structured, tools
-from penstock.contract.logprobs import MAX_LOGPROBS
-from penstock.gateway.head import MAX_HEAD_BYTES
-from penstock.gateway.openai.door import MAX_KEY_CHARS
-from penstock.gateway.settings import GatewaySettings
-from penstock.producer.openai.bodies import MAX_PROMPTS
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MAX_BODY_BYTES: int = GatewaySettings.model_fields["max_body_bytes"].default
-MAX_MODEL_CHARS = 256
-"""`model` of a body."""
 
 
 @dataclass(frozen=True)
@@ -203,63 +193,6 @@ def _no_body(rng: random.Random, number: int, model: str) -> Case:
     return Case(number, rng.choice((COMPLETIONS, CHAT)), raw)
 
 
-def _texts(count: int, chars: int) -> list[str]:
-    return [f"{i:06d}".ljust(chars, "q")[:chars] for i in range(count)]
-
-
-Limited = Callable[[int], dict[str, Any]]
-
-
-def _call(**function: Any) -> dict[str, Any]:
-    call = {"id": "i", "type": "function", "function": {"name": "f", "arguments": "{}", **function}}
-    return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]}
-
-
-def _calls(count: int) -> dict[str, Any]:
-    body = _call()
-    body["messages"][1]["tool_calls"] *= count
-    return body
-
-
-def _offered(count: int) -> dict[str, Any]:
-    function = {"type": "function", "function": {"name": "f"}}
-    return {"messages": [{"role": "user", "content": "x"}], "tools": [function] * count}
-
-
-LIMITS: dict[str, tuple[int, Limited]] = {
-    "n": (job.MAX_CHOICES, lambda v: {"n": v, "max_tokens": 1}),
-    "stop": (job.MAX_STOP_STRINGS, lambda v: {"stop": _texts(v, 9)}),
-    "stop characters": (job.MAX_STOP_STRING_CHARS, lambda v: {"stop": ["s" * v]}),
-    "stop_token_ids": (job.MAX_STOP_TOKEN_IDS, lambda v: {"stop_token_ids": list(range(v))}),
-    "bad_words": (job.MAX_BAD_WORDS, lambda v: {"bad_words": _texts(v, 9)}),
-    "bad_words characters": (job.MAX_STOP_STRING_CHARS, lambda v: {"bad_words": ["b" * v]}),
-    "logit_bias": (job.MAX_LOGIT_BIASES, lambda v: {"logit_bias": {str(i): 1 for i in range(v)}}),
-    "logprobs": (MAX_LOGPROBS, lambda v: {"logprobs": v}),
-    "prompt_logprobs": (MAX_LOGPROBS, lambda v: {"prompt_logprobs": v}),
-    "max_tokens": (job.MAX_TOKENS_LIMIT, lambda v: {"max_tokens": v, "stop": [" ", "e", "a"], "n": 1}),
-    "prompts": (MAX_PROMPTS, lambda v: {"prompt": ["x"] * v, "max_tokens": 1}),
-    "messages": (job.MAX_MESSAGES, lambda v: {"messages": [{"role": "user", "content": ""}] * v}),
-    "model": (MAX_MODEL_CHARS, lambda v: {"model": "m" * v}),
-    "regex characters": (structured.MAX_REGEX_CHARS, lambda v: {"structured_outputs": {"regex": "r" * v}}),
-    "grammar characters": (
-        structured.MAX_GRAMMAR_CHARS,
-        lambda v: {"structured_outputs": {"grammar": 'start: "x"'.ljust(v)}},
-    ),
-    "choice": (structured.MAX_ALTERNATIVES, lambda v: {"structured_outputs": {"choice": _texts(v, 8)}}),
-    "choice characters": (structured.MAX_ALTERNATIVE_CHARS, lambda v: {"structured_outputs": {"choice": ["c" * v]}}),
-    "schema characters": (
-        structured.MAX_GRAMMAR_CHARS,
-        lambda v: {"structured_outputs": {"json": '{"type": "null"}'.ljust(v)}},
-    ),
-    "tools": (tools.MAX_TOOLS, _offered),
-    "calls": (tools.MAX_CALLS, _calls),
-    "name of a called function": (tools.MAX_FUNCTION_NAME_CHARS, lambda v: _call(name="f" * v)),
-    "arguments of a call": (tools.MAX_ARGUMENTS_CHARS, lambda v: _call(arguments='{"a": "' + "x" * (v - 9) + '"}')),
-    "head": (MAX_HEAD_BYTES, lambda v: {}),
-    "idempotency key": (MAX_KEY_CHARS, lambda v: {}),
-    "body": (MAX_BODY_BYTES, lambda v: {}),
-}
-"""What is limited, the limit, and a body that says so much of it."""
 _RARE = ("body", "arguments of a call", "messages")
 """They are large."""
 

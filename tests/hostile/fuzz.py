@@ -23,6 +23,7 @@ NAMES_NO_FIELD = frozenset(
     (
         *("unsupported_media_type", "invalid_http", "body_incomplete", "body_too_large", "head_too_large"),
         *("invalid_api_key", "pool_busy", "id_conflict", "not_found", "job_not_found", "no_node"),
+        *("body_too_complex", "memory_share_exceeded", "rate_limit_exceeded"),
     )
 )
 """Codes of what is wrong with something other than a field of the body."""

@@ -20,9 +20,9 @@ def alternating_grammar(seed: int = 0, alternatives: int = 1000) -> str:
     return f"start: ({' | '.join(rules)}) /[ .]{{1,4}}/".ljust(47_000)
 
 
-def choice_with_one_beginning(number: int = 0) -> list[str]:
-    """1,024 texts that differ in their last characters only: 1 MB."""
-    return [f"{number:04d}" + "a" * (1024 - 10) + f"{i:06d}" for i in range(1024)]
+def choice_with_one_beginning(number: int = 0, *, count: int = 1024, chars: int = 1024) -> list[str]:
+    """Texts that differ in their last characters only: 1 MB."""
+    return [f"{number:04d}" + "a" * (chars - 10) + f"{i:06d}" for i in range(count)]
 
 
 def prompt_of(num_tokens: int, number: int = 0) -> list[int]:
@@ -31,7 +31,7 @@ def prompt_of(num_tokens: int, number: int = 0) -> list[int]:
 
 
 def tool_history(num_calls: int = 112_000) -> dict[str, Any]:
-    """A chat of 8 MB that has made that many calls."""
+    """A chat that has made that many calls; of 8 MB by default."""
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     turns: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
     ids = iter(range(num_calls))

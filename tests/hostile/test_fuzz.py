@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from fakes.tiny_model import make_tiny_model
-from hostile.bodies import LIMITS, case_of
+from hostile.bodies import case_of
+from hostile.fields import LIMITS
 from hostile.fuzz import Fuzzed, Fuzzer
 from hostile.stack import POOL, Stack, running_stack
 
