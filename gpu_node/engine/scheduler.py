@@ -192,10 +192,9 @@ class Scheduler:
         return landed
 
     def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
-        """Note that a step failed, and that what it was to store or to copy is not there: all that run start over.
+        """Note that a step failed: all that run start over, or go on in smaller steps where it found no memory.
 
-        Where it found no memory, all go on from where they were, but in smaller steps for a while. Answers the sequence
-        that makes steps fail, once that is sure; it is dropped. A step that was scheduled ahead is rolled back as well.
+        Return the sequence at fault, once that is sure; it is dropped. A step scheduled ahead is rolled back as well.
         """
         ahead = None if self._in_flight is step else self._in_flight
         lost = [step] if ahead is None else [step, ahead]
