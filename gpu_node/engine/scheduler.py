@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether sequences of a step that failed or was slow are being told apart."""
+        """Whether sequences of a step that failed or was slow are told apart."""
         return self._suspects.has_any
 
     @property
@@ -167,7 +167,7 @@ class Scheduler:
 
     def commit(self, step: Step, tokens: Ints, late: Collection[int] = (), *, is_slow: bool = False) -> Landed:
         """Note that a step was computed and what it sampled but for the `late` ones; sequences that end leave."""
-        faulty = self._suspects.slow(step) if is_slow else self._suspects.landed(step)
+        faulty = self._suspects.landed(step, is_slow=is_slow)
         self._step_size.landed()
         self._held_back.add(step.sampled_seqs[i] for i in late)
         standing, tokens, samples, poisoned = self.drafts.settle(step, tokens, late)
@@ -184,7 +184,6 @@ class Scheduler:
         if self._in_flight is step:
             self._in_flight = None
         elif (ahead := self._in_flight) is not None:
-            # What it fills can only be named now.
             self._residents.name_filled(ahead.seqs, ahead.rows, ahead.ends, ahead.named_blocks)
         if is_slow and self._in_flight is None:
             self._retreat.isolate()

@@ -71,8 +71,10 @@ class Suspects:
             return not running
         return seq not in self._failed_at or sum(one in self._failed_at for one in running) < self._max_at_once
 
-    def landed(self, step: Step) -> None:
-        """A step was computed."""
+    def landed(self, step: Step, *, is_slow: bool = False) -> Sequence | None:
+        """Note a step that was computed. Return the sequence that makes steps slow, once that is sure."""
+        if is_slow:
+            return self._slow(step)
         self._has_landed = True
         if self._failed_at:
             for seq, end in zip(step.seqs, step.ends.tolist(), strict=True):
@@ -80,6 +82,7 @@ class Suspects:
                     self.forget(seq)
                 elif seq in self._strikes and end >= self._strikes[seq].end:
                     del self._strikes[seq]
+        return None
 
     def failed(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
         """A step of running sequences failed: the one that is to blame, once that is sure."""
@@ -101,8 +104,23 @@ class Suspects:
         self._has_landed = False
         return alone if is_to_blame else None
 
-    def slow(self, step: Step) -> Sequence | None:
-        """Note a step that was computed, but took very long. Return the sequence at fault, once that is sure.
+    def forget(self, seq: Sequence) -> None:
+        """A sequence is cleared, or gone."""
+        self._failed_at.pop(seq, None)
+        self._strikes.pop(seq, None)
+        if seq is self._on_trial:
+            self._on_trial = None
+
+    def _struck(self, seq: Sequence, start: int, end: int) -> _Strikes:
+        """With one strike more; only those at one and the same place count."""
+        if (before := self._strikes.get(seq)) is not None:
+            start_of_all, end_of_all = max(start, before.start), min(end, before.end)
+            if start_of_all < end_of_all:
+                return _Strikes(before.times + 1, start_of_all, end_of_all)
+        return _Strikes(1, start, end)
+
+    def _slow(self, step: Step) -> Sequence | None:
+        """Tell the sequences of a slow step apart.
 
         Suspects are told apart by halves, as after a failed step. A sequence is at fault when several of its decode
         steps were slow with it as the only suspect, and a step without it was not in between.
@@ -125,18 +143,3 @@ class Suspects:
         is_to_blame = self._has_landed and times >= _MAX_SLOW_STRIKES
         self._has_landed = False
         return alone if is_to_blame else None
-
-    def forget(self, seq: Sequence) -> None:
-        """A sequence is cleared, or gone."""
-        self._failed_at.pop(seq, None)
-        self._strikes.pop(seq, None)
-        if seq is self._on_trial:
-            self._on_trial = None
-
-    def _struck(self, seq: Sequence, start: int, end: int) -> _Strikes:
-        """With one strike more; only those at one and the same place count."""
-        if (before := self._strikes.get(seq)) is not None:
-            start_of_all, end_of_all = max(start, before.start), min(end, before.end)
-            if start_of_all < end_of_all:
-                return _Strikes(before.times + 1, start_of_all, end_of_all)
-        return _Strikes(1, start, end)
