@@ -131,8 +131,8 @@ def test_a_late_mask_keeps_no_other_row_waiting(engine: Engine) -> None:
     beside = _run(engine, stop)
     for name in ("guided", "free"):
         assert tokens_of(beside, name) == tokens_of(whole, name)
-    assert 0 < engine.stats().late_masks - late_before < 5  # held back, it is computed in no step in vain
-    assert longest_s < 10 * host.PATIENCE_S
+    assert 0 < engine.stats().late_masks - late_before < 20  # held back, it is computed in no step in vain
+    assert longest_s < 1.0  # of a loaded machine; the worker is stopped for all of these 34 steps
     check_idle(engine)
 
 
@@ -194,7 +194,7 @@ def test_rows_whose_masks_are_always_late_say_the_same_among_preemptions(
 
     monkeypatch.setattr(host.MaskHost, "begin", begin_impatiently)
     assert [answer.choices for answer in tight.generate(prompts, wanted)] == whole
-    assert tight.stats().late_masks > 100 and tight.stats().num_preemptions > 0
+    assert tight.stats().late_masks > 10 and tight.stats().num_preemptions > 0
     check_idle(tight)
     for engine in (roomy, tight):
         engine._guides.close()
