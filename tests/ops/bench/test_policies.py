@@ -30,3 +30,9 @@ def test_interactive_work_does_not_wait_for_batch_work() -> None:
 def test_fair_turns_give_every_tenant_as_much() -> None:
     assert min(figures.jain for figures in run("tenants", "fair")) > 0.95
     assert mean(figures.jain for figures in run("tenants", "fcfs")) < 0.5
+
+
+def test_a_flood_of_interactive_work_does_not_starve_a_standard_tenant() -> None:
+    (fair,), (strict,) = run("flood", "fair", 1), run("flood", "priority", 1)
+    assert fair.ttft_p99["standard"] < 1000 < 10_000 < strict.ttft_p50["standard"]
+    assert fair.ttft_p50["interactive"] < 1.5 * strict.ttft_p50["interactive"]
