@@ -105,10 +105,11 @@ async def test_one_that_died_while_it_waited_is_found_by_the_next(queue: Queue) 
 
 
 async def test_one_that_left_is_nobody_s_predecessor(queue: Queue) -> None:
-    before = await queue.node("n-1")
+    before, other = await queue.node("n-1"), await queue.node("n-2")
     await before.broker.succeed(["seat"], has_joined=True)
+    await other.broker.succeed(["other"], has_joined=True)
     await before.broker.leave()
-    assert await seats_of(queue) == {}
+    assert await seats_of(queue) == {"other": "n-2"}
 
 
 async def test_a_sweep_that_starts_all_leases_anew_leaves_the_dead_dead(queue: Queue) -> None:

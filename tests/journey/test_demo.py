@@ -146,16 +146,27 @@ def test_killed_serve_leaves_nothing(folder: Path) -> None:
     wait_until_gone(processes)
 
 
-def test_serve_ends_with_its_node_and_says_so(folder: Path) -> None:
-    serve, _, _ = start_serve(folder)
+def test_serve_starts_its_node_again_and_says_why_it_ended(folder: Path) -> None:
+    serve, url, curl = start_serve(folder)
     processes = family(serve)
-    next(process for process in reversed(processes) if is_node(process)).kill()
-
-    _, errors = serve.communicate(timeout=60)
-
-    assert serve.returncode == 1
-    assert "penstock: node ended with status" in errors
+    try:
+        next(process for process in reversed(processes) if is_node(process)).kill()
+        assert serve.stderr is not None
+        said = "".join(iter(lambda: next(line for line in serve.stderr if line.startswith("serve ")), AGAIN))
+        assert said.startswith("serve   | node ended with status 137 (SIGKILL"), said
+        assert said.endswith("; it starts again in 0.5 s\n")
+        body = json.loads(curl[curl.index("{") : curl.rindex("}") + 1])
+        answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "stream": False, "max_tokens": 8}, timeout=60)
+        assert answer.status_code == 200
+    finally:
+        processes += family(serve)
+        serve.terminate()
+        serve.communicate(timeout=60)
+    assert serve.returncode == 128 + signal.SIGTERM
     wait_until_gone(processes)
+
+
+AGAIN = "serve   | node serves again\n"
 
 
 def test_taken_port_is_one_clear_error(folder: Path) -> None:
