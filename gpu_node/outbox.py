@@ -268,6 +268,9 @@ def outcome_of(job: HeldJob) -> Outcome:
     if job.has_failed_choice:
         if (error := job.error) is not None:
             return Outcome("failed", error.code, error.message, error.param or "")
+        if job.params.structured_outputs is not None and job.params.bad_words:
+            said = "bad_words: no token was left; they exclude every token that structured_outputs allows next"
+            return Outcome("failed", "invalid_request", said, "bad_words")
         said = (
             "the model's output was not finite, no token fitted the form that is asked for, "
             "or its steps failed where those of others did not"
