@@ -45,6 +45,17 @@ def _client_of(settings: GatewaySettings) -> AsyncClient:
     return AsyncClient(settings.redis_url, settings=ClientSettings.load(name="gateway"))
 
 
+def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
+    """What requests share."""
+    app.state.settings = settings
+    app.state.metrics = GatewayMetrics()
+    app.state.parser = Parser()
+    app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
+    app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
+    app.state.turns = Turns()
+    app.state.result_budget = SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT)
+
+
 def create_app(settings: GatewaySettings) -> FastAPI:
     """The app; its lifespan owns the one connection to the queue."""
 
@@ -62,13 +73,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
     # Nothing that takes a body is FastAPI's, so its OpenAPI document would say little.
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
-    app.state.settings = settings
-    app.state.metrics = GatewayMetrics()
-    app.state.parser = Parser()
-    app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
-    app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
-    app.state.turns = Turns()
-    app.state.result_budget = SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT)
+    _add_state(app, settings)
     install_error_handlers(app)
     app.router.routes.extend(generate.ROUTES)
     for room in (models, health, metrics, usage):

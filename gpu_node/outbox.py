@@ -22,6 +22,7 @@ from penstock.gpu_node.alarm import Alarm
 from penstock.gpu_node.bell import Bell
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.outcomes import BY_ANSWER, outcome_of
 from penstock.gpu_node.pace import Pace
 from penstock.gpu_node.worker import EngineWorker
 
@@ -30,11 +31,6 @@ log = logging.getLogger(__name__)
 MAX_EMIT_BYTES = 4 << 20
 """Of one emit call, so that a backlog after an outage does not block Redis."""
 MAX_CALLS_AT_ONCE = 16
-_OUTCOMES = {
-    "CANCEL": Outcome("cancelled", "cancelled", "the job was cancelled"),
-    "UNHEARD": Outcome("cancelled", "unread", "nobody reads this job any more"),
-    "EXPIRED": Outcome("expired", "deadline_exceeded", "the deadline passed before the job was done"),
-}
 
 
 class Outbox:
@@ -128,7 +124,7 @@ class Outbox:
         """Ends a job for what Redis says of it: CANCEL, EXPIRED or UNHEARD."""
         job = self._ledger.get(job_id)
         if job is not None:
-            self.end(job, _OUTCOMES[answer])
+            self.end(job, BY_ANSWER[answer])
 
     def forget(self, job: HeldJob) -> None:
         """Lets go of a job, wherever it was."""
@@ -216,7 +212,7 @@ class Outbox:
         else:
             job.acknowledge(emission)
             if kind != "OK":
-                self.end(job, _OUTCOMES[kind])
+                self.end(job, BY_ANSWER[kind])
 
     async def _finish(self, job: HeldJob) -> None:
         if job.outcome is None:
@@ -261,22 +257,6 @@ def _is_urgent(output: StepOutput) -> bool:
 def _is_waited_for(job: HeldJob) -> bool:
     """Whether a first token of it is owed, or its end."""
     return not job.num_acknowledged or job.outcome is not None
-
-
-def outcome_of(job: HeldJob) -> Outcome:
-    """How a job ends whose choices have all ended."""
-    if job.has_failed_choice:
-        if (error := job.error) is not None:
-            return Outcome("failed", error.code, error.message, error.param or "")
-        if job.params.structured_outputs is not None and job.params.bad_words:
-            said = "bad_words: no token was left; they exclude every token that structured_outputs allows next"
-            return Outcome("failed", "invalid_request", said, "bad_words")
-        said = (
-            "the model's output was not finite, no token fitted the form that is asked for, "
-            "or its steps failed where those of others did not"
-        )
-        return Outcome("failed", "model_error", said)
-    return Outcome("done")
 
 
 def _parts(pairs: list[tuple[HeldJob, Emission]]) -> list[list[tuple[HeldJob, Emission]]]:

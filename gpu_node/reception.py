@@ -18,7 +18,8 @@ from penstock.contract.wire import Request
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.gpu_node.ledger import HeldJob, Ledger
-from penstock.gpu_node.outbox import Outbox, outcome_of
+from penstock.gpu_node.outbox import Outbox
+from penstock.gpu_node.outcomes import outcome_of
 from penstock.gpu_node.relief import Relief
 from penstock.gpu_node.threads import Threads
 from penstock.gpu_node.worker import EngineWorker

@@ -73,7 +73,7 @@ class HttpReading:
         assert self.is_whole
         choices = Work(work.options | {"job_id": self.job_id}).expected()
         of_prompt = prompt_logprobs(reference_prompt_logprobs(work.params, PROMPT.encode()))
-        assert self.of_prompt == ({choice.index: of_prompt for choice in choices} if of_prompt else {})
+        assert self.of_prompt == ({choices[0].index: of_prompt} if of_prompt else {})
         assert self.texts == {choice.index: choice.text for choice in choices}
         assert self.finishes == {choice.index: choice.finish_reason for choice in choices}
 

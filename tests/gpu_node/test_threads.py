@@ -12,7 +12,6 @@ from uuid_utils import uuid7
 
 from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Job
-from penstock.gpu_node import threads
 from penstock.gpu_node.reception import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.threads import Threads
 
@@ -24,9 +23,8 @@ async def test_a_call_answers_or_raises_on_a_thread_of_its_own() -> None:
         await beside.run(lambda: 1 / 0)
 
 
-async def test_only_some_run_at_once_and_one_given_up_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "MAX_AT_ONCE", 1)
-    beside, hangs, is_over = Threads(), threading.Event(), threading.Event()
+async def test_only_some_run_at_once_and_one_given_up_makes_room() -> None:
+    beside, hangs, is_over = Threads(max_at_once=1), threading.Event(), threading.Event()
 
     def hang() -> bool:
         hangs.set()
