@@ -72,8 +72,9 @@ class HttpReading:
         """All of it came, and it is what an undisturbed run says."""
         assert self.is_whole
         choices = Work(work.options | {"job_id": self.job_id}).expected()
-        of_prompt = prompt_logprobs(reference_prompt_logprobs(work.params, PROMPT.encode()))
-        assert self.of_prompt == ({choices[0].index: of_prompt} if of_prompt else {})
+        of_prompt = list(prompt_logprobs(reference_prompt_logprobs(work.params, PROMPT.encode())))
+        want = {choices[0].index: of_prompt} if of_prompt else {}
+        assert self.of_prompt == want, f"{str(self.of_prompt)[:300]} is not {str(want)[:300]}"
         assert self.texts == {choice.index: choice.text for choice in choices}
         assert self.finishes == {choice.index: choice.finish_reason for choice in choices}
 

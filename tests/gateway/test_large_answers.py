@@ -269,6 +269,7 @@ def test_log_probabilities_of_prompts_come_once_and_in_pieces(node, keys, stream
     assert told == {index: PROMPT_TOKENS if index % 16 == 0 else 0 for index in range(48)}
 
 
+@pytest.mark.slow
 def test_readers_that_take_nothing_of_large_answers_leave_memory_bounded(node, keys):
     body = {"model": MODEL, "prompt": [7] * PROMPT_TOKENS, "prompt_logprobs": 20, "max_tokens": 2}
     connections = []

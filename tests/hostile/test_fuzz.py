@@ -17,7 +17,7 @@ from hostile.stack import POOL, Stack, running_stack
 from penstock.cli.demo_model import demo_model
 
 SEED = 16
-NUM_QUICK = 250
+NUM_QUICK = 120
 NUM_TINY, NUM_REAL = 15_000, 5_000
 """`make check-full` sends so many to a tiny model, which takes no time of its own, and to the demo model."""
 MAX_HOLD_S = 0.05
