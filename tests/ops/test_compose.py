@@ -118,6 +118,8 @@ class Host:
         path = os.pathsep.join((str(self.bin), str(Path(sys.executable).parent), os.environ["PATH"]))
         own = {name: self._translate(value) for name, value in self._services[service].get("environment", {}).items()}
         image = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        # A container has a host name of its own; here other tests' nodes have this machine's.
+        image["PENSTOCK_NODE_NAME"] = f"{service}-{self.gateway_port}"
         return {"PATH": path, "HOME": str(self._folder / "home"), **image, **own}
 
     def _translate(self, word: str) -> str:
