@@ -87,7 +87,7 @@ class Team {
     if (active_ > 1) {
       for (uint32_t done; (done = done_.value()) != num_programs_;) done_.wait_while(done);
     }
-    if (slots_[0].use.wanted_ns >= kWindowNs) judge();
+    if (window_ns_ >= kWindowNs) judge();
   }
 
   // Runs what follows on the `count` threads that got most of their cores lately. The others sleep.
@@ -107,7 +107,7 @@ class Team {
   friend class Member;
   static constexpr int kCounters = 4;
   static constexpr int kProbe = -1;
-  static constexpr int64_t kWindowNs = 300'000'000;         // of computing, between two looks at the shares
+  static constexpr int64_t kWindowNs = 300'000'000;         // of programs, between two looks at the shares
   static constexpr int64_t kProbeEveryNs = 2'000'000'000;  // while threads are left out
   static constexpr double kCrowded = 0.75, kQuiet = 0.92;  // shares below and above which time slices change
   static constexpr double kRegained = 0.8;                 // share at which a thread that was left out comes back
@@ -170,7 +170,9 @@ class Team {
     const int64_t began_ns = clock_ns(CLOCK_MONOTONIC), cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
     program_(member);
     slot.use.cpu_ns += clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_ns;
-    slot.use.wanted_ns += clock_ns(CLOCK_MONOTONIC) - began_ns - member.slept_ns_;
+    const int64_t took_ns = clock_ns(CLOCK_MONOTONIC) - began_ns;
+    slot.use.wanted_ns += took_ns - member.slept_ns_;
+    if (member.leads()) window_ns_ += took_ns;
   }
 
   // Reacts to what the threads got of their cores since the last call: a thread whose core is taken holds all others up at
@@ -191,6 +193,7 @@ class Team {
       probe();
     }
     for (ThreadSlot& slot : slots_) slot.use = {};
+    window_ns_ = 0;
   }
 
   // Takes the threads that were left out back once their cores are free again, and has them find out now and then.
@@ -253,6 +256,7 @@ class Team {
   std::vector<int> best_cores_;  // the slots whose cores are used, while some are left out
   bool is_crowded_ = false;
   int64_t probed_ns_ = 0;
+  int64_t window_ns_ = 0;  // how long programs took since the last look
   std::function<void(Member&)> program_;
   uint32_t num_programs_ = 0;
   bool is_started_ = false;
