@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from heapq import nlargest
 from http import HTTPStatus
-from itertools import accumulate
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.datastructures import State
@@ -26,7 +25,7 @@ from starlette.datastructures import State
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.figures import EVENTS, PoolFigures
 from penstock.contract.job import Priority
-from penstock.contract.loop_watch import BUCKETS_S, LoopWatch
+from penstock.contract.loop_metrics import loop_metrics
 from penstock.producer.client import AsyncClient
 
 _LOG = logging.getLogger(__name__)
@@ -113,7 +112,11 @@ class StreamMeter:
 async def metrics(request: Request) -> Response:
     """Prometheus's text."""
     state, client = request.app.state, request.app.state.client
-    own = [*_of_client(client), *_of_loop(state.loop_watch), *_of_budgets(state)]
+    own = [
+        *_of_client(client),
+        *loop_metrics("penstock_gateway_loop_late_seconds", "penstock_gateway_loop_hold_seconds", state.loop_watch),
+        *_of_budgets(state),
+    ]
     text = generate_latest(state.metrics.registry) + generate_latest(_told_by(own))
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
@@ -141,19 +144,6 @@ def _told_by(families: Iterable[Metric]) -> CollectorRegistry:
 def _of_client(client: AsyncClient) -> Iterator[Metric]:
     for name, value in asdict(client.stats).items():
         yield CounterMetricFamily(f"penstock_client_{name}", _OF_CLIENT[name], value=value)
-
-
-def _of_loop(watch: LoopWatch) -> Iterator[Metric]:
-    text = "How much later than it wanted to the event loop came to a timer."
-    bounds = [str(bound) for bound in BUCKETS_S] + ["+Inf"]
-    buckets = list(zip(bounds, accumulate(watch.counts), strict=True))
-    yield HistogramMetricFamily("penstock_gateway_loop_late_seconds", text, buckets=buckets, sum_value=watch.total_s)
-    text = "Longest time that the event loop was held, of the last half minute to minute; by clock, see the runbook."
-    family = GaugeMetricFamily("penstock_gateway_loop_hold_seconds", text, labels=("clock",))
-    hold = watch.longest
-    for clock, value in (("wall", hold.wall_s), ("runnable", hold.runnable_s), ("cpu", hold.cpu_s)):
-        family.add_metric((clock,), value)
-    yield family
 
 
 def _of_budgets(state: State) -> Iterator[Metric]:

@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 @asynccontextmanager
 async def answering(name: str, state: Callable[[], State]) -> AsyncIterator[None]:
-    """Tells whoever asks for nodes of this name what `state` gives. An answer shows that the event loop turns."""
+    """Gives `state` to health checks that ask for nodes of this name. An answer shows that the event loop turns."""
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(json.dumps(state()).encode())

@@ -12,7 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.loop_watch import BUCKETS_S, LoopWatch
+from penstock.contract.loop_metrics import loop_metrics
+from penstock.contract.loop_watch import LoopWatch
 from penstock.gpu_node.counts import Latencies, NodeCounts
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.node import Node
@@ -76,7 +77,9 @@ class NodeCollector(Collector):
         yield GaugeMetricFamily("penstock_node_unsent_bytes", text, value=ledger.unsent_bytes)
         yield from _of_counts(ledger.counts)
         if self._loop_watch is not None:
-            yield from _of_loop(self._loop_watch)
+            yield from loop_metrics(
+                "penstock_node_loop_late_seconds", "penstock_node_loop_hold_seconds", self._loop_watch
+            )
         if stats is not None:
             yield from _of_engine(stats)
 
@@ -89,19 +92,6 @@ def _of_counts(counts: NodeCounts) -> Iterator[Metric]:
     buckets = list(zip(bounds, accumulate(latencies.counts), strict=True))
     text = "How long a call took that sends a step's chunks."
     yield HistogramMetricFamily("penstock_node_emit_seconds", text, buckets=buckets, sum_value=latencies.total_s)
-
-
-def _of_loop(watch: LoopWatch) -> Iterator[Metric]:
-    text = "How much later than it wanted to the event loop came to a timer."
-    bounds = [str(bound) for bound in BUCKETS_S] + ["+Inf"]
-    buckets = list(zip(bounds, accumulate(watch.counts), strict=True))
-    yield HistogramMetricFamily("penstock_node_loop_late_seconds", text, buckets=buckets, sum_value=watch.total_s)
-    text = "Longest time that the event loop was held, of the last half minute to minute; by clock, see the runbook."
-    family = GaugeMetricFamily("penstock_node_loop_hold_seconds", text, labels=("clock",))
-    hold = watch.longest
-    for clock, value in (("wall", hold.wall_s), ("runnable", hold.runnable_s), ("cpu", hold.cpu_s)):
-        family.add_metric((clock,), value)
-    yield family
 
 
 def _of_engine(stats: EngineStats) -> Iterator[Metric]:

@@ -44,11 +44,16 @@ def json_of(text: str) -> Any:
     return value
 
 
-def few_calls(messages: Any) -> Any:
-    """A chat's turns as they were given. Raises ValueError for too many calls, before looking at any of them."""
+def count_calls(messages: Any) -> int:
+    """Count the tool calls in all turns of a chat that is not checked yet."""
     turns = messages if isinstance(messages, list | tuple) else ()
     calls = [turn.get("tool_calls") if isinstance(turn, dict) else getattr(turn, "tool_calls", None) for turn in turns]
-    num_calls = sum(len(one) for one in calls if isinstance(one, list | tuple))
+    return sum(len(one) for one in calls if isinstance(one, list | tuple))
+
+
+def few_calls(messages: Any) -> Any:
+    """A chat's turns as they were given. Raises ValueError for too many calls, before looking at any of them."""
+    num_calls = count_calls(messages)
     if num_calls > MAX_CALLS_OF_CHAT:
         raise ValueError(f"the turns have {num_calls} tool calls together; the limit is {MAX_CALLS_OF_CHAT}")
     return messages

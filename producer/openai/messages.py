@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT, Arguments, CallId, FunctionName, ToolChoice
+from penstock.contract.tools import (
+    MAX_CALLS,
+    MAX_CALLS_OF_CHAT,
+    Arguments,
+    CallId,
+    FunctionName,
+    ToolChoice,
+    count_calls,
+)
 from penstock.producer.openai.fields import Wire, only
 
 
@@ -27,9 +35,7 @@ def _text_of(content: object) -> object:
 
 def few_calls(value: object) -> object:
     """Count a conversation's calls before any of them is looked at."""
-    turns = value if isinstance(value, list) else []
-    calls = (turn.get("tool_calls") for turn in turns if isinstance(turn, dict))
-    if sum(len(of_turn) for of_turn in calls if isinstance(of_turn, list)) > MAX_CALLS_OF_CHAT:
+    if count_calls(value) > MAX_CALLS_OF_CHAT:
         said = "must have at most {limit} tool calls in all turns together"
         raise PydanticCustomError("too_long", said, {"limit": MAX_CALLS_OF_CHAT})
     return value

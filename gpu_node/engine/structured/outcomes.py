@@ -51,7 +51,7 @@ def failure_of(grammar: Grammar, status: int, reason: bytes) -> PenstockError:
 
 
 def blames_task(exit_status: int | None, grammar: Grammar | None) -> bool:
-    """Whether a worker died of the task that it was at. It did not where somebody killed it from outside."""
+    """Whether a worker died of the task that it was at. It did not where it was killed from outside."""
     if exit_status is None:
         return False
     if exit_status != -signal.SIGKILL:

@@ -1,0 +1,25 @@
+"""How long an event loop was held, in Prometheus's form; for processes that serve metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+
+from penstock.contract.loop_watch import BUCKETS_S, LoopWatch
+
+
+def loop_metrics(late_name: str, hold_name: str, watch: LoopWatch) -> Iterator[Metric]:
+    """How late a process's event loop came to its timers, and how long it was held, under these names."""
+    text = "How much later than it wanted to the event loop came to a timer."
+    bounds = [str(bound) for bound in BUCKETS_S] + ["+Inf"]
+    buckets = list(zip(bounds, accumulate(watch.counts), strict=True))
+    yield HistogramMetricFamily(late_name, text, buckets=buckets, sum_value=watch.total_s)
+    text = "Longest time that the event loop was held, of the last half minute to minute; by clock, see the runbook."
+    family = GaugeMetricFamily(hold_name, text, labels=("clock",))
+    hold = watch.longest
+    for clock, value in (("wall", hold.wall_s), ("runnable", hold.runnable_s), ("cpu", hold.cpu_s)):
+        family.add_metric((clock,), value)
+    yield family
