@@ -93,8 +93,11 @@ class NodeSettings(Settings):
     """Most sequences in one step."""
     max_num_batched_tokens: int = Field(512, ge=1)
     """Most tokens in one step."""
-    max_prefill_beside_decode: int = Field(192, ge=1)
-    """Most tokens of prompts in a step in which others decode, who all wait for it; a long backlog may have more."""
+    max_prefill_beside_decode: int | None = Field(None, ge=1)
+    """Most prompt tokens in a step in which other sequences decode."""
+    max_prefill_ms_beside_decode: float | None = Field(30.0, gt=0.0)
+    """Most milliseconds that prompts add to a step in which other sequences decode; more where decoding itself takes
+    longer, or where only the tenant of a backlog of prompts waits for it."""
     lora: tuple[Annotated[str, StringConstraints(pattern=LORA_PATTERN)], ...] = ()
     """NAME=PATH of a low-rank adapter in PEFT's format, checked at the start; may be repeated."""
     lora_dir: Path | None = None

@@ -59,9 +59,11 @@ class EngineConfig(BaseModel):
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(512, ge=1)
     max_prefill_beside_decode: int | None = Field(None, ge=1)
-    """Most tokens of prompts in a step in which others decode, who all wait for it; None: as in any other step.
+    """Most prompt tokens in a step in which other sequences decode; None: as in any other step."""
+    max_prefill_ms_beside_decode: float | None = Field(None, gt=0.0)
+    """Most milliseconds that prompts add to a step in which other sequences decode; None: no limit.
 
-    None computes most tokens a second; nodes, whose callers read along, have a limit by default."""
+    No limit computes the most tokens a second. Nodes have a limit by default, since their callers read along."""
     enable_prefix_caching: bool = True
     scheduling_policy: PolicyName = "fcfs"
     """Who starts first and who gives way; `aging_ms` and `bypass_ms`: see `contract/policy.py`."""

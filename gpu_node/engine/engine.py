@@ -206,6 +206,8 @@ class Engine(ServedModel):
         note_scores(flight.step, flight.plan, result.scores)
         self._meter.land(flight, result, len(landed.token_ids))
         self._costs.note_step(len(flight.step.copies), flight.step.num_prefill_tokens, result)
+        num_scored = 0 if flight.plan.scored is None else len(flight.plan.scored.tokens)
+        self._scheduler.prefill_budget.note(flight.step, num_scored, result.forward_ms + result.sample_ms)
         whole_ms = self._meter.schedule.last + flight.age_ms
         self._scheduler.drafts.speculation.note_step(flight.step, result, whole_ms)
         return landed

@@ -12,9 +12,6 @@ from penstock.gpu_node.engine.steps import Ints
 if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import EngineConfig
 
-BACKLOG_STEPS = 8
-"""In how many steps prompts that wait are computed, where their number would let them wait for longer."""
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -24,8 +21,10 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_beside_decode: int
-    """Tokens of prompts in a step in which others decode, who all wait for it; a long backlog may have more."""
+    """Prompt tokens in a step in which other sequences decode."""
     max_model_len: int
+    max_prefill_ms_beside_decode: float | None = None
+    """Milliseconds that prompts may add to a step in which other sequences decode; see `PrefillBudget`."""
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int) -> Limits:
@@ -36,14 +35,8 @@ class Limits:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_beside_decode=config.max_prefill_beside_decode or config.max_num_batched_tokens,
             max_model_len=max_model_len,
+            max_prefill_ms_beside_decode=config.max_prefill_ms_beside_decode,
         )
-
-    def prefill_beside_decode(self, num_waiting: int) -> int:
-        """Tokens of prompts in the next step in which others decode, of so many that wait to be computed.
-
-        Where more people wait for a first token than for the next one, small portions would make all of them slower.
-        """
-        return max(self.max_prefill_beside_decode, num_waiting // BACKLOG_STEPS)
 
 
 class StepSize:

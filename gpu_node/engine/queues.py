@@ -32,11 +32,6 @@ class Queues:
         """Sequences without blocks."""
         return sum(1 + len(seq.forks) for seq in self.waiting)
 
-    @property
-    def num_tokens_waiting(self) -> int:
-        """Tokens of the sequences without blocks; those that start together have them in common."""
-        return sum(len(seq.token_ids) for seq in self.waiting)
-
     def queue_of(self, seq: Sequence) -> deque[Sequence]:
         """Where a sequence stands that does not run."""
         return self.swapped if seq.blocks else self.waiting

@@ -14,6 +14,7 @@ from penstock.gpu_node.engine.held_back import HeldBack
 from penstock.gpu_node.engine.limits import Limits, StepSize, within
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.preemption import PreemptionCosts
+from penstock.gpu_node.engine.prefill_budget import PrefillBudget
 from penstock.gpu_node.engine.progress import Landed, Progress
 from penstock.gpu_node.engine.queues import Queues, leave_group
 from penstock.gpu_node.engine.residents import Residents
@@ -46,8 +47,7 @@ class Scheduler:
         discipline: Discipline | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        self.queues = Queues()
-        discipline = discipline or FirstComeFirstServed()
+        self.queues, discipline = Queues(), discipline or FirstComeFirstServed()
         self._in_flight: Step | None = None
         """The newest step, as long as nothing counts what it computes."""
         self._memory = memory
@@ -57,6 +57,7 @@ class Scheduler:
         self._suspects, self._held_back = Suspects(), HeldBack()
         self.drafts = Drafts(self._residents, memory, speculation or Speculation(0), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
+        self.prefill_budget = PrefillBudget(limits, self._residents, self.queues)
         self._progress = Progress(self._residents)
         parties = self._residents, self.queues
         self._admission = Admission(memory, *parties, discipline, self._suspects)
@@ -225,13 +226,12 @@ class Scheduler:
 
     def _budget(self) -> int:
         """Tokens of the next step."""
-        rows, most = self._residents.rows, self._step_size.max_tokens
+        rows, most = self._residents.rows, self.max_step_tokens
         to_compute = self._rows.num_tokens[rows] - self._rows.num_computed[rows]
-        num_decoding = int(np.count_nonzero(to_compute == 1))
-        if not num_decoding or self._limits.max_prefill_beside_decode >= most:
+        if not (num_decoding := int((to_compute == 1).sum())) or (num_decoding == len(rows) and not self.queues):
             return most
-        waiting = int(to_compute.sum()) - num_decoding + self.queues.num_tokens_waiting
-        return min(most, num_decoding + self.drafts.num_written + self._limits.prefill_beside_decode(waiting))
+        num_decoded = num_decoding + self.drafts.num_written
+        return min(most, num_decoded + self.prefill_budget.num_tokens(to_compute, num_decoded))
 
     def _decide(self) -> Step | None:
         """The step that running sequences and newcomers get out of a budget; None where nobody gets anything."""

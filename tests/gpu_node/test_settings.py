@@ -12,7 +12,7 @@ from penstock.gpu_node.settings import NodeSettings
 OF_ENGINES_ALONE = {"kv_cache_tokens"}
 DIFFER = {
     "scheduling_policy": "an engine by itself has one caller, so it is fcfs",
-    "max_prefill_beside_decode": "a node's callers read along, so it has a limit",
+    "max_prefill_ms_beside_decode": "a node's callers read along, so it has a limit",
     "max_num_seqs": "a node tells Redis of each sequence, so it has a bound",
     "lora": "variables and flags are texts",
 }

@@ -57,7 +57,7 @@ def test_without_one_the_block_ends_as_it_does() -> None:
 @pytest.mark.slow
 def test_a_node_whose_step_hangs_says_so_and_does_not_crash(redis_url: str) -> None:
     """A step of thousands of tokens on one thread is a hang by these settings; it still runs when the process ends."""
-    slow_steps = {"num_threads": 1, "max_num_batched_tokens": 8192, "max_prefill_beside_decode": 8192}
+    slow_steps = {"num_threads": 1, "max_num_batched_tokens": 8192, "max_prefill_ms_beside_decode": 1e6}
     hanging = {"stall_after_s": 0.3, "lease_ms": 3000}
     with NodeProcess(redis_url, model=demo_model(), **slow_steps, **hanging) as node, Client(redis_url) as client:
         for first in range(4):

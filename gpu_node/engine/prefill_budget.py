@@ -1,0 +1,93 @@
+"""How many prompt tokens a step may compute while other sequences decode in it."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from penstock.gpu_node.engine.limits import Limits
+from penstock.gpu_node.engine.queues import Queues
+from penstock.gpu_node.engine.residents import Residents
+from penstock.gpu_node.engine.step_time import StepTime, StepWork
+from penstock.gpu_node.engine.steps import Ints, Step
+
+BACKLOG_STEPS = 8
+"""A backlog of prompts may be computed in so many steps, where only its own tenant waits for them."""
+MAX_BACKLOG_FACTOR = 4
+"""Such a backlog lengthens a step to at most so many times the limit."""
+
+
+class PrefillBudget:
+    """Bounds the time that prompts add to the steps of sequences that decode.
+
+    The time is the larger one of `Limits.max_prefill_ms_beside_decode` and of what the decoding sequences need
+    themselves, so prompts get at least half of the time. Chunked prefill with a bound on the time between tokens is
+    described as Sarathi-Serve (Agrawal et al., arXiv:2403.02310).
+    """
+
+    def __init__(self, limits: Limits, residents: Residents, queues: Queues) -> None:
+        self._limits = limits
+        self._residents = residents
+        self._queues = queues
+        self._time = StepTime()
+
+    def note(self, step: Step, num_scored: int, took_ms: float) -> None:
+        """Learn from a step that took `took_ms` and scored so many prompt tokens."""
+        num_attended = 0
+        if step.num_prefill_tokens:
+            counts = step.ends - step.starts
+            is_chunk = counts > 1
+            num_attended = int((counts[is_chunk].astype("int64") * step.starts[is_chunk]).sum())
+        num_decoded = step.num_tokens - step.num_prefill_tokens
+        self._time.note(StepWork(num_decoded, step.num_prefill_tokens, num_attended, num_scored), took_ms)
+
+    def num_tokens(self, num_to_compute: Ints, num_decoded: int) -> int:
+        """Prompt tokens of the next step, at least one.
+
+        num_to_compute: [num_running], tokens that each running sequence lacks; those that lack one decode.
+        num_decoded: tokens that the decoding sequences compute, drafted ones included.
+        """
+        limits = self._limits
+        most = limits.max_prefill_beside_decode
+        if limits.max_prefill_ms_beside_decode is None:
+            return most
+        chunks = self._chunks(num_to_compute, most)
+        limit_ms = max(limits.max_prefill_ms_beside_decode, self._time.decode_ms(num_decoded))
+        backlog_ms = sum(count * token_ms for count, token_ms in chunks) / BACKLOG_STEPS
+        if backlog_ms > limit_ms and self._has_one_tenant():
+            limit_ms = max(limit_ms, min(backlog_ms, MAX_BACKLOG_FACTOR * limits.max_prefill_ms_beside_decode))
+        return max(1, min(most, _tokens_within(limit_ms, chunks)))
+
+    def _chunks(self, num_to_compute: Ints, most: int) -> list[tuple[int, float]]:
+        """Of each prompt in the order of the step, the tokens to compute and the milliseconds of one of them.
+
+        Prompts beyond the longest backlog that counts make no difference.
+        """
+        table, rows, seqs = self._residents.table, self._residents.rows, self._residents.seqs
+        chunks: list[tuple[int, float]] = []
+        left = most * BACKLOG_STEPS * MAX_BACKLOG_FACTOR
+        for i in (num_to_compute > 1).nonzero()[0].tolist():
+            count, seq = int(num_to_compute[i]), seqs[i]
+            is_scored = seq.prompt_scores is not None and not seq.prompt_scores.is_complete
+            chunks.append((count, self._time.token_ms(int(table.num_computed[rows[i]]), is_scored=is_scored)))
+            left -= count
+        for seq in self._queues.waiting:
+            if left <= 0:
+                break
+            is_scored = seq.prompt_scores is not None and not seq.prompt_scores.is_complete
+            chunks.append((len(seq.token_ids), self._time.token_ms(0, is_scored=is_scored)))
+            left -= len(seq.token_ids)
+        return chunks
+
+    def _has_one_tenant(self) -> bool:
+        return len({seq.tenant for seq in chain(self._residents.seqs, self._queues)}) == 1
+
+
+def _tokens_within(limit_ms: float, chunks: list[tuple[int, float]]) -> int:
+    """How many tokens of the chunks, in order, take at most `limit_ms`."""
+    num_tokens = 0
+    for count, token_ms in chunks:
+        if count * token_ms > limit_ms:
+            return num_tokens + int(limit_ms / token_ms)
+        num_tokens += count
+        limit_ms -= count * token_ms
+    return num_tokens
