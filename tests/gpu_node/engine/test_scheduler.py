@@ -45,24 +45,6 @@ def test_prompts_are_cut_to_the_budget_and_to_less_of_it_beside_others_that_deco
     assert seen == [[("a", 3), ("b", 5)]] + 3 * [[("a", 1), ("b", 4)]]
 
 
-def test_a_long_backlog_of_prompts_gets_an_eighth_of_itself_beside_others_that_decode() -> None:
-    scheduler, _ = _scheduler(200, max_num_seqs=12, budget=64)
-    scheduler.add(_sequence("decoding", 3, 20))
-    num_waiting, given, expected = 480, [], []
-    for i in range(5):
-        step = scheduler.schedule()
-        assert step is not None
-        _finish_step(scheduler, step)
-        if i == 0:
-            for k in range(10):
-                scheduler.add(_sequence(f"waits{k}", 48, 1, first_token=100 * (k + 1)))
-        else:
-            given.append(sum(_counts(step)) - 1)
-            expected.append(num_waiting // 8)
-            num_waiting -= given[-1]
-    assert given == expected
-
-
 def test_first_come_first_served_even_when_a_later_one_would_fit() -> None:
     scheduler, _ = _scheduler(6, budget=64)
     for name, num_prompt in (("a", 12), ("b", 16), ("c", 2)):
