@@ -15,21 +15,21 @@ from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
 from penstock.gpu_node.engine.flight import Flights, Meter
 from penstock.gpu_node.engine.guide import late_rows
-from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_scores, scored_tokens
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.offline import Adapters, Prompt, gather, run, spread
-from penstock.gpu_node.engine.preemption import PreemptionCosts
-from penstock.gpu_node.engine.progress import Landed
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrail
+from penstock.gpu_node.engine.scheduler.progress import Landed
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
 from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.speculation import speculation_of
 from penstock.gpu_node.engine.steps import Step
-from penstock.gpu_node.engine.trail import MemoryTrail
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from penstock.gpu_node.engine.flight import Meter
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.ends import EndRule
-from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.preemption import PreemptionCosts
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.sequence import Sequence
 
 BLOCK_SIZE = 16

@@ -11,10 +11,10 @@ import numpy as np
 from bench_gpu.models import BLOCK_SIZE, Model
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.flight import Flights
-from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.preemption import PreemptionCosts
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.model.protocol import ModelRunner, StepHandle, StepPlan
 

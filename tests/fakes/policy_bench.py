@@ -8,7 +8,7 @@ import numpy as np
 from fakes.schedules import BLOCK_SIZE, new_scheduler, new_sequence
 
 from penstock.contract.policy import Policy, PolicyName
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.shares import ByPolicy, note_held
 

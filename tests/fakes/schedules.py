@@ -10,10 +10,10 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.discipline import Discipline
 from penstock.gpu_node.engine.ends import EndRule
-from penstock.gpu_node.engine.limits import Limits
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.preemption import PreemptionCosts, PreemptionName
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts, PreemptionName
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import StepPlan

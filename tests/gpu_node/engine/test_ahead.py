@@ -20,7 +20,7 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.discipline import FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN

@@ -7,23 +7,23 @@ from collections.abc import Collection
 import numpy as np
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.admission import Admission, Grants, PrefixHits
 from penstock.gpu_node.engine.discipline import Discipline, FirstComeFirstServed
-from penstock.gpu_node.engine.drafts import Drafts
-from penstock.gpu_node.engine.held_back import HeldBack
-from penstock.gpu_node.engine.limits import Limits, StepSize, within
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.preemption import PreemptionCosts
-from penstock.gpu_node.engine.prefill_budget import PrefillBudget
-from penstock.gpu_node.engine.progress import Landed, Progress
-from penstock.gpu_node.engine.queues import Queues, leave_group
-from penstock.gpu_node.engine.residents import Residents
-from penstock.gpu_node.engine.retreat import Retreat
-from penstock.gpu_node.engine.rows import RowTable
+from penstock.gpu_node.engine.scheduler.admission import Admission, Grants, PrefixHits
+from penstock.gpu_node.engine.scheduler.delayed_rows import HeldBack
+from penstock.gpu_node.engine.scheduler.drafts import Drafts
+from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects
+from penstock.gpu_node.engine.scheduler.input_batch import RowTable
+from penstock.gpu_node.engine.scheduler.limits import Limits, StepSize, within
+from penstock.gpu_node.engine.scheduler.preemption import Retreat
+from penstock.gpu_node.engine.scheduler.progress import Landed, Progress
+from penstock.gpu_node.engine.scheduler.running import Residents
+from penstock.gpu_node.engine.scheduler.scheduler.prefill_budget import PrefillBudget
+from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.waiting import Queues, leave_group
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculation import Speculation
 from penstock.gpu_node.engine.steps import Ints, Step, step_of
-from penstock.gpu_node.engine.suspects import Suspects
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.engine.admission import Admission
 from penstock.gpu_node.engine.discipline import Discipline
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.preemption import PreemptionCosts
-from penstock.gpu_node.engine.queues import Queues
-from penstock.gpu_node.engine.residents import Residents
+from penstock.gpu_node.engine.scheduler.admission import Admission
+from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects
+from penstock.gpu_node.engine.scheduler.running import Residents
+from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.waiting import Queues
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.suspects import Suspects
 
 
 class Retreat:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.residents import Residents
+from penstock.gpu_node.engine.scheduler.running import Residents
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from penstock.gpu_node.engine.drafter import Drafter
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.residents import Residents
+from penstock.gpu_node.engine.scheduler.running import Residents
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculation import Speculation
 from penstock.gpu_node.engine.steps import Ints, Step

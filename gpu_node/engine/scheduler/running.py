@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.rows import RowTable
+from penstock.gpu_node.engine.scheduler.input_batch import RowTable
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows
 from penstock.gpu_node.model.protocol import FAILED_TOKEN

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import chain
 
-from penstock.gpu_node.engine.limits import Limits
-from penstock.gpu_node.engine.queues import Queues
-from penstock.gpu_node.engine.residents import Residents
-from penstock.gpu_node.engine.step_time import StepTime, StepWork
+from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.running import Residents
+from penstock.gpu_node.engine.scheduler.step_time import StepTime, StepWork
+from penstock.gpu_node.engine.scheduler.waiting import Queues
 from penstock.gpu_node.engine.steps import Ints, Step
 
 BACKLOG_STEPS = 8

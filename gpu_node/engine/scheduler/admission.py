@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from penstock.gpu_node.engine.discipline import Discipline
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.queues import Queues
-from penstock.gpu_node.engine.residents import Residents
+from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects
+from penstock.gpu_node.engine.scheduler.running import Residents
+from penstock.gpu_node.engine.scheduler.waiting import Queues
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.suspects import Suspects
 
 _WATERMARK_FRACTION = 0.01
 

@@ -7,7 +7,7 @@ import pytest
 from fakes.schedules import EOS, new_scheduler, new_sequence
 
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN

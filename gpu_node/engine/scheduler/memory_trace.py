@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from penstock.gpu_node.engine.memory import KvMemory
-from penstock.gpu_node.engine.scheduler import Scheduler
+from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
