@@ -16,7 +16,7 @@ from penstock.contract.policy import HOLD_MS, learned_hold_ms
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.counts import NodeCounts
-from penstock.gpu_node.engine.predict import LengthPredictor
+from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.records import StepOutput
 
 RESERVED_QUANTILE = 0.9

@@ -9,7 +9,6 @@ from dataclasses import replace
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.gpu_node.engine.adapter_places import AdapterPlaces
 from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
@@ -18,6 +17,8 @@ from penstock.gpu_node.engine.guide import late_rows
 from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_scores, scored_tokens
 from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.offline import Adapters, Prompt, gather, run, spread
+from penstock.gpu_node.engine.policy.adapter_slots import AdapterPlaces
+from penstock.gpu_node.engine.policy.by_policy import discipline_of, note_held
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request
 from penstock.gpu_node.engine.scheduler.limits import Limits
@@ -27,7 +28,6 @@ from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
-from penstock.gpu_node.engine.shares import discipline_of, note_held
 from penstock.gpu_node.engine.speculation import speculation_of
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult

@@ -19,7 +19,7 @@ from penstock.contract.policy import (
     victims_of,
 )
 from penstock.contract.standing import Standing
-from penstock.gpu_node.engine.predict import LengthPredictor
+from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 
 CLASSES = ("interactive", "standard", "batch")
 KV_TOKENS, MAX_RUNNING, STEP_TOKENS = 8192, 32, 512

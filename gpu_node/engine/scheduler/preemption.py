@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.engine.discipline import Discipline
 from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.policy.base import Discipline
 from penstock.gpu_node.engine.scheduler.admission import Admission
 from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects
 from penstock.gpu_node.engine.scheduler.running import Residents

@@ -22,8 +22,8 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
-from penstock.gpu_node.engine.adapter_places import AdapterPlaces, ByAdapter
-from penstock.gpu_node.engine.discipline import FirstComeFirstServed
+from penstock.gpu_node.engine.policy.adapter_slots import AdapterPlaces, ByAdapter
+from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.adapters import WEIGHTS_FILE
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.discipline import FirstComeFirstServed
+from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.gpu_node.engine.predict import MAX_GROUPS, MAX_TOLD, WINDOW, LengthPredictor
+from penstock.gpu_node.engine.policy.length_predictor import MAX_GROUPS, MAX_TOLD, WINDOW, LengthPredictor
 
 NUM_JOBS = 1000
 LIMIT = 1 << 14

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.discipline import Discipline
+from penstock.gpu_node.engine.policy.base import Discipline
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.model.protocol import Adapter, ModelRunner
 
