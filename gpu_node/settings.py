@@ -17,7 +17,7 @@ from penstock.contract.settings import Settings
 from penstock.contract.standing import SHARE_WINDOW_MS
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import THEIR_NAMES
-from penstock.gpu_node.engine.eviction import EvictionName
+from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionName
 
 PROTOCOL_VERSION = 1

@@ -9,13 +9,13 @@ from dataclasses import replace
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError, RequestError
 from penstock.contract.job import SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.figures import figures_of
 from penstock.gpu_node.engine.flight import Flights, Meter
 from penstock.gpu_node.engine.guide import late_rows
+from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_scores, scored_tokens
-from penstock.gpu_node.engine.memory import KvMemory
 from penstock.gpu_node.engine.offline import Adapters, Prompt, gather, run, spread
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterPlaces
 from penstock.gpu_node.engine.policy.by_policy import discipline_of, note_held

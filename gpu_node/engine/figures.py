@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from penstock.gpu_node.engine.flight import Meter
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.ends import EndRule
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts

@@ -11,7 +11,7 @@ import numpy as np
 from bench_gpu.models import BLOCK_SIZE, Model
 from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.flight import Flights
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts

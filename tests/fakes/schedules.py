@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.blocks import salted_root
 from penstock.gpu_node.engine.ends import EndRule
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.policy.base import Discipline
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.policy.base import Discipline
 from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects
 from penstock.gpu_node.engine.scheduler.running import Residents

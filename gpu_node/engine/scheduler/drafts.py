@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.gpu_node.engine.drafter import Drafter
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.running import Residents
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculation import Speculation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.policy.base import Discipline
 from penstock.gpu_node.engine.scheduler.admission import Admission
 from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects

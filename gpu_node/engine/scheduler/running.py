@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.input_batch import RowTable
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows

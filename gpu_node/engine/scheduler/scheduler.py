@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.policy.base import Discipline, FirstComeFirstServed
 from penstock.gpu_node.engine.scheduler.admission import Admission, Grants, PrefixHits
 from penstock.gpu_node.engine.scheduler.delayed_rows import HeldBack

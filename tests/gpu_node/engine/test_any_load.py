@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.gpu_node.engine.blocks import block_hash
+from penstock.gpu_node.engine.kv_cache.block_pool import block_hash
 from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step

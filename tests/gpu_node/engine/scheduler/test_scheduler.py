@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fakes.schedules import EOS, new_scheduler, new_sequence
 
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.blocks import ROOT_HASH, BlockPool, block_hash, salted_root
-from penstock.gpu_node.engine.eviction import EvictionName
+from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, BlockPool, block_hash, salted_root
+from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 
 NUM_BLOCKS = 11
 FIRST = 5

@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from penstock.gpu_node.engine.blocks import ROOT_HASH, block_hash
-from penstock.gpu_node.engine.memory import KvMemory
+from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
+from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 
 
 def _chain(name: int, length: int) -> list[bytes]:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.blocks import BlockPool, Label
-from penstock.gpu_node.engine.eviction import EvictionName
+from penstock.gpu_node.engine.kv_cache.block_pool import BlockPool, Label
+from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.model.protocol import NO_COPIES
 
 

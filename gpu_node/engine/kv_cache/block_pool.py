@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.eviction import EvictionName, FreeList, Worth
+from penstock.gpu_node.engine.kv_cache.eviction import EvictionName, FreeList, Worth
 from penstock.gpu_node.model.protocol import NULL_BLOCK
 
 ROOT_HASH = b""

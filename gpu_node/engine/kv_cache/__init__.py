@@ -1,0 +1,1 @@
+"""The KV cache: blocks on the device and on the host, the index of cached prefixes, and eviction."""
