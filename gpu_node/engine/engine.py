@@ -28,7 +28,7 @@ from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
-from penstock.gpu_node.engine.speculation import speculation_of
+from penstock.gpu_node.engine.speculative.budget import speculation_of
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult
 

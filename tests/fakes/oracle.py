@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.drafter import Drafter, common_odds
-from penstock.gpu_node.engine.speculation import Speculation
+from penstock.gpu_node.engine.speculative.budget import Speculation
+from penstock.gpu_node.engine.speculative.drafter import Drafter, common_odds
 
 
 class Foresight(Drafter):

@@ -12,11 +12,11 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.gpu_node.engine.drafter import Drafter
 from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.running import Residents
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculation import Speculation
+from penstock.gpu_node.engine.speculative.budget import Speculation
+from penstock.gpu_node.engine.speculative.drafter import Drafter
 from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 

@@ -22,7 +22,7 @@ from penstock.gpu_node.engine.scheduler.scheduler.prefill_budget import PrefillB
 from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.scheduler.waiting import Queues, leave_group
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculation import Speculation
+from penstock.gpu_node.engine.speculative.budget import Speculation
 from penstock.gpu_node.engine.steps import Ints, Step, step_of
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 

@@ -20,11 +20,11 @@ from penstock.contract.job import SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.structured import StructuredOutputs
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.drafter import Drafter
-from penstock.gpu_node.engine.lookup import PromptLookup
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.speculation import Speculation
-from penstock.gpu_node.engine.step_cost import StepCost
+from penstock.gpu_node.engine.speculative.budget import Speculation
+from penstock.gpu_node.engine.speculative.drafter import Drafter
+from penstock.gpu_node.engine.speculative.ngram import PromptLookup
+from penstock.gpu_node.engine.speculative.step_cost import StepCost
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan, StepResult
 
 MakeEngine = Callable[..., Engine]

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.lookup import PromptLookup
+from penstock.gpu_node.engine.speculative.ngram import PromptLookup
 
 _CLASS_OF = (0, 0, 0, 1, 2, 2, 2, 2)
 _LONGEST = 3

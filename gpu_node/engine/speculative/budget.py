@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
-from penstock.gpu_node.engine.drafter import Drafter, common_odds
-from penstock.gpu_node.engine.step_cost import StepCost
+from penstock.gpu_node.engine.speculative.drafter import Drafter, common_odds
+from penstock.gpu_node.engine.speculative.step_cost import StepCost
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.model.protocol import ModelRunner, StepResult
 
