@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.engine.guide import Guide, GuidedMasks
-from penstock.gpu_node.engine.guides import Guides
+from penstock.gpu_node.engine.structured.compiler import Guides
+from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 
 MAX_STEPS = 300
 """A step waits at most a tenth of a second for a mask."""

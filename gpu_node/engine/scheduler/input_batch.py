@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.guide import GuidedMasks
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
+from penstock.gpu_node.engine.structured.guide import GuidedMasks
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
 
 _SETTINGS: dict[str, type[np.generic]] = {

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from penstock.contract.errors import UnavailableError
-from penstock.gpu_node.engine.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.structured import limits
 from penstock.gpu_node.engine.structured.grammar import Grammar, Kind, TrialResult
+from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 from penstock.gpu_node.engine.structured.process import Worker
 from penstock.gpu_node.engine.structured.processes import GrammarProcesses

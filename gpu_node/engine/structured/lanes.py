@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from penstock.contract.errors import PenstockError
-from penstock.gpu_node.engine.guide import Guide
 from penstock.gpu_node.engine.structured import limits
 from penstock.gpu_node.engine.structured.grammar import Grammar
+from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.structured.mask_status import PAST_LIMITS, WRITTEN
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts, blames_task, failure_of, refusal_of, why_killed
 from penstock.gpu_node.engine.structured.process import Worker

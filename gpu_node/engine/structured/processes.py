@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock.contract.errors import RequestError, UnavailableError
-from penstock.gpu_node.engine.guide import Guide
 from penstock.gpu_node.engine.structured import limits
 from penstock.gpu_node.engine.structured.grammar import TrialResult
+from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.structured.lanes import Lanes
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts, blames_task
 from penstock.gpu_node.engine.structured.process import Template, Worker

@@ -16,10 +16,10 @@ from fakes.engine_runs import check_idle, drain, tokens_of
 from penstock.contract.errors import RequestError, TooCostlyError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, StepOutput
-from penstock.gpu_node.engine.guide import GuidedMasks
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.structured import host, lanes, limits
 from penstock.gpu_node.engine.structured.grammar import Grammar
+from penstock.gpu_node.engine.structured.guide import GuidedMasks
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HOSTILE = "start: " + " | ".join(

@@ -18,9 +18,9 @@ from cachetools import LRUCache
 from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import WantedCalls
-from penstock.gpu_node.engine.call_grammar import CallGrammar
-from penstock.gpu_node.engine.guide import Guide, GuidedMasks
+from penstock.gpu_node.engine.structured.call_grammar import CallGrammar
 from penstock.gpu_node.engine.structured.grammar import Grammar, Kind, TrialResult
+from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.structured.host import MaskHost
 from penstock.gpu_node.engine.structured.limits import TRIAL_CPU_S, TRIAL_MEMORY_MIB
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts

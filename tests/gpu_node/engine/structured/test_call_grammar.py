@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.contract.errors import RequestError
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import MAX_CALLS
-from penstock.gpu_node.engine.guide import Guide
-from penstock.gpu_node.engine.guides import Guides
+from penstock.gpu_node.engine.structured.compiler import Guides
+from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.tokenizer import Tokenizer
 from penstock.producer.openai.reading import AnswerForm, Said
 
