@@ -16,7 +16,7 @@ from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import Chunk, Outcome, seed_of
 from penstock.contract.wire import Request
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
-from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.outcomes import outcome_of

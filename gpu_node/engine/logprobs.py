@@ -11,7 +11,7 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
-from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import NO_LOGPROBS, Logprobs, ScoredTokens, StepPlan
 
 

@@ -11,7 +11,7 @@ from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.interrupts import held_interrupts
 from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutput
-from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 Adapters: TypeAlias = str | Sequence[str | None] | None

@@ -9,7 +9,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Choice, Priority, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.gpu_node.engine.ends import EndReason
+from penstock.gpu_node.engine.text.end_rule import EndReason
 
 
 @dataclass(frozen=True, slots=True)

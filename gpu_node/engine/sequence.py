@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.priority import Priority
-from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.speculative.drafter import Drafter
 from penstock.gpu_node.engine.structured.guide import Guide
+from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
 
 if TYPE_CHECKING:

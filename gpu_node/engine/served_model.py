@@ -10,7 +10,7 @@ from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.loading import load
 from penstock.gpu_node.engine.request import request_limits
 from penstock.gpu_node.engine.structured.compiler import Guides
-from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import Adapter
 
 

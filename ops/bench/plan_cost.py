@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.gpu_node.engine.text.end_rule import EndRule
 
 BLOCK_SIZE = 16
 NUM_STEPS = 400

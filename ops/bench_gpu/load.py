@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from bench_gpu.models import BLOCK_SIZE, Model
-from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.flight import Flights
 from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.sequence import Sequence as Choice
+from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import ModelRunner, StepHandle, StepPlan
 
 

@@ -16,8 +16,8 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import Choice, SamplingParams, Usage, seed_of
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.gpu_node.engine.ends import EndReason
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, ResumedChoice, StepOutput
+from penstock.gpu_node.engine.text.end_rule import EndReason
 
 VOCAB = 26
 BLOCK_SIZE = 16

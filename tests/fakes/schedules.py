@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.policy.base import Discipline
@@ -16,6 +15,7 @@ from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts, PreemptionName
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
+from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import StepPlan
 
 BLOCK_SIZE = 4

@@ -20,7 +20,7 @@ def test_a_node_needs_neither_torch_nor_transformers_until_its_runner_does(tiny_
         "import sys\n"
         "from pathlib import Path\n"
         "import penstock.gpu_node.process\n"
-        "from penstock.gpu_node.engine.tokenizer import Tokenizer\n"
+        "from penstock.gpu_node.engine.text.tokenizer import Tokenizer\n"
         "from penstock.gpu_node.model.checkpoint import Checkpoint\n"
         "from penstock.gpu_node.model.families import family_of\n"
         "from penstock.gpu_node.model.revision import revision_of\n"

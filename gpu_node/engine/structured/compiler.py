@@ -24,7 +24,7 @@ from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.engine.structured.host import MaskHost
 from penstock.gpu_node.engine.structured.limits import TRIAL_CPU_S, TRIAL_MEMORY_MIB
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
-from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import TokenMasks
 
 MAX_CACHED_BYTES = 32 << 20

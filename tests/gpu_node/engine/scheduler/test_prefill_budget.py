@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.ends import EndRule
 from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
@@ -20,6 +19,7 @@ from penstock.gpu_node.engine.scheduler.step_time import StepTime, StepWork
 from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
+from penstock.gpu_node.engine.text.end_rule import EndRule
 
 LIMIT_MS = 40.0
 MAX_STEP_TOKENS = 512

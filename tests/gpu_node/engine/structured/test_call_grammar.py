@@ -18,7 +18,7 @@ from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import MAX_CALLS
 from penstock.gpu_node.engine.structured.compiler import Guides
 from penstock.gpu_node.engine.structured.guide import Guide
-from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.producer.openai.reading import AnswerForm, Said
 
 EOS = 2

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig
-from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.kernels.cpu.library import Format
 from penstock.kernels.reference.turned import turning_matrix

@@ -18,8 +18,8 @@ from tokenizers import decoders, models, normalizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.contract.errors import ConfigError, RequestError, TooCostlyError
-from penstock.gpu_node.engine.chat_template import ChatTemplate
-from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text.chat_template import ChatTemplate
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "🌊"}, {"role": "user", "content": "?"}]
 
@@ -156,7 +156,7 @@ def test_what_a_template_never_saw_is_not_said_to_be_refused_by_it(
     def broken(_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("penstock.gpu_node.engine.tokenizer.turns_of", broken)
+    monkeypatch.setattr("penstock.gpu_node.engine.text.tokenizer.turns_of", broken)
     with pytest.raises(ZeroDivisionError):
         tokenizer.encode_chat(CHAT)
 
@@ -191,7 +191,7 @@ def test_files_that_do_not_say_all_are_completed_by_transformers_once(
 
 def _modules_after(statement: str) -> set[str]:
     code = (
-        "import sys; from pathlib import Path; from penstock.gpu_node.engine.tokenizer import Tokenizer;"
+        "import sys; from pathlib import Path; from penstock.gpu_node.engine.text.tokenizer import Tokenizer;"
         f"{statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -303,6 +303,6 @@ def test_a_chat_that_its_template_blows_up_is_refused(monkeypatch: pytest.Monkey
     assert len(template.render(turns, [])) == 50 * 102
     for name, least in (("MAX_RENDERED_CHARS", 5_000), ("MAX_RENDER_S", 0.0)):
         with monkeypatch.context() as patched:
-            patched.setattr(f"penstock.gpu_node.engine.chat_template.{name}", least)
+            patched.setattr(f"penstock.gpu_node.engine.text.chat_template.{name}", least)
             with pytest.raises(TooCostlyError, match="messages: as the chat template renders them"):
                 template.render(turns, [])

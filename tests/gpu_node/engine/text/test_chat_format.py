@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.contract.errors import RequestError
-from penstock.gpu_node.engine.chat_forms import reasoning_parser_of, tool_parser_of
-from penstock.gpu_node.engine.chat_template import ChatTemplate
-from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text.chat_format import reasoning_parser_of, tool_parser_of
+from penstock.gpu_node.engine.text.chat_template import ChatTemplate
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.producer.openai.tool_calls import CALL_FORMS
 
 TOOLS = [

@@ -17,9 +17,9 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from penstock.contract.errors import RequestError
-from penstock.gpu_node.engine import encoder
-from penstock.gpu_node.engine.encoder import MIN_CACHED_CHARS, ChatEncoder
-from penstock.gpu_node.engine.tokenizer import Tokenizer
+from penstock.gpu_node.engine.text import encoder
+from penstock.gpu_node.engine.text.encoder import MIN_CACHED_CHARS, ChatEncoder
+from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 SEPARATORS = ["<|im_start|>", "<|im_end|>", "<|im_end|>\n"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.contract.tools import ReasoningParserName, ToolParserName
-from penstock.gpu_node.engine.chat_template import ChatTemplate
+from penstock.gpu_node.engine.text.chat_template import ChatTemplate
 
 _MARKS: tuple[tuple[str, ToolParserName], ...] = (
     ("<tool_call>", "hermes"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from penstock.gpu_node.engine.detokenizer import Detokenizer
-from penstock.gpu_node.engine.ends import EndReason, EndRule
-from penstock.gpu_node.engine.stop import StopStrings
+from penstock.gpu_node.engine.text.detokenizer import Detokenizer
+from penstock.gpu_node.engine.text.end_rule import EndReason, EndRule
+from penstock.gpu_node.engine.text.stop_strings import StopStrings
 
 _log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError, RequestError, TooCostlyError
 from penstock.contract.tools import ReasoningParserName, ToolParserName
-from penstock.gpu_node.engine.chat_forms import TELLING_MARKS, reasoning_parser_of, tool_parser_of, turns_of
-from penstock.gpu_node.engine.chat_template import ChatTemplate
-from penstock.gpu_node.engine.detokenizer import Detokenizer
-from penstock.gpu_node.engine.encoder import ChatEncoder, token_ids_of
-from penstock.gpu_node.engine.tokenizer_files import read_tokenizer_files
+from penstock.gpu_node.engine.text.chat_format import TELLING_MARKS, reasoning_parser_of, tool_parser_of, turns_of
+from penstock.gpu_node.engine.text.chat_template import ChatTemplate
+from penstock.gpu_node.engine.text.detokenizer import Detokenizer
+from penstock.gpu_node.engine.text.encoder import ChatEncoder, token_ids_of
+from penstock.gpu_node.engine.text.tokenizer_files import read_tokenizer_files
 
 _METASPACE = "\u2581"
 
