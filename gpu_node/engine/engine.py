@@ -10,8 +10,7 @@ from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLong
 from penstock.contract.job import SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.figures import figures_of
-from penstock.gpu_node.engine.flight import Flights, Meter
+from penstock.gpu_node.engine.in_flight import Flights, Meter
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_scores, scored_tokens
@@ -28,6 +27,7 @@ from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCos
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
 from penstock.gpu_node.engine.speculative.budget import speculation_of
+from penstock.gpu_node.engine.stats import figures_of
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.structured.guide import late_rows
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.gpu_node.engine.scores import PromptScores
+from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from penstock.contract.errors import PromptTooLongError, RequestError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Priority, SamplingParams, Usage
 from penstock.contract.logprobs import MAX_LOGPROBS_OF_JOB, TokenLogprobs
 from penstock.gpu_node.engine.logprobs import prompt_records
+from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice, StepOutput
-from penstock.gpu_node.engine.scores import PromptScores
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.structured.compiler import Guides
 from penstock.gpu_node.engine.structured.guide import Guide

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
-from penstock.gpu_node.engine.scores import PromptScores
+from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.speculative.drafter import Drafter
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.end_rule import EndRule

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bench_gpu.models import BLOCK_SIZE, Model
-from penstock.gpu_node.engine.flight import Flights
+from penstock.gpu_node.engine.in_flight import Flights
 from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from penstock.gpu_node.engine.flight import Meter
+from penstock.gpu_node.engine.in_flight import Meter
 from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
