@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from penstock.contract.broker.connection import connect
 from penstock.contract.embedded import EmbeddedRedis
-from penstock.gpu_node.model.cache import cache_folder
+from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 
 # A shell that starts the suite in the background has it ignore SIGINT, which all that it starts would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

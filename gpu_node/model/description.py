@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import ReadScaled
+from penstock.gpu_node.model.checkpoint.files import ReadScaled
+from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
-from penstock.gpu_node.model.source import ModelSource
 from penstock.gpu_node.model.spec import ModelSpec
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.adapter_library import AdapterLibrary
+from penstock.gpu_node.model.checkpoint.files.json_object import read_object
+from penstock.gpu_node.model.checkpoint.gguf_rope import with_rope_scaling
+from penstock.gpu_node.model.checkpoint.methods import reader_of
+from penstock.gpu_node.model.checkpoint.revision import revision_of
+from penstock.gpu_node.model.checkpoint.source import ModelSource, Progress, resolve_model
 from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.families import family_of
-from penstock.gpu_node.model.gguf_rope import with_rope_scaling
-from penstock.gpu_node.model.json_object import read_object
-from penstock.gpu_node.model.methods import reader_of
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, RunnerOptions
-from penstock.gpu_node.model.revision import revision_of
-from penstock.gpu_node.model.source import ModelSource, Progress, resolve_model
 
 _log = logging.getLogger(__name__)
 

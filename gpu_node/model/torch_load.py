@@ -9,14 +9,14 @@ from torch import Tensor
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.attention import PagedAttention
-from penstock.gpu_node.model.checkpoint import Checkpoint
+from penstock.gpu_node.model.checkpoint.files import Checkpoint
+from penstock.gpu_node.model.checkpoint.source import Progress
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.decoder import Decoder
 from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.linear import can_prepack
 from penstock.gpu_node.model.positions import alibi_biases
 from penstock.gpu_node.model.protocol import RunnerOptions
-from penstock.gpu_node.model.source import Progress
-from penstock.gpu_node.model.tensors import DecoderTensors
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.gpu_node.model.torch_runner import TorchRunner
 from penstock.gpu_node.model.torch_weights import map_weights

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from penstock.gpu_node.model.checkpoint import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.files import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm
 from penstock.gpu_node.model.layers import LayerWeights, Product
 from penstock.gpu_node.model.norm import Norm
-from penstock.gpu_node.model.tensors import StoredLayer, StoredLinear, StoredNorm
 
 Convert: TypeAlias = Callable[[tuple[Stored, ...]], Tensor]
 """Stored tensors as one, their rows one after another."""

@@ -14,8 +14,8 @@ from fakes.plans import Track, logits_of_step
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model import load
+from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
-from penstock.gpu_node.model.source import ModelSource
 
 NUM_PROMPTS = 50
 MAX_LENGTH = 160

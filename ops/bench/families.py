@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench import machine
 from bench.agreement import MAX_LENGTH, NUM_PROMPTS, cell, measure, prompts, wanted
-from penstock.gpu_node.model.source import ModelSource
+from penstock.gpu_node.model.checkpoint.source import ModelSource
 
 RESULTS = Path(__file__).parent / "results"
 TORCH = ("torch", "float32", "none")

@@ -166,7 +166,7 @@ def _make_large(folder: Path) -> None:
 @contextmanager
 def fresh_cache() -> Iterator[Path]:
     """A cache folder in which nothing is packed yet."""
-    from penstock.gpu_node.model.cache import cache_folder
+    from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from bench import grids, machine, peers
 from bench.perplexity_report import CHUNK, COMPARED, NUM_WINDOWS, QUANTISED, REFERENCE, STORED, WINDOW, Setting, report
+from penstock.gpu_node.model.checkpoint.source import resolve_model
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import RunnerOptions, SamplingRows, StepPlan
-from penstock.gpu_node.model.source import resolve_model
 
 RESULTS = Path(__file__).parent / "results"
 FOLDER = peers.BUILD / "bench" / "perplexity"

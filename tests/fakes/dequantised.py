@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from penstock.gpu_node.model.cache import built_once
-from penstock.gpu_node.model.source import resolve_model
+from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
+from penstock.gpu_node.model.checkpoint.source import resolve_model
 
 
 def dequantised(model: Path | str) -> Path:

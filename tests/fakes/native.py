@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gpu_node.model.cache import cache_folder
+from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.kernels.cpu.build import BuildError, library_path
 from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa, cpu_flags
 

@@ -14,7 +14,7 @@ from fakes.node_process import NodeProcess
 from penstock.cli.demo_model import demo_model
 from penstock.contract.errors import ConfigError
 from penstock.contract.folders import cache_folder
-from penstock.gpu_node.model.cache import built_once
+from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
 from penstock.gpu_node.model.native import load
 from penstock.kernels.cpu import build
 from penstock.kernels.cpu.probe import best_isa, cpu_flags

@@ -7,12 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.gpu_node.model.blocks import BLOCK, block_kind, in_blocks
-from penstock.gpu_node.model.checkpoint import Stored
+from penstock.gpu_node.model.checkpoint.files import Stored
+from penstock.gpu_node.model.checkpoint.gguf_blocks import BLOCK, block_kind, in_blocks
+from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
+from penstock.gpu_node.model.checkpoint.tensors import StoredLinear
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.linear import SCALED, Int4Linear, KeptLinear, ScaledLinear, linear_of
-from penstock.gpu_node.model.scaled import ScaledTensor
-from penstock.gpu_node.model.tensors import StoredLinear
 from penstock.gpu_node.model.weights import Convert
 
 _HALF_BLOCK = BLOCK // 2

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.blocks import block_kind, in_blocks
-from penstock.gpu_node.model.checkpoint import Stored
+from penstock.gpu_node.model.checkpoint.files import Stored
+from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
 from penstock.kernels.cpu.library import Format, Source
 
 _FORMATS = {"none": Format.BF16, "int8": Format.INT8, "int8_group": Format.INT8_GROUP, "int4": Format.INT4_GROUP}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.folders import private_folder
-from penstock.gpu_node.model.cache import cache_folder
+from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
+from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.packed_file import PackedWriter
@@ -16,7 +17,6 @@ from penstock.gpu_node.model.native.positions import set_positions
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import packed_once
 from penstock.gpu_node.model.protocol import RunnerOptions
-from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
 from penstock.kernels.cpu.build import BuildError, library_path
 from penstock.kernels.cpu.library import Activation, Format, KernelError, KvFormat, NativeModel, NativeSpec

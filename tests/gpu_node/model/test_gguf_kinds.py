@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from penstock.gpu_node.model import load
+from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.gpu_node.model.source import ModelSource
 
 Made: TypeAlias = Callable[[str], tuple[ModelSource, NDArray[Any]]]
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.blocks import block_kind, in_blocks
+from penstock.gpu_node.model.checkpoint.gguf_blocks import block_kind, in_blocks
+from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import LoadedModel
-from penstock.gpu_node.model.scaled import ScaledTensor
 
 Quantised = Callable[[str, str], tuple[Path, NDArray[Any]]]
 OPTIONS = runner_options(max_num_seqs=1)

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import Checkpoint, StoredTensor
+from penstock.gpu_node.model.checkpoint.files import Checkpoint, StoredTensor
+from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.linear import can_prepack
 from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.source import ModelSource
 from penstock.gpu_node.model.weights import Converter
 
 TOKENS = [5, 7, 11]

@@ -17,7 +17,9 @@ from fakes.runner_options import runner_options
 from fakes.sampling import rows_of
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import Checkpoint
+from penstock.gpu_node.model.checkpoint.files import Checkpoint
+from penstock.gpu_node.model.checkpoint.source import ModelSource
+from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.gpu import load
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
@@ -28,8 +30,6 @@ from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import NO_ADAPTER
-from penstock.gpu_node.model.source import ModelSource
-from penstock.gpu_node.model.tensors import DecoderTensors
 
 GIB = 1 << 30
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import mapped
-from penstock.gpu_node.model.gguf_header import read_header
+from penstock.gpu_node.model.checkpoint.files import mapped
+from penstock.gpu_node.model.checkpoint.files.gguf_header import read_header
 
 _FACTORS = "rope_freqs.weight"
 """What each frequency is divided by, as the converter writes it for Llama 3.1 and later."""

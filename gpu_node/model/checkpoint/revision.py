@@ -6,9 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from penstock.gpu_node.model.cache import samples
-from penstock.gpu_node.model.checkpoint import weight_files
-from penstock.gpu_node.model.source import ModelSource
+from penstock.gpu_node.model.checkpoint.conversion_cache import samples
+from penstock.gpu_node.model.checkpoint.files import weight_files
+from penstock.gpu_node.model.checkpoint.source import ModelSource
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _CONFIG_FILES = ("config.json", "generation_config.json")

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import FindStored, ReadScaled, StoredTensor
-from penstock.gpu_node.model.scaled import Floats, NumberKind, ScaledTensor
+from penstock.gpu_node.model.checkpoint.files import FindStored, ReadScaled, StoredTensor
+from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, NumberKind, ScaledTensor
 
 KINDS: dict[int, NumberKind] = {4: "int4", 8: "int8"}
 """By the bits of the integers that are read."""

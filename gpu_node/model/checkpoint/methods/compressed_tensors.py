@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import FindStored, ReadScaled
-from penstock.gpu_node.model.methods.fp8 import read_float8
-from penstock.gpu_node.model.methods.parts import KINDS, Method, Parts, by_any_groups, unpacked
-from penstock.gpu_node.model.scaled import Floats, ScaledTensor
+from penstock.gpu_node.model.checkpoint.files import FindStored, ReadScaled
+from penstock.gpu_node.model.checkpoint.methods.fp8 import read_float8
+from penstock.gpu_node.model.checkpoint.methods.parts import KINDS, Method, Parts, by_any_groups, unpacked
+from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, ScaledTensor
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 

@@ -15,8 +15,8 @@ import pytest
 from fakes.hub_server import GATED, TOKEN, HubServer
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.hub import HubModel, downloaded
-from penstock.gpu_node.model.source import resolve_model
+from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
+from penstock.gpu_node.model.checkpoint.source import resolve_model
 
 MODEL = "org/tiny"
 WEIGHTS = "model.safetensors"
@@ -212,7 +212,7 @@ def test_a_revision_is_for_models_of_the_hub(tiny_model: Path) -> None:
 
 _RESOLVES = """
 import sys
-from penstock.gpu_node.model.source import resolve_model
+from penstock.gpu_node.model.checkpoint.source import resolve_model
 stages = []
 found = resolve_model(sys.argv[1], lambda stage, fraction: stages.append(stage), "main")
 print(found.folder, *dict.fromkeys(stages))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint import Stored, StoredTensor
-from penstock.gpu_node.model.scaled import Floats, ScaledTensor
+from penstock.gpu_node.model.checkpoint.files import Stored, StoredTensor
+from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, ScaledTensor
 
 BLOCK = 32
 

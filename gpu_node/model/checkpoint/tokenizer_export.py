@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.cache import built_once
+from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
 
 _PATTERNS = ("*token*", "*.model", "vocab*", "merges*", "chat_template*", "config.json")
 _WITHOUT_VOCABULARY = re.compile(r"(config|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template.*")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.cache import built_once, samples
-from penstock.gpu_node.model.gguf import describe_gguf
-from penstock.gpu_node.model.hub import HubModel, downloaded
+from penstock.gpu_node.model.checkpoint.conversion_cache import built_once, samples
+from penstock.gpu_node.model.checkpoint.gguf import describe_gguf
+from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
 
 _CONVERTER_VERSION = 2
 """Goes up when the converters write other files than before, so that no node goes on with the older ones."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.gpu_node.model.checkpoint import FindStored, ReadScaled
-from penstock.gpu_node.model.methods.parts import Method, Parts
-from penstock.gpu_node.model.scaled import ScaledTensor
+from penstock.gpu_node.model.checkpoint.files import FindStored, ReadScaled
+from penstock.gpu_node.model.checkpoint.methods.parts import Method, Parts
+from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 
 _FLOAT8 = "f8_e4m3"
 

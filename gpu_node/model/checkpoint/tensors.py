@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.checkpoint import Checkpoint, Stored
+from penstock.gpu_node.model.checkpoint.files import Checkpoint, Stored
 from penstock.gpu_node.model.spec import MatrixName, ModelSpec
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint import FindStored, ReadScaled
-from penstock.gpu_node.model.methods.parts import Method, Parts, unpacked
-from penstock.gpu_node.model.scaled import ScaledTensor
+from penstock.gpu_node.model.checkpoint.files import FindStored, ReadScaled
+from penstock.gpu_node.model.checkpoint.methods.parts import Method, Parts, unpacked
+from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 
 _BITS = 4
 _MIDDLE = 8
