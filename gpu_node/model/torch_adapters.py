@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.low_rank import LowRank
+from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, StepPlan
 from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
 

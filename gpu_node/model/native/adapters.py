@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.description import Description
-from penstock.gpu_node.model.low_rank import LowRank
+from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.protocol import Adapter
 from penstock.gpu_node.model.spec import MatrixName
 from penstock.kernels.cpu.library import LowRankRows, NativeModel, Place, Slot

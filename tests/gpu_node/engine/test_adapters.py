@@ -25,7 +25,7 @@ from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterPlaces, ByAdapter
 from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.model.adapters import WEIGHTS_FILE
+from penstock.gpu_node.model.lora.adapter import WEIGHTS_FILE
 
 MakeEngine = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

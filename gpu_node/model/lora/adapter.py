@@ -17,7 +17,7 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.files import StoredTensor, read_safetensors
 from penstock.gpu_node.model.checkpoint.files.json_object import read_object
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
-from penstock.gpu_node.model.low_rank import LowRank
+from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
 
 CONFIG_FILE = "adapter_config.json"

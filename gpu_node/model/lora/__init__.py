@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): reading them, checking them against the model, and finding them by name."""
