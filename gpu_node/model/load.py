@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.description import Description
+from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.files.json_object import read_object
 from penstock.gpu_node.model.checkpoint.gguf_rope import with_rope_scaling
 from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, Progress, resolve_model
-from penstock.gpu_node.model.description import Description
-from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
 from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, RunnerOptions

@@ -7,7 +7,7 @@ from math import ceil, floor, log, log2, pi, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.spec import (
+from penstock.gpu_node.model.architecture.spec import (
     DynamicScaling,
     FactorsScaling,
     LinearScaling,

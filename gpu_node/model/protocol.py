@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.architecture.spec import MatrixName
 from penstock.gpu_node.model.lora.low_rank import LowRank
-from penstock.gpu_node.model.spec import MatrixName
 
 if TYPE_CHECKING:
     from penstock.contract.adapters import AdapterRef

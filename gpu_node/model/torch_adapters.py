@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.gpu_node.model.architecture.spec import MATRICES, MatrixName, ModelSpec
 from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, StepPlan
-from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

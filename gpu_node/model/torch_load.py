@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.description import Description, cache_sizes
 from penstock.gpu_node.model.attention import PagedAttention
 from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.decoder import Decoder
-from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.linear import can_prepack
 from penstock.gpu_node.model.positions import alibi_biases
 from penstock.gpu_node.model.protocol import RunnerOptions

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from penstock.gpu_node.model.architecture.spec import ModelSpec, NameMap, Rope
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import Device
@@ -17,7 +18,6 @@ from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
 from penstock.gpu_node.model.norm import Norm
 from penstock.gpu_node.model.protocol import CacheSizes
-from penstock.gpu_node.model.spec import ModelSpec, NameMap, Rope
 
 BLOCK_SIZE = 16
 _NAMES = NameMap(

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.gpu_node.model.architecture.spec import MATRICES, MatrixName, ModelSpec
 from penstock.gpu_node.model.gpu.inputs import StepInputs
 from penstock.gpu_node.model.protocol import Adapter
-from penstock.gpu_node.model.spec import MATRICES, MatrixName, ModelSpec
 from penstock.kernels.triton.lora import add_lora
 
 

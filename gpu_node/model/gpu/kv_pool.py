@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.device import Device, Mark
-from penstock.gpu_node.model.spec import ModelSpec
 from penstock.kernels.paged_cache import QUANTISED_MAX, PagedCache
 from penstock.kernels.triton.blocks import copy_blocks, independent_waves
 from penstock.kernels.triton.sending import sent

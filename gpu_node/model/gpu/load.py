@@ -11,10 +11,11 @@ from functools import partial
 import torch
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.description import Description, cache_sizes, num_host_blocks
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
-from penstock.gpu_node.model.description import Description, cache_sizes, num_host_blocks
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
 from penstock.gpu_node.model.gpu.device import OLDEST_CARD, Device
@@ -28,7 +29,6 @@ from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.gpu.stored import LinearKeeper
 from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
-from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.triton.products import MEDIUM_ROWS
 

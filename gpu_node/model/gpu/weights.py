@@ -9,10 +9,10 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear
 from penstock.gpu_node.model.gpu.linear import PlainLinear
 from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights, Product
-from penstock.gpu_node.model.spec import ModelSpec
 from penstock.gpu_node.model.weights import Convert, Converter, read_layer, read_norm
 
 MakeLinear: TypeAlias = Callable[[StoredLinear, Convert], Product]

@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.lora.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, digest_of, read_adapter
-from penstock.gpu_node.model.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.architecture.description import Description
+from penstock.gpu_node.model.architecture.spec import MatrixName
 from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
-from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.protocol import Adapter
-from penstock.gpu_node.model.spec import MatrixName
 from penstock.kernels.cpu.library import LowRankRows, NativeModel, Place, Slot
 
 _SLOTS: dict[MatrixName, Slot] = {"qkv": Slot.QKV, "out": Slot.OUT, "mlp_in": Slot.MLP_IN, "mlp_out": Slot.MLP_OUT}

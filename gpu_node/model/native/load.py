@@ -7,9 +7,10 @@ from pathlib import Path
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.folders import private_folder
+from penstock.gpu_node.model.architecture.description import Description, cache_sizes
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.source import Progress
-from penstock.gpu_node.model.description import Description, cache_sizes
 from penstock.gpu_node.model.native.adapters import NativeAdapters
 from penstock.gpu_node.model.native.packed_file import PackedWriter
 from penstock.gpu_node.model.native.packing import Packer
@@ -17,7 +18,6 @@ from penstock.gpu_node.model.native.positions import set_positions
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import packed_once
 from penstock.gpu_node.model.protocol import RunnerOptions
-from penstock.gpu_node.model.spec import ModelSpec
 from penstock.kernels.cpu.build import BuildError, library_path
 from penstock.kernels.cpu.library import Activation, Format, KernelError, KvFormat, NativeModel, NativeSpec
 from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores

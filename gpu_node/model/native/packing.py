@@ -7,10 +7,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.files import Checkpoint, Stored
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
-from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.native.formats import format_of, rows_of
 from penstock.gpu_node.model.native.packed_file import PackedWriter
 from penstock.kernels.cpu.library import Format, NativeModel, Place, Slot, Vector

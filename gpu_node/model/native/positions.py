@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.model.description import Description
+from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.positions import alibi_biases, rope_angles
 from penstock.kernels.cpu.library import NativeModel, Vector
 

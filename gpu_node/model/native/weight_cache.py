@@ -13,10 +13,10 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
+from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.gpu_node.model.checkpoint.files import weight_files
 from penstock.gpu_node.model.checkpoint.revision import revision_of
-from penstock.gpu_node.model.description import Description
 from penstock.gpu_node.model.native.packed_file import PackedWeights, PackedWriter
 from penstock.kernels.cpu.library import Format
 

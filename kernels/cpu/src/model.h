@@ -1,4 +1,4 @@
-// A decoder as penstock.gpu_node.model.spec describes one: its weights, its cache, one step of it.
+// A decoder as penstock.gpu_node.model.architecture.spec describes one: its weights, its cache, one step of it.
 #pragma once
 #include <array>
 #include <vector>

@@ -18,11 +18,11 @@ from fakes.runner_options import runner_options
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.checkpoint.files import Checkpoint, Stored
 from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
-from penstock.gpu_node.model.families import family_of
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.stored import LinearKeeper
 from penstock.gpu_node.model.gpu.weights import plain_linear

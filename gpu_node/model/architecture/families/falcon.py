@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.model.hf_config import Config, activation_of, head_dim_of, max_position_of, rope_of
-from penstock.gpu_node.model.spec import Family, ModelSpec, NameMap
+from penstock.gpu_node.model.architecture.hf_config import Config, activation_of, head_dim_of, max_position_of, rope_of
+from penstock.gpu_node.model.architecture.spec import Family, ModelSpec, NameMap
 
 _LAYER = "transformer.h.{layer}."
 _NUM_NORMS_OF_NEW = 2

@@ -7,7 +7,7 @@ from math import log
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.spec import (
+from penstock.gpu_node.model.architecture.spec import (
     Activation,
     DynamicScaling,
     FactorsScaling,

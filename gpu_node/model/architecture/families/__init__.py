@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.spec import Family
+from penstock.gpu_node.model.architecture.spec import Family
 
 
 @cache

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.contract.errors import ConfigError
+from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.files import ReadScaled
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
-from penstock.gpu_node.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

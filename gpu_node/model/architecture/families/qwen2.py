@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.model.hf_config import Config, llama_shapes, sliding_windows
-from penstock.gpu_node.model.spec import Family, ModelSpec
+from penstock.gpu_node.model.architecture.hf_config import Config, llama_shapes, sliding_windows
+from penstock.gpu_node.model.architecture.spec import Family, ModelSpec
 
 
 def _spec_of(config: Config) -> ModelSpec:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.gpu_node.model.hf_config import LLAMA_NAMES, Config, llama_shapes, sliding_windows
-from penstock.gpu_node.model.spec import Family, ModelSpec
+from penstock.gpu_node.model.architecture.hf_config import LLAMA_NAMES, Config, llama_shapes, sliding_windows
+from penstock.gpu_node.model.architecture.spec import Family, ModelSpec
 
 _DEFAULT_HEAD_DIM = 128
 _ATTENTION = "model.layers.{layer}.self_attn."
