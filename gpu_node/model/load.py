@@ -62,7 +62,7 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
             if options.runner == "native":
                 raise ConfigError(f"runner native: {error}") from error
             _log.info("no native kernels, torch computes instead", extra={"reason": str(error)})
-    from penstock.gpu_node.model.torch_load import load_torch
+    from penstock.gpu_node.model.torch_cpu.load import load_torch
 
     return load_torch(described, options, progress)
 

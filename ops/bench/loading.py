@@ -96,7 +96,7 @@ def child(model: str, runner: str, quantization: str, shares: str) -> None:
     from penstock.gpu_node.model.protocol import RunnerOptions
 
     if runner == "torch":
-        importlib.import_module("penstock.gpu_node.model.torch_load")
+        importlib.import_module("penstock.gpu_node.model.torch_cpu.load")
     options = RunnerOptions(
         runner=runner,
         dtype="bfloat16",

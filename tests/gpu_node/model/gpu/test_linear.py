@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.gpu_node.model.gpu.linear import linear_of
-from penstock.gpu_node.model.linear import Linear
+from penstock.gpu_node.model.torch_cpu.linear import Linear
 from penstock.kernels.reference.attention import quantise_vectors
 from penstock.kernels.reference.quantised import quantise_int4_groups
 
