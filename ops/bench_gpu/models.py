@@ -15,9 +15,9 @@ from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import PlainLinear, linear_of
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
-from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
-from penstock.gpu_node.model.norm import Norm
 from penstock.gpu_node.model.protocol import CacheSizes
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.torch_common.norm import Norm
 
 BLOCK_SIZE = 16
 _NAMES = NameMap(

@@ -28,7 +28,7 @@ from transformers import (
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.text.end_rule import EndRule
-from penstock.gpu_node.model.sampler import sample
+from penstock.gpu_node.model.torch_common.sampler import sample
 from penstock.kernels.cpu.single import Single
 from penstock.kernels.reference.sampler import SamplingRow
 

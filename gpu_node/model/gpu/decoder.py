@@ -8,9 +8,9 @@ from torch import Tensor
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.adapters import NOT_ADAPTED, AdaptedRows
 from penstock.gpu_node.model.gpu.inputs import StepInputs
-from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
-from penstock.gpu_node.model.norm import Norm
-from penstock.gpu_node.model.positions import alibi_biases, rope_angles
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.torch_common.norm import Norm
+from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.paged_cache import PagedCache
 from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.layers import activate, add_layer_norm, add_rms_norm, gate_mul, rotate_and_store

@@ -29,7 +29,7 @@ from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.gpu.stored import LinearKeeper
 from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
-from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
+from penstock.gpu_node.model.torch_common.memory_errors import naming_lack_of_memory
 from penstock.kernels.triton.products import MEDIUM_ROWS
 
 _log = logging.getLogger(__name__)

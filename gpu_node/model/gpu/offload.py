@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.gpu.device import Device, Mark
 from penstock.gpu_node.model.gpu.linear import KeptLinear
-from penstock.gpu_node.model.layers import LayerWeights, Product
+from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
 
 _log = logging.getLogger(__name__)
 _NUM_BUFFERS = 2

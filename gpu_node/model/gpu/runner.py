@@ -18,9 +18,9 @@ from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
 from penstock.gpu_node.model.gpu.row_marks import RowMarks, places_of
-from penstock.gpu_node.model.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, StepPlan, StepResult
-from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
+from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
+from penstock.gpu_node.model.torch_common.memory_errors import naming_lack_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
 from penstock.kernels.triton.sending import sent

@@ -13,7 +13,7 @@ from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.tensors import StoredLinear
 from penstock.gpu_node.model.gpu.device import Device
 from penstock.gpu_node.model.gpu.linear import SCALED, Int4Linear, KeptLinear, ScaledLinear, linear_of
-from penstock.gpu_node.model.weights import Convert
+from penstock.gpu_node.model.torch_common.tensors import Convert
 
 _HALF_BLOCK = BLOCK // 2
 

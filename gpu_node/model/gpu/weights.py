@@ -12,8 +12,8 @@ from torch.nn import functional
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear
 from penstock.gpu_node.model.gpu.linear import PlainLinear
-from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights, Product
-from penstock.gpu_node.model.weights import Convert, Converter, read_layer, read_norm
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
+from penstock.gpu_node.model.torch_common.tensors import Convert, Converter, read_layer, read_norm
 
 MakeLinear: TypeAlias = Callable[[StoredLinear, Convert], Product]
 """Keeps a matrix as it likes: as it is stored, or as what converting it gives."""

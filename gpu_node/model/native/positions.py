@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.gpu_node.model.architecture.description import Description
-from penstock.gpu_node.model.positions import alibi_biases, rope_angles
+from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_angles
 from penstock.kernels.cpu.library import NativeModel, Vector
 
 _CHUNK_TOKENS = 64

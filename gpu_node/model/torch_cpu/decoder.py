@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.gpu_node.model.architecture.spec import Activation, ModelSpec
-from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights
-from penstock.gpu_node.model.positions import rope_angles
 from penstock.gpu_node.model.protocol import StepPlan
-from penstock.gpu_node.model.torch_adapters import AdaptedRows, TorchAdapters
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights
+from penstock.gpu_node.model.torch_common.lora import AdaptedRows, TorchAdapters
+from penstock.gpu_node.model.torch_common.positions import rope_angles
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {

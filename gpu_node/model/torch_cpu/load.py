@@ -12,14 +12,14 @@ from penstock.gpu_node.model.architecture.description import Description, cache_
 from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
-from penstock.gpu_node.model.positions import alibi_biases
 from penstock.gpu_node.model.protocol import RunnerOptions
+from penstock.gpu_node.model.torch_common.memory_errors import naming_lack_of_memory
+from penstock.gpu_node.model.torch_common.positions import alibi_biases
 from penstock.gpu_node.model.torch_cpu.attention import PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
 from penstock.gpu_node.model.torch_cpu.linear import can_prepack
 from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
 from penstock.gpu_node.model.torch_cpu.weights import map_weights
-from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 from penstock.kernels.cpu.probe import usable_cores
 
 _log = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Logprobs, SamplingRows, StepPlan, StepResult
-from penstock.gpu_node.model.sampler import sample
+from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
+from penstock.gpu_node.model.torch_common.memory_errors import naming_lack_of_memory
+from penstock.gpu_node.model.torch_common.sampler import sample
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
-from penstock.gpu_node.model.torch_memory import naming_lack_of_memory
 
 
 class TorchRunner:

@@ -12,9 +12,9 @@ from torch import Tensor
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.files import Stored
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLayer, StoredLinear
-from penstock.gpu_node.model.layers import DecoderWeights, LayerWeights, Product
+from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
+from penstock.gpu_node.model.torch_common.tensors import Converter, read_layer, read_norm
 from penstock.gpu_node.model.torch_cpu.linear import Linear, SideBySide, can_prepack
-from penstock.gpu_node.model.weights import Converter, read_layer, read_norm
 
 
 class LayersAsNeeded:

@@ -26,8 +26,8 @@ from penstock.gpu_node.model.checkpoint.files.tokenizer_export import plain_toke
 from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, resolve_model
 from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.positions import rope_angles
 from penstock.gpu_node.model.protocol import LoadedModel
+from penstock.gpu_node.model.torch_common.positions import rope_angles
 
 OPTIONS = runner_options()
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.gpu_node.model.norm import Norm
+from penstock.gpu_node.model.torch_common.norm import Norm
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 """Multiplies rows, [num_tokens, in], with a matrix that it keeps as it likes: [num_tokens, out]."""

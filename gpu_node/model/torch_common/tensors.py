@@ -11,8 +11,8 @@ from torch.utils.dlpack import from_dlpack
 
 from penstock.gpu_node.model.checkpoint.files import Stored, StoredTensor
 from penstock.gpu_node.model.checkpoint.tensors import StoredLayer, StoredLinear, StoredNorm
-from penstock.gpu_node.model.layers import LayerWeights, Product
-from penstock.gpu_node.model.norm import Norm
+from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
+from penstock.gpu_node.model.torch_common.norm import Norm
 
 Convert: TypeAlias = Callable[[tuple[Stored, ...]], Tensor]
 """Stored tensors as one, their rows one after another."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
-from penstock.gpu_node.model.sampler import sample
+from penstock.gpu_node.model.torch_common.sampler import sample
 
 
 @settings(max_examples=150, deadline=None)
