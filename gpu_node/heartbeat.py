@@ -12,11 +12,11 @@ from penstock.contract.broker.node import NodeBroker
 from penstock.contract.errors import UnavailableError
 from penstock.contract.wire import NodePressure
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.health import Health, Signs
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import Ledger
+from penstock.gpu_node.monitor.health import Health, Signs
+from penstock.gpu_node.monitor.watchdog import Watchdog
 from penstock.gpu_node.outbox import Outbox
-from penstock.gpu_node.watchdog import Watchdog
 from penstock.gpu_node.worker import EngineWorker
 
 log = logging.getLogger(__name__)

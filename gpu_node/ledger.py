@@ -15,9 +15,9 @@ from penstock.contract.packing import Pack
 from penstock.contract.policy import HOLD_MS, learned_hold_ms
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.choice_text import ChoiceText
-from penstock.gpu_node.counts import NodeCounts
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.monitor.counters import NodeCounts
 
 RESERVED_QUANTILE = 0.9
 """So many outputs stay within what is held free for them; for the others somebody may have to give way."""

@@ -20,12 +20,13 @@ from penstock.contract.broker.retry import patiently
 from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import UnavailableError
 from penstock.contract.wire import NodePressure, PoolRecord
-from penstock.gpu_node.alive import answering
 from penstock.gpu_node.bell import Bell, listen
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.heartbeat import Heartbeat
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.monitor.liveness import answering
+from penstock.gpu_node.monitor.watchdog import EngineStalledError
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.pace import Pace
 from penstock.gpu_node.reception import Reception
@@ -33,7 +34,6 @@ from penstock.gpu_node.relief import Relief
 from penstock.gpu_node.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.threads import Threads
-from penstock.gpu_node.watchdog import EngineStalledError
 from penstock.gpu_node.worker import EngineLike, EngineWorker
 
 log = logging.getLogger(__name__)

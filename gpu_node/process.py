@@ -19,10 +19,10 @@ from penstock.contract.problems import config_error
 from penstock.contract.settle import settle
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.engine import Engine
+from penstock.gpu_node.monitor.watchdog import EngineStalledError
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.seats import Seats, declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings
-from penstock.gpu_node.watchdog import EngineStalledError
 from penstock.gpu_node.worker import EngineLike
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def _metrics_of(node: Node, settings: NodeSettings, watch: LoopWatch) -> Abstrac
     if settings.metrics_port is None:
         return nullcontext()
     # Only here, because a node that serves no metrics needs no package for them.
-    from penstock.gpu_node.metrics import serving_metrics
+    from penstock.gpu_node.monitor.metrics import serving_metrics
 
     return serving_metrics(node, settings.metrics_host, settings.metrics_port, watch)
 

@@ -24,7 +24,7 @@ def known_metrics() -> set[str]:
     names = {metric.name for metric in GatewayMetrics().registry.collect()}
     names |= {f"penstock_pool_{event}" for event in EVENTS}
     names |= {f"penstock_client_{field.name}" for field in fields(ClientStats)}
-    node = (ROOT / "gpu_node/metrics.py").read_text()
+    node = (ROOT / "gpu_node/monitor/metrics.py").read_text()
     for prefix, table in (("node", "_COUNTED"), ("engine", "_ENGINE_COUNTS"), ("engine", "_ENGINE_GAUGES")):
         block = re.search(rf"^{table} = {{(.*?)^}}", node, re.MULTILINE | re.DOTALL)
         assert block is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes.reference_engine import ReferenceEngine
 
-from penstock.gpu_node.health import REMEMBERED_S, Health, Signs
+from penstock.gpu_node.monitor.health import REMEMBERED_S, Health, Signs
 
 WELL = Signs(
     now_s=1000.0,

@@ -1,0 +1,1 @@
+"""What watches a node: health checks, metrics, counters and the watchdog."""
