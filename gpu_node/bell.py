@@ -10,8 +10,8 @@ from contextlib import suppress
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from penstock.contract.broker.line import Line
-from penstock.contract.broker.retry import pauses
+from penstock.queue.broker.line import Line
+from penstock.queue.broker.retry import pauses
 
 log = logging.getLogger(__name__)
 

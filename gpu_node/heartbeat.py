@@ -8,9 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import fields, replace
 
-from penstock.contract.broker.node import NodeBroker
 from penstock.contract.errors import UnavailableError
-from penstock.contract.wire import NodePressure
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import Ledger
@@ -18,6 +16,8 @@ from penstock.gpu_node.monitor.health import Health, Signs
 from penstock.gpu_node.monitor.watchdog import Watchdog
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.worker import EngineWorker
+from penstock.queue.broker.node import NodeBroker
+from penstock.queue.wire import NodePressure
 
 log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ import logging
 import secrets
 import time
 
-from penstock.contract.broker.node import NodeBroker, Room, TakeAnswer
-from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.bell import Bell
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.reception import Reception
+from penstock.queue.broker.node import NodeBroker, Room, TakeAnswer
+from penstock.queue.broker.retry import pauses
 
 log = logging.getLogger(__name__)
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from penstock.contract import packing, results, wire
-from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.contract.broker.node import MAX_PREEMPTIONS, Emission, Taken, Used
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.contract.packing import Pack
-from penstock.contract.policy import HOLD_MS, learned_hold_ms
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.monitor.counters import NodeCounts
+from penstock.queue import msgpack_codec as packing
+from penstock.queue import results, wire
+from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
+from penstock.queue.broker.node import MAX_PREEMPTIONS, Emission, Taken, Used
+from penstock.queue.msgpack_codec import Pack
+from penstock.queue.policy import HOLD_MS, learned_hold_ms
 
 RESERVED_QUANTILE = 0.9
 """So many outputs stay within what is held free for them; for the others somebody may have to give way."""

@@ -12,14 +12,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from penstock.contract import crash, keys
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.eviction import warn_of_eviction
-from penstock.contract.broker.node import NodeBroker, SweptError
-from penstock.contract.broker.retry import patiently
-from penstock.contract.broker.tasks import cancel_until_done
+from penstock.contract import crash
 from penstock.contract.errors import UnavailableError
-from penstock.contract.wire import NodePressure, PoolRecord
 from penstock.gpu_node.bell import Bell, listen
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.heartbeat import Heartbeat
@@ -35,6 +29,13 @@ from penstock.gpu_node.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.threads import Threads
 from penstock.gpu_node.worker import EngineLike, EngineWorker
+from penstock.queue import keys
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.eviction import warn_of_eviction
+from penstock.queue.broker.node import NodeBroker, SweptError
+from penstock.queue.broker.retry import patiently
+from penstock.queue.broker.tasks import cancel_until_done
+from penstock.queue.wire import NodePressure, PoolRecord
 
 log = logging.getLogger(__name__)
 

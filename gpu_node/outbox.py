@@ -13,11 +13,8 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from penstock.contract.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
-from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.job import Outcome
-from penstock.contract.packing import new_pack
 from penstock.gpu_node.alarm import Alarm
 from penstock.gpu_node.bell import Bell
 from penstock.gpu_node.engine.records import StepOutput
@@ -25,6 +22,9 @@ from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outcomes import BY_ANSWER, outcome_of
 from penstock.gpu_node.pace import Pace
 from penstock.gpu_node.worker import EngineWorker
+from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
+from penstock.queue.broker.retry import pauses
+from penstock.queue.msgpack_codec import new_pack
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from pydantic import ValidationError
 
-from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import ConfigError
 from penstock.contract.loop_watch import LoopWatch
 from penstock.contract.problems import config_error
@@ -24,6 +23,7 @@ from penstock.gpu_node.node import Node
 from penstock.gpu_node.seats import Seats, declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.worker import EngineLike
+from penstock.queue.broker.tasks import cancel_until_done
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,9 @@ import math
 from functools import partial
 from weakref import WeakValueDictionary
 
-from penstock.contract import crash, wire
-from penstock.contract.broker.node import NodeBroker
-from penstock.contract.broker.retry import patiently
-from penstock.contract.broker.tasks import cancel_until_done
+from penstock.contract import crash
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import Chunk, Outcome, seed_of
-from penstock.contract.wire import Request
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.ledger import HeldJob, Ledger
@@ -23,6 +19,11 @@ from penstock.gpu_node.outcomes import outcome_of
 from penstock.gpu_node.relief import Relief
 from penstock.gpu_node.threads import Threads
 from penstock.gpu_node.worker import EngineWorker
+from penstock.queue import wire
+from penstock.queue.broker.node import NodeBroker
+from penstock.queue.broker.retry import patiently
+from penstock.queue.broker.tasks import cancel_until_done
+from penstock.queue.wire import Request
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from penstock.contract.broker.node import NodeBroker, Return, Why
 from penstock.contract.errors import UnavailableError
-from penstock.contract.policy import in_order_of_retreat
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.worker import EngineWorker
+from penstock.queue.broker.node import NodeBroker, Return, Why
+from penstock.queue.policy import in_order_of_retreat
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.node import NodeBroker
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.contract.folders import cache_folder
 from penstock.gpu_node.settings import NodeSettings
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.node import NodeBroker
 
 _LOG = logging.getLogger(__name__)
 

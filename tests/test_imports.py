@@ -17,7 +17,7 @@ CONTRACT, PRODUCER, GATEWAY, CLI = "penstock.contract", "penstock.producer", "pe
 SERVICE, ENGINE, MODEL = "penstock.gpu_node", "penstock.gpu_node.engine", "penstock.gpu_node.model"
 KERNELS, TOP = "penstock.kernels", "penstock"
 PROTOCOL = "penstock.gpu_node.model.protocol"
-BROKER = "penstock.contract.broker"
+BROKER = "penstock.queue.broker"
 
 ARROWS = {
     CONTRACT: {CONTRACT},

@@ -79,7 +79,7 @@ def test_wheel_holds_all_rooms_and_scripts(tmp_path: Path) -> None:
     subprocess.run([*pip, str(tmp_path), str(clone)], check=True, capture_output=True, timeout=100)
     names = set(zipfile.ZipFile(next(tmp_path.glob("penstock-*.whl"))).namelist())
 
-    for path in [*clone.glob("penstock/contract/scripts/*.lua"), clone / "penstock/py.typed"]:
+    for path in [*clone.glob("penstock/queue/scripts/*.lua"), clone / "penstock/py.typed"]:
         assert str(path.relative_to(clone)) in names
     for room in ("producer", "gateway", "gpu_node", "kernels"):
         for path in (clone / room).rglob("*.py"):

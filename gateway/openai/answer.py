@@ -17,10 +17,8 @@ from fastapi.responses import Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Usage, pool_of
-from penstock.contract.packed_result import PackedResult
 from penstock.contract.turns import Turns
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
@@ -39,6 +37,8 @@ from penstock.producer.openai.json_parts import json_parts
 from penstock.producer.openai.reading import PLAIN, AnswerForm
 from penstock.producer.openai.render import ChatRenderer, Renderer, usage_of
 from penstock.producer.openai.tool_calls import CALL_FORMS
+from penstock.queue.broker.producer import ServedPool
+from penstock.queue.packed_result import PackedResult
 
 JOB_HEADER = "X-Penstock-Job"
 MAX_SMALL_BATCH = 64

@@ -7,9 +7,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError
 from penstock.producer.client import AsyncClient
+from penstock.queue.broker.producer import ServedPool
 
 router = APIRouter()
 

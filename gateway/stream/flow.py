@@ -8,8 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from penstock.contract.job import Chunk
-from penstock.contract.packed_result import PackedResult
 from penstock.producer.client import AsyncJob
+from penstock.queue.packed_result import PackedResult
 
 MAX_BATCHES = 64
 """Behind this much the client's own bounded mailboxes fill, and past those the log is read."""

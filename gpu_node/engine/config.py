@@ -9,9 +9,9 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterName
-from penstock.contract.policy import PolicyName
 from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionName
+from penstock.queue.policy import PolicyName
 
 THEIR_NAMES = {
     "swap_space": "swap_space_gib",
@@ -66,7 +66,7 @@ class EngineConfig(BaseModel):
     No limit computes the most tokens a second. Nodes have a limit by default, since their callers read along."""
     enable_prefix_caching: bool = True
     scheduling_policy: PolicyName = "fcfs"
-    """Who starts first and who gives way; `aging_ms` and `bypass_ms`: see `contract/policy.py`."""
+    """Who starts first and who gives way; `aging_ms` and `bypass_ms`: see `queue/policy.py`."""
     aging_ms: int = Field(60_000, ge=1)
     bypass_ms: int = Field(2_000, ge=0)
     prefix_cache_salt: Literal["none", "tenant"] = "none"

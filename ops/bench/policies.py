@@ -11,7 +11,7 @@ from typing import get_args
 
 from bench.policy_loads import DESCRIPTIONS, LOADS
 from bench.policy_node import CLASSES, Figures, simulate
-from penstock.contract.policy import PolicyName
+from penstock.queue.policy import PolicyName
 
 RESULTS = Path(__file__).parent / "results"
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)

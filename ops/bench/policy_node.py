@@ -9,17 +9,9 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from penstock.contract.policy import (
-    HOLD_MS,
-    Policy,
-    PolicyName,
-    choose,
-    in_order_of_retreat,
-    learned_hold_ms,
-    victims_of,
-)
-from penstock.contract.standing import Standing
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
+from penstock.queue.policy import HOLD_MS, Policy, PolicyName, choose, in_order_of_retreat, learned_hold_ms, victims_of
+from penstock.queue.policy_state import Standing
 
 CLASSES = ("interactive", "standard", "batch")
 KV_TOKENS, MAX_RUNNING, STEP_TOKENS = 8192, 32, 512

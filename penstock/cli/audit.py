@@ -10,7 +10,7 @@ import typer
 from penstock.contract.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.contract.audit import Finding
+    from penstock.queue.audit import Finding
 
 EXIT_FOUND = 1
 
@@ -30,9 +30,9 @@ def audit(
 
 async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool = False) -> int:
     """Prints what is wrong with these pools (None: with all); how many findings are left."""
-    from penstock.contract.audit import audit
-    from penstock.contract.broker.admin import AdminBroker
-    from penstock.contract.broker.connection import connect
+    from penstock.queue.audit import audit
+    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.connection import connect
 
     redis = connect(redis_url)
     try:

@@ -15,8 +15,8 @@ from penstock.contract.errors import RequestError
 from penstock.contract.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.contract.wire import Request
     from penstock.producer.client import AsyncClient
+    from penstock.queue.wire import Request
 
 T = TypeVar("T")
 RedisUrl = Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")]

@@ -17,9 +17,9 @@ from penstock.cli.demo_model import demo_model
 from penstock.cli.host import gpus
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.contract.figures import PoolFigures
-from penstock.contract.wire import NodePressure
 from penstock.kernels.cpu.build import BuildError, origin_of
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
+from penstock.queue.wire import NodePressure
 
 MIN_REDIS = (6, 2)
 EXTRAS = ("gateway", "node", "embedded", "batch")
@@ -65,7 +65,7 @@ async def check_redis(url: str | None) -> list[Check]:
     """The Redis at `url`, or the one that would be started without an URL."""
     if not url:
         return [_check_embedded()]
-    from penstock.contract.broker.connection import connect, translated
+    from penstock.queue.broker.connection import connect, translated
 
     try:
         async with connect(url) as redis:

@@ -14,8 +14,8 @@ from penstock.contract.problems import request_error
 from penstock.contract.settings import KeySettings, redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.contract.broker.key_store import KeyStore
-    from penstock.contract.broker.usage import UsageBroker
+    from penstock.queue.broker.key_store import KeyStore
+    from penstock.queue.broker.usage import UsageBroker
 
 T = TypeVar("T")
 RedisUrl = Annotated[str | None, typer.Option(help="Redis of the gateways; default: $PENSTOCK_REDIS_URL.")]
@@ -98,8 +98,8 @@ def revoke(key_id: Annotated[str, typer.Argument(help="The key's id: pk-ID-…")
 
 def _read_usage(redis_url: str | None, read: Callable[[UsageBroker], Awaitable[T]]) -> T:
     async def run() -> T:
-        from penstock.contract.broker.connection import connect
-        from penstock.contract.broker.usage import UsageBroker
+        from penstock.queue.broker.connection import connect
+        from penstock.queue.broker.usage import UsageBroker
 
         async with connect(redis_url_of(redis_url)) as redis:
             return await read(UsageBroker(redis))
@@ -109,8 +109,8 @@ def _read_usage(redis_url: str | None, read: Callable[[UsageBroker], Awaitable[T
 
 def _run(redis_url: str | None, work: Callable[[KeyStore], Awaitable[T]]) -> T:
     async def run() -> T:
-        from penstock.contract.broker.connection import connect
-        from penstock.contract.broker.key_store import KeyStore
+        from penstock.queue.broker.connection import connect
+        from penstock.queue.broker.key_store import KeyStore
 
         redis = connect(redis_url_of(redis_url))
         try:

@@ -59,16 +59,16 @@ def line_of(pool: PoolFigures) -> str:
 
 
 async def _figures(redis_url: str) -> list[PoolFigures]:
-    from penstock.contract.broker.connection import connect
-    from penstock.contract.broker.figures import FiguresBroker
+    from penstock.queue.broker.connection import connect
+    from penstock.queue.broker.figures import FiguresBroker
 
     async with connect(redis_url) as redis:
         return await FiguresBroker(redis).all()
 
 
 async def _forget(redis_url: str, pool: str) -> None:
-    from penstock.contract.broker.admin import AdminBroker
-    from penstock.contract.broker.connection import connect
+    from penstock.queue.broker.admin import AdminBroker
+    from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:
         await AdminBroker(redis).forget(pool)

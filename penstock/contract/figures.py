@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.contract.wire import NodePressure
+from penstock.queue.wire import NodePressure
 
 EVENTS = {
     "submitted": "jobs that were accepted",

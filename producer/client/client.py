@@ -9,15 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, Unpack
 
-from penstock.contract.admission import estimate_cost
 from penstock.contract.api_keys import ApiKey
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.dead_letters import DeadLetters
-from penstock.contract.broker.eviction import warn_of_eviction
-from penstock.contract.broker.figures import FiguresBroker
-from penstock.contract.broker.key_store import KeyStore
-from penstock.contract.broker.producer import JobStatus, ProducerBroker, ServedPool
-from penstock.contract.broker.usage import UsageBroker
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
@@ -25,7 +17,6 @@ from penstock.contract.rights import allowed_class
 from penstock.contract.settings import RedisSettings
 from penstock.contract.terms import Terms
 from penstock.contract.usage import DayUsage
-from penstock.contract.wire import PoolPressure
 from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.dead import DeadLetterBox
@@ -35,6 +26,15 @@ from penstock.producer.client.request import Prompt, SubmitOptions, build_job, c
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.source import JobSource, Submission, submit
 from penstock.producer.client.stats import ClientStats
+from penstock.queue.admission import estimate_cost
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.dead_letters import DeadLetters
+from penstock.queue.broker.eviction import warn_of_eviction
+from penstock.queue.broker.figures import FiguresBroker
+from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool
+from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.wire import PoolPressure
 
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 

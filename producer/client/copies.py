@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, TypeVar
 
-from penstock.contract import admission
-from penstock.contract.broker.tasks import cancel_until_done
 from penstock.contract.errors import BusyError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.contract.priority import NUM_PRIORITIES
-from penstock.contract.wire import PoolPressure
+from penstock.queue import admission
+from penstock.queue.broker.tasks import cancel_until_done
+from penstock.queue.wire import PoolPressure
 
 T = TypeVar("T")
 PRESSURE_TTL_S = 0.25

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from penstock.contract.broker.producer import ProducerBroker
-from penstock.contract.broker.retry import pauses
 from penstock.contract.errors import UnavailableError
+from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.retry import pauses
 
 MAX_CALLS = 64
 """Calls under way at once: after an outage all streams call."""

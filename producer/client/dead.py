@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from penstock.contract.broker.dead_letters import DeadLetter, DeadLetters
 from penstock.contract.job import pool_of
 from penstock.contract.terms import Terms
-from penstock.contract.wire import Request
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.job import AsyncJob
+from penstock.queue.broker.dead_letters import DeadLetter, DeadLetters
+from penstock.queue.wire import Request
 
 
 class DeadLetterBox:

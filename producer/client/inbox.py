@@ -17,19 +17,20 @@ from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
 
-from penstock.contract import crash, keys
-from penstock.contract.broker.connection import translated
-from penstock.contract.broker.line import Line
-from penstock.contract.broker.producer import ProducerBroker
-from penstock.contract.broker.retry import pauses, tried_again
+from penstock.contract import crash
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import pool_of
-from penstock.contract.packing import WireError
-from penstock.contract.wire import decode_chunks
 from penstock.producer.client.echo import Echoes
 from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.stats import ClientStats
+from penstock.queue import keys
+from penstock.queue.broker.connection import translated
+from penstock.queue.broker.line import Line
+from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.retry import pauses, tried_again
+from penstock.queue.msgpack_codec import WireError
+from penstock.queue.wire import decode_chunks
 
 _LOG = logging.getLogger(__name__)
 _HEAR_OUT_S = 1.0

@@ -6,15 +6,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
-from penstock.contract.broker.producer import JobStatus
 from penstock.contract.errors import error_of
 from penstock.contract.job import Chunk, Outcome, Result, pool_of
-from penstock.contract.packed_result import PackedResult
 from penstock.producer.client.cursor import StreamCursor
 from penstock.producer.client.inbox import Inbox
 from penstock.producer.client.mailbox import Mailbox
 from penstock.producer.client.source import JobSource
 from penstock.producer.client.stream import StreamReader
+from penstock.queue.broker.producer import JobStatus
+from penstock.queue.packed_result import PackedResult
 
 AnyResult = TypeVar("AnyResult", Result, PackedResult)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from penstock.contract.broker.producer import Attached
 from penstock.contract.job import TERMINAL_STATES, Chunk
+from penstock.queue.broker.producer import Attached
 
 POLL_S = 0.2
 """How often a reader looks when the job pushes to as many processes as it may."""

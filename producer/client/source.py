@@ -6,13 +6,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from penstock.contract import crash
-from penstock.contract.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import Chunk, Job, Result
-from penstock.contract.packed_result import PackedResult
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client.courier import Courier
 from penstock.producer.client.inbox import Inbox
+from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
+from penstock.queue.packed_result import PackedResult
 
 
 @dataclass(frozen=True, slots=True)

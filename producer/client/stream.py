@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from penstock.contract.broker.decoding import has_logprobs
-from penstock.contract.broker.producer import Attached
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result
 from penstock.producer.client.cursor import StreamCursor, Verdict, rest_of
 from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.stats import ClientStats
+from penstock.queue.broker.decoding import has_logprobs
+from penstock.queue.broker.producer import Attached
 
 LOG_PAGE_CHUNKS = 1000
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self, Unpack
 
-from penstock.contract.broker.producer import JobStatus, ServedPool
 from penstock.contract.errors import UnavailableError, error_of
 from penstock.contract.job import Chunk, Outcome, Result
 from penstock.producer.client.client import AsyncClient
@@ -17,6 +16,7 @@ from penstock.producer.client.loop_thread import LoopThread
 from penstock.producer.client.request import Prompt, SubmitOptions
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.stats import ClientStats
+from penstock.queue.broker.producer import JobStatus, ServedPool
 
 
 class Client:

@@ -13,7 +13,7 @@ from penstock.contract.job import Job
 from penstock.contract.problems import problem_of
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolChoice, WantedCalls, WantedFunction
-from penstock.contract.wire import PoolRecord
+from penstock.queue.wire import PoolRecord
 
 _WORDS = ("auto", "none", "required")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from penstock.contract.job import Choice, FinishReason, Result, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.packed_result import PackedChoice, PackedResult
 from penstock.producer.openai.json_parts import Rows, Text, plain
 from penstock.producer.openai.likely import (
     CompletionTokens,
@@ -27,6 +26,7 @@ from penstock.producer.openai.likely import (
 )
 from penstock.producer.openai.reading import PLAIN, AnswerForm, Said
 from penstock.producer.openai.tool_calls import Call
+from penstock.queue.packed_result import PackedChoice, PackedResult
 
 _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}
 """The other reasons end in an error, and OpenAI has no word for them."""

@@ -9,7 +9,7 @@ import sys
 import redis as sync_redis
 from contract.harness import P, Queue
 
-from penstock.contract.broker.connection import connect
+from penstock.queue.broker.connection import connect
 
 
 def audit(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:

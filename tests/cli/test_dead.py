@@ -9,8 +9,8 @@ import sys
 
 from contract.harness import Queue, new_job
 
-from penstock.contract.broker.connection import connect
 from penstock.contract.job import SamplingParams
+from penstock.queue.broker.connection import connect
 
 
 def dead(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,7 @@ from penstock.cli.doctor import (
     judge_node,
     judge_redis,
 )
-from penstock.contract.wire import NodePressure
+from penstock.queue.wire import NodePressure
 
 GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noeviction", "aof_enabled": 1}
 

@@ -10,11 +10,11 @@ import sys
 from contract.harness import Queue, new_job
 
 from penstock.contract.api_keys import identify
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.key_store import KeyStore
-from penstock.contract.broker.node import Emission
 from penstock.contract.job import Outcome, Usage
 from penstock.contract.terms import Terms
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.broker.node import Emission
 
 
 def keys(redis_url: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

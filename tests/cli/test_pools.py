@@ -8,8 +8,8 @@ import sys
 
 from contract.harness import LEASE_MS, Queue
 
-from penstock.contract.broker.connection import connect
-from penstock.contract.wire import NodePressure
+from penstock.queue.broker.connection import connect
+from penstock.queue.wire import NodePressure
 
 
 def pools(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:

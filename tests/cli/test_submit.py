@@ -96,7 +96,7 @@ def test_ctrl_c_cancels_the_job(pool: str) -> None:
 
 
 async def _until_idle(redis_url: str) -> None:
-    from penstock.contract.broker.connection import connect
+    from penstock.queue.broker.connection import connect
 
     async with connect(redis_url) as redis:
         deadline = time.monotonic() + 10

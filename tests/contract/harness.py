@@ -10,13 +10,13 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from uuid_utils import uuid7
 
-from penstock.contract import keys
-from penstock.contract.broker import scripts
-from penstock.contract.broker.node import Emission, NodeBroker, Return, Room, TakeAnswer, Taken, Why
-from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Chunk, Job, Outcome, Priority
 from penstock.contract.terms import Terms
-from penstock.contract.wire import NodePressure, PoolRecord, encode_chunk
+from penstock.queue import keys
+from penstock.queue.broker import scripts
+from penstock.queue.broker.node import Emission, NodeBroker, Return, Room, TakeAnswer, Taken, Why
+from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.wire import NodePressure, PoolRecord, encode_chunk
 
 POOL = "m"
 P = keys.prefix(POOL)

@@ -8,7 +8,7 @@ import redis
 from contract.harness import P
 from contract.queue_model import TERMINAL, ModelJob, QueueModel
 
-from penstock.contract.wire import decode_chunks
+from penstock.queue.wire import decode_chunks
 
 OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took", "queued", "bytes"}
 OF_THE_POOL |= {"count", "adapters", "kept", "expiry", "usage"}

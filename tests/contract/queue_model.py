@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from penstock.contract.job import Usage
-from penstock.contract.policy import Policy, choose
-from penstock.contract.standing import Standing
-from penstock.contract.wire import decode_chunks
+from penstock.queue.policy import Policy, choose
+from penstock.queue.policy_state import Standing
+from penstock.queue.wire import decode_chunks
 
 PROGRESS_CHUNKS = 4
 MAX_LOSSES = 3

@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
-from penstock.contract import keys
 from penstock.contract.api_keys import ApiKey, identify
-from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.errors import ForbiddenError, NotFoundError, RequestError, UnauthorizedError
 from penstock.contract.terms import UNLIMITED, Terms
+from penstock.queue import keys
+from penstock.queue.broker.key_store import KeyStore
 
 TERMS = Terms(max_open_jobs=3, tokens_per_minute=600)
 

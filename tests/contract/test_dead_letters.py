@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from contract.harness import LEASE_MS, P, Queue, new_job
 
-from penstock.contract import keys
-from penstock.contract.audit import audit
-from penstock.contract.broker.admin import AdminBroker
-from penstock.contract.broker.dead_letters import DeadLetters
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Job, Priority, SamplingParams
-from penstock.contract.wire import decode_request, encode_request
+from penstock.queue import keys
+from penstock.queue.audit import audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.dead_letters import DeadLetters
+from penstock.queue.wire import decode_request, encode_request
 
 WEEK_MS = 7 * 24 * 3600 * 1000
 

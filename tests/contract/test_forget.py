@@ -9,12 +9,12 @@ import pytest
 from contract.harness import LEASE_MS, POOL, P, Queue
 from redis.asyncio import Redis
 
-from penstock.contract import keys
-from penstock.contract.broker import admin, scripts
-from penstock.contract.broker.admin import AdminBroker
-from penstock.contract.broker.dead_letters import DeadLetters
 from penstock.contract.errors import ConflictError, NotFoundError
 from penstock.contract.job import Priority
+from penstock.queue import keys
+from penstock.queue.broker import admin, scripts
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.dead_letters import DeadLetters
 
 
 async def a_full_life(queue: Queue) -> str:

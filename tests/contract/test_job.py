@@ -22,10 +22,10 @@ from penstock.contract.job import (
     pool_of,
     seed_of,
 )
-from penstock.contract.packing import WireError
 from penstock.contract.structured import MAX_ALTERNATIVE_CHARS, MAX_CHOICE_CHARS
 from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT
-from penstock.contract.wire import decode_request
+from penstock.queue.msgpack_codec import WireError
+from penstock.queue.wire import decode_request
 
 UUID = "01890a5d-ac96-774b-bcce-b302099a8057"
 

@@ -12,10 +12,10 @@ import pytest
 from redis import exceptions
 from redis.asyncio import Redis
 
-from penstock.contract.broker import line as line_module
-from penstock.contract.broker.connection import connect, translated
-from penstock.contract.broker.line import Line
 from penstock.contract.errors import UnavailableError
+from penstock.queue.broker import line as line_module
+from penstock.queue.broker.connection import connect, translated
+from penstock.queue.broker.line import Line
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

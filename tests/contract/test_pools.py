@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 import pytest
 from contract.harness import LEASE_MS, POOL, RECORD, SCHEMA, Queue, new_job
 
-from penstock.contract import keys, wire
-from penstock.contract.broker.node import NodeBroker
-from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import TooLargeError
-from penstock.contract.packing import MAX_BYTES
+from penstock.queue import keys, wire
+from penstock.queue.broker.node import NodeBroker
+from penstock.queue.broker.producer import ServedPool
+from penstock.queue.msgpack_codec import MAX_BYTES
 
 
 async def test_a_pool_is_alive_while_one_of_its_nodes_gives_signs_of_life(queue: Queue) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from contract.harness import new_job
 
-from penstock.contract.admission import estimate_cost
 from penstock.contract.job import Message
 from penstock.contract.prompts import pack_prompt
 from penstock.contract.tools import ToolCall
-from penstock.contract.wire import PoolRecord, decode_request, encode_request
+from penstock.queue.admission import estimate_cost
+from penstock.queue.wire import PoolRecord, decode_request, encode_request
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
 CALL = ToolCall(id="c", name="look", arguments='{"at": 1}')

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 from contract.harness import POOL, RECORD, SCHEMA, Queue
 
-from penstock.contract import keys
-from penstock.contract.broker.node import NodeBroker
 from penstock.contract.job import Outcome
-from penstock.contract.wire import PoolRecord
+from penstock.queue import keys
+from penstock.queue.broker.node import NodeBroker
+from penstock.queue.wire import PoolRecord
 
 NOT_FOUND = Outcome("failed", "adapter_not_found", "it is not here", "adapter")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from contract.harness import LEASE_MS, FakeNode, P, Queue, chunks_of, new_job
 
-from penstock.contract import keys
-from penstock.contract.broker.node import MAX_EMIT_JOBS, Emission, Return, Taken
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Outcome, Usage
-from penstock.contract.results import encode_result
+from penstock.queue import keys
+from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, Return, Taken
+from penstock.queue.results import encode_result
 
 
 async def test_chunks_are_appended_in_order(queue: Queue) -> None:

@@ -8,9 +8,9 @@ import msgpack
 import pytest
 from contract.harness import POOL, SCHEMA, P, Queue, new_job
 
-from penstock.contract import keys
 from penstock.contract.job import Chunk, Outcome, TerminalState
-from penstock.contract.wire import decode_chunks
+from penstock.queue import keys
+from penstock.queue.wire import decode_chunks
 
 DEADLINE = Outcome("expired", "deadline_exceeded", "the deadline passed before the job was done")
 CANCELLED = Outcome("cancelled", "cancelled", "the job was cancelled")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from contract.harness import P, Queue, new_job
 
-from penstock.contract.broker.node import TakeAnswer
 from penstock.contract.job import Priority, SamplingParams
+from penstock.queue.broker.node import TakeAnswer
 
 
 def ids(answer: TakeAnswer) -> list[str]:

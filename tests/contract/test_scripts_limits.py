@@ -7,12 +7,12 @@ import random
 import pytest
 from contract.harness import POOL, P, Queue, new_job
 
-from penstock.contract import keys
-from penstock.contract.admission import estimate_bytes
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.terms import Terms
-from penstock.contract.wire import NodePressure, encode_record
+from penstock.queue import keys
+from penstock.queue.admission import estimate_bytes
+from penstock.queue.wire import NodePressure, encode_record
 
 TOLERANCE_MS = 2_000  # a slow machine
 

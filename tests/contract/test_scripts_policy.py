@@ -15,11 +15,11 @@ from contract.queue_model import KV_TOTAL, SHARE_WINDOW_MS, SLOTS_TOTAL, ModelJo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.node import Taken
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority, SamplingParams
-from penstock.contract.policy import Policy, PolicyName
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.node import Taken
+from penstock.queue.policy import Policy, PolicyName
 
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 AGING_MS = 1_000_000_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from contract.harness import LEASE_MS, P, Queue, chunks_of, new_id
 
-from penstock.contract import keys
-from penstock.contract.broker.node import Emission, Taken
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Chunk, Outcome
-from penstock.contract.wire import decode_chunks, encode_chunk
+from penstock.queue import keys
+from penstock.queue.broker.node import Emission, Taken
+from penstock.queue.wire import decode_chunks, encode_chunk
 
 ABANDONED_MS = 30_001
 GRACE_MS = 5_001

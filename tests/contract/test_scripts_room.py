@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from contract.harness import LEASE_MS, FakeNode, P, Queue
 
-from penstock.contract.broker.node import TakeAnswer, Taken
+from penstock.queue.broker.node import TakeAnswer, Taken
 
 HOLDER = f"{P}:hold"
 

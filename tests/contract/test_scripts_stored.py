@@ -9,17 +9,17 @@ import pytest
 from contract.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
-from penstock.contract import keys
-from penstock.contract.admission import estimate_bytes
-from penstock.contract.audit import audit
-from penstock.contract.broker.admin import AdminBroker
-from penstock.contract.broker.dead_letters import DeadLetters
-from penstock.contract.broker.node import Emission, Taken
-from penstock.contract.broker.producer import LARGE_RESULT_BYTES
 from penstock.contract.errors import BusyError, NotFoundError
 from penstock.contract.job import Choice, Outcome, Usage
-from penstock.contract.results import encode_result
 from penstock.contract.terms import UNLIMITED, Terms
+from penstock.queue import keys
+from penstock.queue.admission import estimate_bytes
+from penstock.queue.audit import audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.dead_letters import DeadLetters
+from penstock.queue.broker.node import Emission, Taken
+from penstock.queue.broker.producer import LARGE_RESULT_BYTES
+from penstock.queue.results import encode_result
 
 RECORD_BYTES = 2048
 LOG_TTL_MS, RESULT_TTL_MS, DEAD_LIFE_MS = 120_000, 86_400_000, 604_800_000

@@ -8,10 +8,10 @@ import time
 import pytest
 from contract.harness import POOL, RECORD, SCHEMA, TENANT, P, Queue, id_minted_at, new_id, new_job
 
-from penstock.contract import keys
-from penstock.contract.broker.node import NodeBroker
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
 from penstock.contract.job import Job, Outcome, Priority, SamplingParams
+from penstock.queue import keys
+from penstock.queue.broker.node import NodeBroker
 
 
 async def test_accepted_job_is_queued_counted_and_readable(queue: Queue) -> None:

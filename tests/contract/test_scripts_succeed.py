@@ -9,7 +9,7 @@ import pytest
 from contract.harness import LEASE_MS, POOL, FakeNode, P, Queue
 from redis.asyncio import Redis
 
-from penstock.contract.broker.node import NodeBroker
+from penstock.queue.broker.node import NodeBroker
 
 SILENCE_MS = LEASE_MS // 5
 

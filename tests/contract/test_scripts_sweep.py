@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from contract.harness import LEASE_MS, POOL, RECORD, SCHEMA, FakeNode, P, Queue
 
-from penstock.contract.broker.node import BeatAnswer, NodeBroker, SweptError
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Outcome
-from penstock.contract.wire import NodePressure
+from penstock.queue.broker.node import BeatAnswer, NodeBroker, SweptError
+from penstock.queue.wire import NodePressure
 
 # The guard
 

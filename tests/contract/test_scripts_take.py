@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from contract.harness import POOL, P, Queue, new_job
 
-from penstock.contract import keys
-from penstock.contract.broker.node import NodeBroker, Room, SweptError, TakeAnswer
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Priority, SamplingParams
-from penstock.contract.wire import encode_request
+from penstock.queue import keys
+from penstock.queue.broker.node import NodeBroker, Room, SweptError, TakeAnswer
+from penstock.queue.wire import encode_request
 
 CLASSES = (Priority.INTERACTIVE, Priority.STANDARD, Priority.BATCH)
 

@@ -8,12 +8,12 @@ import pytest
 from contract.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
-from penstock.contract.broker.node import Emission, Taken
-from penstock.contract.broker.usage import UsageBroker
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Outcome, Usage
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.contract.usage import DayUsage
+from penstock.queue.broker.node import Emission, Taken
+from penstock.queue.broker.usage import UsageBroker
 
 TOLERANCE_MS = 2_000  # a slow machine
 

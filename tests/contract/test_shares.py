@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.contract.policy import Policy, PolicyName, choose, foremost
-from penstock.contract.standing import RecentUse, Standing
+from penstock.queue.policy import Policy, PolicyName, choose, foremost
+from penstock.queue.policy_state import RecentUse, Standing
 
 WINDOW_MS = 1_000
 MAX_COST_MS = 50

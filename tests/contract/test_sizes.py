@@ -51,5 +51,5 @@ def test_limit_is_what_the_code_says(row: tuple[str, str, str, str]) -> None:
 
 
 def test_there_are_as_many_classes_in_lua() -> None:
-    prelude = (ROOT / "penstock/contract/scripts/prelude.lua").read_text()
+    prelude = (ROOT / "penstock/queue/scripts/prelude.lua").read_text()
     assert value_in_lua(prelude, "CLASSES") == NUM_PRIORITIES

@@ -29,15 +29,15 @@ from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.contract.audit import audit
-from penstock.contract.broker.admin import AdminBroker
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.node import Emission, SweptError, Taken
 from penstock.contract.errors import ConflictError, InvariantError
 from penstock.contract.job import MAX_DEADLINE_S, Chunk, Job, Outcome, Priority, SamplingParams, Usage
-from penstock.contract.policy import Policy, PolicyName
 from penstock.contract.terms import Terms
-from penstock.contract.wire import NodePressure, encode_chunk, encode_record
+from penstock.queue.audit import audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.node import Emission, SweptError, Taken
+from penstock.queue.policy import Policy, PolicyName
+from penstock.queue.wire import NodePressure, encode_chunk, encode_record
 
 T = TypeVar("T")
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"

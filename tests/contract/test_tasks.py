@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.contract.broker.tasks import heeding_cancel
+from penstock.queue.broker.tasks import heeding_cancel
 
 
 async def swallow() -> None:

@@ -16,11 +16,11 @@ from contract.harness import POOL, new_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract import results, wire
 from penstock.contract.job import Choice, Chunk, Outcome, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.packing import MAX_BYTES, WireError
-from penstock.contract.wire import NodePressure, PoolRecord
+from penstock.queue import results, wire
+from penstock.queue.msgpack_codec import MAX_BYTES, WireError
+from penstock.queue.wire import NodePressure, PoolRecord
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 DECODERS = {

@@ -18,12 +18,12 @@ from typing import Any, Self, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract import keys, results, wire
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.node import Emission, NodeBroker, Room, Taken
 from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, TerminalState, Usage
-from penstock.contract.wire import NodePressure, PoolRecord
 from penstock.gpu_node.settings import NodeSettings
+from penstock.queue import keys, results, wire
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.node import Emission, NodeBroker, Room, Taken
+from penstock.queue.wire import NodePressure, PoolRecord
 
 POOL = "fake"
 MODEL = "acme/fake"

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from fakes.schedules import BLOCK_SIZE, new_scheduler, new_sequence
 
-from penstock.contract.policy import Policy, PolicyName
 from penstock.gpu_node.engine.policy.by_policy import ByPolicy, note_held
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.queue.policy import Policy, PolicyName
 
 STEP_MS = 10.0
 AGING_MS = 10**6

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import hiredis
 
-from penstock.contract.broker import scripts
+from penstock.queue.broker import scripts
 
 Address = str | tuple[str, int]
 READ_BYTES = 1 << 16

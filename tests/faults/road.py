@@ -12,8 +12,8 @@ from fakes.running_node import PATIENCE_S, running_node
 from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, new_work, statuses
 from redis.asyncio import Redis
 
-from penstock.contract.broker.retry import patiently
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.queue.broker.retry import patiently
 
 POOL = "road"
 SETTINGS: dict[str, Any] = {"reattach_grace_ms": 100, "drain_s": 0.0}

@@ -21,8 +21,8 @@ from faults.soak_kills import Fleet, kill_now_and_then
 from faults.soak_load import PATIENCE_S, Load
 from faults.work import check_settled
 
-from penstock.contract.broker.connection import connect
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.queue.broker.connection import connect
 
 POOL = "soak"
 SAMPLE_S = 5.0

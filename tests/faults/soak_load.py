@@ -13,9 +13,9 @@ from faults.processes import GatewayProcess
 from faults.work import KINDS, PROMPT, Work, check_logs, new_work, statuses
 from redis.asyncio import Redis
 
-from penstock.contract.broker.retry import patiently
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.producer.client import AsyncClient
+from penstock.queue.broker.retry import patiently
 
 PATIENCE_S = 300.0
 RETRY_S = 0.5

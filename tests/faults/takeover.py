@@ -20,9 +20,9 @@ from fakes.node_process import NodeProcess
 from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
-from penstock.contract import keys
 from penstock.contract.job import Chunk
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.queue import keys
 
 PATIENCE_S = 600.0
 WATCH_S = 0.05

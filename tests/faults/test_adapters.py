@@ -16,10 +16,10 @@ from faults.work import PROMPT, check_settled, holder
 from redis.asyncio import Redis
 from transformers import AutoModelForCausalLM
 
-from penstock.contract import keys
 from penstock.contract.errors import JobFailedError, NotFoundError
 from penstock.kernels.cpu.probe import best_isa, cpu_flags
 from penstock.producer.client import AsyncClient
+from penstock.queue import keys
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,14 +16,14 @@ from faults.proxy import FaultProxy
 from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
-from penstock.contract.broker.node import NodeBroker, Return, Room
-from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import seed_of
-from penstock.contract.wire import NodePressure, PoolRecord, decode_request
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.ledger import HeldJob
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
+from penstock.queue.broker.node import NodeBroker, Return, Room
+from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.wire import NodePressure, PoolRecord, decode_request
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -15,9 +15,9 @@ from faults.sentinel import Replicated
 from faults.work import PROMPT, Work, check_logs, check_settled, new_work, statuses
 from redis.asyncio import Redis
 
-from penstock.contract.broker.connection import connect
 from penstock.contract.errors import BusyError
 from penstock.producer.client import AsyncClient
+from penstock.queue.broker.connection import connect
 
 pytestmark = pytest.mark.timeout(300)
 

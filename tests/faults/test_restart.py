@@ -19,11 +19,11 @@ from fakes.node_process import NodeProcess
 from faults.work import PROMPT, Work, check_settled, holder, new_work
 from redis.asyncio import Redis
 
-from penstock.contract import keys
 from penstock.gpu_node import seats
 from penstock.gpu_node.seats import take_seats
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
+from penstock.queue import keys
 
 POOL = "again"
 SILENT_S = 2.5

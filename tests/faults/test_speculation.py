@@ -14,9 +14,9 @@ from faults.work import check_settled
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract.broker.admin import AdminBroker
 from penstock.kernels.cpu.probe import best_isa, cpu_flags
 from penstock.producer.client import AsyncClient
+from penstock.queue.broker.admin import AdminBroker
 
 pytestmark = pytest.mark.timeout(300)
 

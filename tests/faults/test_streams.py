@@ -16,7 +16,7 @@ from faults.redis_process import RedisProcess
 from faults.work import KINDS, check_settled, new_work
 from redis.asyncio import Redis
 
-from penstock.contract.broker.connection import connect
+from penstock.queue.broker.connection import connect
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,12 +12,12 @@ from fakes.reference_engine import reference_choice, reference_prompt_logprobs
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract import keys, results, wire
-from penstock.contract.audit import Finding, audit
-from penstock.contract.broker.admin import AdminBroker
-from penstock.contract.broker.producer import JobStatus, ProducerBroker
 from penstock.contract.job import Choice, Chunk, Outcome, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.queue import keys, results, wire
+from penstock.queue.audit import Finding, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.producer import JobStatus, ProducerBroker
 
 PROMPT = "the gate opens by pressure"
 MAX_COUNTED = 500

@@ -10,10 +10,7 @@ import openai
 import pytest
 import redis as sync_redis
 
-from penstock.contract import keys
 from penstock.contract.api_keys import ApiKey
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.errors import ForbiddenError, NotFoundError
 from penstock.contract.job import Priority
 from penstock.contract.terms import UNLIMITED, Terms
@@ -22,6 +19,9 @@ from penstock.gateway.entry import PUBLIC_PATHS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.producer.client.copies import KEYS_TTL_S
+from penstock.queue import keys
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.key_store import KeyStore
 
 MODEL = "acme/echo"
 BODY = {"model": MODEL, "prompt": "hi"}

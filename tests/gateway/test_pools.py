@@ -6,10 +6,10 @@ import httpx
 import pytest
 import redis
 
-from penstock.contract import keys, wire
-from penstock.contract.wire import PoolRecord
 from penstock.gateway.app import create_app
 from penstock.gateway.settings import GatewaySettings
+from penstock.queue import keys, wire
+from penstock.queue.wire import PoolRecord
 
 
 @pytest.fixture

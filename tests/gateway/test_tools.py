@@ -11,7 +11,7 @@ import pytest
 import redis
 from pydantic import BaseModel
 
-from penstock.contract import keys
+from penstock.queue import keys
 
 CALLS = """Wait.
 <tool_call>

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract import results, wire
-from penstock.contract.broker.node import Taken
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Chunk, Outcome, SamplingParams, Usage
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.queue import results, wire
+from penstock.queue.broker.node import Taken
 
 JOB_ID = "ref.01a1f828-c1b5-77c1-a5ef-a4b69d8f094c"
 

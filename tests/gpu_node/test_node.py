@@ -16,12 +16,6 @@ from fakes.running_node import PATIENCE_S, node_settings, running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract import keys
-from penstock.contract.audit import audit
-from penstock.contract.broker.admin import AdminBroker
-from penstock.contract.broker.node import NodeBroker
-from penstock.contract.broker.producer import JobStatus, ProducerBroker
-from penstock.contract.broker.usage import UsageBroker
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Chunk, Job, Message, Result, SamplingParams
 from penstock.contract.tools import ToolCall
@@ -30,6 +24,12 @@ from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.reception import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.worker import EngineLike
+from penstock.queue import keys
+from penstock.queue.audit import audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.node import NodeBroker
+from penstock.queue.broker.producer import JobStatus, ProducerBroker
+from penstock.queue.broker.usage import UsageBroker
 
 POOL = "ref"
 

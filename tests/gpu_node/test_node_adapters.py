@@ -10,7 +10,7 @@ from fakes.reference_engine import ReferenceEngine
 from fakes.running_node import running_node
 from redis.asyncio import Redis
 
-from penstock.contract.broker.producer import ProducerBroker
+from penstock.queue.broker.producer import ProducerBroker
 
 POOL = "m"
 

@@ -15,17 +15,17 @@ from fakes.running_node import running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract import keys
-from penstock.contract.broker.node import Taken
-from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Chunk, Job, Priority, SamplingParams, seed_of
-from penstock.contract.policy import HOLD_MS
 from penstock.contract.terms import Terms
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.worker import EngineLike
+from penstock.queue import keys
+from penstock.queue.broker.node import Taken
+from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.policy import HOLD_MS
 
 POOL = "ref"
 PATIENCE_S = 20.0

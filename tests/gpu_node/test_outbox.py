@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 import pytest
 from fakes.reference_engine import ReferenceEngine
 
-from penstock.contract.broker.node import Emission, NodeBroker, Taken
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node import pace
@@ -19,6 +18,7 @@ from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.pace import Pace
 from penstock.gpu_node.worker import EngineWorker
+from penstock.queue.broker.node import Emission, NodeBroker, Taken
 
 LEASE = "1:x:1"
 MAX_UNSENT_BYTES = 1 << 10

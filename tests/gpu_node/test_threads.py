@@ -10,10 +10,10 @@ from fakes.node_process import NodeProcess
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Job
 from penstock.gpu_node.reception import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.threads import Threads
+from penstock.queue.broker.producer import ProducerBroker
 
 
 async def test_a_call_answers_or_raises_on_a_thread_of_its_own() -> None:

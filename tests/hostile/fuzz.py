@@ -14,8 +14,8 @@ from hostile.bodies import Case, case_of
 from hostile.costs import MemoryWatch
 from hostile.stack import POOL, Hold, Stack
 
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.producer import ProducerBroker
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.producer import ProducerBroker
 
 DOCUMENTED = frozenset((200, 400, 401, 403, 404, 405, 409, 413, 429, 431, 503, 504))
 """Statuses that a caller may get; 499 and 500 are none of them."""

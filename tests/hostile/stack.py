@@ -19,11 +19,11 @@ from fakes.node_process import NodeProcess
 from faults.processes import GatewayProcess
 from faults.redis_process import RedisProcess
 
-from penstock.contract.audit import Finding, audit
-from penstock.contract.broker.admin import AdminBroker
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.key_store import KeyStore
 from penstock.contract.terms import Terms
+from penstock.queue.audit import Finding, audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.key_store import KeyStore
 
 PROBE = str(Path(__file__).parent / "probe.py")
 POOL = "hostile"

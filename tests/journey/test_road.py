@@ -19,11 +19,11 @@ from redis.asyncio import Redis
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock import AsyncClient
-from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.job import Chunk, SamplingParams
-from penstock.contract.keys import own_channel
 from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.producer.client import AsyncJob
+from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.keys import own_channel
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 

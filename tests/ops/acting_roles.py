@@ -10,12 +10,12 @@ import pytest
 import redis as sync_redis
 from redis.asyncio import Redis
 
-from penstock.contract.broker.admin import AdminBroker
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.dead_letters import DeadLetters
-from penstock.contract.broker.figures import FiguresBroker
-from penstock.contract.broker.node import NodeBroker
-from penstock.contract.broker.producer import ProducerBroker
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.dead_letters import DeadLetters
+from penstock.queue.broker.figures import FiguresBroker
+from penstock.queue.broker.node import NodeBroker
+from penstock.queue.broker.producer import ProducerBroker
 
 ACL = Path(__file__).parents[2] / "ops" / "acl"
 ROLES: dict[type, str] = {

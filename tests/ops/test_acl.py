@@ -21,17 +21,17 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
-from penstock.contract import keys
-from penstock.contract.audit import audit
-from penstock.contract.broker.admin import AdminBroker
-from penstock.contract.broker.connection import connect
-from penstock.contract.broker.figures import FiguresBroker
-from penstock.contract.broker.key_store import KeyStore
-from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.embedded import find_redis_server
 from penstock.contract.errors import ConfigError
 from penstock.contract.terms import UNLIMITED
 from penstock.producer.client import AsyncClient
+from penstock.queue import keys
+from penstock.queue.audit import audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.figures import FiguresBroker
+from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.broker.producer import ProducerBroker
 from tests.source_tree import ROOT
 
 SCRIPTS = ROOT / "penstock/contract/scripts"

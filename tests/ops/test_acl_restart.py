@@ -22,7 +22,7 @@ from faults.processes import GatewayProcess
 from faults.redis_process import RedisProcess
 from faults.work import Work, check_settled, new_work
 
-from penstock.contract.broker.connection import connect
+from penstock.queue.broker.connection import connect
 from tests.producer.batch.conftest import chat_row, num_lines, process, rows_in, write_rows
 
 POOL = "kept"

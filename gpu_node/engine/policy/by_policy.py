@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.contract.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.contract.policy import HOLD_MS, Policy, choose, foremost, in_order_of_retreat, learned_hold_ms, victims_of
-from penstock.contract.standing import Standing
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterPlaces, ByAdapter
 from penstock.gpu_node.engine.policy.base import Discipline, FirstComeFirstServed
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
+from penstock.queue.policy import HOLD_MS, Policy, choose, foremost, in_order_of_retreat, learned_hold_ms, victims_of
+from penstock.queue.policy_state import Standing
 
 ORDERING_QUANTILE = 0.5
 """Whom to serve first is a question of what is likely, not of what is safe to reserve."""

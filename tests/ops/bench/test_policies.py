@@ -7,7 +7,7 @@ from statistics import mean
 from bench.policy_loads import LOADS
 from bench.policy_node import Figures, simulate
 
-from penstock.contract.policy import PolicyName
+from penstock.queue.policy import PolicyName
 
 
 def run(load: str, name: PolicyName, num_seeds: int = 2) -> list[Figures]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from uuid_utils import uuid7
 
-from penstock.contract.broker.producer import ServedPool
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.producer.client.request import choose_pool
+from penstock.queue.broker.producer import ServedPool
 
 
 def pool(name: str, model: str = "", *, is_alive: bool = True) -> ServedPool:

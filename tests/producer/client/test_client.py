@@ -11,7 +11,6 @@ from fakes.fake_node import MODEL, POOL, PROMPT_TOKENS, FakeNode, Say, fake_text
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract import keys
 from penstock.contract.errors import (
     BusyError,
     ConfigError,
@@ -24,8 +23,9 @@ from penstock.contract.errors import (
 )
 from penstock.contract.job import Priority, SamplingParams, Usage
 from penstock.contract.terms import Terms
-from penstock.contract.wire import NodePressure, decode_chunks
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.queue import keys
+from penstock.queue.wire import NodePressure, decode_chunks
 from tests.producer.client.reading import check_whole, read_all, read_some
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.job import Priority
-from penstock.contract.wire import NodePressure, PoolPressure
 from penstock.producer.client import copies
 from penstock.producer.client.copies import RENEWED_S, Copy, Door
+from penstock.queue.wire import NodePressure, PoolPressure
 
 
 class Fetch:

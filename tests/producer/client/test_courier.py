@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.errors import UnavailableError
 from penstock.producer.client.courier import MAX_CALLS, Courier
+from penstock.queue.broker.producer import ProducerBroker
 
 NO_BROKER = cast(ProducerBroker, None)
 

@@ -9,12 +9,12 @@ import pytest
 from contract.harness import POOL, Queue, new_job
 from redis.asyncio import Redis
 
-from penstock.contract import keys
-from penstock.contract.broker.producer import ProducerBroker
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Job, Message, Priority, SamplingParams
-from penstock.contract.wire import decode_request
 from penstock.producer.client import AsyncClient
+from penstock.queue import keys
+from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.wire import decode_request
 
 PROMPTS: list[dict[str, Any]] = [
     {"prompt": "hello"},

@@ -9,9 +9,9 @@ import pytest
 from fakes.fake_node import POOL, FakeNode
 from redis.asyncio import Redis
 
-from penstock.contract import keys
 from penstock.contract.job import Chunk
 from penstock.producer.client import AsyncClient
+from penstock.queue import keys
 from tests.producer.client.conftest import QUICK
 from tests.producer.client.reading import read_all, read_some
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import redis as sync_redis
 
-from penstock.contract import keys
 from penstock.producer.client import AsyncClient
+from penstock.queue import keys
 
 NODE = Path(__file__).parents[2] / "fakes" / "reference_node.py"
 NUM_PROCESSES, NUM_CLIENTS, NUM_SUBMITS = 4, 5, 5

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import Priority, SamplingParams
-from penstock.contract.policy import PolicyName
 from penstock.gpu_node.engine import Engine, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.sequence import Sequence
+from penstock.queue.policy import PolicyName
 
 PREEMPTIVE = ("priority", "sjf", "fair")
 MakeEngine = Callable[..., Engine]

@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from penstock.contract.broker.line import REPLY_TIMEOUT_S, SharedRedis
-from penstock.contract.broker.tasks import heeding_cancel
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
+from penstock.queue.broker.line import REPLY_TIMEOUT_S, SharedRedis
+from penstock.queue.broker.tasks import heeding_cancel
 
 CONNECT_TIMEOUT_S = 3.0
 HEALTH_CHECK_S = 15

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from importlib.resources import files
 
-from penstock.contract import keys
+from penstock.queue import keys
 
 READS = re.compile(r"H?(GET|MGET|GETALL|VALS|LEN)|Z(SCORE|COUNT|CARD|(REV)?RANGE(BYSCORE)?)|S(CARD|MEMBERS|RANDMEMBER)")
 OTHER_READS = {"LLEN", "XLEN", "XRANGE", "STRLEN", "EXISTS", "INFO", "TIME", "PUBLISH"}

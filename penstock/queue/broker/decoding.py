@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from penstock.contract import results, wire
 from penstock.contract.job import Chunk, Outcome, Result
-from penstock.contract.packed_result import PackedResult
 from penstock.contract.turns import Turns
+from penstock.queue import results, wire
+from penstock.queue.packed_result import PackedResult
 
 _BYTES_PER_STEP = 64 << 10
 """Of log-probabilities, which take longest: a few milliseconds."""

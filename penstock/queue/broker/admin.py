@@ -10,13 +10,13 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract import keys, wire
-from penstock.contract.broker import scripts
-from penstock.contract.broker.connection import translated
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError
 from penstock.contract.job import TERMINAL_STATES, Outcome
 from penstock.contract.priority import NUM_PRIORITIES
-from penstock.contract.wire import NodePressure
+from penstock.queue import keys, wire
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import translated
+from penstock.queue.wire import NodePressure
 
 MAX_ROWS = 32
 """Of audit.lua: jobs, tenants and keys that one call looks at, in about 3 ms; nodes wait for it meanwhile."""

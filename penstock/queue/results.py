@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.contract import packed_logprobs
 from penstock.contract.job import Choice, Outcome, Result, Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.packing import WireError, pack
-from penstock.contract.wire import VERSION, unpack_map
+from penstock.queue import packed_logprobs
+from penstock.queue.msgpack_codec import WireError, pack
+from penstock.queue.wire import VERSION, unpack_map
 
 
 def encode_result(

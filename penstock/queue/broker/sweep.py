@@ -6,7 +6,7 @@ import logging
 
 from redis.asyncio import Redis
 
-from penstock.contract.broker import scripts
+from penstock.queue.broker import scripts
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract import keys
-from penstock.contract.broker.connection import translated
 from penstock.contract.usage import DayUsage
+from penstock.queue import keys
+from penstock.queue.broker.connection import translated
 
 _WHATS = ("jobs", "prompt", "completion", "cached")
 _SECONDS_A_DAY = 86_400

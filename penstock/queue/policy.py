@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 from penstock.contract.priority import NUM_PRIORITIES
-from penstock.contract.standing import SHARE_WINDOW_MS, Shares, Standing, Turns
+from penstock.queue.policy_state import SHARE_WINDOW_MS, Shares, Standing, Turns
 
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
 LEAST_URGENT = NUM_PRIORITIES - 1

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.policy import (
-    LEAST_URGENT,
-    MAX_PASSED,
-    Policy,
-    PolicyName,
-    choose,
-    in_order_of_retreat,
-    victims_of,
-)
-from penstock.contract.standing import Standing, Turns
+from penstock.queue.policy import LEAST_URGENT, MAX_PASSED, Policy, PolicyName, choose, in_order_of_retreat, victims_of
+from penstock.queue.policy_state import Standing, Turns
 
 AGING_MS = 1000
 POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair")

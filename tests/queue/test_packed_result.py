@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from penstock.contract.job import Choice, Outcome, Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.packed_result import PackedResult
-from penstock.contract.packing import WireError
-from penstock.contract.results import decode_result, encode_result
+from penstock.queue.msgpack_codec import WireError
+from penstock.queue.packed_result import PackedResult
+from penstock.queue.results import decode_result, encode_result
 
 DONE = Outcome("done")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.packing import WireError
+from penstock.queue.msgpack_codec import WireError
 
 
 def to_wire(entries: Sequence[TokenLogprobs]) -> list[Any]:

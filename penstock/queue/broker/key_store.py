@@ -10,13 +10,14 @@ from typing import Any, cast
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from penstock.contract import api_keys, keys
+from penstock.contract import api_keys
 from penstock.contract.api_keys import ApiKey
-from penstock.contract.broker.connection import translated
 from penstock.contract.errors import NotFoundError
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
 from penstock.contract.terms import Terms
+from penstock.queue import keys
+from penstock.queue.broker.connection import translated
 
 _LOG = logging.getLogger(__name__)
 

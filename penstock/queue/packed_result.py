@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from penstock.contract import packed_logprobs
 from penstock.contract.job import FinishReason, Outcome, Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.packing import MAX_BYTES, WireError, unpack_all
+from penstock.queue import packed_logprobs
+from penstock.queue.msgpack_codec import MAX_BYTES, WireError, unpack_all
 
 _WINDOW_BYTES = 64 << 10
 """How much of the rows lies in an unpacker's own buffer."""

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract import keys, wire
-from penstock.contract.broker import scripts
-from penstock.contract.broker.connection import translated
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Priority, pool_of
-from penstock.contract.wire import Request
+from penstock.queue import keys, wire
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import translated
+from penstock.queue.wire import Request
 
 _FIELDS = ("tenant", "p", "weight", "cost", "submitted", "finished", "chunks", "preemptions", "loss_nodes")
 

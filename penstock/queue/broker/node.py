@@ -9,16 +9,16 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract import keys, wire
-from penstock.contract.broker import scripts
-from penstock.contract.broker.connection import translated
-from penstock.contract.broker.decoding import decoded
-from penstock.contract.broker.sweep import sweep
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Chunk, Outcome, Priority, Usage
-from penstock.contract.policy import HOLD_MS
 from penstock.contract.turns import Turns
-from penstock.contract.wire import NodePressure, PoolRecord
+from penstock.queue import keys, wire
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import translated
+from penstock.queue.broker.decoding import decoded
+from penstock.queue.broker.sweep import sweep
+from penstock.queue.policy import HOLD_MS
+from penstock.queue.wire import NodePressure, PoolRecord
 
 MAX_EMIT_JOBS = 512
 MAX_GIVE_BACK_JOBS = 128

@@ -11,7 +11,12 @@ from contract.harness import new_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.admission import (
+from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
+from penstock.contract.job import MAX_TOKENS_LIMIT, Chunk, Message, Priority, SamplingParams
+from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.prompts import prompt_bytes
+from penstock.contract.tools import ToolCall
+from penstock.queue.admission import (
     MAX_WAIT_MS,
     MIN_RETRY_AFTER_MS,
     PREDICTED_OUTPUT_TOKENS,
@@ -19,12 +24,7 @@ from penstock.contract.admission import (
     estimate_bytes,
     estimate_cost,
 )
-from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
-from penstock.contract.job import MAX_TOKENS_LIMIT, Chunk, Message, Priority, SamplingParams
-from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.prompts import prompt_bytes
-from penstock.contract.tools import ToolCall
-from penstock.contract.wire import NodePressure, PoolPressure, PoolRecord, encode_chunk
+from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord, encode_chunk
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
 UNLIMITED = PoolRecord("m", "acme/model", bytes_per_token=4.0)

@@ -12,14 +12,14 @@ from contract.harness import new_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract import results, wire
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolCall, WantedCalls, WantedFunction
-from penstock.contract.wire import NodePressure, PoolRecord, Request
+from penstock.queue import results, wire
+from penstock.queue.wire import NodePressure, PoolRecord, Request
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
 HEAD = b"\x87\xa1v\x01\xa1j\xd9&" + JOB_ID.encode()

@@ -11,8 +11,9 @@ import msgpack
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from penstock.contract import crash, keys
-from penstock.contract.broker.connection import translated
+from penstock.contract import crash
+from penstock.queue import keys
+from penstock.queue.broker.connection import translated
 
 Argument = bytes | str | int | float
 

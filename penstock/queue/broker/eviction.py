@@ -6,8 +6,8 @@ import logging
 
 from redis.asyncio import Redis
 
-from penstock.contract.broker.connection import translated
 from penstock.contract.errors import PenstockError
+from penstock.queue.broker.connection import translated
 
 _LOG = logging.getLogger(__name__)
 

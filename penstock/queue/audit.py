@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from penstock.contract import results, wire
-from penstock.contract.broker.admin import MAX_ROWS, AdminBroker, Story
 from penstock.contract.job import Choice, Chunk, Result
-from penstock.contract.packing import WireError
+from penstock.queue import results, wire
+from penstock.queue.broker.admin import MAX_ROWS, AdminBroker, Story
+from penstock.queue.msgpack_codec import WireError
 
 T = TypeVar("T")
 _STORIES_AT_ONCE = 32

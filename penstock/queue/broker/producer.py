@@ -11,21 +11,21 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract import keys, wire
-from penstock.contract.admission import estimate_bytes
-from penstock.contract.broker import scripts
-from penstock.contract.broker.connection import translated
-from penstock.contract.broker.decoding import decoded, packed_result_of, result_of
-from penstock.contract.broker.refusals import submit_error
-from penstock.contract.broker.sweep import sweep
 from penstock.contract.errors import NotFoundError, TooLargeError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
-from penstock.contract.packed_result import PackedResult
-from penstock.contract.packing import MAX_BYTES, WireError
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.contract.turns import Turns
-from penstock.contract.wire import PoolPressure, PoolRecord
+from penstock.queue import keys, wire
+from penstock.queue.admission import estimate_bytes
+from penstock.queue.broker import scripts
+from penstock.queue.broker.connection import translated
+from penstock.queue.broker.decoding import decoded, packed_result_of, result_of
+from penstock.queue.broker.refusals import submit_error
+from penstock.queue.broker.sweep import sweep
+from penstock.queue.msgpack_codec import MAX_BYTES, WireError
+from penstock.queue.packed_result import PackedResult
+from penstock.queue.wire import PoolPressure, PoolRecord
 
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536

@@ -9,14 +9,14 @@ import pytest
 from contract.harness import POOL, FakeNode, P, Queue, chunks_of, new_id, new_job
 from redis.asyncio import Redis
 
-from penstock.contract import keys, results, wire
-from penstock.contract.audit import Finding, audit, findings_of
-from penstock.contract.broker.admin import AdminBroker, Story
-from penstock.contract.broker.node import Emission
 from penstock.contract.errors import BusyError, NotFoundError
 from penstock.contract.job import Choice, Chunk, Outcome, Priority, Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.wire import NodePressure
+from penstock.queue import keys, results, wire
+from penstock.queue.audit import Finding, audit, findings_of
+from penstock.queue.broker.admin import AdminBroker, Story
+from penstock.queue.broker.node import Emission
+from penstock.queue.wire import NodePressure
 
 DONE = Outcome("done")
 Damage = Callable[["Scene"], Awaitable[object]]
