@@ -14,11 +14,6 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.logs import configure_logging
-from penstock.contract.loop_watch import LoopWatch
-from penstock.contract.settings import KeySettings
-from penstock.contract.settle import settle
-from penstock.contract.turns import Turns
 from penstock.gateway import health, metrics, usage
 from penstock.gateway.access_log import AccessLog
 from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
@@ -33,6 +28,11 @@ from penstock.gateway.parsing import Parser
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.producer.client import AsyncClient, ClientSettings
+from penstock.runtime.cooperative import Turns
+from penstock.runtime.gc_freeze import settle
+from penstock.runtime.logging import configure_logging
+from penstock.runtime.loop_watch import LoopWatch
+from penstock.runtime.settings import KeySettings
 
 MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results that a gateway keeps while their readers take them; further answers wait."""

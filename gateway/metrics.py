@@ -25,8 +25,8 @@ from starlette.datastructures import State
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.figures import EVENTS, PoolFigures
 from penstock.contract.job import Priority
-from penstock.contract.loop_metrics import loop_metrics
 from penstock.producer.client import AsyncClient
+from penstock.runtime.loop_metrics import loop_metrics
 
 _LOG = logging.getLogger(__name__)
 

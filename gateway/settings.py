@@ -6,7 +6,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.priority import ClassName
-from penstock.contract.settings import Settings
+from penstock.runtime.settings import Settings
 
 
 class GatewaySettings(Settings):

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from penstock.contract import crash
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.bell import Bell, listen
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
@@ -34,8 +33,9 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.eviction import warn_of_eviction
 from penstock.queue.broker.node import NodeBroker, SweptError
 from penstock.queue.broker.retry import patiently
-from penstock.queue.broker.tasks import cancel_until_done
 from penstock.queue.wire import NodePressure, PoolRecord
+from penstock.runtime import crash_points as crash
+from penstock.runtime.cancellation import cancel_until_done
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pydantic import ValidationError
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.loop_watch import LoopWatch
 from penstock.contract.problems import config_error
-from penstock.contract.settle import settle
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.engine import Engine
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
@@ -23,7 +21,9 @@ from penstock.gpu_node.node import Node
 from penstock.gpu_node.seats import Seats, declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.worker import EngineLike
-from penstock.queue.broker.tasks import cancel_until_done
+from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.gc_freeze import settle
+from penstock.runtime.loop_watch import LoopWatch
 
 log = logging.getLogger(__name__)
 

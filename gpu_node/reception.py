@@ -8,7 +8,6 @@ import math
 from functools import partial
 from weakref import WeakValueDictionary
 
-from penstock.contract import crash
 from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import Chunk, Outcome, seed_of
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
@@ -22,8 +21,9 @@ from penstock.gpu_node.worker import EngineWorker
 from penstock.queue import wire
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.retry import patiently
-from penstock.queue.broker.tasks import cancel_until_done
 from penstock.queue.wire import Request
+from penstock.runtime import crash_points as crash
+from penstock.runtime.cancellation import cancel_until_done
 
 log = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.contract.errors import PenstockError, UnavailableError
-from penstock.contract.folders import cache_folder
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import NodeBroker
+from penstock.runtime.cache_folders import cache_folder
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import pytest
 import redis as sync_redis
 from redis.asyncio import Redis
 
-from penstock.contract.embedded import EmbeddedRedis
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.queue.broker.connection import connect
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 # A shell that starts the suite in the background has it ignore SIGINT, which all that it starts would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

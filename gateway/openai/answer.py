@@ -19,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Usage, pool_of
-from penstock.contract.turns import Turns
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.openai.limits import check_logprobs
@@ -39,6 +38,7 @@ from penstock.producer.openai.render import ChatRenderer, Renderer, usage_of
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.packed_result import PackedResult
+from penstock.runtime.cooperative import Turns
 
 JOB_HEADER = "X-Penstock-Job"
 MAX_SMALL_BATCH = 64

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import Send
 
-from penstock.contract import crash
+from penstock.runtime import crash_points as crash
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n"

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from starlette.datastructures import MutableHeaders
 from starlette.types import Send
 
-from penstock.contract.turns import Turns
+from penstock.runtime.cooperative import Turns
 
 PIECE_BYTES = 64 << 10
 MAX_WORK_S = 0.004

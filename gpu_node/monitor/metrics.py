@@ -12,11 +12,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.loop_metrics import loop_metrics
-from penstock.contract.loop_watch import LoopWatch
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.monitor.counters import Latencies, NodeCounts
 from penstock.gpu_node.node import Node
+from penstock.runtime.loop_metrics import loop_metrics
+from penstock.runtime.loop_watch import LoopWatch
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.contract.settings import redis_url_of
+from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
     from penstock.queue.audit import Finding

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.settings import redis_url_of
 from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, Progress
+from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from penstock.contract.errors import RequestError
-from penstock.contract.settings import redis_url_of
+from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
     from penstock.producer.client import AsyncClient

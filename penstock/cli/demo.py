@@ -16,8 +16,8 @@ from penstock.cli.audit import audit_pools
 from penstock.cli.demo_model import demo_model
 from penstock.cli.processes import Supervisor, run_until_stopped
 from penstock.cli.serve import start_all
-from penstock.contract.embedded import resolve_redis
 from penstock.contract.errors import PenstockError
+from penstock.runtime.embedded_redis import resolve_redis
 
 if TYPE_CHECKING:
     from httpx import AsyncClient

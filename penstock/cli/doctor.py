@@ -42,7 +42,7 @@ def doctor(
     """Check Redis, nodes, processor, card, model files and extras; exit code 1 when something must be mended."""
     from rich.console import Console
 
-    from penstock.contract.settings import RedisSettings
+    from penstock.runtime.settings import RedisSettings
 
     console = Console(soft_wrap=True, highlight=False)
     url = RedisSettings.load(redis_url=redis_url).redis_url
@@ -192,7 +192,7 @@ def check_extras() -> Iterator[Check]:
 
 
 def _check_embedded() -> Check:
-    from penstock.contract.embedded import find_redis_server
+    from penstock.runtime.embedded_redis import find_redis_server
 
     try:
         binary = find_redis_server()

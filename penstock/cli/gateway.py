@@ -6,8 +6,8 @@ from typing import Any
 
 from penstock.cli.options import options_of, takes
 from penstock.contract.errors import ConfigError
-from penstock.contract.settings import redis_url_of
 from penstock.gateway.settings import GatewaySettings
+from penstock.runtime.settings import redis_url_of
 
 
 @takes(*options_of(GatewaySettings, flags={"cors_origins": ("--cors-origin",)}))

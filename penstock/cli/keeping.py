@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from penstock.cli.processes import Child, Command, ProcessDiedError, Supervisor, status_in_words
-from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.errors import ConfigError
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import request_error
-from penstock.contract.settings import KeySettings, redis_url_of
+from penstock.runtime.settings import KeySettings, redis_url_of
 
 if TYPE_CHECKING:
     from penstock.queue.broker.key_store import KeyStore

@@ -10,9 +10,9 @@ import typer
 from penstock.cli.exit_codes import exit_code_of
 from penstock.cli.options import help_of, options_of, takes
 from penstock.contract.errors import ConfigError
-from penstock.contract.logs import configure_logging
-from penstock.contract.settings import redis_url_of
 from penstock.gpu_node.settings import POOL_WIDE, VLLM_NAMES, NodeSettings
+from penstock.runtime.logging import configure_logging
+from penstock.runtime.settings import redis_url_of
 
 _FIELDS = NodeSettings.model_fields
 _FLAGS = {"aliases": ("--alias",)} | {

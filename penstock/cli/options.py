@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from penstock.contract.settings import Settings
+from penstock.runtime.settings import Settings
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

@@ -1,6 +1,6 @@
 """Child processes of one command: started, watched until ready, and ended in reverse order, whatever ends us.
 
-A child runs under a guard (`contract/guard.py`) in a session of its own: Ctrl-C does not reach it, the order of the
+A child runs under a guard (`runtime/process_guard.py`) in a session of its own: Ctrl-C does not reach it, the order of the
 shutdown is ours, and it ends even when we are killed. It says `{"event": "progress" | "ready", …}` in JSON lines on its
 stdout; all other lines are its log.
 """
@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.contract.guard import guarded
+from penstock.runtime.process_guard import guarded
 
 NODE_GRACE_S = 30.0
 GATEWAY_GRACE_S = 35.0

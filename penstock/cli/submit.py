@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from penstock.contract.settings import redis_url_of
+from penstock.runtime.settings import redis_url_of
 
 PriorityName = Literal["interactive", "standard", "batch"]
 

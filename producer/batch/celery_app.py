@@ -6,10 +6,10 @@ from typing import Any
 
 from celery import Celery
 
-from penstock.contract.settings import redis_url_of
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import TaskLeases
 from penstock.producer.batch.tasks import add_tasks
+from penstock.runtime.settings import redis_url_of
 
 QUEUE = "penstock-batch"
 KEY_PREFIX = "penstock:celery:"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from penstock.contract.settings import Settings
+from penstock.runtime.settings import Settings
 
 
 class CelerySettings(Settings):

@@ -14,7 +14,6 @@ from penstock.contract.errors import ConfigError, NotFoundError, RequestError, U
 from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.rights import allowed_class
-from penstock.contract.settings import RedisSettings
 from penstock.contract.terms import Terms
 from penstock.contract.usage import DayUsage
 from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door
@@ -35,6 +34,7 @@ from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.wire import PoolPressure
+from penstock.runtime.settings import RedisSettings
 
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 

@@ -14,8 +14,8 @@ from penstock.contract.errors import BusyError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import admission
-from penstock.queue.broker.tasks import cancel_until_done
 from penstock.queue.wire import PoolPressure
+from penstock.runtime.cancellation import cancel_until_done
 
 T = TypeVar("T")
 PRESSURE_TTL_S = 0.25

@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
 
-from penstock.contract import crash
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import pool_of
 from penstock.producer.client.echo import Echoes
@@ -31,6 +30,7 @@ from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.broker.retry import pauses, tried_again
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.wire import decode_chunks
+from penstock.runtime import crash_points as crash
 
 _LOG = logging.getLogger(__name__)
 _HEAR_OUT_S = 1.0

@@ -7,7 +7,7 @@ from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.job import NAME_PATTERN
 from penstock.contract.priority import ClassName
-from penstock.contract.settings import Settings
+from penstock.runtime.settings import Settings
 
 
 class ClientSettings(Settings):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from penstock.contract import crash
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import Chunk, Job, Result
 from penstock.contract.terms import UNLIMITED, Terms
@@ -13,6 +12,7 @@ from penstock.producer.client.courier import Courier
 from penstock.producer.client.inbox import Inbox
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
 from penstock.queue.packed_result import PackedResult
+from penstock.runtime import crash_points as crash
 
 
 @dataclass(frozen=True, slots=True)

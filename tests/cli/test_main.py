@@ -21,11 +21,11 @@ from penstock.contract.errors import (
     RequestError,
     UnavailableError,
 )
-from penstock.contract.settings import KeySettings, RedisSettings, Settings
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.client import ClientSettings
+from penstock.runtime.settings import KeySettings, RedisSettings, Settings
 
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

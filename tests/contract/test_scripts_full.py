@@ -9,11 +9,11 @@ from contract.harness import LEASE_MS, POOL, P, Queue, new_job
 from redis import exceptions
 from redis.asyncio import Redis
 
-from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
 from penstock.contract.job import Outcome
 from penstock.queue.broker.connection import connect, translated
 from penstock.queue.broker.producer import ProducerBroker
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 
 @pytest.fixture

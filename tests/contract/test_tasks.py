@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.queue.broker.tasks import heeding_cancel
+from penstock.runtime.cancellation import heeding_cancel
 
 
 async def swallow() -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from penstock.contract import crash
+from penstock.runtime import crash_points as crash
 
 FAULTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),

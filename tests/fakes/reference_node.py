@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from reference_engine import ReferenceEngine, ReferenceTokenizer
 
-from penstock.contract.settings import RedisSettings
 from penstock.gpu_node.process import serve_engine
 from penstock.gpu_node.settings import NodeSettings
+from penstock.runtime.settings import RedisSettings
 
 
 class HangingTokenizer(ReferenceTokenizer):

@@ -10,8 +10,8 @@ from faults.real_takeover import run_real_takeovers
 from faults.report import quantile, record
 from faults.takeover import Takeovers, run_takeovers
 
-from penstock.contract.embedded import EmbeddedRedis
 from penstock.queue.broker.connection import connect
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MAX_BEHIND_LEASE_S = 3.0
 

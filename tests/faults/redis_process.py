@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import redis
 
-from penstock.contract.embedded import find_redis_server
+from penstock.runtime.embedded_redis import find_redis_server
 
 START_TIMEOUT_S = 60.0
 

@@ -13,7 +13,7 @@ from typing import Self
 import redis
 from faults.redis_process import START_TIMEOUT_S, RedisProcess, free_port
 
-from penstock.contract.embedded import find_redis_server
+from penstock.runtime.embedded_redis import find_redis_server
 
 _DOWN_AFTER_MS = 1000
 

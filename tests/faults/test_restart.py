@@ -95,7 +95,7 @@ async def test_another_node_need_not_wait_for_the_model_of_one_that_starts_again
 
 LOADING = """
 import asyncio
-from penstock.contract.settings import RedisSettings
+from penstock.runtime.settings import RedisSettings
 from penstock.gpu_node.seats import declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings
 

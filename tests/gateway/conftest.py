@@ -16,7 +16,6 @@ import pytest
 import uvicorn
 
 from penstock.contract.adapters import AdapterRef
-from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
@@ -26,6 +25,7 @@ from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOut
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 T = TypeVar("T")
 MODEL = "acme/echo"

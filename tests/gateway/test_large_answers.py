@@ -25,10 +25,10 @@ from fakes.loop_holds import assert_loop_was_free
 from fakes.node_process import NodeProcess
 from faults.processes import GatewayProcess
 
-from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.terms import UNLIMITED
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MODEL = "reference"
 MAX_BODY_BYTES = 8 << 20

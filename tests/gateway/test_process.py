@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 
-from penstock.contract.embedded import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MODEL = "acme/echo"
 

@@ -13,12 +13,12 @@ from fakes.node_process import NodeProcess
 
 from penstock.cli.demo_model import demo_model
 from penstock.contract.errors import ConfigError
-from penstock.contract.folders import cache_folder
 from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
 from penstock.gpu_node.model.native import load
 from penstock.kernels.cpu import build
 from penstock.kernels.cpu.probe import best_isa, cpu_flags
 from penstock.producer.client import Client
+from penstock.runtime.cache_folders import cache_folder
 
 SAID = "the cache folder cannot be written"
 

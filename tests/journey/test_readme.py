@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.contract.embedded import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.model

@@ -21,7 +21,6 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
-from penstock.contract.embedded import find_redis_server
 from penstock.contract.errors import ConfigError
 from penstock.contract.terms import UNLIMITED
 from penstock.producer.client import AsyncClient
@@ -32,6 +31,7 @@ from penstock.queue.broker.connection import connect
 from penstock.queue.broker.figures import FiguresBroker
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.producer import ProducerBroker
+from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
 
 SCRIPTS = ROOT / "penstock/contract/scripts"

@@ -26,7 +26,7 @@ import yaml
 from fakes.acl_users import refusals_in
 from fakes.tiny_model import make_tiny_model
 
-from penstock.contract.embedded import find_redis_server
+from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.folders import cache_folder as cache_folder
-from penstock.contract.folders import private_folder
+from penstock.runtime.cache_folders import cache_folder as cache_folder
+from penstock.runtime.cache_folders import private_folder
 
 _BUILDING_S = 24 * 60 * 60
 """A conversion older than this is not under way: its process died."""

@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.folders import private_folder
 from penstock.gpu_node.model.architecture.description import Description, cache_sizes
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
@@ -21,6 +20,7 @@ from penstock.gpu_node.model.protocol import RunnerOptions
 from penstock.kernels.cpu.build import BuildError, library_path
 from penstock.kernels.cpu.library import Activation, Format, KernelError, KvFormat, NativeModel, NativeSpec
 from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
+from penstock.runtime.cache_folders import private_folder
 
 _log = logging.getLogger(__name__)
 

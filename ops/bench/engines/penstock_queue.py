@@ -66,7 +66,7 @@ def open_session(
     spec: Spec, serve: Callable[[str, Spec], AbstractContextManager[int]] = serve_model
 ) -> Iterator[QueuedSession]:
     from penstock import AsyncClient
-    from penstock.contract.embedded import EmbeddedRedis
+    from penstock.runtime.embedded_redis import EmbeddedRedis
 
     with EmbeddedRedis() as redis, serve(redis.url, spec) as node_pid, fine_runner() as runner:
         client = AsyncClient(redis.url)

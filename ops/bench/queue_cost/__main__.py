@@ -21,7 +21,7 @@ from bench.queue_cost.plain import serve_plain
 from bench.queue_cost.processes import serve_node
 from bench.queue_cost.share import measure_share
 from bench.queue_cost.streams import measure_http, measure_load
-from penstock.contract.embedded import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 KINDS = {"load": measure_load, "http": measure_http, "share": measure_share}
 

@@ -19,7 +19,7 @@ Ask = Callable[[str, int, float], dict[str, float]]
 def serve_bare(spec: Spec) -> None:
     """Answers lines of what `load_of` takes with the load's figures, until there are no more."""
     from bench.queue_cost.settings import open_bare
-    from penstock.contract.settle import settle
+    from penstock.runtime.gc_freeze import settle
 
     with open_bare(spec) as session:
         settle()

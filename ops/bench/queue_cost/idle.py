@@ -10,7 +10,7 @@ from itertools import pairwise
 from bench.queue_cost.clock import SPOKEN, STAMP
 from bench.queue_cost.processes import node
 from penstock import AsyncClient
-from penstock.contract.embedded import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 NAMES = ("submit call", "answered → add", "step", "step → client", "client → end", "submit → engine.add")
 

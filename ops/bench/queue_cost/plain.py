@@ -17,7 +17,7 @@ from bench.drive import drive_streams, fine_runner
 from bench.queue_cost.processes import child
 from bench.stopwatch import Stopwatch
 from bench.workload import BenchRequest, Workload
-from penstock.contract.embedded import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PROMPTS = "prompts"
 TOKENS = "tokens"

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from bench.queue_cost.clock import ClockEngine
-from penstock.contract.embedded import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 POOL = "clock"
 STOP_TIMEOUT_S = 30

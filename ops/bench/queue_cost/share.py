@@ -9,9 +9,9 @@ from bench.queue_cost.clock import SPOKEN, ClockEngine
 from bench.queue_cost.processes import node
 from bench.queue_cost.streams import read_streams
 from penstock import AsyncClient
-from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 NUM_BUSY = 2
 NUM_TURNS = 3

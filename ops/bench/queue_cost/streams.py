@@ -11,7 +11,7 @@ import time
 from bench.queue_cost.clock import SPOKEN, STAMP
 from bench.queue_cost.processes import POOL, CpuMeter, gateway, node, redis_pid
 from penstock import AsyncClient
-from penstock.contract.embedded import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 
 async def read_streams(client: AsyncClient, num_streams: int, num_tokens: int) -> tuple[int, list[float]]:

@@ -14,7 +14,7 @@ from redis.backoff import NoBackoff
 
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
 from penstock.queue.broker.line import REPLY_TIMEOUT_S, SharedRedis
-from penstock.queue.broker.tasks import heeding_cancel
+from penstock.runtime.cancellation import heeding_cancel
 
 CONNECT_TIMEOUT_S = 3.0
 HEALTH_CHECK_S = 15

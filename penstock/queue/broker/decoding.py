@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from penstock.contract.job import Chunk, Outcome, Result
-from penstock.contract.turns import Turns
 from penstock.queue import results, wire
 from penstock.queue.packed_result import PackedResult
+from penstock.runtime.cooperative import Turns
 
 _BYTES_PER_STEP = 64 << 10
 """Of log-probabilities, which take longest: a few milliseconds."""

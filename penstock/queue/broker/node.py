@@ -11,7 +11,6 @@ from redis.asyncio import Redis
 
 from penstock.contract.errors import ConfigError, InvariantError
 from penstock.contract.job import Chunk, Outcome, Priority, Usage
-from penstock.contract.turns import Turns
 from penstock.queue import keys, wire
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
@@ -19,6 +18,7 @@ from penstock.queue.broker.decoding import decoded
 from penstock.queue.broker.sweep import sweep
 from penstock.queue.policy import HOLD_MS
 from penstock.queue.wire import NodePressure, PoolRecord
+from penstock.runtime.cooperative import Turns
 
 MAX_EMIT_JOBS = 512
 MAX_GIVE_BACK_JOBS = 128

@@ -15,7 +15,6 @@ from penstock.contract.errors import NotFoundError, TooLargeError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.terms import UNLIMITED, Terms
-from penstock.contract.turns import Turns
 from penstock.queue import keys, wire
 from penstock.queue.admission import estimate_bytes
 from penstock.queue.broker import scripts
@@ -26,6 +25,7 @@ from penstock.queue.broker.sweep import sweep
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError
 from penstock.queue.packed_result import PackedResult
 from penstock.queue.wire import PoolPressure, PoolRecord
+from penstock.runtime.cooperative import Turns
 
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536

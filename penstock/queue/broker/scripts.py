@@ -11,9 +11,9 @@ import msgpack
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from penstock.contract import crash
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
+from penstock.runtime import crash_points as crash
 
 Argument = bytes | str | int | float
 

@@ -13,12 +13,12 @@ from fakes.reference_engine import ReferenceEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.loop_watch import LoopWatch
 from penstock.gpu_node.monitor.counters import Latencies
 from penstock.gpu_node.monitor.metrics import serving_metrics
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
+from penstock.runtime.loop_watch import LoopWatch
 
 
 @asynccontextmanager

@@ -11,9 +11,9 @@ from bench.queue_cost.processes import CpuMeter, gateway, node
 from bench.queue_cost.streams import read_http, read_streams
 
 from penstock import AsyncClient
-from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.source_tree import ROOT
 
 STEP_MS = 5.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from penstock.contract.embedded import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 REFERENCE_NODE = Path(__file__).parents[2] / "fakes/reference_node.py"
 

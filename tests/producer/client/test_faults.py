@@ -9,12 +9,12 @@ import pytest
 from fakes.fake_node import POOL, FakeJob, FakeNode, Say, fake_tokens
 from redis.asyncio import Redis
 
-from penstock.contract.embedded import EmbeddedRedis
 from penstock.contract.errors import JobFailedError, NotFoundError, StreamDivergedError, UnavailableError
 from penstock.contract.job import Chunk
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.queue import keys
 from penstock.queue.broker.producer import ProducerBroker
+from penstock.runtime.embedded_redis import EmbeddedRedis
 from tests.producer.client.conftest import QUICK
 from tests.producer.client.reading import check_whole, read_all, read_some
 

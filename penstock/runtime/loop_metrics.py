@@ -8,7 +8,7 @@ from itertools import accumulate
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 
-from penstock.contract.loop_watch import BUCKETS_S, LoopWatch
+from penstock.runtime.loop_watch import BUCKETS_S, LoopWatch
 
 
 def loop_metrics(late_name: str, hold_name: str, watch: LoopWatch) -> Iterator[Metric]:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from penstock.contract import loop_watch
-from penstock.contract.loop_watch import LoopWatch
+from penstock.runtime import loop_watch
+from penstock.runtime.loop_watch import LoopWatch
 
 HOLD_S = 0.1
 INTERVAL_S = 0.005

@@ -17,8 +17,8 @@ from pydantic_settings import (
 )
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.kubernetes import is_injected
 from penstock.contract.problems import config_error
+from penstock.runtime.kubernetes import is_injected
 
 _SHARED_PREFIX = "PENSTOCK_"
 _SHARED_NAMES = frozenset({"redis_url"})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.contract.settle import settle
+from penstock.runtime.gc_freeze import settle
 
 
 @pytest.fixture(autouse=True)

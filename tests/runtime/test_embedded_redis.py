@@ -17,13 +17,13 @@ import psutil
 import pytest
 import redis
 
-from penstock.contract.embedded import EmbeddedRedis, find_redis_server, resolve_redis
 from penstock.contract.errors import ConfigError
+from penstock.runtime.embedded_redis import EmbeddedRedis, find_redis_server, resolve_redis
 
 NOBODY = 65534
 OWNER = """
 import sys, threading, time
-from penstock.contract.embedded import EmbeddedRedis
+from penstock.runtime.embedded_redis import EmbeddedRedis
 server = EmbeddedRedis()
 starter = threading.Thread(target=server.start)
 starter.start()

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.settings import RedisSettings, Settings, redis_url_of
+from penstock.runtime.settings import RedisSettings, Settings, redis_url_of
 
 
 class RoomSettings(Settings):

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import IO, Self
 
 from penstock.contract.errors import ConfigError
-from penstock.contract.guard import guarded
-from penstock.contract.settings import RedisSettings
+from penstock.runtime.process_guard import guarded
+from penstock.runtime.settings import RedisSettings
 
 DEFAULT_MAXMEMORY_MIB = 512
 _START_TIMEOUT_S = 60.0
