@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import redis as sync_redis
-from contract.harness import P, Queue
+from fakes.queue.harness import P, Queue
 
 from penstock.queue.broker.connection import connect
 

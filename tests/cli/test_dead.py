@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 
-from contract.harness import Queue, new_job
+from fakes.queue.harness import Queue, new_job
 
 from penstock.contract.job import SamplingParams
 from penstock.queue.broker.connection import connect

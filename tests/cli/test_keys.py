@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from contract.harness import Queue, new_job
+from fakes.queue.harness import Queue, new_job
 
 from penstock.contract.api_keys import identify
 from penstock.contract.job import Outcome, Usage

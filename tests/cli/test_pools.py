@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 
-from contract.harness import LEASE_MS, Queue
+from fakes.queue.harness import LEASE_MS, Queue
 
 from penstock.queue.broker.connection import connect
 from penstock.queue.wire import NodePressure

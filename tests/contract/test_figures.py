@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contract.harness import LEASE_MS, POOL, P, Queue
+from fakes.queue.harness import LEASE_MS, POOL, P, Queue
 from redis.asyncio import Redis
 
 from penstock.contract.figures import EVENTS, PoolFigures

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from contract.harness import new_id, new_job
+from fakes.queue.harness import new_id, new_job
 from pydantic import ValidationError
 
 from penstock.contract.job import (

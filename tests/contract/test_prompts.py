@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contract.harness import new_job
+from fakes.queue.harness import new_job
 
 from penstock.contract.job import Message
 from penstock.contract.prompts import pack_prompt

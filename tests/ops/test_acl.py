@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import redis as sync_redis
-from contract.harness import POOL, SCHEMA, FakeNode, P, Queue, new_job
 from fakes.acl_users import ACL, ROLES, all_rules, rules_of, with_passwords
+from fakes.queue.harness import POOL, SCHEMA, FakeNode, P, Queue, new_job
 from redis.asyncio import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError

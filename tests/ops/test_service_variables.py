@@ -8,9 +8,9 @@ import sys
 
 import httpx
 import pytest
-from contract.test_settings import injected
 from fakes.node_process import NodeProcess
 from faults.processes import GatewayProcess
+from runtime.test_settings import injected
 
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contract.harness import Queue
+from fakes.queue.harness import Queue
 from redis.asyncio import Redis
 
 

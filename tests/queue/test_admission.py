@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from contract.harness import new_job
+from fakes.queue.harness import new_job
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from contract.harness import POOL, FakeNode, P, Queue, chunks_of, new_id, new_job
+from fakes.queue.harness import POOL, FakeNode, P, Queue, chunks_of, new_id, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, NotFoundError

@@ -12,9 +12,9 @@ from typing import Any, TypeVar, cast
 
 import pytest
 import redis as sync_redis
-from contract.harness import POOL, FakeNode, P, Queue, new_job
-from contract.queue_check import check_jobs, check_lives, check_owned, check_policy, check_sets, dump
-from contract.queue_model import (
+from fakes.queue.check import check_jobs, check_lives, check_owned, check_policy, check_sets, dump
+from fakes.queue.harness import POOL, FakeNode, P, Queue, new_job
+from fakes.queue.model import (
     KV_TOTAL,
     MAX_LOSSES,
     PROGRESS_CHUNKS,

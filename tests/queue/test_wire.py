@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import msgpack
 import pytest
-from contract.harness import new_job
+from fakes.queue.harness import new_job
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from contract.harness import POOL, new_job
+from fakes.queue.harness import POOL, new_job
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from contract.harness import POOL, Queue, new_job
+from fakes.queue.harness import POOL, Queue, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError

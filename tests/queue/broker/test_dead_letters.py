@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contract.harness import LEASE_MS, P, Queue, new_job
+from fakes.queue.harness import LEASE_MS, P, Queue, new_job
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Job, Priority, SamplingParams

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from contract.harness import LEASE_MS, POOL, P, Queue
+from fakes.queue.harness import LEASE_MS, POOL, P, Queue
 from redis.asyncio import Redis
 
 from penstock.contract.errors import ConflictError, NotFoundError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pytest
-from contract.harness import LEASE_MS, POOL, RECORD, SCHEMA, Queue, new_job
+from fakes.queue.harness import LEASE_MS, POOL, RECORD, SCHEMA, Queue, new_job
 
 from penstock.contract.errors import TooLargeError
 from penstock.queue import keys, wire

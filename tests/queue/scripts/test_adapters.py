@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from contract.harness import POOL, RECORD, SCHEMA, Queue
+from fakes.queue.harness import POOL, RECORD, SCHEMA, Queue
 
 from penstock.contract.job import Outcome
 from penstock.queue import keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contract.harness import LEASE_MS, FakeNode, P, Queue
+from fakes.queue.harness import LEASE_MS, FakeNode, P, Queue
 
 from penstock.queue.broker.node import TakeAnswer, Taken
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contract.harness import P, Queue, new_job
+from fakes.queue.harness import P, Queue, new_job
 
 from penstock.contract.job import Priority, SamplingParams
 from penstock.queue.broker.node import TakeAnswer

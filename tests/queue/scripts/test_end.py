@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import msgpack
 import pytest
-from contract.harness import POOL, SCHEMA, P, Queue, new_job
+from fakes.queue.harness import POOL, SCHEMA, P, Queue, new_job
 
 from penstock.contract.job import Chunk, Outcome, TerminalState
 from penstock.queue import keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from contract.harness import LEASE_MS, POOL, P, Queue, new_job
+from fakes.queue.harness import LEASE_MS, POOL, P, Queue, new_job
 from redis import exceptions
 from redis.asyncio import Redis
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from contract.harness import POOL, P, Queue, new_job
+from fakes.queue.harness import POOL, P, Queue, new_job
 
 from penstock.contract.errors import BusyError
 from penstock.contract.job import Priority, SamplingParams

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import redis as sync_redis
-from contract.harness import FakeNode, P, Queue, new_job
-from contract.queue_check import check_policy, check_sets, dump
-from contract.queue_model import KV_TOTAL, SHARE_WINDOW_MS, SLOTS_TOTAL, ModelJob, ModelNode, QueueModel
+from fakes.queue.check import check_policy, check_sets, dump
+from fakes.queue.harness import FakeNode, P, Queue, new_job
+from fakes.queue.model import KV_TOTAL, SHARE_WINDOW_MS, SLOTS_TOTAL, ModelJob, ModelNode, QueueModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

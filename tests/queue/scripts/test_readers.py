@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contract.harness import LEASE_MS, P, Queue, chunks_of, new_id
+from fakes.queue.harness import LEASE_MS, P, Queue, chunks_of, new_id
 
 from penstock.contract.errors import NotFoundError
 from penstock.contract.job import Chunk, Outcome

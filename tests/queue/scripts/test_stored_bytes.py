@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
-from contract.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
+from fakes.queue.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, NotFoundError

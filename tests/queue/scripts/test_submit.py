@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from contract.harness import POOL, RECORD, SCHEMA, TENANT, P, Queue, id_minted_at, new_id, new_job
+from fakes.queue.harness import POOL, RECORD, SCHEMA, TENANT, P, Queue, id_minted_at, new_id, new_job
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
 from penstock.contract.job import Job, Outcome, Priority, SamplingParams

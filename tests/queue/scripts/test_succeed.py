@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from contract.harness import LEASE_MS, POOL, FakeNode, P, Queue
+from fakes.queue.harness import LEASE_MS, POOL, FakeNode, P, Queue
 from redis.asyncio import Redis
 
 from penstock.queue.broker.node import NodeBroker

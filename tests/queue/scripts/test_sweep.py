@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from contract.harness import LEASE_MS, POOL, RECORD, SCHEMA, FakeNode, P, Queue
+from fakes.queue.harness import LEASE_MS, POOL, RECORD, SCHEMA, FakeNode, P, Queue
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Outcome

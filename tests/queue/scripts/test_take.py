@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contract.harness import POOL, P, Queue, new_job
+from fakes.queue.harness import POOL, P, Queue, new_job
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Priority, SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from contract.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
+from fakes.queue.harness import POOL, FakeNode, P, Queue, chunks_of, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError

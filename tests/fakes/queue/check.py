@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import redis
-from contract.harness import P
-from contract.queue_model import TERMINAL, ModelJob, QueueModel
+from fakes.queue.harness import P
+from fakes.queue.model import TERMINAL, ModelJob, QueueModel
 
 from penstock.queue.wire import decode_chunks
 
