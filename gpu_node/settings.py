@@ -15,7 +15,7 @@ from penstock.contract.job import NAME_PATTERN
 from penstock.contract.tools import ReasoningParserName, ToolParserName
 from penstock.gpu_node.engine.config import THEIR_NAMES
 from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
-from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionName
+from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionName
 from penstock.queue.policy import PolicyName
 from penstock.queue.policy_state import SHARE_WINDOW_MS
 from penstock.runtime.settings import Settings

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from penstock.contract.adapters import AdapterName
 from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
-from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionName
+from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionName
 from penstock.queue.policy import PolicyName
 
 THEIR_NAMES = {

@@ -23,7 +23,7 @@ from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrail
 from penstock.gpu_node.engine.scheduler.progress import Landed
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
 from penstock.gpu_node.engine.speculative.budget import speculation_of

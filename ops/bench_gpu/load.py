@@ -13,7 +13,7 @@ from penstock.gpu_node.engine.in_flight import Flights
 from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import ModelRunner, StepHandle, StepPlan

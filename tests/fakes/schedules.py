@@ -12,7 +12,7 @@ from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.policy.base import Discipline
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts, PreemptionName
+from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts, PreemptionName
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.end_rule import EndRule

@@ -18,7 +18,7 @@ from pathlib import Path
 from faults.report import record
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = "penstock/contract/scripts"
+SCRIPTS = "penstock/queue/scripts"
 _CONTRACT = "tests/contract/test_scripts_"
 _COPIED = ("penstock", "producer", "gateway", "gpu_node", "kernels", "tests", "pyproject.toml")
 _FAILED = 1

@@ -23,7 +23,7 @@ from penstock.queue.broker import scripts
 
 Address = str | tuple[str, int]
 READ_BYTES = 1 << 16
-_FILES = (resources.files("penstock.contract") / "scripts").iterdir()
+_FILES = (resources.files("penstock.queue") / "scripts").iterdir()
 _SHARED = ("prelude.lua", "queue.lua", "__init__.py")
 _SCRIPTS = [file.name.removesuffix(".lua") for file in _FILES if file.name not in _SHARED]
 _BY_DIGEST = {hashlib.sha1(scripts.source(name).encode()).hexdigest().encode(): name for name in _SCRIPTS}

@@ -34,7 +34,7 @@ from penstock.queue.broker.producer import ProducerBroker
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
 
-SCRIPTS = ROOT / "penstock/contract/scripts"
+SCRIPTS = ROOT / "penstock/queue/scripts"
 RUNS = {
     "gateway": ("submit", "attach", "detach", "cancel", "read_beat", "sweep", "deliver", "purge"),
     "node": ("join", "beat", "take", "emit", "finish", "give_back", "leave", "sweep", "succeed"),

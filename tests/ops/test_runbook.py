@@ -72,5 +72,5 @@ def test_its_commands_are_commands(line: str) -> None:
 
 def test_its_codes_are_codes_of_ours() -> None:
     codes = set(re.findall(r"\| \d{3} `(\w+)`", TEXT)) | {"unread", "stream_diverged", "invalid_api_key"}
-    scripts = "".join(path.read_text() for path in (ROOT / "penstock/contract/scripts").glob("*.lua"))
+    scripts = "".join(path.read_text() for path in (ROOT / "penstock/queue/scripts").glob("*.lua"))
     assert [code for code in codes if f'"{code}"' not in SOURCES and f"'{code}'" not in scripts] == []

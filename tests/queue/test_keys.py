@@ -14,7 +14,7 @@ NAMED = {"end_job": "end", "ring": "ring", "requeue": "requeue", "let_in": "let_
 """Functions of the scripts that the table has as writers themselves."""
 SCRIPTS = {
     path.name.removesuffix(".lua"): path.read_text()
-    for path in files("penstock.contract").joinpath("scripts").iterdir()
+    for path in files("penstock.queue").joinpath("scripts").iterdir()
     if path.name.endswith(".lua") and path.name not in ("audit.lua", "forget.lua")
 }
 SHARED = SCRIPTS.pop("prelude") + SCRIPTS.pop("queue")

@@ -7,7 +7,7 @@ from penstock.gpu_node.engine.policy.base import Discipline
 from penstock.gpu_node.engine.scheduler.admission import Admission
 from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects
 from penstock.gpu_node.engine.scheduler.running import Residents
-from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.scheduler.waiting import Queues
 from penstock.gpu_node.engine.sequence import Sequence
 

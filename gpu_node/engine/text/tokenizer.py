@@ -27,7 +27,7 @@ class Tokenizer:
         Raises ConfigError for a folder without a usable tokenizer or with one of an unknown kind.
         """
         # Late, because a folder whose files do not say all by themselves brings transformers in.
-        from penstock.gpu_node.model.checkpoint.files.tokenizer_export import plain_tokenizer
+        from penstock.gpu_node.model.checkpoint.tokenizer_export import plain_tokenizer
 
         files = read_tokenizer_files(plain_tokenizer(folder))
         self._backend: Any = files.backend

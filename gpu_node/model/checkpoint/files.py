@@ -18,7 +18,7 @@ from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.files.gguf_header import GgufHeader, GgufTensor, read_header
+from penstock.gpu_node.model.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 from penstock.gpu_node.model.checkpoint.shards import INDEX, shards_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.files.gguf_header import read_header
+from penstock.gpu_node.model.checkpoint.gguf_header import read_header
 
 
 def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.files import mapped
-from penstock.gpu_node.model.checkpoint.files.gguf_header import read_header
+from penstock.gpu_node.model.checkpoint.gguf_header import read_header
 
 _FACTORS = "rope_freqs.weight"
 """What each frequency is divided by, as the converter writes it for Llama 3.1 and later."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.checkpoint.files.json_object import read_object
+from penstock.gpu_node.model.checkpoint.json_object import read_object
 
 INDEX = "model.safetensors.index.json"
 

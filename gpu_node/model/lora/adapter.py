@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import MATRICES, MatrixName, ModelSpec
 from penstock.gpu_node.model.checkpoint.files import StoredTensor, read_safetensors
-from penstock.gpu_node.model.checkpoint.files.json_object import read_object
+from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.tensors import rows_by_part
 from penstock.gpu_node.model.lora.low_rank import LowRank
 

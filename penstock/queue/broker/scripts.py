@@ -25,7 +25,7 @@ _WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "read_b
 @cache
 def source(name: str) -> str:
     """The text of a script behind what it shares with others."""
-    folder = resources.files("penstock.contract") / "scripts"
+    folder = resources.files("penstock.queue") / "scripts"
     parts = ("prelude", name) if name in _WITHOUT_QUEUE else ("prelude", "queue", name)
     return "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
 

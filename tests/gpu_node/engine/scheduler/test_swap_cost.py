@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.gpu_node.engine.scheduler.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
 
 MIB = 1 << 20
 
