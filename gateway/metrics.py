@@ -23,9 +23,9 @@ from prometheus_client.registry import Collector
 from starlette.datastructures import State
 
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
-from penstock.contract.figures import EVENTS, PoolFigures
 from penstock.contract.job import Priority
 from penstock.producer.client import AsyncClient
+from penstock.queue.pool_stats import EVENTS, PoolFigures
 from penstock.runtime.loop_metrics import loop_metrics
 
 _LOG = logging.getLogger(__name__)

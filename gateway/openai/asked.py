@@ -10,13 +10,13 @@ from pydantic import ValidationError
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
 from penstock.contract.job import SamplingParams
+from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import rename, request_error
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.producer.client.request import Prompt, pack_prompt_of
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
-from penstock.queue.packed_prompt import PackedPrompt
 
 BODIES: dict[str, type[ChatRequest | CompletionRequest]] = {"chat": ChatRequest, "completion": CompletionRequest}
 """The forms of a body by name."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from penstock.contract.errors import RequestError
+from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import rename
 from penstock.gateway.stream.order import Order
 from penstock.producer.client.request import Prompt
-from penstock.queue.packed_prompt import PackedPrompt
 from penstock.queue.wire import PoolRecord
 
 

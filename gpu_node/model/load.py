@@ -10,8 +10,8 @@ from typing import Any
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.description import Description
 from penstock.gpu_node.model.architecture.families import family_of
-from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.gguf_rope import with_rope_scaling
+from penstock.gpu_node.model.checkpoint.json_object import read_object
 from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, Progress, resolve_model

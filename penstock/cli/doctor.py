@@ -16,9 +16,9 @@ import typer
 from penstock.cli.demo_model import demo_model
 from penstock.cli.host import gpus
 from penstock.contract.errors import ConfigError, PenstockError
-from penstock.contract.figures import PoolFigures
 from penstock.kernels.cpu.build import BuildError, origin_of
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
+from penstock.queue.pool_stats import PoolFigures
 from penstock.queue.wire import NodePressure
 
 MIN_REDIS = (6, 2)

@@ -10,7 +10,7 @@ import typer
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.contract.figures import PoolFigures
+    from penstock.queue.pool_stats import PoolFigures
 
 RedisUrl = Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")]
 

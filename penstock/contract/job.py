@@ -24,10 +24,10 @@ from pydantic import (
 
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.logprobs import MAX_LOGPROBS, TokenLogprobs
+from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import MAX_CALLS, CallId, ToolCall, Tools, few_calls
-from penstock.queue.packed_prompt import PackedPrompt
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Job
-from penstock.contract.prompts import call_bytes, num_prompt_ids, prompt_bytes
+from penstock.queue.prompts import call_bytes, num_prompt_ids, prompt_bytes
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord
 
 PREDICTED_OUTPUT_TOKENS = 256

@@ -15,10 +15,10 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, SamplingParams, TokenId, Usage
 from penstock.contract.problems import problem_of
-from penstock.contract.prompts import prompt_fields
 from penstock.contract.tools import Tools, few_calls
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all
+from penstock.queue.prompts import prompt_fields
 
 VERSION = 1
 

@@ -11,7 +11,6 @@ from typing import Self, Unpack
 
 from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
-from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.rights import allowed_class
 from penstock.contract.terms import Terms
@@ -33,6 +32,7 @@ from penstock.queue.broker.figures import FiguresBroker
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool
 from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.pool_stats import PoolFigures
 from penstock.queue.wire import PoolPressure
 from penstock.runtime.settings import RedisSettings
 

@@ -13,14 +13,14 @@ from pydantic import ValidationError
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
+from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import request_error
-from penstock.contract.prompts import pack_prompt
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.terms import Terms
 from penstock.contract.tools import ToolChoice
 from penstock.producer.client.tool_use import with_choice
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.packed_prompt import PackedPrompt
+from penstock.queue.prompts import pack_prompt
 from penstock.queue.wire import PoolRecord
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPrompt

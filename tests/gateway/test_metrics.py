@@ -12,11 +12,11 @@ import pytest
 import redis as sync_redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.contract.figures import EVENTS
 from penstock.contract.job import Priority
 from penstock.producer.client import ClientStats
 from penstock.producer.client import client as client_module
 from penstock.queue import keys
+from penstock.queue.pool_stats import EVENTS
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 MODEL = "acme/echo"

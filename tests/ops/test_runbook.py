@@ -9,11 +9,11 @@ import pytest
 from typer.main import get_command
 
 from penstock.cli.main import app
-from penstock.contract.figures import EVENTS
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import ClientStats
+from penstock.queue.pool_stats import EVENTS
 from tests.source_tree import ROOT, modules
 
 TEXT = (ROOT / "ops/RUNBOOK.md").read_text()

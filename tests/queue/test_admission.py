@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Chunk, Message, Priority, SamplingParams
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.contract.prompts import prompt_bytes
 from penstock.contract.tools import ToolCall
 from penstock.queue.admission import (
     MAX_WAIT_MS,
@@ -24,6 +23,7 @@ from penstock.queue.admission import (
     estimate_bytes,
     estimate_cost,
 )
+from penstock.queue.prompts import prompt_bytes
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord, encode_chunk
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)

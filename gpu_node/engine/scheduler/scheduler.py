@@ -16,9 +16,9 @@ from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects
 from penstock.gpu_node.engine.scheduler.input_batch import RowTable
 from penstock.gpu_node.engine.scheduler.limits import Limits, StepSize, within
 from penstock.gpu_node.engine.scheduler.preemption import Retreat
+from penstock.gpu_node.engine.scheduler.prefill_budget import PrefillBudget
 from penstock.gpu_node.engine.scheduler.progress import Landed, Progress
 from penstock.gpu_node.engine.scheduler.running import Residents
-from penstock.gpu_node.engine.scheduler.prefill_budget import PrefillBudget
 from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.scheduler.waiting import Queues, leave_group
 from penstock.gpu_node.engine.sequence import Sequence

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract.figures import EVENTS, PoolFigures
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import translated
+from penstock.queue.pool_stats import EVENTS, PoolFigures
 
 
 class FiguresBroker:

@@ -184,8 +184,6 @@ print(next(stream).index)
 
 
 def test_a_user_without_logging_sees_no_bare_lines_of_it() -> None:
-    script = (
-        "import logging, penstock.producer.client; logging.getLogger('penstock.queue').warning('nodes are lost')"
-    )
+    script = "import logging, penstock.producer.client; logging.getLogger('penstock.queue').warning('nodes are lost')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""

@@ -15,8 +15,8 @@ from penstock.gpu_node.engine.kv_cache.manager import KvMemory
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.scheduler.step_time import StepTime, StepWork
+from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.end_rule import EndRule

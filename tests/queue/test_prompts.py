@@ -6,9 +6,9 @@ import pytest
 from fakes.queue.harness import new_job
 
 from penstock.contract.job import Message
-from penstock.contract.prompts import pack_prompt
 from penstock.contract.tools import ToolCall
 from penstock.queue.admission import estimate_cost
+from penstock.queue.prompts import pack_prompt
 from penstock.queue.wire import PoolRecord, decode_request, encode_request
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from penstock.contract.job import Job
+from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.queue.msgpack_codec import pack
-from penstock.queue.packed_prompt import PackedPrompt, PromptField
 
 
 def prompt_fields(job: Job) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import pytest
 from fakes.queue.harness import LEASE_MS, POOL, P, Queue
 from redis.asyncio import Redis
 
-from penstock.contract.figures import EVENTS, PoolFigures
 from penstock.contract.job import Priority
 from penstock.queue.broker.figures import FiguresBroker
+from penstock.queue.pool_stats import EVENTS, PoolFigures
 
 
 @pytest.fixture
