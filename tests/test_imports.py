@@ -13,7 +13,8 @@ import pytest
 
 from tests.source_tree import Module, modules
 
-CONTRACT, PRODUCER, GATEWAY, CLI = "penstock.contract", "penstock.producer", "penstock.gateway", "penstock.cli"
+CONTRACT, QUEUE, RUNTIME = "penstock.contract", "penstock.queue", "penstock.runtime"
+PRODUCER, GATEWAY, CLI = "penstock.producer", "penstock.gateway", "penstock.cli"
 SERVICE, ENGINE, MODEL = "penstock.gpu_node", "penstock.gpu_node.engine", "penstock.gpu_node.model"
 KERNELS, TOP = "penstock.kernels", "penstock"
 PROTOCOL = "penstock.gpu_node.model.protocol"
@@ -21,13 +22,15 @@ BROKER = "penstock.queue.broker"
 
 ARROWS = {
     CONTRACT: {CONTRACT},
-    PRODUCER: {PRODUCER, CONTRACT},
-    GATEWAY: {GATEWAY, PRODUCER, CONTRACT},
+    RUNTIME: {RUNTIME, CONTRACT},
+    QUEUE: {QUEUE, RUNTIME, CONTRACT},
+    PRODUCER: {PRODUCER, QUEUE, RUNTIME, CONTRACT},
+    GATEWAY: {GATEWAY, PRODUCER, QUEUE, RUNTIME, CONTRACT},
     KERNELS: {KERNELS},
-    MODEL: {MODEL, KERNELS, CONTRACT},
-    ENGINE: {ENGINE, MODEL, CONTRACT},
-    SERVICE: {SERVICE, ENGINE, CONTRACT},
-    CLI: {CLI, GATEWAY, PRODUCER, SERVICE, KERNELS, CONTRACT, TOP},
+    MODEL: {MODEL, KERNELS, RUNTIME, CONTRACT},
+    ENGINE: {ENGINE, MODEL, QUEUE, CONTRACT},
+    SERVICE: {SERVICE, ENGINE, QUEUE, RUNTIME, CONTRACT},
+    CLI: {CLI, GATEWAY, PRODUCER, SERVICE, KERNELS, QUEUE, RUNTIME, CONTRACT, TOP},
     TOP: {CONTRACT, PRODUCER, ENGINE, CLI},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
@@ -37,6 +40,8 @@ EXTRAS_ONLY = NODES_ONLY | WEB | {"celery", "fsspec", "httpx", "prometheus_clien
 QUEUES = {"redis", "hiredis", "celery"}
 BANNED = {
     CONTRACT: WEB | TORCH | {"celery", "numpy"},
+    RUNTIME: WEB | TORCH | {"celery", "numpy"},
+    QUEUE: WEB | TORCH | {"celery", "numpy"},
     PRODUCER: WEB | TORCH | {"numpy"},
     GATEWAY: TORCH | QUEUES | {"numpy", "tokenizers"},
     KERNELS: WEB | QUEUES | {"transformers", "pydantic"},
