@@ -68,7 +68,7 @@ def _prebuilt_name(isa: Isa) -> str:
 
 def _digest(*more: str) -> str:
     digest = hashlib.blake2b("\n".join(more).encode(), digest_size=8)
-    for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
+    for source in sorted((*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"))):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()
 
@@ -89,13 +89,13 @@ def _version(compiler: str) -> str:
 def _build(compiler: str, flags: Sequence[str], path: Path, progress: Callable[[float], None]) -> None:
     """Compile beside the target and move it there whole: two processes may build at once, and either may die."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
+    sources = sorted(SOURCES.rglob("*.cpp"), key=lambda source: -source.stat().st_size)
     progress(0.0)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(usable_cores()) as pool:
             commands = (
-                [compiler, *flags, "-c", str(source), "-o", str(target)]
+                [compiler, *flags, f"-I{SOURCES}", "-c", str(source), "-o", str(target)]
                 for source, target in zip(sources, objects, strict=True)
             )
             for done, _ in enumerate(pool.map(_run, commands), start=1):

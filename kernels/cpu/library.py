@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 class Format(IntEnum):
-    """How a matrix is kept; groups are of 32 columns. See src/weights.h."""
+    """How a matrix is kept; groups are of 32 columns. See src/model/weights.h."""
 
     BF16 = 0
     INT8 = 1
@@ -87,7 +87,7 @@ class Activation(IntEnum):
 
 
 class NativeSpec(c.Structure):
-    """Shapes and constants of a decoder, as src/model.h has them."""
+    """Shapes and constants of a decoder, as src/model/model.h has them."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
@@ -99,7 +99,7 @@ class NativeSpec(c.Structure):
 
 
 class NativePlan(c.Structure):
-    """One step, as src/model.h has it: counts, and addresses of arrays."""
+    """One step, as src/model/model.h has it: counts, and addresses of arrays."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_tokens", "num_seqs", "num_samples", "block_table_stride")),
@@ -121,7 +121,7 @@ class NativePlan(c.Structure):
 
 
 class _LowRankPart(c.Structure):
-    """LowRankPart of src/low_rank.h."""
+    """LowRankPart of src/gemm/low_rank.h."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("place", "first", "count", "rank")),

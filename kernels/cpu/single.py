@@ -16,7 +16,7 @@ from penstock.kernels.reference.sampler import SamplingRow
 Floats = NDArray[np.float32]
 
 MAX_QUERY_ROWS = 6
-"""kMaxQueryRows of src/attention.h."""
+"""kMaxQueryRows of src/attention/attention.h."""
 
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -24,7 +24,7 @@ _INTEGERS = ("top_k", "choice", "position")
 
 
 class _Rule(c.Structure):
-    """SamplingRule of src/sampler.h."""
+    """SamplingRule of src/sampling/sampler.h."""
 
     _fields_ = [
         *((name, c.c_float) for name in _FLOATS),

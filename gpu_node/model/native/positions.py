@@ -7,7 +7,7 @@ from penstock.gpu_node.model.torch_common.positions import alibi_biases, rope_an
 from penstock.kernels.cpu.library import NativeModel, Vector
 
 _CHUNK_TOKENS = 64
-"""kChunk of src/attention.h."""
+"""kChunk of src/attention/attention.h."""
 
 
 def set_positions(model: NativeModel, described: Description) -> None:

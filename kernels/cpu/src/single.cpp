@@ -2,13 +2,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "attention.h"
-#include "gemm.h"
-#include "logprobs.h"
-#include "low_rank.h"
-#include "norm.h"
-#include "sampler.h"
-#include "turn.h"
+#include "attention/attention.h"
+#include "gemm/gemm.h"
+#include "sampling/logprobs.h"
+#include "gemm/low_rank.h"
+#include "model/norm.h"
+#include "sampling/sampler.h"
+#include "gemm/hadamard.h"
 
 using namespace penstock;
 

@@ -1,0 +1,133 @@
+// What attention goes over at a time, and how rows meet it in each format of the cache.
+#pragma once
+#include <algorithm>
+
+#include "gemm/activations.h"
+#include "attention/attention.h"
+
+namespace penstock {
+
+// The cells of a chunk of at most kChunk tokens; those past the context repeat the last one.
+struct Chunk {
+  int count;
+  uint8_t* cells[kChunkPages];
+
+  Chunk(const KvCache& cache, int layer, const Context& context, int first_token)
+      : count(std::min(kChunkPages, (context.tokens - first_token + kPage - 1) / kPage)) {
+    for (int i = 0; i < kChunkPages; ++i) {
+      cells[i] = cache.cell(layer, context.block_table, first_token / kPage + std::min(i, count - 1), context.head);
+    }
+  }
+};
+
+// Asks for the lines of a chunk's cells one by one, so that memory always has something to do.
+class Fetcher {
+ public:
+  // Lines to ask for with each step of the products with keys, each vector of weights, and each vector of values: early,
+  // but no more at once than a core can wait for.
+  static constexpr int kWithKeys = 4, kWithWeights = 2, kWithValues = 1;
+
+  Fetcher(const Chunk& chunk, size_t cell_bytes) : chunk_(chunk), cell_bytes_(cell_bytes) { enter(0); }
+
+  PENSTOCK_INLINE void ask(Fetcher& it, int lines) {
+    for (int i = 0; i < lines; ++i) {
+      _mm_prefetch(it.at_, _MM_HINT_T0);
+      it.at_ += kLine;
+      if (it.at_ >= it.end_) it.enter(it.cell_ + 1);
+    }
+  }
+  PENSTOCK_INLINE void ask_rest(Fetcher& it) {
+    while (it.cell_ < kChunkPages) ask(it, 1);
+  }
+
+ private:
+  // Behind the last cell it begins again, which costs nothing.
+  void enter(int cell) {
+    cell_ = cell;
+    at_ = chunk_.cells[cell % kChunkPages];
+    end_ = at_ + cell_bytes_;
+  }
+
+  const Chunk& chunk_;
+  const size_t cell_bytes_;
+  int cell_;
+  const uint8_t *at_, *end_;
+};
+
+// How rows and cells of bf16 are multiplied.
+template <int R, int D>
+struct Bf16Cache {
+  using Number = bf16;
+  using Weight = bf16;
+  using Sums = Floats;
+  float scale;
+  alignas(64) Number q[R][D ? D : kMaxHeadDim];
+  alignas(64) Weight p[R][kChunk];
+
+  Bf16Cache(const QueryRows& rows, int dim) : scale(rows.scale * kLog2E) {
+    for (int r = 0; r < R; ++r)
+      for (int d = 0; d < dim; d += kLanes) store_bf16(q[r] + d, load(rows.queries + r * dim + d));
+  }
+
+  static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_bf16(sums, keys, query); }
+  static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_bf16(sums, values, weights); }
+  Sums first_score(int) const { return zeros(); }
+  Floats score(Sums sums, int, const float*) const { return sums * broadcast(scale); }
+
+  void set_weights(const KvCache&, const Chunk&, const Floats (&weights)[R][kChunkPages]) {
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < kChunkPages; ++i) store_bf16(p[r] + i * kPage, weights[r][i]);
+  }
+  Sums first_value(Floats faded) const { return faded; }
+  Floats value(Sums sums, int, Floats) const { return sums; }
+};
+
+// How rows and cells of int8 are multiplied: both sides are integers.
+template <int R, int D>
+struct Int8Cache {
+  using Number = int8_t;
+  using Weight = uint8_t;
+  using Sums = Ints;
+  alignas(64) Number q[R][D ? D : kMaxHeadDim];
+  alignas(64) Weight p[R][kChunk];
+  alignas(64) float q_scale[kLanes], p_scale[kLanes];
+  int32_t q_sum[R];
+
+  Int8Cache(const QueryRows& rows, int dim) {
+    for (int r = 0; r < R; ++r) {
+      q_scale[r] = rows.scale * kLog2E * quantise_row(rows.queries + r * dim, dim, q[r], &q_sum[r]);
+    }
+  }
+
+  static Sums dot_keys(Sums sums, Bytes keys, Bytes query) { return dot_u8s8(sums, keys, query); }
+  static Sums dot_values(Sums sums, Bytes values, Bytes weights) { return dot_u8s8(sums, weights, values); }
+  Sums first_score(int r) const { return broadcast_int(-128 * q_sum[r]); }
+  Floats score(Sums sums, int r, const float* scales) const {
+    return to_floats(sums) * load(scales) * broadcast(q_scale[r]);
+  }
+
+  // The values' scales go into the weights, which are then quantised over the chunk.
+  void set_weights(const KvCache& cache, const Chunk& chunk, Floats (&weights)[R][kChunkPages]) {
+    Floats most[R];
+    for (int r = 0; r < R; ++r) most[r] = zeros();
+    for (int i = 0; i < kChunkPages; ++i) {
+      const Floats scale = load(cache.value_scales(chunk.cells[i]));
+      for (int r = 0; r < R; ++r) {
+        Floats& weight = weights[r][i];
+        // A masked token's scale may be anything.
+        weight = select(equal(weight, zeros()), zeros(), weight * scale);
+        most[r] = max(most[r], weight);
+      }
+    }
+    const Floats largest_weights = largest_of_each(most);
+    alignas(64) float inverse[kLanes];
+    store(inverse, select(greater(largest_weights, zeros()), broadcast(255.f) / largest_weights, zeros()));
+    store(p_scale, largest_weights * broadcast(1 / 255.f));
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < kChunkPages; ++i) store_u8(p[r] + i * kPage, to_ints(weights[r][i] * broadcast(inverse[r])));
+  }
+  Sums first_value(Floats) const { return broadcast_int(0); }
+  Floats value(Sums sums, int r, Floats faded) const { return fma(to_floats(sums), broadcast(p_scale[r]), faded); }
+};
+
+}  // namespace penstock

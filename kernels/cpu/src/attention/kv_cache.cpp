@@ -1,0 +1,96 @@
+#include "attention/kv_cache.h"
+
+#include <algorithm>
+
+#include "gemm/activations.h"
+
+namespace penstock {
+namespace {
+
+// Where element d of token t lies in a cell's keys, words of `per_word` elements, and in its values.
+size_t key_at(int d, int t, int per_word) { return ((size_t)d / per_word * kPage + t) * per_word + d % per_word; }
+size_t value_at(int d, int t, int per_word, int head_dim) {
+  return ((size_t)t / per_word * head_dim + d) * per_word + t % per_word;
+}
+
+// Puts each of the integers x into its word at `words`, the low `width` bits of it at bit `at`.
+void put_into_words(uint8_t* words, Ints x, int width, int at) {
+  int32_t* out = reinterpret_cast<int32_t*>(words);
+  const uint32_t others = ~(((1u << width) - 1) << at);
+  store_ints(out, (load_ints(out) & broadcast_int((int32_t)others)) | shift_left(x, at));
+}
+
+}  // namespace
+
+void KvCache::set(int layer, int slot, int head, const float* key, const float* value) const {
+  const int t = slot % kPage, dim = shape_.head_dim;
+  uint8_t *keys = cell_of_slot(layer, slot, head), *out = values(keys);
+  if (shape_.format == KvFormat::kBf16) {
+    alignas(64) bf16 k[kMaxHeadDim], v[kMaxHeadDim];
+    for (int d = 0; d < dim; d += kLanes) {
+      store_bf16(k + d, load(key + d));
+      store_bf16(v + d, load(value + d));
+    }
+    for (int d = 0; d < dim; d += 2) std::memcpy(keys + key_at(d, t, 2) * sizeof(bf16), k + d, 2 * sizeof(bf16));
+    uint8_t* pairs = out + value_at(0, t - t % 2, 2, dim) * sizeof(bf16);
+    for (int d = 0; d < dim; d += kLanes) put_into_words(pairs + d * 4, widen_u16(v + d), 16, t % 2 * 16);
+    return;
+  }
+  alignas(64) int8_t k[kMaxHeadDim], v[kMaxHeadDim];
+  int32_t unused;
+  const float value_scale = quantise_row(value, dim, v, &unused);
+  value_scales(keys)[t] = value_scale;
+  // A value that is not finite shows in the scores: weights lose a NaN when they are quantised.
+  key_scales(keys)[t] = quantise_row(key, dim, k, &unused) + 0 * value_scale;
+  for (int d = 0; d < dim; d += 4) {
+    uint32_t word;
+    std::memcpy(&word, k + d, sizeof word);
+    // Bytes of 128 + q.
+    word ^= 0x80808080;
+    std::memcpy(keys + key_at(d, t, 4), &word, sizeof word);
+  }
+  uint8_t* quads = out + value_at(0, t - t % 4, 4, dim);
+  for (int d = 0; d < dim; d += kLanes) put_into_words(quads + d * 4, widen_u8(v + d), 8, t % 4 * 8);
+}
+
+void KvCache::clear_behind(int layer, int slot, int head) const {
+  // Integers are none that 0 does not silence.
+  if (shape_.format != KvFormat::kBf16) return;
+  const int t = slot % kPage, dim = shape_.head_dim, row_bytes = dim * 4;
+  uint8_t* pairs = values(cell_of_slot(layer, slot, head)) + t / 2 * row_bytes;
+  for (int d = 0; t % 2 == 0 && d < dim; d += kLanes) put_into_words(pairs + d * 4, broadcast_int(0), 16, 16);
+  std::memset(pairs + row_bytes, 0, (size_t)(kPage / 2 - 1 - t / 2) * row_bytes);
+}
+
+void KvCache::fetch(int layer, int slot, int head) const {
+  const uint8_t* cell = cell_of_slot(layer, slot, head);
+  for (size_t i = 0; i < cell_bytes_; i += kLine) _mm_prefetch(cell + i, _MM_HINT_T0);
+}
+
+void KvCache::get(int layer, int slot, int head, float* key, float* value) const {
+  const int t = slot % kPage, dim = shape_.head_dim;
+  uint8_t *k = cell_of_slot(layer, slot, head), *v = values(k);
+  for (int d = 0; d < dim; ++d) {
+    if (shape_.format == KvFormat::kBf16) {
+      key[d] = widen(reinterpret_cast<const bf16*>(k)[key_at(d, t, 2)]);
+      value[d] = widen(reinterpret_cast<const bf16*>(v)[value_at(d, t, 2, dim)]);
+    } else {
+      key[d] = key_scales(k)[t] * (k[key_at(d, t, 4)] - 128);
+      value[d] = value_scales(k)[t] * (int8_t)v[value_at(d, t, 4, dim)];
+    }
+  }
+}
+
+void KvCache::clear_block(int block) const {
+  std::memset(memory_.data() + block * shape_.block_bytes(), 0, shape_.block_bytes());
+}
+
+void KvCache::copy_slice(const int32_t* copies, int count, int slice) const {
+  const size_t begin = slice * kSliceBytes, bytes = std::min(kSliceBytes, block_bytes_ - begin);
+  for (int i = 0; i < count; ++i) {
+    const uint8_t* from = memory_.data() + copies[2 * i] * block_bytes_ + begin;
+    std::memcpy(memory_.data() + copies[2 * i + 1] * block_bytes_ + begin, from, bytes);
+  }
+}
+
+}  // namespace penstock

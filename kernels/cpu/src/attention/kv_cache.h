@@ -1,0 +1,90 @@
+// Keys and values of all layers, paged, in the order in which the dot instructions read them.
+//
+// A block holds the same tokens of every layer in one run of memory: [layers][pages][heads] cells, a page being 16 tokens.
+// A cell is
+//
+//   bf16   keys [head_dim / 2][16 tokens][2], values [8 token pairs][head_dim][2]
+//   int8   keys [head_dim / 4][16 tokens][4] u8 (128 + q), values [4 token quadruples][head_dim][4] s8,
+//          and a float scale a token for each
+#pragma once
+#include <bit>
+
+#include "threads/memory.h"
+#include "simd/simd.h"
+
+namespace penstock {
+
+constexpr int kPage = kLanes;
+// Tokens at positions with the same quotient by this may share words of values: one thread must store them.
+constexpr int kTokensPerWord = 4;
+constexpr int kMaxHeadDim = 256;
+
+enum class KvFormat : int { kBf16 = 0, kInt8 = 1 };
+
+struct KvShape {
+  KvFormat format;
+  int num_layers, num_heads, head_dim, block_size, num_blocks;
+
+  int pages_per_block() const { return block_size / kPage; }
+  // Of a cell's keys, and as many of its values.
+  size_t half_bytes() const { return (size_t)kPage * head_dim * (format == KvFormat::kBf16 ? sizeof(bf16) : 1); }
+  size_t cell_bytes() const {
+    return 2 * half_bytes() + (format == KvFormat::kInt8 ? 2 * kPage * sizeof(float) : 0);
+  }
+  size_t layer_bytes() const { return pages_per_block() * num_heads * cell_bytes(); }
+  size_t block_bytes() const { return num_layers * layer_bytes(); }
+};
+
+class KvCache {
+ public:
+  explicit KvCache(const KvShape& shape)
+      : shape_(shape),
+        half_bytes_(shape.half_bytes()),
+        cell_bytes_(shape.cell_bytes()),
+        layer_bytes_(shape.layer_bytes()),
+        block_bytes_(shape.block_bytes()),
+        pages_shift_(std::countr_zero((unsigned)shape.pages_per_block())),
+        memory_(shape.num_blocks * shape.block_bytes()) {}
+
+  // Stores a token's key and value [head_dim] at `slot` = block * block_size + offset.
+  void set(int layer, int slot, int head, const float* key, const float* value) const;
+  // Forgets what others left of values behind `slot` in its page: their weights are 0, which times NaN is none.
+  void clear_behind(int layer, int slot, int head) const;
+  // Asks for the memory that `set` would write.
+  void fetch(int layer, int slot, int head) const;
+  // Reads them back, dequantised.
+  void get(int layer, int slot, int head, float* key, float* value) const;
+  void clear_block(int block) const;
+
+  // Copies of whole blocks are cut into this many slices, of which each thread does some.
+  int num_slices() const { return (int)((block_bytes_ + kSliceBytes - 1) / kSliceBytes); }
+  // One slice of each of `count` copies of blocks, copies[2 * i] to copies[2 * i + 1], in their order: as no slice reads what
+  // another one writes, they need not wait for each other.
+  void copy_slice(const int32_t* copies, int count, int slice) const;
+
+  // Where the cell of a sequence's page begins: its keys. Blocks have 1, 2, 4, ... pages.
+  uint8_t* cell(int layer, const int32_t* block_table, int page, int head) const {
+    return cell_of_block(layer, block_table[page >> pages_shift_], page & ((1 << pages_shift_) - 1), head);
+  }
+  uint8_t* cell_of_block(int layer, int block, int page, int head) const {
+    return memory_.data() + block * block_bytes_ + layer * layer_bytes_ +
+           ((size_t)page * shape_.num_heads + head) * cell_bytes_;
+  }
+  uint8_t* cell_of_slot(int layer, int slot, int head) const {
+    return cell_of_block(layer, slot / shape_.block_size, slot % shape_.block_size / kPage, head);
+  }
+  uint8_t* values(uint8_t* cell) const { return cell + half_bytes_; }
+  float* key_scales(uint8_t* cell) const { return reinterpret_cast<float*>(cell + 2 * half_bytes_); }
+  float* value_scales(uint8_t* cell) const { return key_scales(cell) + kPage; }
+  const KvShape& shape() const { return shape_; }
+
+ private:
+  static constexpr size_t kSliceBytes = 16 << 10;
+
+  const KvShape shape_;
+  const size_t half_bytes_, cell_bytes_, layer_bytes_, block_bytes_;
+  const int pages_shift_;
+  Buffer<uint8_t> memory_;
+};
+
+}  // namespace penstock

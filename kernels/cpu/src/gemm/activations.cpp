@@ -1,0 +1,134 @@
+#include "gemm/activations.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+namespace penstock {
+
+namespace {
+
+// Quantises a row in runs of 32, of which each lies `stride` bytes behind the one before; see quantise_row.
+PENSTOCK_INLINE float quantise_runs(const float* values, int count, int8_t* q, size_t stride, int32_t* total) {
+  // As integers the magnitudes are in the same order, with infinity above all numbers and NaN above that.
+  constexpr int32_t kInfinity = 0x7f800000;
+  Ints most = broadcast_int(0);
+  for (int i = 0; i < count; i += kLanes) most = max(most, magnitude(load(values + i)));
+  const int32_t largest_bits = largest(most);
+  const bool is_finite = largest_bits < kInfinity;
+  const float largest_value = std::bit_cast<float>(largest_bits), steps = 127.f / largest_value;
+  // Of a row so small that this overflows nothing is left, nor of one that is not finite.
+  const Floats inverse = broadcast(is_finite && std::isfinite(steps) ? steps : 0.f);
+  Ints sums = broadcast_int(0);
+  for (int i = 0; i < count; i += kGroup, q += stride) {
+    for (int j = 0; j < kGroup && i + j < count; j += kLanes) {
+      const Ints rounded = to_ints(load(values + i + j) * inverse);
+      sums = sums + rounded;
+      store_s8(q + j, rounded);
+    }
+  }
+  // What is not finite has no integer: its products are NaN by the scale alone.
+  *total = is_finite ? sum(sums) : 0;
+  return is_finite ? largest_value / 127.f : std::numeric_limits<float>::quiet_NaN();
+}
+
+}  // namespace
+
+float quantise_row(const float* values, int count, int8_t* q, int32_t* total) {
+  return quantise_runs(values, count, q, kGroup, total);
+}
+
+void quantise_groups(const float* values, int groups, int8_t* q, float* scales, int32_t* sums) {
+  constexpr int kBatch = kLanes;
+  const Floats infinity = broadcast(std::numeric_limits<float>::infinity());
+  Floats poison = zeros();
+  // Sixteen groups at a time, so that their sums over lanes are taken together.
+  for (int first = 0; first < groups; first += kBatch) {
+    const int count = std::min(kBatch, groups - first);
+    const float* x = values + first * kGroup;
+    Floats most[kBatch];
+    for (int g = 0; g < kBatch; ++g) {
+      most[g] = zeros();
+      if (g >= count) continue;
+      const Floats a = load(x + g * kGroup), b = load(x + g * kGroup + kLanes);
+      most[g] = max(abs(a), abs(b));
+      poison = fma(b, zeros(), fma(a, zeros(), poison));
+    }
+    const Floats largest_values = largest_of_each(most), steps = broadcast(127.f) / largest_values;
+    alignas(64) float inverse[kBatch], scale[kBatch];
+    store(inverse, select(greater(infinity, steps), steps, zeros()));
+    store(scale, largest_values / broadcast(127.f));
+    Ints totals[kBatch];
+    for (int g = 0; g < kBatch; ++g) {
+      totals[g] = broadcast_int(0);
+      if (g >= count) continue;
+      for (int i = g * kGroup; i < (g + 1) * kGroup; i += kLanes) {
+        const Ints rounded = to_ints(max(load(x + i) * broadcast(inverse[g]), broadcast(-127.f)));
+        totals[g] = totals[g] + rounded;
+        store_s8(q + first * kGroup + i, rounded);
+      }
+    }
+    alignas(64) int32_t total[kBatch];
+    store_ints(total, sum_of_each(totals));
+    std::copy_n(scale, count, scales + first);
+    std::copy_n(total, count, sums + first);
+  }
+  const float not_finite = sum(poison);
+  if (not_finite != 0) std::fill_n(scales, groups, not_finite);
+}
+
+void Activations::prepare(int rows, int columns, Format format) {
+  format_ = format;
+  tiling_ = Tiling(std::max(rows, 1), format);
+  padded_ = round_up(columns, kGroup);
+  words_ = padded_ / (format == Format::kBf16 ? 2 : 4);
+  groups_ = format == Format::kBf16 || format == Format::kInt8 ? 1 : padded_ / kGroup;
+  data_.reserve((size_t)rows * words_);
+  scales_.reserve((size_t)rows * groups_);
+  biases_.reserve((size_t)rows * groups_);
+  offsets_.reserve((size_t)rows * groups_);
+}
+
+void Activations::set_row(int row, const float* values) {
+  const int tile = tiling_.tile_of(row), first = tiling_.first(tile), stride = tiling_.size(tile), at = row - first;
+  const int run = run_words(format_);
+  uint32_t* out = data_.data() + (size_t)first * words_ + at * run;
+  if (format_ == Format::kBf16) {
+    for (int i = 0; i < padded_; i += kGroup, out += stride * run) {
+      store_bf16(reinterpret_cast<bf16*>(out), load(values + i));
+      store_bf16(reinterpret_cast<bf16*>(out) + kLanes, load(values + i + kLanes));
+    }
+    return;
+  }
+  if (format_ == Format::kInt8) {
+    const size_t i = (size_t)first + at;
+    int32_t total;
+    scales_[i] = quantise_runs(values, padded_, reinterpret_cast<int8_t*>(out), stride * run * sizeof *out, &total);
+    biases_[i] = -128 * total;
+    return;
+  }
+  thread_local std::vector<int8_t> q;
+  thread_local std::vector<float> scales;
+  thread_local std::vector<int32_t> totals;
+  q.resize(padded_);
+  scales.resize(groups_);
+  totals.resize(groups_);
+  quantise_groups(values, groups_, q.data(), scales.data(), totals.data());
+  for (int g = 0; g < groups_; ++g) {
+    const size_t i = (size_t)first * groups_ + g * stride + at;
+    scales_[i] = scales[g];
+    biases_[i] = -128 * totals[g];
+    offsets_[i] = scales[g] * totals[g];
+  }
+  for (int i = 0; i < padded_; i += kGroup, out += stride * run) std::memcpy(out, q.data() + i, kGroup);
+}
+
+Tile Activations::tile(int i) const {
+  const size_t first = tiling_.first(i);
+  return {tiling_.size(i), data_.data() + first * words_, scales_.data() + first * groups_,
+          biases_.data() + first * groups_, offsets_.data() + first * groups_};
+}
+
+}  // namespace penstock

@@ -1,0 +1,62 @@
+// Matrix products: activations [rows, columns] times a packed matrix [outputs, columns], panel by panel.
+//
+// Every output is one chain of sums over the columns in ascending order, whatever the number of rows: its bits do not
+// depend on the batch.
+#pragma once
+#include "gemm/activations.h"
+#include "threads/team.h"
+
+namespace penstock {
+
+// out: [tile.rows][kPanel].
+using TileKernel = void (*)(const uint8_t* panel, const Tile& tile, int padded_columns, float* out);
+
+// The kernel for a tile of at most max_tile_rows(format) rows.
+TileKernel tile_kernel(Format format, const Tile& tile);
+
+// Tiles of at most so many rows wait for memory.
+constexpr int kMemoryBoundRows = 12;
+
+// Says what a tile should fetch, `index` being its place among those that meet a panel: the first two share the next panel.
+inline void look_ahead(Tile& tile, int index, int num_tiles, const uint8_t* panel, size_t panel_bytes) {
+  const uint8_t *next = panel + panel_bytes, *middle = next + panel_bytes / 2;
+  if (num_tiles == 1 && tile.rows <= kMemoryBoundRows) {
+    tile.fetch = Fetch::kThisPanel;
+  } else if (index < 2) {
+    tile.fetch = Fetch::kNextPanel;
+    tile.ahead[0] = index == 0 ? next : middle;
+    tile.ahead[1] = num_tiles == 1 ? middle : panel;
+  }
+}
+
+// Rows whose activations stay in the second-level cache while panels pass by.
+constexpr int kRowsPerPass = 96;
+
+// Adds the biases of a panel's outputs. out: [rows][kPanel].
+inline void add_bias(const float* bias, int rows, float* out) {
+  for (int i = 0; i < rows * kPanel; i += kLanes) store(out + i, load(out + i) + load(bias + i % kPanel));
+}
+
+// Computes all outputs and hands them to `finish(first_row, num_rows, panel, out)`, out: [num_rows][kPanel].
+template <class Finish>
+void multiply(Member& member, const Activations& left, const Matrix& right, const Finish& finish) {
+  const Tiling& tiling = left.tiling();
+  const int tiles_per_pass = std::max(1, kRowsPerPass / max_tile_rows(right.format));
+  const int passes = (tiling.tiles + tiles_per_pass - 1) / tiles_per_pass;
+  const int num_panels = right.num_panels();
+  const auto unit_of_work = [&](int unit) {
+    const int pass = unit / num_panels, panel = unit % num_panels;
+    alignas(64) float out[max_tile_rows(Format::kBf16) * kPanel];
+    const int end = std::min(tiling.tiles, (pass + 1) * tiles_per_pass);
+    for (int i = pass * tiles_per_pass; i < end; ++i) {
+      Tile tile = left.tile(i);
+      look_ahead(tile, i - pass * tiles_per_pass, tiling.tiles, right.panel(panel), right.panel_bytes());
+      tile_kernel(right.format, tile)(right.panel(panel), tile, right.padded_columns(), out);
+      if (right.bias.count()) add_bias(&right.bias[panel * kPanel], tile.rows, out);
+      finish(tiling.first(i), tile.rows, panel, out);
+    }
+  };
+  member.for_each(passes * num_panels, unit_of_work);
+}
+
+}  // namespace penstock

@@ -1,0 +1,136 @@
+// What Python calls, through ctypes. Errors are answered as text, empty for none; nothing here throws.
+#include <cstring>
+#include <exception>
+#include <string>
+
+#include "gemm/gemm.h"
+#include "model/model.h"
+
+using namespace penstock;
+
+namespace {
+
+thread_local std::string last_error;
+
+template <class Body>
+const char* guarded(const Body& body) {
+  last_error.clear();
+  try {
+    body();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+  }
+  return last_error.c_str();
+}
+
+enum Vector {
+  kAttentionNorm = 0,
+  kMlpNorm = 1,
+  kFinalNorm = 2,
+  kAttentionNormBias = 3,
+  kMlpNormBias = 4,
+  kFinalNormBias = 5,
+  kQNorm = 6,
+  kKNorm = 7,
+  kCos = 8,
+  kSin = 9,
+  kPositionBiases = 10,
+};
+
+Buffer<float>& vector_at(Model& model, int layer, int which) {
+  switch (which) {
+    case kAttentionNorm:
+      return model.layer(layer).attention_norm.weight;
+    case kMlpNorm:
+      return model.layer(layer).mlp_norm.weight;
+    case kFinalNorm:
+      return model.final_norm.weight;
+    case kAttentionNormBias:
+      return model.layer(layer).attention_norm.bias;
+    case kMlpNormBias:
+      return model.layer(layer).mlp_norm.bias;
+    case kFinalNormBias:
+      return model.final_norm.bias;
+    case kQNorm:
+      return model.layer(layer).q_norm;
+    case kKNorm:
+      return model.layer(layer).k_norm;
+    case kCos:
+      return model.cos;
+    case kSin:
+      return model.sin;
+    default:
+      return model.position_biases;
+  }
+}
+
+}  // namespace
+
+#define PENSTOCK_API __attribute__((visibility("default")))
+
+extern "C" {
+
+PENSTOCK_API const char* penstock_isa() { return kIsa; }
+
+PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, const int32_t* cores, Model** out) {
+  return guarded([&] { *out = new Model(*spec, num_threads, cores); });
+}
+
+// The calling thread does nothing but start steps and wait for them.
+PENSTOCK_API void penstock_bind_thread(Model* model) { model->team().bind_leader(); }
+
+PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
+
+// `packed`: null for zeros to fill, else what penstock_matrix_bytes once showed of such a matrix; it must outlive the model.
+PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, int format, int rows, int columns,
+                                             uint8_t* packed) {
+  return guarded([&] { model->matrix((Slot)slot, layer) = Matrix((Format)format, rows, columns, packed); });
+}
+
+PENSTOCK_API const uint8_t* penstock_matrix_bytes(Model* model, int layer, int slot, size_t* count) {
+  const Matrix& matrix = model->matrix((Slot)slot, layer);
+  *count = matrix.num_bytes();
+  return matrix.bytes.data();
+}
+
+// Packs `count` rows of `row_bytes` each, on all threads; `row_order` and `gains` may be null.
+PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot, int source, int place, int first, int count,
+                                 const uint8_t* data, size_t row_bytes, const int32_t* row_order, const float* gains) {
+  return guarded([&] {
+    model->fill((Slot)slot, layer, {(Source)source, (Place)place, first, count, data, row_bytes, row_order}, gains);
+  });
+}
+
+PENSTOCK_API const char* penstock_vector_fill(Model* model, int layer, int which, const float* data, size_t count) {
+  return guarded([&] {
+    Buffer<float>& vector = vector_at(*model, layer, which);
+    vector.reserve(count);
+    std::memcpy(vector.data(), data, count * sizeof(float));
+  });
+}
+
+PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, int place, int first, const float* data,
+                                            int count) {
+  return guarded([&] { model->set_bias((Slot)slot, layer, (Place)place, first, data, count); });
+}
+
+PENSTOCK_API void penstock_window_set(Model* model, int layer, int window) { model->layer(layer).window = window; }
+
+// Nothing may be running. `gains` as for a matrix.
+PENSTOCK_API const char* penstock_adapter_set(Model* model, int place, int layer, int slot, const LowRankPart* parts,
+                                              int num_parts, const float* gains) {
+  return guarded([&] { model->set_adapter(place, layer, (Slot)slot, parts, num_parts, gains); });
+}
+
+PENSTOCK_API const char* penstock_step_start(Model* model, const Plan* plan) {
+  return guarded([&] { model->start(*plan); });
+}
+
+// How many threads computed the step; fewer than the team has where other processes take their cores.
+PENSTOCK_API int penstock_step_wait(Model* model) { return model->wait(); }
+
+PENSTOCK_API void penstock_clear_blocks(Model* model, const int32_t* blocks, int count) {
+  for (int i = 0; i < count; ++i) model->cache().clear_block(blocks[i]);
+}
+
+}  // extern "C"
