@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <numeric>
 
-#include "team.h"
+#include "threads/team.h"
 
 using penstock::Member;
 using penstock::Team;
