@@ -120,9 +120,7 @@ class HeldJob:
         # Not all(): this is asked at every token, and a generator costs three times as much.
         return None not in [c.finish_reason for c in self._choices]
 
-    def open(
-        self, params: SamplingParams, logged: Sequence[Chunk] = (), sealed: Sequence[SealedChunk] | None = None
-    ) -> None:
+    def open(self, params: SamplingParams, logged: Sequence[Chunk] = (), sealed: Sequence[SealedChunk] = ()) -> None:
         """Opens the job's choices, as far as earlier nodes have got with them. `sealed`: what they logged, packed."""
         self.params = params
         self._choices = [ChoiceText() for _ in range(params.n)]
@@ -216,8 +214,7 @@ class HeldJob:
         self._cuts.append((chunk.choice, len(chunk.token_ids), len(chunk.text)))
         if sealed.rows.num_rows:
             self._choices[chunk.choice].rows.append(sealed.rows)
-        if sealed.prompt_rows.num_rows:
-            self._prompt_rows.note(sealed.prompt_rows)
+        self._prompt_rows.note(sealed.prompt_rows)
 
 
 class Ledger:

@@ -55,9 +55,10 @@ class PromptRows:
         return Chunk(job_id, index, position=self._num_packed, prompt_logprobs=entries)
 
     def note(self, rows: Rows) -> None:
-        """Keep what a chunk has of them."""
-        self._packed.append(rows)
-        self._num_packed += rows.num_rows
+        """Keep what a chunk has of them, if anything."""
+        if rows.num_rows:
+            self._packed.append(rows)
+            self._num_packed += rows.num_rows
 
     @property
     def packed(self) -> Rows:
