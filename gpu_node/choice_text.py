@@ -7,28 +7,33 @@ from dataclasses import dataclass, field
 from penstock.contract.job import Chunk, FinishReason, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.records import StepOutput
+from penstock.queue.packed_logprobs import Rows
 
 
 @dataclass(slots=True)
 class ChoiceText:
-    """A choice so far; `logprobs` has one for each token, or none. What is fresh goes into the next chunk."""
+    """A choice so far; what is fresh goes into the next chunk.
+
+    `rows` are the log-probabilities that chunks have: one for each token, or none.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     fresh_ids: list[int] = field(default_factory=list)
     fresh_texts: list[str] = field(default_factory=list)
+    fresh_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def extend(self, new: Chunk | StepOutput, *, is_fresh: bool = False) -> None:
         """Take in what an earlier node logged, or what a step gave."""
         self.token_ids += new.token_ids
         self.texts.append(new.text)
-        self.logprobs += new.logprobs
         self.finish_reason = new.finish_reason
         if is_fresh:
             self.fresh_ids += new.token_ids
             self.fresh_texts.append(new.text)
+            self.fresh_logprobs += new.logprobs
 
     def take_fresh(self, job_id: str, index: int, choice: int, usage: Usage | None) -> Chunk:
         """The next chunk, which nothing is fresh behind."""
@@ -42,8 +47,9 @@ class ChoiceText:
             "".join(self.fresh_texts),
             self.finish_reason,
             usage,
-            logprobs=tuple(self.logprobs[-num_fresh:]) if num_fresh else (),
+            logprobs=tuple(self.fresh_logprobs),
         )
         self.fresh_ids.clear()
         self.fresh_texts.clear()
+        self.fresh_logprobs.clear()
         return chunk

@@ -7,17 +7,19 @@ from collections.abc import Iterator, Sequence
 
 from penstock.contract.errors import InvariantError, PenstockError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
-from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
+from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.monitor.counters import NodeCounts
+from penstock.gpu_node.sealed import PromptRows, SealedChunk, seal
 from penstock.queue import msgpack_codec as packing
-from penstock.queue import results, wire
+from penstock.queue import results
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
 from penstock.queue.broker.node import MAX_PREEMPTIONS, Emission, Taken, Used
 from penstock.queue.msgpack_codec import Pack
+from penstock.queue.packed_logprobs import joined
 from penstock.queue.policy import HOLD_MS, learned_hold_ms
 
 RESERVED_QUANTILE = 0.9
@@ -53,8 +55,7 @@ class HeldJob:
         self._chunks: list[bytes] = []
         self._cuts: list[tuple[int, int, int]] = []
         self._choices: list[ChoiceText] = [ChoiceText()]
-        self._prompt_logprobs: list[TokenLogprobs] = []
-        self._num_sealed_of_prompt = 0
+        self._prompt_rows = PromptRows()
 
     @property
     def job_id(self) -> str:
@@ -120,16 +121,14 @@ class HeldJob:
         # Not all(): this is asked at every token, and a generator costs three times as much.
         return None not in [c.finish_reason for c in self._choices]
 
-    def open(self, params: SamplingParams, logged: Sequence[Chunk] = ()) -> None:
-        """Opens the job's choices, as far as earlier nodes have got with them."""
+    def open(self, params: SamplingParams, logged: Sequence[Chunk] = (), sealed: Sequence[SealedChunk] = ()) -> None:
+        """Opens the job's choices, as far as earlier nodes have got with them. `sealed`: what they logged, packed."""
         self.params = params
         self._choices = [ChoiceText() for _ in range(params.n)]
-        for chunk in logged:
+        for chunk, one in zip(logged, sealed or map(seal, logged), strict=True):
             self._choices[chunk.choice].extend(chunk)
-            self._prompt_logprobs += chunk.prompt_logprobs
             self.usage = chunk.usage or self.usage
-            self._append(chunk)
-        self._num_sealed_of_prompt = len(self._prompt_logprobs)
+            self._append(chunk, one)
         self.num_acknowledged = len(self._chunks)
 
     def choice_so_far(self, choice: int) -> tuple[tuple[int, ...], str, FinishReason | None]:
@@ -145,8 +144,20 @@ class HeldJob:
             raise InvariantError(f"{self.job_id} choice {output.choice}: {said}")
         c.extend(output, is_fresh=True)
         self.error = self.error or output.error
-        # An earlier node may have logged the first of these.
-        self._prompt_logprobs += output.prompt_logprobs[len(self._prompt_logprobs) :]
+        self._prompt_rows.take(output.prompt_logprobs)
+        if len(c.fresh_logprobs) >= PROMPT_TOKENS_PER_CHUNK:
+            # While Redis is away; a chunk of all of them would take a reader's event loop long.
+            self._seal(packing.pack)
+
+    @property
+    def has_unsealed_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are in no chunk yet."""
+        return self._prompt_rows.is_pending
+
+    def seal_part(self, pack: Pack = packing.pack) -> None:
+        """Makes a chunk of the next of these, which takes about a millisecond."""
+        chunk = self._prompt_rows.next_chunk(self.job_id, len(self._chunks))
+        self._append(chunk, seal(chunk, pack))
 
     def emission(self, pack: Pack = packing.pack) -> Emission:
         """All that Redis has not acknowledged; steps that piled up become one chunk per choice."""
@@ -167,10 +178,10 @@ class HeldJob:
         if not self._is_known:
             return b""
         choices = tuple(
-            Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason, tuple(c.logprobs))
-            for i, c in enumerate(self._choices)
+            Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason) for i, c in enumerate(self._choices)
         )
-        return results.encode_result(choices, self._usage(), self._cuts, self._prompt_logprobs)
+        rows = [joined(c.rows) for c in self._choices]
+        return results.encode_result(choices, self._usage(), self._cuts, self._prompt_rows.packed, rows)
 
     @property
     def _is_known(self) -> bool:
@@ -190,22 +201,21 @@ class HeldJob:
         return Usage(self.num_prompt_tokens, sum(len(c.token_ids) for c in self._choices))
 
     def _seal(self, pack: Pack) -> None:
-        self._seal_prompt(pack)
+        while self.has_unsealed_prompt:
+            self.seal_part(pack)
         fresh = [(i, c) for i, c in enumerate(self._choices) if c.fresh_texts]
         for i, c in fresh:
             is_last = c.finish_reason is not None and i == fresh[-1][0] and self.is_complete
             usage = self._usage() if is_last else None
-            self._append(c.take_fresh(self.taken.job_id, len(self._chunks), i, usage), pack)
+            chunk = c.take_fresh(self.taken.job_id, len(self._chunks), i, usage)
+            self._append(chunk, seal(chunk, pack))
 
-    def _seal_prompt(self, pack: Pack) -> None:
-        while (first := self._num_sealed_of_prompt) < len(self._prompt_logprobs):
-            entries = tuple(self._prompt_logprobs[first : first + PROMPT_TOKENS_PER_CHUNK])
-            self._append(Chunk(self.job_id, len(self._chunks), position=first, prompt_logprobs=entries), pack)
-            self._num_sealed_of_prompt += len(entries)
-
-    def _append(self, chunk: Chunk, pack: Pack = packing.pack) -> None:
-        self._chunks.append(wire.encode_chunk(chunk, pack))
+    def _append(self, chunk: Chunk, sealed: SealedChunk) -> None:
+        self._chunks.append(sealed.data)
         self._cuts.append((chunk.choice, len(chunk.token_ids), len(chunk.text)))
+        if sealed.rows.num_rows:
+            self._choices[chunk.choice].rows.append(sealed.rows)
+        self._prompt_rows.note(sealed.prompt_rows)
 
 
 class Ledger:

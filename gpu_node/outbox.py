@@ -25,6 +25,7 @@ from penstock.gpu_node.worker import EngineWorker
 from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
 from penstock.queue.broker.retry import pauses
 from penstock.queue.msgpack_codec import new_pack
+from penstock.runtime.cooperative import Turns
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Outbox:
         self._pace = pace
         self._bell = bell
         self._pack = new_pack()
+        self._turns = Turns()
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[Sequence[StepOutput]] = deque()
         self._naps = False
@@ -181,8 +183,10 @@ class Outbox:
             del self._dirty[job.taken.lease]
         try:
             calls = [partial(self._finish, job) for job in batch if job.outcome is not None]
-            if going := [job for job in batch if job.outcome is None]:
-                calls.append(partial(self._emit, going))
+            going = [job for job in batch if job.outcome is None]
+            if at_once := [job for job in going if not job.has_unsealed_prompt]:
+                calls.append(partial(self._emit, at_once))
+            calls += [partial(self._emit, [job]) for job in going if job.has_unsealed_prompt]
             for start in range(0, len(calls), MAX_CALLS_AT_ONCE):
                 await _all(*(call() for call in calls[start : start + MAX_CALLS_AT_ONCE]))
         except BaseException:
@@ -191,7 +195,15 @@ class Outbox:
                     self._dirty.setdefault(job.taken.lease, job)
             raise
 
+    async def _seal(self, job: HeldJob) -> None:
+        """Packs a prompt's log-probabilities, and leaves the event loop to others behind each part."""
+        while job.has_unsealed_prompt:
+            job.seal_part(self._pack)
+            await self._turns.wait()
+
     async def _emit(self, jobs: list[HeldJob]) -> None:
+        for job in jobs:
+            await self._seal(job)
         for part in _parts([(job, job.emission(self._pack)) for job in jobs]):
             began_s = self._loop.time()
             answers = await self._broker.emit([emission for _, emission in part])
@@ -217,6 +229,7 @@ class Outbox:
     async def _finish(self, job: HeldJob) -> None:
         if job.outcome is None:
             raise InvariantError(f"{job.job_id} is finished without an outcome")
+        await self._seal(job)
         emission = job.emission(self._pack)
         try:
             answer = await self._broker.finish(emission, job.outcome, job.result(), **job.used)

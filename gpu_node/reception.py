@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -16,6 +17,7 @@ from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.outcomes import outcome_of
 from penstock.gpu_node.relief import Relief
+from penstock.gpu_node.sealed import SealedChunk, seal
 from penstock.gpu_node.threads import Threads
 from penstock.gpu_node.worker import EngineWorker
 from penstock.queue import wire
@@ -24,6 +26,7 @@ from penstock.queue.broker.retry import patiently
 from penstock.queue.wire import Request
 from penstock.runtime import crash_points as crash
 from penstock.runtime.cancellation import cancel_until_done
+from penstock.runtime.cooperative import Turns
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class Reception:
         self._outbox = outbox
         self._relief = relief
         self._threads = threads
+        self._turns = Turns()
         self._trying = Threads(MAX_TRIALS_AWAITED)
         """Those that wait for a grammar's trial, so that none of them keeps a long prompt waiting."""
         self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -123,8 +127,17 @@ class Reception:
         logged: list[Chunk] = []
         if job.taken.num_chunks:
             logged = await patiently(lambda: self._broker.log(job.job_id, job.taken.num_chunks), math.inf)
-        job.open(request.params, logged)
+        job.open(request.params, logged, await self._sealed(logged))
         return request
+
+    async def _sealed(self, logged: Sequence[Chunk]) -> list[SealedChunk]:
+        """Chunks packed again. Log-probabilities take long: behind each such chunk the event loop is left to others."""
+        sealed = list[SealedChunk]()
+        for chunk in logged:
+            sealed.append(seal(chunk))
+            if chunk.logprobs or chunk.prompt_logprobs:
+                await self._turns.wait()
+        return sealed
 
     async def _prepare(self, request: Request, tenant: str) -> object:
         """What the engine needs of a request besides its tokens, as long as the answer is kept."""

@@ -1,1 +1,1 @@
-"""The queue: keys and scripts in Redis, the wire format, admission, scheduling policies, and the broker that calls Redis."""
+"""The queue: keys and scripts in Redis, the wire format, admission, scheduling policies, and the broker."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any, cast
 
 import msgpack
 
-from penstock.contract.errors import PenstockError
+from penstock.contract.errors import InvariantError, PenstockError
 
 MAX_BYTES = 16 << 20
 MAX_DEPTH = 8
@@ -30,6 +31,20 @@ def pack(value: Any) -> bytes:
 def new_pack() -> Pack:
     """A `pack` that keeps its buffer, which is most of the work of packing something small; for one thread only."""
     return cast(Pack, msgpack.Packer(use_bin_type=True).pack)
+
+
+def array_header(num_items: int) -> bytes:
+    """What stands before the items of an array."""
+    if num_items < 16:
+        return bytes((0x90 | num_items,))
+    return struct.pack(">BH", 0xDC, num_items) if num_items < 1 << 16 else struct.pack(">BI", 0xDD, num_items)
+
+
+def with_member(packed_map: bytes, name: str, packed_value: bytes) -> bytes:
+    """A packed map of fewer than 15 members, with one more behind them."""
+    if not 0x80 <= packed_map[0] < 0x8F:
+        raise InvariantError("the map has more members than one byte can count")
+    return b"".join((bytes((packed_map[0] + 1,)), memoryview(packed_map)[1:], pack(name), packed_value))
 
 
 def unpack_all(data: bytes) -> list[Any]:

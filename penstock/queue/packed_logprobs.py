@@ -4,10 +4,40 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.queue.msgpack_codec import WireError
+from penstock.queue import msgpack_codec as packing
+from penstock.queue.msgpack_codec import Pack, WireError, array_header
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Log-probabilities of some tokens, packed back to back."""
+
+    num_rows: int
+    data: bytes
+
+    @property
+    def array(self) -> bytes:
+        """What stands for them in a chunk or a result."""
+        return array_header(self.num_rows) + self.data
+
+
+NO_ROWS = Rows(0, b"")
+
+
+def rows_of(entries: Sequence[TokenLogprobs], pack: Pack = packing.pack) -> Rows:
+    """Pack log-probabilities."""
+    if not entries:
+        return NO_ROWS
+    return Rows(len(entries), pack(to_wire(entries))[len(array_header(len(entries))) :])
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Parts in order as one."""
+    return Rows(sum(part.num_rows for part in parts), b"".join(part.data for part in parts))
 
 
 def to_wire(entries: Sequence[TokenLogprobs]) -> list[Any]:

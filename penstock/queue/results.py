@@ -8,7 +8,8 @@ from typing import Any
 from penstock.contract.job import Choice, Outcome, Result, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.queue import packed_logprobs
-from penstock.queue.msgpack_codec import WireError, pack
+from penstock.queue.msgpack_codec import WireError, array_header, pack, with_member
+from penstock.queue.packed_logprobs import Rows, rows_of
 from penstock.queue.wire import VERSION, unpack_map
 
 
@@ -16,18 +17,20 @@ def encode_result(
     choices: tuple[Choice, ...],
     usage: Usage,
     cuts: list[tuple[int, int, int]],
-    prompt_logprobs: Sequence[TokenLogprobs] = (),
+    prompt_logprobs: Sequence[TokenLogprobs] | Rows = (),
+    logprobs: Sequence[Rows] = (),
 ) -> bytes:
-    """The part of a result that the node knows; the rest stands in the job's hash."""
-    fields: dict[str, Any] = {
-        "v": VERSION,
-        "choices": [_choice_fields(choice) for choice in choices],
-        "u": [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens],
-        "cuts": cuts,
-    }
-    if prompt_logprobs:
-        fields["q"] = packed_logprobs.to_wire(prompt_logprobs)
-    return pack(fields)
+    """The part of a result that the node knows; the rest stands in the job's hash.
+
+    `logprobs` are the choices' where they are packed already.
+    """
+    rows = logprobs or [rows_of(choice.logprobs) for choice in choices]
+    prompt_rows = prompt_logprobs if isinstance(prompt_logprobs, Rows) else rows_of(prompt_logprobs)
+    packed_choices = [*map(_packed_choice, choices, rows)]
+    data = with_member(pack({"v": VERSION}), "choices", array_header(len(choices)) + b"".join(packed_choices))
+    data = with_member(data, "u", pack([usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]))
+    data = with_member(data, "cuts", pack(cuts))
+    return with_member(data, "q", prompt_rows.array) if prompt_rows.num_rows else data
 
 
 def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[int, int, int, int]) -> Result:
@@ -42,9 +45,9 @@ def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[in
         raise WireError(f"not a result: {error!r}") from error
 
 
-def _choice_fields(choice: Choice) -> dict[str, Any]:
-    fields: dict[str, Any] = {"c": choice.index, "s": choice.text, "t": choice.token_ids, "f": choice.finish_reason}
-    return fields | {"l": packed_logprobs.to_wire(choice.logprobs)} if choice.logprobs else fields
+def _packed_choice(choice: Choice, rows: Rows) -> bytes:
+    data = pack({"c": choice.index, "s": choice.text, "t": choice.token_ids, "f": choice.finish_reason})
+    return with_member(data, "l", rows.array) if rows.num_rows else data
 
 
 def _choice_of(fields: dict[str, Any]) -> Choice:

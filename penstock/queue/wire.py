@@ -17,7 +17,8 @@ from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome,
 from penstock.contract.problems import problem_of
 from penstock.contract.tools import Tools, few_calls
 from penstock.queue import packed_logprobs
-from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all
+from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all, with_member
+from penstock.queue.packed_logprobs import Rows, rows_of
 from penstock.queue.prompts import prompt_fields
 
 VERSION = 1
@@ -139,8 +140,11 @@ def unpack_map(data: bytes) -> dict[str, Any]:
 # Chunks -----------------------------------------------------------------------------------------
 
 
-def encode_chunk(chunk: Chunk, pack: Pack = pack) -> bytes:
-    """The bytes of a chunk in the log and on the channels; terminal chunks are built by the scripts."""
+def encode_chunk(chunk: Chunk, pack: Pack = pack, rows: Rows | None = None, prompt_rows: Rows | None = None) -> bytes:
+    """The bytes of a chunk in the log and on the channels; terminal chunks are built by the scripts.
+
+    `rows` and `prompt_rows` are its log-probabilities where they are packed already.
+    """
     if chunk.outcome is not None:
         raise InvariantError("terminal chunks are written by the scripts only")
     head = {"v": VERSION, "j": chunk.job_id, "i": chunk.index, "c": chunk.choice}
@@ -150,11 +154,12 @@ def encode_chunk(chunk: Chunk, pack: Pack = pack) -> bytes:
     if chunk.usage is not None:
         usage = chunk.usage
         fields["u"] = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+    data = pack(fields)
     if chunk.logprobs:
-        fields["l"] = packed_logprobs.to_wire(chunk.logprobs)
+        data = with_member(data, "l", (rows or rows_of(chunk.logprobs, pack)).array)
     if chunk.prompt_logprobs:
-        fields["q"] = packed_logprobs.to_wire(chunk.prompt_logprobs)
-    return pack(fields)
+        data = with_member(data, "q", (prompt_rows or rows_of(chunk.prompt_logprobs, pack)).array)
+    return data
 
 
 _PLAIN = {"v": int, "j": str, "i": int, "c": int, "p": int, "t": list, "s": str}

@@ -12,8 +12,11 @@ POLL_S = 0.2
 """How often a reader looks when the job pushes to as many processes as it may."""
 
 
-MAX_QUEUED_LOGPROBS = 1 << 14
-"""Log-probabilities that wait for a reader: each takes about 130 bytes, and a chunk of a prompt's has thousands."""
+MAX_QUEUED_LOGPROBS = 1 << 13
+"""Log-probabilities that wait for a reader: each takes about 130 bytes, and a chunk of a prompt's has thousands.
+
+The garbage collector visits all that wait, in one go.
+"""
 
 
 class Mailbox:

@@ -18,6 +18,8 @@ from penstock.queue.broker.decoding import has_logprobs
 from penstock.queue.broker.producer import Attached
 
 LOG_PAGE_CHUNKS = 1000
+LARGE_CHUNKS_PER_PAGE = 8
+"""Where chunks have log-probabilities: some hundred kilobytes at most, since a page ends early anyway."""
 
 
 class Source(Protocol):
@@ -115,11 +117,13 @@ class StreamReader:
         return any(chunk.index == self._cursor.next_index for chunk in self._arrived)
 
     async def _read_log(self) -> AsyncGenerator[list[Chunk], None]:
+        count = LARGE_CHUNKS_PER_PAGE if has_logprobs(self._arrived) else LOG_PAGE_CHUNKS
         page_is_full = True
         while page_is_full:
-            page = await self._source.log(self._cursor.next_index, LOG_PAGE_CHUNKS)
+            page = await self._source.log(self._cursor.next_index, count)
             # A page ends early where its chunks are large.
-            page_is_full = len(page) == LOG_PAGE_CHUNKS or has_logprobs(page)
+            page_is_full = len(page) == count or has_logprobs(page)
+            count = LARGE_CHUNKS_PER_PAGE if has_logprobs(page) else LOG_PAGE_CHUNKS
             if batch := self._fresh(page):
                 yield batch
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Chunk, Outcome, SamplingParams, Usage
+from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.queue import results, wire
@@ -132,3 +133,43 @@ def test_a_job_that_was_all_logged_keeps_the_usage_that_its_reader_was_told() ->
     job, told = held(), Usage(5, 1, 4)
     job.open(SamplingParams(), [Chunk(JOB_ID, 0, 0, 0, (7,), "a", "stop", told)])
     assert results.decode_result(job.result(), JOB_ID, Outcome("done"), (0, 0, 0, 0)).usage == told
+
+
+def scored(num_tokens: int) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs((i, i + 1), (-0.5, -2.0), (b"a", b"b")) for i in range(num_tokens))
+
+
+def test_a_prompts_log_probabilities_are_packed_a_bounded_part_at_a_time() -> None:
+    job, entries = held(), scored(1000)
+    job.add_tokens(StepOutput("", 0, 0, (1,), "a", "stop", prompt_logprobs=entries))
+    num_parts = 0
+    while job.has_unsealed_prompt:
+        job.seal_part()
+        num_parts += 1
+    assert num_parts == -(-1000 // PROMPT_TOKENS_PER_CHUNK)
+    chunks = decoded(job.emission().chunks)
+    assert max(len(chunk.prompt_logprobs) for chunk in chunks) == PROMPT_TOKENS_PER_CHUNK
+    result = results.decode_result(job.result(), JOB_ID, Outcome("done"), (1, 2, 3, 4))
+    assert result.prompt_logprobs == entries == tuple(e for chunk in chunks for e in chunk.prompt_logprobs)
+
+
+def test_tokens_with_log_probabilities_that_pile_up_leave_in_bounded_chunks() -> None:
+    job, entries = held(), scored(1000)
+    for i, entry in enumerate(entries):
+        job.add_tokens(StepOutput("", 0, i, (i,), "a", None, logprobs=(entry,)))
+    chunks = decoded(job.emission().chunks)
+    assert max(len(chunk.logprobs) for chunk in chunks) == PROMPT_TOKENS_PER_CHUNK
+    result = results.decode_result(job.result(), JOB_ID, Outcome("done"), (1, 2, 3, 4))
+    assert result.choices[0].logprobs == entries == tuple(e for chunk in chunks for e in chunk.logprobs)
+
+
+def test_the_next_node_keeps_what_an_earlier_one_logged_of_a_prompt() -> None:
+    first, entries = held(), scored(300)
+    first.add_tokens(StepOutput("", 0, 0, (1,), "a", None, prompt_logprobs=entries))
+    logged = decoded(first.emission().chunks)
+    second = held()
+    second.open(SamplingParams(max_tokens=10), logged[:2])
+    second.add_tokens(StepOutput("", 0, 0, (1,), "a", "stop", prompt_logprobs=entries))
+    assert decoded(second.emission().chunks)[0].position == 2 * PROMPT_TOKENS_PER_CHUNK
+    result = results.decode_result(second.result(), JOB_ID, Outcome("done"), (1, 2, 3, 4))
+    assert result.prompt_logprobs == entries

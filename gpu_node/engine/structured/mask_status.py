@@ -2,5 +2,6 @@
 
 from __future__ import annotations
 
-WRITTEN, MISFIT, PAST_LIMITS, UNKNOWN = range(4)
-"""It is there; the tokens do not fit the grammar; the matcher hit a limit; the worker has no such grammar."""
+WRITTEN, MISFIT, PAST_LIMITS, UNKNOWN, EMPTY = range(5)
+"""It is there; the tokens do not fit the grammar; the matcher hit a limit; the worker has no such grammar; no token
+is left."""

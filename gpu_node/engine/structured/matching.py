@@ -7,7 +7,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from penstock.gpu_node.engine.structured.compiling import Compiler, is_past_limits
-from penstock.gpu_node.engine.structured.mask_status import MISFIT, PAST_LIMITS, UNKNOWN, WRITTEN
+from penstock.gpu_node.engine.structured.mask_status import EMPTY, MISFIT, PAST_LIMITS, UNKNOWN, WRITTEN
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -40,6 +40,8 @@ class Matching:
         if matcher.is_error():
             return PAST_LIMITS, _reason(matcher)
         mask = bytes(self._words)
+        if not mask.strip(b"\0"):
+            return EMPTY, b""
         only = _only_bit(mask)
         return WRITTEN, self._spelled(matcher) if only is not None and self._is_mistaken(matcher, only) else mask
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
 from penstock.gpu_node.engine.structured import limits
 from penstock.gpu_node.engine.structured.grammar import Grammar
-from penstock.gpu_node.engine.structured.mask_status import MISFIT, PAST_LIMITS
+from penstock.gpu_node.engine.structured.mask_status import EMPTY, MISFIT, PAST_LIMITS
 
 MAX_KILLS_FROM_OUTSIDE = 3
 """A system that is short of memory kills without saying why. A grammar in whose tasks it did so often is blamed."""
@@ -47,6 +47,9 @@ def failure_of(grammar: Grammar, status: int, reason: bytes) -> PenstockError:
         return refusal_of(grammar, f"a token got past the limits of work ({said})")
     if status == MISFIT:
         return RequestError("the logged tokens are not of the form that is asked for", param="resume")
+    if status == EMPTY:
+        field_name = grammar.field_name
+        return RequestError(f"{field_name}: no token of this model goes on with a text of that form", param=field_name)
     return refusal_of(grammar, "it could not be compiled again")
 
 

@@ -13,7 +13,7 @@ from penstock.runtime.cooperative import Turns
 _BYTES_PER_STEP = 64 << 10
 """Of log-probabilities, which take longest: a few milliseconds."""
 _LARGE_BYTES = 16 << 10
-MAX_PAGE_BYTES = 256 << 10
+MAX_PAGE_BYTES = 64 << 10
 """Of log-probabilities in one page of a log; decoded they take seven times as much."""
 _MAX_BYTES_ON_LOOP = 256 << 10
 
