@@ -25,7 +25,7 @@ from starlette.datastructures import State
 from penstock.contract.errors import JobFailedError, PenstockError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.producer.client import AsyncClient
-from penstock.queue.pool_stats import EVENTS, PoolFigures
+from penstock.queue.pool_stats import EVENTS, PoolStats
 from penstock.runtime.loop_metrics import loop_metrics
 
 _LOG = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def _of_redis(memory: tuple[int, int] | None) -> Iterator[Metric]:
         yield GaugeMetricFamily("penstock_redis_max_bytes", "Memory that Redis may use; 0: no limit.", value=most)
 
 
-def _of_pools(pools: list[PoolFigures]) -> Iterator[Metric]:
+def _of_pools(pools: list[PoolStats]) -> Iterator[Metric]:
     yield _per_class("penstock_queue_depth", "Jobs that wait.", {p.pool: p.depth for p in pools})
     ages = {p.pool: [ms / 1000 for ms in p.oldest_ms] for p in pools}
     yield _per_class("penstock_queue_age_seconds", "How long the oldest of them has waited.", ages)
@@ -182,7 +182,7 @@ def _of_pools(pools: list[PoolFigures]) -> Iterator[Metric]:
         yield _per_pool(family, {p.pool: p.counts[event] for p in pools})
 
 
-def _kept(pools: list[PoolFigures]) -> Metric:
+def _kept(pools: list[PoolStats]) -> Metric:
     family = GaugeMetricFamily(
         "penstock_tenant_kept_bytes",
         "Bytes of Redis that a tenant's jobs and results take, of those that take most.",

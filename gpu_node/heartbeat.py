@@ -12,7 +12,7 @@ from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.inbox import Inbox
 from penstock.gpu_node.ledger import Ledger
-from penstock.gpu_node.monitor.health import Health, Signs
+from penstock.gpu_node.monitor.health import Health, HealthSample
 from penstock.gpu_node.monitor.watchdog import Watchdog
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.worker import EngineWorker
@@ -160,8 +160,8 @@ class Heartbeat:
             troubles=self._health.look(self._signs(stats, now_s)),
         )
 
-    def _signs(self, stats: EngineStats, now_s: float) -> Signs:
-        return Signs(
+    def _signs(self, stats: EngineStats, now_s: float) -> HealthSample:
+        return HealthSample(
             now_s=now_s,
             wall_s=time.time(),
             late_s=self._late_s,

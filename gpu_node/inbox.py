@@ -10,7 +10,7 @@ from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.bell import Bell
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
-from penstock.gpu_node.reception import Reception
+from penstock.gpu_node.reception import JobIntake
 from penstock.queue.broker.node import NodeBroker, Room, TakeAnswer
 from penstock.queue.broker.retry import pauses
 
@@ -31,7 +31,7 @@ class Inbox:
         ledger: Ledger,
         bell: Bell,
         outbox: Outbox,
-        reception: Reception,
+        reception: JobIntake,
         *,
         room: tuple[int, int],
     ) -> None:

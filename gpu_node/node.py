@@ -22,8 +22,8 @@ from penstock.gpu_node.monitor.liveness import answering
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.pace import Pace
-from penstock.gpu_node.reception import Reception
-from penstock.gpu_node.relief import Relief
+from penstock.gpu_node.reception import JobIntake
+from penstock.gpu_node.relief import LoadShedder
 from penstock.gpu_node.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.threads import Threads
@@ -31,7 +31,7 @@ from penstock.gpu_node.worker import EngineLike, EngineWorker
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.eviction import warn_of_eviction
-from penstock.queue.broker.node import NodeBroker, SweptError
+from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.retry import patiently
 from penstock.queue.wire import NodePressure, PoolRecord
 from penstock.runtime import crash_points as crash
@@ -64,13 +64,13 @@ class Node:
             max_unsent_bytes=settings.max_unsent_bytes,
             pace=Pace(settings.stream_interval_ms / 1000),
         )
-        self._relief = Relief(
+        self._relief = LoadShedder(
             *(self._broker, self.ledger, self._worker, self._outbox),
             kv_tokens=engine.num_kv_tokens,
             max_num_seqs=settings.max_num_seqs,
         )
         self._threads = Threads()
-        self._reception = Reception(
+        self._reception = JobIntake(
             *(self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._relief, self._threads)
         )
         self._inbox = Inbox(
@@ -159,12 +159,12 @@ class Node:
     async def _heartbeat_forever(self) -> None:
         while True:
             try:
-                with suppress(SweptError):
+                with suppress(LeaseLostError):
                     await self._heartbeat.run()
             except EngineStalledError:
                 await self._spare_bystanders()
                 raise
-            with suppress(SweptError):
+            with suppress(LeaseLostError):
                 await self._rejoin()
 
     async def _spare_bystanders(self) -> None:
@@ -173,14 +173,14 @@ class Node:
             return  # it hangs elsewhere: any job may be at fault
         hung = [job.job_id for job in self.ledger if job.taken.lease in in_flight]
         log.error("a step hangs", extra={"jobs": hung})
-        with suppress(UnavailableError, SweptError):
+        with suppress(UnavailableError, LeaseLostError):
             await self._give_back([job for job in self.ledger if job.taken.lease not in in_flight])
 
     async def _take_forever(self) -> None:
         while True:
             try:
                 await self._inbox.run()
-            except SweptError:
+            except LeaseLostError:
                 # The heartbeat finds out too, and rejoins.
                 await asyncio.sleep(0.1)
 
@@ -209,10 +209,10 @@ class Node:
     async def _drain(self) -> None:
         """Lets jobs end for a while, then gives the rest back with all their tokens in the log."""
         self._heartbeat.draining = True
-        with suppress(UnavailableError, SweptError):
+        with suppress(UnavailableError, LeaseLostError):
             await self._heartbeat.beat()  # at once: whatever becomes of this node now, its jobs are not to blame
         log.info("draining", extra={"num_jobs": len(self.ledger)})
-        with suppress(UnavailableError, SweptError):
+        with suppress(UnavailableError, LeaseLostError):
             await patiently(self._inbox.close, LEAVE_PATIENCE_S)
             await self._give_back([job for job in self.ledger if not job.is_in_engine])
         await _first_of(self._outbox.until_empty(), self._hurry.wait(), timeout_s=self._settings.drain_s)

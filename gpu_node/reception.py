@@ -16,7 +16,7 @@ from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.outcomes import outcome_of
-from penstock.gpu_node.relief import Relief
+from penstock.gpu_node.relief import LoadShedder
 from penstock.gpu_node.sealed import SealedChunk, seal
 from penstock.gpu_node.threads import Threads
 from penstock.gpu_node.worker import EngineWorker
@@ -38,7 +38,7 @@ MAX_TRIALS_AWAITED = 64
 MAX_TRIALS_OF_TENANT = 4
 
 
-class Reception:
+class JobIntake:
     """Receives each job by itself, so that none waits for another's grammar, adapter or long prompt.
 
     Jobs without these get into the engine in the order in which they were taken. What cannot run goes straight to the
@@ -52,7 +52,7 @@ class Reception:
         worker: EngineWorker,
         tokenizer: Tokenizer,
         outbox: Outbox,
-        relief: Relief,
+        relief: LoadShedder,
         threads: Threads,
     ) -> None:
         self._broker = broker

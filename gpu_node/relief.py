@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 
 
-class Relief:
+class LoadShedder:
     """Gives jobs back for one node, whose engine has room for so many KV tokens and sequences."""
 
     def __init__(

@@ -22,18 +22,18 @@ from penstock.contract.job import Usage, pool_of
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.openai.limits import check_logprobs
-from penstock.gateway.openai.pieces import PieceWriter, ReadPieceWriter
+from penstock.gateway.openai.pieces import ParsedSseEncoder, SseEncoder
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of
 from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import DONE, EventWriter, event
-from penstock.gateway.stream.whole import PIECE_BYTES, PieceSender
+from penstock.gateway.stream.whole import PIECE_BYTES, BodyWriter
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import choose_pool
 from penstock.producer.openai.json_parts import json_parts
-from penstock.producer.openai.reading import PLAIN, AnswerForm
+from penstock.producer.openai.reading import PLAIN, AnswerFormat
 from penstock.producer.openai.render import ChatRenderer, Renderer, usage_of
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
@@ -77,7 +77,7 @@ class Answer(Response):
             if order.tool_use.tools is not None:
                 _require_call_form(record)
 
-    async def _form_of(self, pool: str) -> AnswerForm:
+    async def _form_of(self, pool: str) -> AnswerFormat:
         """How this answer's text is to be read; raises RequestError for tools that the model cannot call."""
         use = self._order.tool_use
         is_formed = self._order.params.structured_outputs is not None and use.tools is None
@@ -85,9 +85,11 @@ class Answer(Response):
             return PLAIN
         record = self._pools.get(pool) or (await self._client.pools()).get(pool)
         if use.tools is None:
-            return PLAIN if record is None else AnswerForm("none", record.reasoning_parser)
+            return PLAIN if record is None else AnswerFormat("none", record.reasoning_parser)
         record = _require_call_form(record)
-        return AnswerForm(record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named)
+        return AnswerFormat(
+            record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named
+        )
 
     async def _renderer(self, jobs: Sequence[AsyncJob]) -> Renderer:
         return self._dialect(
@@ -116,7 +118,7 @@ class WholeAnswer(Answer):
             ends = await ends_of(jobs)
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
             await self._turns.wait()
-        sender = PieceSender(send, {JOB_HEADER: _names(jobs)}, self._turns)
+        sender = BodyWriter(send, {JOB_HEADER: _names(jobs)}, self._turns)
         try:
             await sender.send_all(self._parts(renderer, jobs, ends))
         except PenstockError as error:
@@ -184,13 +186,13 @@ class StreamAnswer(Answer):
             await writer.write(event(error_body(error)))
         await writer.end()
 
-    def _piece_writer(self, renderer: Renderer, jobs: Sequence[AsyncJob]) -> PieceWriter | ReadPieceWriter:
+    def _piece_writer(self, renderer: Renderer, jobs: Sequence[AsyncJob]) -> SseEncoder | ParsedSseEncoder:
         order, indices = self._order, {job.id: index for index, job in enumerate(jobs)}
         if order.cut_at is not None and not order.reads_all:
             renderer.go_on()
         if renderer.form == PLAIN and not order.tells_tokens and not order.reads_all:
-            return PieceWriter(renderer, indices, order.cut_at)
-        return ReadPieceWriter(renderer, indices, order.cut_at)
+            return SseEncoder(renderer, indices, order.cut_at)
+        return ParsedSseEncoder(renderer, indices, order.cut_at)
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
         renderer = await self._renderer(jobs)
@@ -214,7 +216,7 @@ class StreamAnswer(Answer):
             await writer.write(event(renderer.last_piece(usages)))
         await writer.write(DONE)
 
-    async def _write(self, pieces: PieceWriter | ReadPieceWriter, batch: Batch, writer: EventWriter) -> None:
+    async def _write(self, pieces: SseEncoder | ParsedSseEncoder, batch: Batch, writer: EventWriter) -> None:
         # What waited for a slow reader or in a log may be much, and so is what is said of a prompt.
         is_large = len(batch) > MAX_SMALL_BATCH or bool(batch[0].prompt_logprobs)
         if is_large:

@@ -12,7 +12,7 @@ from penstock.contract.job import Chunk
 from penstock.gateway.stream.order import Place
 from penstock.gateway.stream.sse import event
 from penstock.gateway.stream.whole import PIECE_BYTES
-from penstock.producer.openai.reading import AnswerReader, Said
+from penstock.producer.openai.reading import AnswerReader, ParsedText
 from penstock.producer.openai.render import Renderer, finish_reason_of
 
 MAX_EVENTS_OF_PART = 256
@@ -59,7 +59,7 @@ class Progress:
         return False
 
 
-class PieceWriter:
+class SseEncoder:
     """Events of one answer's chunks; `indices` says which of its jobs is which."""
 
     def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: Place | None) -> None:
@@ -92,7 +92,7 @@ class PieceWriter:
         return rendered
 
     def _piece(self, chunk: Chunk, text: str, finish_reason: str | None) -> Mapping[str, object]:
-        return self._renderer.piece(self._indices[chunk.job_id], chunk.choice, Said(text), finish_reason)
+        return self._renderer.piece(self._indices[chunk.job_id], chunk.choice, ParsedText(text), finish_reason)
 
     def _frame_of(self, chunk: Chunk) -> _Frame | None:
         """None where a mark occurs in what is rendered around it, such as the model's name."""
@@ -102,7 +102,7 @@ class PieceWriter:
         return _Frame(head, *parts) if len(rest) == 1 and len(parts) == 2 else None
 
 
-class ReadPieceWriter:
+class ParsedSseEncoder:
     """The same where more is said than text: each chunk gives an event of what it made certain, or none.
 
     Chats may be read for calls and reasoning, and tokens may come with how likely they were.

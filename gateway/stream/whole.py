@@ -16,7 +16,7 @@ MAX_WORK_S = 0.004
 """Then the event loop gets its turn, whether a piece is complete or not."""
 
 
-class PieceSender:
+class BodyWriter:
     """Sends JSON as it is made. The status goes out with the first piece, which waits for the reader as all others do.
 
     An answer of one piece has a `Content-Length`, a longer one comes in chunks.

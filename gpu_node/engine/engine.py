@@ -10,20 +10,20 @@ from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLong
 from penstock.contract.job import SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.in_flight import Flights, Meter
+from penstock.gpu_node.engine.in_flight import InFlightSteps, StepTimings
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_scores, scored_tokens
 from penstock.gpu_node.engine.offline import Adapters, Prompt, gather, run, spread
-from penstock.gpu_node.engine.policy.adapter_slots import AdapterPlaces
+from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots
 from penstock.gpu_node.engine.policy.by_policy import discipline_of, note_held
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request
 from penstock.gpu_node.engine.scheduler.limits import Limits
-from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrail
-from penstock.gpu_node.engine.scheduler.progress import Landed
+from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrace
+from penstock.gpu_node.engine.scheduler.progress import StepOutcome
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
 from penstock.gpu_node.engine.speculative.budget import speculation_of
@@ -52,24 +52,24 @@ class Engine(ServedModel):
         self._runner = self._model.runner
         sizes = self._runner.cache_sizes
         pools, caches = (sizes.num_device_blocks, sizes.num_host_blocks), config.enable_prefix_caching
-        self._memory = KvMemory(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
+        self._memory = KvCacheManager(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
         self._block_size = config.block_size
         self._salts_by_tenant = config.prefix_cache_salt == "tenant"
-        self._costs = PreemptionCosts(config.preemption, sizes.block_bytes)
+        self._costs = SwapCost(config.preemption, sizes.block_bytes)
         limits = Limits.of(config, self._limits.max_model_len)
-        self._places = AdapterPlaces(config.num_adapter_places)
+        self._places = AdapterSlots(config.num_adapter_places)
         self._discipline, drafts = discipline_of(config, self._places), speculation_of(config, self._runner)
         self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline, speculation=drafts)
-        self._trail = MemoryTrail(self._scheduler, self._memory)
+        self._trail = MemoryTrace(self._scheduler, self._memory)
         self._requests: dict[str, LiveRequest] = {}
         self._finished_usage: dict[str, Usage] = {}
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
-        self._flights = Flights()
+        self._flights = InFlightSteps()
         self._logprobs: Logprobs | None = None
         self._stall_after_s = config.stall_after_s
         self._held: tuple[list[Choice], float] = [], 0.0
-        self._meter = Meter()
+        self._meter = StepTimings()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; its `n` choices share the prompt's blocks.
@@ -183,7 +183,7 @@ class Engine(ServedModel):
         if still_open:
             self._scheduler.add(*still_open)
 
-    def _land(self) -> Landed | None:
+    def _land(self) -> StepOutcome | None:
         """Wait for the oldest step in flight and commit its tokens; who ends by a token or a limit leaves here."""
         if not self._flights:
             return None
@@ -248,7 +248,7 @@ class Engine(ServedModel):
         scored = scored_tokens(step, plan)
         return plan if scored is None else replace(plan, scored=scored)
 
-    def _hand_out(self, landed: Landed | None) -> list[StepOutput]:
+    def _hand_out(self, landed: StepOutcome | None) -> list[StepOutput]:
         """What each choice gained; nothing for those that are gone since their step was launched."""
         ended, self._ended_early = self._ended_early, []
         outputs = [self._output(choice, ()) for choice in ended]

@@ -61,7 +61,7 @@ class Flight:
         return (time.perf_counter() - self.started_s) * 1e3
 
 
-class Flights:
+class InFlightSteps:
     """The steps that the runner has, the oldest first."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Window:
         self.add((time.perf_counter() - self._entered_s) * 1e3)
 
 
-class StepFigures(TypedDict):
+class StepStats(TypedDict):
     """The fields of EngineStats that steps fill."""
 
     steps: int
@@ -157,7 +157,7 @@ class StepFigures(TypedDict):
 
 
 @dataclass(slots=True)
-class Meter:
+class StepTimings:
     """What steps did and where their time went; `EngineStats` says what each part is."""
 
     steps: int = 0
@@ -191,9 +191,9 @@ class Meter:
         self.num_failed_steps += 1
         self.num_memory_failures += isinstance(error, MemoryError)
 
-    def figures(self) -> StepFigures:
+    def figures(self) -> StepStats:
         """All of it as EngineStats has it."""
-        return StepFigures(
+        return StepStats(
             steps=self.steps,
             num_failed_steps=self.num_failed_steps,
             num_memory_failures=self.num_memory_failures,

@@ -15,7 +15,7 @@ from penstock.gpu_node.engine.logprobs import prompt_records
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.structured.compiler import Guides
+from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.choice_output import ChoiceOutput
 from penstock.gpu_node.engine.text.end_rule import EndRule
@@ -83,7 +83,7 @@ class LiveRequest:
     prompt_scores: PromptScores | None = None
     """What is still owed of the prompt's log-probabilities."""
 
-    def open(self, limits: RequestLimits, tokenizer: Tokenizer, guides: Guides) -> None:
+    def open(self, limits: RequestLimits, tokenizer: Tokenizer, guides: GrammarCompiler) -> None:
         """Open the choices that are not closed yet.
 
         Raises RequestError for a log that does not fit, or a form that cannot be kept to.
@@ -210,7 +210,7 @@ def _check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: 
             raise RequestError("a logged token id is outside the vocabulary", param="resume")
 
 
-def _guide_of(asked: EngineRequest, resumed: ResumedChoice, guides: Guides) -> Guide | None:
+def _guide_of(asked: EngineRequest, resumed: ResumedChoice, guides: GrammarCompiler) -> Guide | None:
     """What keeps a choice to its form, as far as an earlier node got with it.
 
     Logged tokens of another form end the choice with an error once its first mask is due.

@@ -9,7 +9,7 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.loading import load
 from penstock.gpu_node.engine.request import request_limits
-from penstock.gpu_node.engine.structured.compiler import Guides
+from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import Adapter
 
@@ -22,7 +22,7 @@ class ServedModel:
         self._model = load(config, progress)
         self._tokenizer = Tokenizer(self._model.folder, vocab_size=self._model.vocab_size)
         self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
-        self._guides = Guides(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
+        self._guides = GrammarCompiler(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
 
     def prepare(
         self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default"

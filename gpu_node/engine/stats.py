@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from penstock.gpu_node.engine.in_flight import Meter
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
+from penstock.gpu_node.engine.in_flight import StepTimings
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 
 
 def figures_of(
-    memory: KvMemory, scheduler: Scheduler, meter: Meter, grammars: GrammarCounts, block_size: int
+    memory: KvCacheManager, scheduler: Scheduler, meter: StepTimings, grammars: GrammarCounts, block_size: int
 ) -> EngineStats:
     """A snapshot of memory, queues and counters."""
     device, host, hits = memory.device, memory.host, scheduler.prefix_hits

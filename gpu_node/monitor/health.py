@@ -21,7 +21,7 @@ _THRASH_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class HealthSample:
     """What is seen of a node at one moment; counters grow from its start."""
 
     now_s: float
@@ -44,11 +44,11 @@ class Health:
     """Judges signs against those of the look before; logs what changes."""
 
     def __init__(self) -> None:
-        self._before: Signs | None = None
+        self._before: HealthSample | None = None
         self._max_step_tokens = 0
         self._troubles: dict[str, tuple[str, float]] = {}
 
-    def look(self, signs: Signs) -> dict[str, str]:
+    def look(self, signs: HealthSample) -> dict[str, str]:
         """The parts that are not well, and why."""
         before, self._before = self._before or signs, signs
         self._max_step_tokens = max(self._max_step_tokens, signs.stats.max_step_tokens)
@@ -61,12 +61,12 @@ class Health:
             log.info("a part is well again", extra={"part": part})
         return {part: why for part, (why, _) in self._troubles.items()}
 
-    def _found(self, signs: Signs, before: Signs) -> Iterator[tuple[str, str]]:
+    def _found(self, signs: HealthSample, before: HealthSample) -> Iterator[tuple[str, str]]:
         yield from _of_process(signs, before)
         yield from _of_queue(signs)
         yield from self._of_engine(signs, before)
 
-    def _of_engine(self, signs: Signs, before: Signs) -> Iterator[tuple[str, str]]:
+    def _of_engine(self, signs: HealthSample, before: HealthSample) -> Iterator[tuple[str, str]]:
         stats, last = signs.stats, before.stats
         if signs.engine_stalled_s > _STALLED_ENGINE_S:
             yield "engine", f"has made no step for {signs.engine_stalled_s:.0f} s"
@@ -83,7 +83,7 @@ class Health:
             yield "memory", f"sequences gave up their blocks {num_preempted} times in {num_steps} steps"
 
 
-def _of_process(signs: Signs, before: Signs) -> Iterator[tuple[str, str]]:
+def _of_process(signs: HealthSample, before: HealthSample) -> Iterator[tuple[str, str]]:
     if signs.late_s > _LATE_S:
         yield "loop", f"was held up for {signs.late_s:.1f} s"
     jump_s = (signs.wall_s - before.wall_s) - (signs.now_s - before.now_s)
@@ -94,7 +94,7 @@ def _of_process(signs: Signs, before: Signs) -> Iterator[tuple[str, str]]:
         yield "tokenizer", f"failed at {num_failures} prompts"
 
 
-def _of_queue(signs: Signs) -> Iterator[tuple[str, str]]:
+def _of_queue(signs: HealthSample) -> Iterator[tuple[str, str]]:
     if signs.redis_silent_s > _SILENT_REDIS_S:
         yield "redis", f"has not answered for {signs.redis_silent_s:.0f} s"
     if not signs.hears_doorbell:

@@ -10,10 +10,10 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.text.end_rule import EndRule
 
@@ -35,9 +35,9 @@ class Waste:
 
 def block_waste(load: Load, block_size: int) -> Waste:
     """Runs a load to its end."""
-    memory = KvMemory(KV_TOKENS // block_size)
+    memory = KvCacheManager(KV_TOKENS // block_size)
     limits = Limits.of(EngineConfig.model_validate({"model": "none", "block_size": block_size}), MAX_MODEL_LEN)
-    scheduler = Scheduler(memory, limits, PreemptionCosts("recompute", 1))
+    scheduler = Scheduler(memory, limits, SwapCost("recompute", 1))
     for i, (prompt, num_output, n) in enumerate(load):
         scheduler.add(*(_choice(f"{i}", c, prompt, num_output) for c in range(n)))
     wastes = list(_run(scheduler, memory, block_size))
@@ -50,7 +50,7 @@ def _choice(name: str, choice: int, prompt: Sequence[int], num_output: int) -> C
     return Choice(name, choice, SamplingParams(), 0, tokens, len(prompt), rule)
 
 
-def _run(scheduler: Scheduler, memory: KvMemory, block_size: int) -> Iterator[tuple[float, float, float]]:
+def _run(scheduler: Scheduler, memory: KvCacheManager, block_size: int) -> Iterator[tuple[float, float, float]]:
     while (step := scheduler.schedule()) is not None:
         ends = dict(zip(step.seqs, step.ends.tolist(), strict=True))
         scheduler.commit(step, np.ones(len(step.sampled), np.int32))

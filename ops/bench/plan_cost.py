@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.text.end_rule import EndRule
 
@@ -38,7 +38,7 @@ def _decode_costs_us(num_seqs: int) -> Iterator[float]:
     rng = np.random.default_rng(0)
     max_model_len = PROMPT_TOKENS + BLOCK_SIZE + NUM_STEPS
     scheduler = Scheduler(
-        KvMemory(num_seqs * (max_model_len // BLOCK_SIZE + 1)),
+        KvCacheManager(num_seqs * (max_model_len // BLOCK_SIZE + 1)),
         Limits(
             block_size=BLOCK_SIZE,
             max_num_seqs=num_seqs,
@@ -46,7 +46,7 @@ def _decode_costs_us(num_seqs: int) -> Iterator[float]:
             max_prefill_beside_decode=PROMPT_TOKENS,
             max_model_len=max_model_len,
         ),
-        PreemptionCosts("recompute", 0),
+        SwapCost("recompute", 0),
     )
     for i in range(num_seqs):
         scheduler.add(_sequence(i, rng.integers(EOS + 1, VOCAB, PROMPT_TOKENS + i % BLOCK_SIZE, dtype=np.int32)))

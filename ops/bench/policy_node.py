@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.queue.policy import HOLD_MS, Policy, PolicyName, choose, in_order_of_retreat, learned_hold_ms, victims_of
-from penstock.queue.policy_state import Standing
+from penstock.queue.policy_state import PolicyState
 
 CLASSES = ("interactive", "standard", "batch")
 KV_TOKENS, MAX_RUNNING, STEP_TOKENS = 8192, 32, 512
@@ -71,7 +71,7 @@ class Node:
     policy: Policy
     waiting: list[SimulatedJob] = field(default_factory=list)
     running: list[SimulatedJob] = field(default_factory=list)
-    standing: Standing = field(default_factory=Standing)
+    standing: PolicyState = field(default_factory=PolicyState)
     predictor: LengthPredictor = field(default_factory=lambda: LengthPredictor(RESERVED_QUANTILE))
     now_ms: float = 0.0
     hold_ms: float = HOLD_MS

@@ -18,7 +18,7 @@ from penstock.cli.host import gpus
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.kernels.cpu.build import BuildError, origin_of
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
-from penstock.queue.pool_stats import PoolFigures
+from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import NodePressure
 
 MIN_REDIS = (6, 2)
@@ -85,7 +85,7 @@ async def check_nodes(url: str) -> list[Check]:
     return [check for pool in pools for check in judge_pool(pool)]
 
 
-def judge_pool(pool: PoolFigures) -> Iterator[Check]:
+def judge_pool(pool: PoolStats) -> Iterator[Check]:
     """A pool's nodes, or that it has none."""
     if not pool.nodes:
         yield Check(

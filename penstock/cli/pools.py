@@ -10,7 +10,7 @@ import typer
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
-    from penstock.queue.pool_stats import PoolFigures
+    from penstock.queue.pool_stats import PoolStats
 
 RedisUrl = Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")]
 
@@ -41,7 +41,7 @@ def forget(
     asyncio.run(_forget(redis_url_of(redis_url), pool))
 
 
-def line_of(pool: PoolFigures) -> str:
+def line_of(pool: PoolStats) -> str:
     """A pool at a glance."""
     num_queued, num_nodes = sum(pool.depth), len(pool.nodes)
     parts = [pool.pool, f"{num_nodes} node{'' if num_nodes == 1 else 's'}"]
@@ -58,12 +58,12 @@ def line_of(pool: PoolFigures) -> str:
     return "  ".join(parts)
 
 
-async def _figures(redis_url: str) -> list[PoolFigures]:
+async def _figures(redis_url: str) -> list[PoolStats]:
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.figures import FiguresBroker
+    from penstock.queue.broker.figures import StatsBroker
 
     async with connect(redis_url) as redis:
-        return await FiguresBroker(redis).all()
+        return await StatsBroker(redis).all()
 
 
 async def _forget(redis_url: str, pool: str) -> None:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 from penstock.contract.priority import NUM_PRIORITIES
-from penstock.queue.policy_state import SHARE_WINDOW_MS, Shares, Standing, Turns
+from penstock.queue.policy_state import SHARE_WINDOW_MS, PolicyState, Shares, Turns
 
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
 LEAST_URGENT = NUM_PRIORITIES - 1
@@ -110,7 +110,7 @@ class Policy:
 def choose(
     waiting: Iterable[C],
     policy: Policy,
-    standing: Standing,
+    standing: PolicyState,
     now_ms: float,
     fits: Callable[[C, int], bool],
     makes_room: Callable[[C], bool] = lambda _: True,
@@ -139,7 +139,7 @@ def choose(
     return chosen
 
 
-def foremost(waiting: Iterable[C], policy: Policy, standing: Standing, now_ms: float) -> tuple[C, int] | None:
+def foremost(waiting: Iterable[C], policy: Policy, standing: PolicyState, now_ms: float) -> tuple[C, int] | None:
     """Who would be asked first, and the class it counts as; None where nobody waits."""
     first = next(_in_order(list(waiting), policy, standing, now_ms), None)
     return first[:2] if first is not None else None
@@ -160,7 +160,7 @@ def learned_hold_ms(hold_ms: float, kv_ms: float, cost: int) -> float:
     return hold_ms + _HOLD_WEIGHT * (kv_ms / max(1, cost) - hold_ms)
 
 
-def _in_order(waiting: list[C], policy: Policy, standing: Standing, now_ms: float) -> Iterator[tuple[C, int, bool]]:
+def _in_order(waiting: list[C], policy: Policy, standing: PolicyState, now_ms: float) -> Iterator[tuple[C, int, bool]]:
     """(candidate, class it counts as, whether it is its class's head), while `standing` follows what is taken."""
     if policy.name == "fcfs":
         yield from ((one, LEAST_URGENT, False) for one in sorted(waiting, key=_age))
@@ -200,7 +200,7 @@ def _next_of(lines: list[_Line[C]], risen: list[tuple[float, int, C]], shares: S
     return None if one is None else (one, 2)
 
 
-def _risen(heads: list[C | None], policy: Policy, standing: Standing, now_ms: float) -> list[tuple[float, int, C]]:
+def _risen(heads: list[C | None], policy: Policy, standing: PolicyState, now_ms: float) -> list[tuple[float, int, C]]:
     """(level, -class, head) of the heads that count as more than their class, the most urgent one first."""
     risen = []
     for p, head in enumerate(heads):

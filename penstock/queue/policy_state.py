@@ -97,7 +97,7 @@ class RecentUse:
 
 
 @dataclass(slots=True)
-class Standing:
+class PolicyState:
     """What is remembered from one look at the queue to the next."""
 
     share_window_ms: float = SHARE_WINDOW_MS

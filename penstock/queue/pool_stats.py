@@ -28,7 +28,7 @@ EVENTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class PoolFigures:
+class PoolStats:
     """A pool at one moment; tuples are per class, the most urgent first."""
 
     pool: str

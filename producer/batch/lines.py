@@ -25,14 +25,14 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class InputSummary:
     """A file whose every line can be told from the others."""
 
     num_lines: int
     digest: bytes
 
 
-def survey_of(path: Path) -> Survey:
+def survey_of(path: Path) -> InputSummary:
     """Reads a file once; raises RequestError naming the first line that is no object with a custom_id of its own."""
     digest = hashlib.blake2b(digest_size=16)
     first_seen: dict[str, int] = {}
@@ -44,7 +44,7 @@ def survey_of(path: Path) -> Survey:
         first_seen[custom_id] = number
     if not first_seen:
         raise RequestError("the input holds no request", param="input")
-    return Survey(len(first_seen), digest.digest())
+    return InputSummary(len(first_seen), digest.digest())
 
 
 def lines_of(path: Path) -> Iterator[Line]:

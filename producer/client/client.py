@@ -16,7 +16,7 @@ from penstock.contract.rights import allowed_class
 from penstock.contract.terms import Terms
 from penstock.contract.usage import DayUsage
 from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door
-from penstock.producer.client.courier import Courier
+from penstock.producer.client.courier import RetryingBroker
 from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import Inbox
 from penstock.producer.client.job import AsyncJob
@@ -28,11 +28,11 @@ from penstock.queue.admission import estimate_cost
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.eviction import warn_of_eviction
-from penstock.queue.broker.figures import FiguresBroker
+from penstock.queue.broker.figures import StatsBroker
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool
 from penstock.queue.broker.usage import UsageBroker
-from penstock.queue.pool_stats import PoolFigures
+from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import PoolPressure
 from penstock.runtime.settings import RedisSettings
 
@@ -62,9 +62,9 @@ class AsyncClient:
         self._highest_class = settings.highest_class
         self._redis = connect(url)
         broker = ProducerBroker(self._redis)
-        self._figures = FiguresBroker(self._redis)
+        self._figures = StatsBroker(self._redis)
         self._usage = UsageBroker(self._redis)
-        self._courier = Courier(broker, settings.outage_s)
+        self._courier = RetryingBroker(broker, settings.outage_s)
         self._inbox = Inbox(self._redis, broker, settings, self.stats)
         self._pools = Copy(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
         keys = KeyStore(self._redis)
@@ -135,7 +135,7 @@ class AsyncClient:
         """The same of all tenants and accounts."""
         return await self._courier.ask(lambda _: self._usage.all(days))
 
-    async def figures(self) -> tuple[list[PoolFigures], tuple[int, int]]:
+    async def figures(self) -> tuple[list[PoolStats], tuple[int, int]]:
         """What operators watch: figures of all pools, and the bytes that Redis uses and may use (0: no limit)."""
         figures = await self._courier.ask(lambda _: self._figures.all())
         return figures, await self._courier.ask(lambda _: self._figures.memory())

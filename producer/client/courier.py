@@ -16,7 +16,7 @@ MAX_CALLS = 64
 T = TypeVar("T")
 
 
-class Courier:
+class RetryingBroker:
     """Patience and restraint around a `ProducerBroker`."""
 
     def __init__(self, broker: ProducerBroker, outage_s: float) -> None:

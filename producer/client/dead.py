@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.contract.job import pool_of
 from penstock.contract.terms import Terms
-from penstock.producer.client.courier import Courier
+from penstock.producer.client.courier import RetryingBroker
 from penstock.producer.client.job import AsyncJob
 from penstock.queue.broker.dead_letters import DeadLetter, DeadLetters
 from penstock.queue.wire import Request
@@ -15,7 +15,9 @@ from penstock.queue.wire import Request
 class DeadLetterBox:
     """A client's way to the dead letters of all pools; `AsyncClient.dead`."""
 
-    def __init__(self, courier: Courier, letters: DeadLetters, submit: Callable[..., Awaitable[AsyncJob]]) -> None:
+    def __init__(
+        self, courier: RetryingBroker, letters: DeadLetters, submit: Callable[..., Awaitable[AsyncJob]]
+    ) -> None:
         self._courier = courier
         self._letters = letters
         self._submit = submit

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import Chunk, Job, Result
 from penstock.contract.terms import UNLIMITED, Terms
-from penstock.producer.client.courier import Courier
+from penstock.producer.client.courier import RetryingBroker
 from penstock.producer.client.inbox import Inbox
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
 from penstock.queue.packed_result import PackedResult
@@ -25,7 +25,7 @@ class Submission:
     terms: Terms = UNLIMITED
 
 
-async def submit(courier: Courier, inbox: str, submission: Submission) -> Submitted:
+async def submit(courier: RetryingBroker, inbox: str, submission: Submission) -> Submitted:
     """Submits a job, repeatedly while Redis is away; raises what the broker raises."""
     return await courier.ask(lambda broker: _submit(broker, inbox, submission))
 
@@ -39,7 +39,7 @@ class JobSource:
     """A job's standing, log and result. A job of ours that Redis lost is submitted again: same id, same bytes."""
 
     def __init__(
-        self, courier: Courier, inbox: Inbox, job_id: str, tenant: str, submission: Submission | None = None
+        self, courier: RetryingBroker, inbox: Inbox, job_id: str, tenant: str, submission: Submission | None = None
     ) -> None:
         self._courier = courier
         self._inbox = inbox

@@ -14,7 +14,7 @@ _Place = Literal["before", "inside", "behind"]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedText:
     """A part of what a choice says, or all of it."""
 
     content: str = ""
@@ -24,12 +24,12 @@ class Said:
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
-    def __add__(self, more: Said) -> Said:
-        return Said(self.content + more.content, self.reasoning + more.reasoning, self.calls + more.calls)
+    def __add__(self, more: ParsedText) -> ParsedText:
+        return ParsedText(self.content + more.content, self.reasoning + more.reasoning, self.calls + more.calls)
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
+class AnswerFormat:
     """How an answer is read; the names are those of a pool's record, unknown ones read nothing."""
 
     tool_parser: str = "none"
@@ -39,43 +39,43 @@ class AnswerForm:
     is_named: bool = False
     """The caller said which function is called, so that a call is no reason to end."""
 
-    def read(self, text: str) -> Said:
+    def read(self, text: str) -> ParsedText:
         """All that a whole text says."""
         if self == PLAIN:
-            return Said(text)
-        reader, said = AnswerReader(self), Said()
+            return ParsedText(text)
+        reader, said = AnswerReader(self), ParsedText()
         # Behind each call the rest is copied: in slices, many calls cost no more than few.
         for at in range(0, len(text), _CHARS_READ_AT_ONCE):
             said += reader.push(text[at : at + _CHARS_READ_AT_ONCE])
         return said + reader.end()
 
 
-PLAIN = AnswerForm()
+PLAIN = AnswerFormat()
 """All is content."""
 
 
 class AnswerReader:
     """Reads one choice's text, piece by piece."""
 
-    def __init__(self, form: AnswerForm) -> None:
+    def __init__(self, form: AnswerFormat) -> None:
         call_form = CALL_FORMS.get(form.tool_parser)
         self._one_call = form.one_call
         self._calls = ToolCallReader(call_form) if call_form else None
         self._reasoning = _ReasoningReader(form.reasoning_parser)
 
-    def push(self, text: str) -> Said:
+    def push(self, text: str) -> ParsedText:
         """What a further piece makes certain."""
         reasoning, rest = self._reasoning.push(text)
         content, calls = self._calls.push(rest) if self._calls else (rest, ())
-        return Said(content, reasoning, self._wanted(calls))
+        return ParsedText(content, reasoning, self._wanted(calls))
 
-    def end(self) -> Said:
+    def end(self) -> ParsedText:
         """What is left when the text ends."""
         reasoning, rest = self._reasoning.end()
         if self._calls is None:
-            return Said(rest, reasoning)
+            return ParsedText(rest, reasoning)
         (content, calls), (last, last_calls) = self._calls.push(rest), self._calls.end()
-        return Said(content + last, reasoning, self._wanted(calls + last_calls))
+        return ParsedText(content + last, reasoning, self._wanted(calls + last_calls))
 
     def _wanted(self, calls: tuple[Call, ...]) -> tuple[Call, ...]:
         return tuple(call for call in calls if not call.index) if self._one_call else calls

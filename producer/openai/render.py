@@ -24,7 +24,7 @@ from penstock.producer.openai.likely import (
     whole_chat_logprobs,
     whole_completion_logprobs,
 )
-from penstock.producer.openai.reading import PLAIN, AnswerForm, Said
+from penstock.producer.openai.reading import PLAIN, AnswerFormat, ParsedText
 from penstock.producer.openai.tool_calls import Call
 from penstock.queue.packed_result import PackedChoice, PackedResult
 
@@ -80,7 +80,7 @@ class Renderer:
         created_s: int,
         params: SamplingParams,
         include_usage: bool,
-        form: AnswerForm = PLAIN,
+        form: AnswerFormat = PLAIN,
         echoes: bool = False,
     ) -> None:
         """`echoes`: the text begins with the prompt."""
@@ -98,7 +98,12 @@ class Renderer:
         self._begun.add(0)
 
     def piece(
-        self, job_index: int, choice: int, said: Said, finish_reason: str | None, logprobs: Sequence[TokenLogprobs] = ()
+        self,
+        job_index: int,
+        choice: int,
+        said: ParsedText,
+        finish_reason: str | None,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> dict[str, Any]:
         """The next piece of one choice of one job; choices count on over the jobs."""
         rendered = self._piece_choice(job_index, choice, said, finish_reason, logprobs)
@@ -111,10 +116,10 @@ class Renderer:
         """
         first = job_index * self._params.n
         if not self._echoes:
-            piece = self._piece_choice(job_index, 0, Said(""), None, ())
+            piece = self._piece_choice(job_index, 0, ParsedText(""), None, ())
             piece["prompt_logprobs"] = [*prompt_logprobs(prompt)]
             return {**self._head, "object": self.piece_object, "choices": [piece], **self._tail}
-        said = Said(self._prompts[job_index].take_text(prompt))
+        said = ParsedText(self._prompts[job_index].take_text(prompt))
         shown = prompt if self._params.logprobs is not None else ()
         choices = [self._piece_choice(job_index, 0, said, None, shown)]
         for choice in range(1, self._params.n):
@@ -123,7 +128,12 @@ class Renderer:
         return {**self._head, "object": self.piece_object, "choices": choices, **self._tail}
 
     def _piece_choice(
-        self, job_index: int, choice: int, said: Said, finish_reason: str | None, logprobs: Sequence[TokenLogprobs]
+        self,
+        job_index: int,
+        choice: int,
+        said: ParsedText,
+        finish_reason: str | None,
+        logprobs: Sequence[TokenLogprobs],
     ) -> dict[str, Any]:
         number = job_index * self._params.n + choice
         is_first = number not in self._begun
@@ -172,10 +182,10 @@ class Renderer:
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         raise NotImplementedError
 
-    def _piece_of(self, number: int, said: Said, is_first: bool) -> dict[str, Any]:
+    def _piece_of(self, number: int, said: ParsedText, is_first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _whole_of(self, number: int, said: Said, echo: Echo) -> dict[str, Any]:
+    def _whole_of(self, number: int, said: ParsedText, echo: Echo) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -186,7 +196,7 @@ class ChatRenderer(Renderer):
     whole_object = "chat.completion"
     piece_object = "chat.completion.chunk"
 
-    def _piece_of(self, number: int, said: Said, is_first: bool) -> dict[str, Any]:
+    def _piece_of(self, number: int, said: ParsedText, is_first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         if said.reasoning:
             delta["reasoning_content"] = said.reasoning
@@ -196,7 +206,7 @@ class ChatRenderer(Renderer):
             delta["tool_calls"] = [{"index": call.index, **self._call(number, call)} for call in said.calls]
         return {"delta": delta}
 
-    def _whole_of(self, number: int, said: Said, echo: Echo) -> dict[str, Any]:
+    def _whole_of(self, number: int, said: ParsedText, echo: Echo) -> dict[str, Any]:
         content = Text(lambda: (said.content,))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if said.reasoning:
@@ -241,8 +251,8 @@ class CompletionRenderer(Renderer):
         for entry in entries:
             self._tokens[number].skip(entry)
 
-    def _piece_of(self, number: int, said: Said, is_first: bool) -> dict[str, Any]:
+    def _piece_of(self, number: int, said: ParsedText, is_first: bool) -> dict[str, Any]:
         return {"text": said.content}
 
-    def _whole_of(self, number: int, said: Said, echo: Echo) -> dict[str, Any]:
+    def _whole_of(self, number: int, said: ParsedText, echo: Echo) -> dict[str, Any]:
         return {"text": Text(lambda: chain(echo.parts(), (said.content,)))}

@@ -32,7 +32,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class CallFormat:
     """One family's way of writing calls."""
 
     find: Callable[[str, bool], tuple[int, bool]]
@@ -51,7 +51,7 @@ def num_held(text: str, mark: str) -> int:
 class ToolCallReader:
     """Reads one choice's text."""
 
-    def __init__(self, form: CallForm) -> None:
+    def __init__(self, form: CallFormat) -> None:
         self._form = form
         self._held = ""
         self._searched = self._num_counted = 0
@@ -183,8 +183,8 @@ def _llama_calls(written: str) -> list[tuple[str, Any]]:
 
 
 CALL_FORMS = {
-    "hermes": CallForm(_marked("<tool_call>"), "</tool_call>", _hermes_calls),
-    "llama3_json": CallForm(_llama_begins, "", _llama_calls),
-    "mistral": CallForm(_marked("[TOOL_CALLS]"), "", _mistral_calls),
+    "hermes": CallFormat(_marked("<tool_call>"), "</tool_call>", _hermes_calls),
+    "llama3_json": CallFormat(_llama_begins, "", _llama_calls),
+    "mistral": CallFormat(_marked("[TOOL_CALLS]"), "", _mistral_calls),
 }
 """By the name in a pool's record."""

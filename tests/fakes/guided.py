@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.engine.structured.compiler import Guides
+from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 
 MAX_STEPS = 300
 """A step waits at most a tenth of a second for a mask."""
 
 
-def mask_of(guides: Guides, guide: Guide) -> GuidedMasks:
+def mask_of(guides: GrammarCompiler, guide: Guide) -> GuidedMasks:
     """The mask behind all tokens of a guide, in as many steps as it takes; nothing is allowed once it has failed."""
     for _ in range(MAX_STEPS):
         masks = GuidedMasks([guide])

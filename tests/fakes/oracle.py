@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.speculative.budget import Speculation
+from penstock.gpu_node.engine.speculative.budget import DraftBudget
 from penstock.gpu_node.engine.speculative.drafter import Drafter, common_odds
 
 
@@ -41,7 +41,7 @@ class Foresight(Drafter):
         return draft
 
 
-class Oracle(Speculation):
+class Oracle(DraftBudget):
     """Whoever may draft does."""
 
     def __init__(self) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
-from penstock.gpu_node.engine.policy.base import Discipline
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.policy.base import SchedulingPolicy
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts, PreemptionName
+from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionName, SwapCost
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.end_rule import EndRule
@@ -52,11 +52,11 @@ def new_scheduler(
     max_num_seqs: int = 8,
     budget: int = 16,
     preemption: PreemptionName = "recompute",
-    discipline: Discipline | None = None,
+    discipline: SchedulingPolicy | None = None,
     **memory_settings: Any,
-) -> tuple[Scheduler, KvMemory]:
+) -> tuple[Scheduler, KvCacheManager]:
     """A scheduler over a memory of so many blocks."""
-    memory = KvMemory(num_blocks, num_host_blocks, **memory_settings)
+    memory = KvCacheManager(num_blocks, num_host_blocks, **memory_settings)
     limits = Limits(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
@@ -64,7 +64,7 @@ def new_scheduler(
         max_prefill_beside_decode=max(1, budget // 2),
         max_model_len=(num_blocks + num_host_blocks) * BLOCK_SIZE,
     )
-    return Scheduler(memory, limits, PreemptionCosts(preemption, 1), discipline=discipline), memory
+    return Scheduler(memory, limits, SwapCost(preemption, 1), discipline=discipline), memory
 
 
 def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:

@@ -18,13 +18,13 @@ from penstock.contract.errors import BusyError, ConflictError, JobFailedError, S
 from penstock.contract.job import Chunk, SamplingParams
 from penstock.gateway.app import create_app
 from penstock.gateway.openai.errors import error_response
-from penstock.gateway.openai.pieces import PieceWriter
+from penstock.gateway.openai.pieces import SseEncoder
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import batches_of
 from penstock.gateway.stream.order import Order, open_jobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
-from penstock.producer.openai.reading import Said
+from penstock.producer.openai.reading import ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
@@ -157,10 +157,10 @@ def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, tex
         "params": SamplingParams(n=3),
         "include_usage": include_usage,
     }
-    pieces, renderer = PieceWriter(dialect(**fields), {"job:0": 0, "job:1": 1}, None), dialect(**fields)
+    pieces, renderer = SseEncoder(dialect(**fields), {"job:0": 0, "job:1": 1}, None), dialect(**fields)
     num_tokens = [*accumulate(len(chunk.token_ids) for chunk in chunks)]
     rendered = [
-        event(renderer.piece(i % 2, c.choice, Said(c.text), c.finish_reason), f"{c.job_id}:{i}:{num_tokens[i]}")
+        event(renderer.piece(i % 2, c.choice, ParsedText(c.text), c.finish_reason), f"{c.job_id}:{i}:{num_tokens[i]}")
         for i, c in enumerate(chunks)
         if c.text or c.finish_reason
     ]

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.figures import FiguresBroker
+from penstock.queue.broker.figures import StatsBroker
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.producer import ProducerBroker
 
@@ -21,7 +21,7 @@ ACL = Path(__file__).parents[2] / "ops" / "acl"
 ROLES: dict[type, str] = {
     ProducerBroker: "gateway",
     DeadLetters: "gateway",
-    FiguresBroker: "gateway",
+    StatsBroker: "gateway",
     NodeBroker: "node",
     AdminBroker: "admin",
 }

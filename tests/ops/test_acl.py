@@ -28,7 +28,7 @@ from penstock.queue import keys
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.figures import FiguresBroker
+from penstock.queue.broker.figures import StatsBroker
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.runtime.embedded_redis import find_redis_server
@@ -148,9 +148,9 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
     await producer.read_beat(POOL, "me")
     await producer.pressure(POOL)
     assert list(await producer.pools()) == [POOL]
-    (figures,) = await FiguresBroker(clients["gateway"]).all()
+    (figures,) = await StatsBroker(clients["gateway"]).all()
     assert figures.counts["ended_done"] == 1
-    assert (await FiguresBroker(clients["gateway"]).memory())[0] > 0
+    assert (await StatsBroker(clients["gateway"]).memory())[0] > 0
     assert await node.broker.requests([job_id]) == [None]
     await node.broker.sweep()
     await node.broker.leave()

@@ -44,7 +44,7 @@ def redis_with_users(folder: Path) -> RedisProcess:
     return RedisProcess(folder, user="watcher", aclfile=folder / "users.acl")
 
 
-class Said(NamedTuple):
+class ParsedText(NamedTuple):
     """How a command ended."""
 
     returncode: int
@@ -64,7 +64,7 @@ class Roles:
     """Keys before Redis was killed, and after it had loaded its file."""
     refused: list[Any] = field(default_factory=list)
     """What Redis refused its users, by its own account."""
-    said_to_operators: dict[str, Said] = field(default_factory=dict)
+    said_to_operators: dict[str, ParsedText] = field(default_factory=dict)
 
     def all_pids(self) -> list[int]:
         """Every process that writes to Redis, in all its groups."""
@@ -129,7 +129,7 @@ class Roles:
         }
         for words, command in asking.items():
             out, errors = command.communicate(timeout=PATIENCE_S)
-            self.said_to_operators[" ".join(words)] = Said(command.returncode, out, errors)
+            self.said_to_operators[" ".join(words)] = ParsedText(command.returncode, out, errors)
 
     def keep_logs(self) -> None:
         """What was logged until now, by role."""

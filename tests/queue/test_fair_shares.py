@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.queue.policy import Policy, PolicyName, choose, foremost
-from penstock.queue.policy_state import RecentUse, Standing
+from penstock.queue.policy_state import PolicyState, RecentUse
 
 WINDOW_MS = 1_000
 MAX_COST_MS = 50
@@ -36,7 +36,7 @@ def serve(
     policy: Policy, classes: dict[str, list[int]], since_ms: dict[str, int], until_ms: int, seed: int
 ) -> list[tuple[float, str, int]]:
     """(when, whose, how long) of each start on one place; a job of each tenant and class of it always waits."""
-    rng, standing = random.Random(seed), Standing(policy.share_window_ms)
+    rng, standing = random.Random(seed), PolicyState(policy.share_window_ms)
     waiting: list[Work] = []
     served: list[tuple[float, str, int]] = []
     now_ms = 0.0
@@ -91,7 +91,7 @@ def test_a_flood_of_interactive_work_leaves_a_standard_tenant_its_half(name: Pol
 
 
 def test_a_tenant_within_its_share_keeps_its_precedence() -> None:
-    standing = Standing(WINDOW_MS)
+    standing = PolicyState(WINDOW_MS)
     for tenant, used in (("light", 10.0), ("heavy", 90.0)):
         standing.use.note(tenant, used, 0)
         for turns in standing.turns:
@@ -104,7 +104,7 @@ def test_a_tenant_within_its_share_keeps_its_precedence() -> None:
 
 
 def test_alone_nobody_is_above_its_share() -> None:
-    standing = Standing(WINDOW_MS)
+    standing = PolicyState(WINDOW_MS)
     standing.use.note("only", 1e6, 0)
     standing.turns[0].enter("only")
     standing.turns[1].enter("only")
@@ -112,7 +112,7 @@ def test_alone_nobody_is_above_its_share() -> None:
 
 
 def test_who_used_more_than_others_goes_first_where_they_wait_for_nothing_and_displaces_nobody() -> None:
-    standing = Standing(WINDOW_MS)
+    standing = PolicyState(WINDOW_MS)
     standing.use.note("flood", 90, 0)
     standing.use.note("running", 10, 0)
     standing.turns[0].enter("flood")

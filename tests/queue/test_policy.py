@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.queue.policy import LEAST_URGENT, MAX_PASSED, Policy, PolicyName, choose, in_order_of_retreat, victims_of
-from penstock.queue.policy_state import Standing, Turns
+from penstock.queue.policy_state import PolicyState, Turns
 
 AGING_MS = 1000
 POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair")
@@ -47,9 +47,9 @@ def chosen(
     *,
     now_ms: int = 0,
     bypass_ms: int = 0,
-    standing: Standing | None = None,
+    standing: PolicyState | None = None,
 ) -> str:
-    standing = standing or Standing()
+    standing = standing or PolicyState()
     for work in sorted(waiting, key=lambda work: work.submitted_ms):
         standing.turns[work.priority].enter(work.tenant)
     return "".join(w.job_id for w in choose(waiting, Policy(name, AGING_MS, bypass_ms), standing, now_ms, fits))
@@ -88,7 +88,7 @@ def test_an_old_backlog_stays_what_it_is_but_for_its_head() -> None:
     old = [Work(f"{n}", 2, n) for n in range(9)]
     fresh = [Work("X", 0, 10**6), Work("Y", 0, 10**6)]
     served_ms = 10**6
-    standing = Standing()
+    standing = PolicyState()
     assert chosen(old + fresh, "priority", now_ms=served_ms, standing=standing)[:3] == "0XY"
     standing.head_served_ms = [0, 0, served_ms]
     assert chosen(old + fresh, "priority", now_ms=served_ms + 2 * AGING_MS - 1, standing=standing)[:3] == "XY0"
@@ -107,7 +107,7 @@ def test_nobody_waits_longer_than_the_formula_says(
     name: PolicyName, priority: int, num_before: int, turnover_ms: int, others: list[tuple[int, int, str]]
 ) -> None:
     """One place, taken for `turnover_ms` at a time; all others always have one job waiting, cheap and new."""
-    policy, standing = Policy(name, AGING_MS, 0), Standing()
+    policy, standing = Policy(name, AGING_MS, 0), PolicyState()
     older = [Work(f"old{n}", priority, n - 9, "z", 100) for n in range(num_before + 1)]
     waiting, mine, now_ms = list(older), older[-1], 0
     while mine in waiting:

@@ -7,25 +7,25 @@ from fakes.queue.harness import LEASE_MS, POOL, P, Queue
 from redis.asyncio import Redis
 
 from penstock.contract.job import Priority
-from penstock.queue.broker.figures import FiguresBroker
-from penstock.queue.pool_stats import EVENTS, PoolFigures
+from penstock.queue.broker.figures import StatsBroker
+from penstock.queue.pool_stats import EVENTS, PoolStats
 
 
 @pytest.fixture
-def broker(redis: Redis) -> FiguresBroker:
-    return FiguresBroker(redis)
+def broker(redis: Redis) -> StatsBroker:
+    return StatsBroker(redis)
 
 
-async def figures(broker: FiguresBroker) -> PoolFigures:
+async def figures(broker: StatsBroker) -> PoolStats:
     (only,) = await broker.all()
     return only
 
 
-async def counted(broker: FiguresBroker) -> dict[str, int]:
+async def counted(broker: StatsBroker) -> dict[str, int]:
     return {event: number for event, number in (await figures(broker)).counts.items() if number}
 
 
-async def test_a_life_without_trouble_counts_its_ends_only(queue: Queue, broker: FiguresBroker) -> None:
+async def test_a_life_without_trouble_counts_its_ends_only(queue: Queue, broker: StatsBroker) -> None:
     node = await queue.node()
     for _ in range(2):
         await node.finish(await queue.running(node), 0, 3)
@@ -33,7 +33,7 @@ async def test_a_life_without_trouble_counts_its_ends_only(queue: Queue, broker:
     assert await counted(broker) == {"submitted": 3, "ended_done": 2, "ended_cancelled": 1}
 
 
-async def test_losses_takeovers_zombies_and_dead_letters_are_counted(queue: Queue, broker: FiguresBroker) -> None:
+async def test_losses_takeovers_zombies_and_dead_letters_are_counted(queue: Queue, broker: StatsBroker) -> None:
     zombie = await queue.node("n0")
     taken = await queue.running(zombie)
     await queue.kill(zombie)
@@ -50,7 +50,7 @@ async def test_losses_takeovers_zombies_and_dead_letters_are_counted(queue: Queu
     assert await counted(broker) == {**expected, "fenced": 3}
 
 
-async def test_returned_jobs_are_counted_by_reason(queue: Queue, broker: FiguresBroker) -> None:
+async def test_returned_jobs_are_counted_by_reason(queue: Queue, broker: StatsBroker) -> None:
     node = await queue.node()
     assert await node.give_back(await queue.running(node)) == "OK"
     forgetful = await queue.node("n2")
@@ -61,7 +61,7 @@ async def test_returned_jobs_are_counted_by_reason(queue: Queue, broker: Figures
     assert (found["given_back_drain"], found["given_back_unlisted"], found["sweep_resets"]) == (1, 1, 1)
 
 
-async def test_depth_age_and_cost_are_told_per_class(queue: Queue, broker: FiguresBroker) -> None:
+async def test_depth_age_and_cost_are_told_per_class(queue: Queue, broker: StatsBroker) -> None:
     node = await queue.node()
     await node.beat([])
     oldest = await queue.submit(priority=Priority.BATCH, cost=30)
@@ -77,7 +77,7 @@ async def test_depth_age_and_cost_are_told_per_class(queue: Queue, broker: Figur
     assert (await figures(broker)).nodes == ()
 
 
-async def test_full_redis_still_counts_and_answers(queue: Queue, broker: FiguresBroker) -> None:
+async def test_full_redis_still_counts_and_answers(queue: Queue, broker: StatsBroker) -> None:
     node, other = await queue.node(), await queue.node("n2")
     taken = await queue.running(node)
     await node.give_back(taken)
@@ -90,7 +90,7 @@ async def test_full_redis_still_counts_and_answers(queue: Queue, broker: Figures
     await queue.redis.config_set("maxmemory", "512mb")
 
 
-async def test_every_counted_event_is_known(queue: Queue, broker: FiguresBroker) -> None:
+async def test_every_counted_event_is_known(queue: Queue, broker: StatsBroker) -> None:
     node = await queue.node()
     await node.finish(await queue.running(node), 0)
     names = {name.decode() for name in await queue.redis.hkeys(f"{P}:count")}  # type: ignore[misc]

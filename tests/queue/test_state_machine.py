@@ -35,7 +35,7 @@ from penstock.contract.terms import Terms
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.node import Emission, SweptError, Taken
+from penstock.queue.broker.node import Emission, LeaseLostError, Taken
 from penstock.queue.policy import Policy, PolicyName
 from penstock.queue.wire import NodePressure, encode_chunk, encode_record
 
@@ -230,7 +230,7 @@ class QueueMachine(RuleBasedStateMachine):
     def take(self, pick: int, tokens: int, slots: int, hold_ms: float) -> None:
         node, known = self.node(pick)
         if not known.is_known:
-            with pytest.raises(SweptError):
+            with pytest.raises(LeaseLostError):
                 self.run(node.take())
             node.call -= 1
             return
@@ -347,7 +347,7 @@ class QueueMachine(RuleBasedStateMachine):
         held = [job.job_id for place, job in enumerate(self.model.running(node.name)) if place not in forgets]
         held += ["m.claimed"] if claims else []
         if not known.is_known:
-            with pytest.raises(SweptError):
+            with pytest.raises(LeaseLostError):
                 self.run(node.beat(held))
             return
         answer = self.run(node.beat(held, draining=known.is_draining))

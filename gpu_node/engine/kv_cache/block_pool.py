@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.kv_cache.eviction import EvictionName, FreeList, Worth
+from penstock.gpu_node.engine.kv_cache.eviction import EvictionName, EvictionValue, FreeList
 from penstock.gpu_node.model.protocol import NULL_BLOCK
 
 ROOT_HASH = b""
@@ -49,7 +49,7 @@ class BlockPool:
         self.num_evictions = 0
         self.first = first
         self._index = index
-        self._worth_by = Worth(eviction)
+        self._worth_by = EvictionValue(eviction)
         self._free = FreeList(num_blocks, self._worth_by.num_classes)
         self._ref_counts = [0] * num_blocks
         self._names: list[bytes | None] = [None] * num_blocks

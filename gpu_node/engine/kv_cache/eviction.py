@@ -71,7 +71,7 @@ class FreeList:
         self._prev[slot], self._next[slot] = before, after
 
 
-class Worth:
+class EvictionValue:
     """What a cached block is worth, as `eviction` counts it: nothing (lru), its uses (lfu), its prefix (length).
 
     A prefix counts by the length of the longest sequence that it was part of, in powers of two: computing it again

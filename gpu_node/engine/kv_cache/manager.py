@@ -19,7 +19,7 @@ from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.model.protocol import NO_COPIES
 
 
-class KvMemory:
+class KvCacheManager:
     """Blocks 1 to num_device_blocks are the device's, those behind them the host's; sequences may hold both kinds.
 
     A prefix that is evicted on the device moves to the host, and back when it is asked for. Sequences run in device

@@ -6,12 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.policy.base import Discipline
+from penstock.gpu_node.engine.policy.base import SchedulingPolicy
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.model.protocol import Adapter, ModelRunner
 
 
-class AdapterPlaces:
+class AdapterSlots:
     """Which adapter each place has, and the running sequences that compute with it.
 
     A place that nobody computes with keeps its adapter until another one needs it, the least recently used first.
@@ -71,7 +71,7 @@ class AdapterPlaces:
 class ByAdapter:
     """Another discipline, in which nobody starts without a place for its adapter; others pass who waits for one."""
 
-    def __init__(self, inner: Discipline, places: AdapterPlaces) -> None:
+    def __init__(self, inner: SchedulingPolicy, places: AdapterSlots) -> None:
         self._inner = inner
         self._places = places
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from penstock.gpu_node.engine.sequence import Sequence
 
 
-class Discipline(Protocol):
+class SchedulingPolicy(Protocol):
     """The order in which a scheduler serves."""
 
     def added(self, seq: Sequence) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.engine.policy.adapter_slots import AdapterPlaces, ByAdapter
-from penstock.gpu_node.engine.policy.base import Discipline, FirstComeFirstServed
+from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots, ByAdapter
+from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, SchedulingPolicy
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
 from penstock.queue.policy import HOLD_MS, Policy, choose, foremost, in_order_of_retreat, learned_hold_ms, victims_of
-from penstock.queue.policy_state import Standing
+from penstock.queue.policy_state import PolicyState
 
 ORDERING_QUANTILE = 0.5
 """Whom to serve first is a question of what is likely, not of what is safe to reserve."""
@@ -38,7 +38,7 @@ class ByPolicy:
     def __init__(self, policy: Policy, now_ms: Callable[[], float]) -> None:
         self._policy = policy
         self._now_ms = now_ms
-        self._standing = Standing(policy.share_window_ms)
+        self._standing = PolicyState(policy.share_window_ms)
         self._predictor = LengthPredictor(ORDERING_QUANTILE)
         self._started: dict[Sequence, _Start] = {}
         self._hold_ms = HOLD_MS
@@ -116,9 +116,9 @@ class ByPolicy:
                 self._hold_ms = learned_hold_ms(self._hold_ms, used, seq.cost)
 
 
-def discipline_of(config: EngineConfig, places: AdapterPlaces) -> Discipline:
+def discipline_of(config: EngineConfig, places: AdapterSlots) -> SchedulingPolicy:
     """What an engine's settings say."""
-    discipline: Discipline = FirstComeFirstServed()
+    discipline: SchedulingPolicy = FirstComeFirstServed()
     if config.scheduling_policy != "fcfs":
         policy = Policy(config.scheduling_policy, config.aging_ms, config.bypass_ms)
         discipline = ByPolicy(policy, lambda: time.monotonic() * 1e3)

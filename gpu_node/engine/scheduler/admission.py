@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
-from penstock.gpu_node.engine.policy.base import Discipline
-from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects
-from penstock.gpu_node.engine.scheduler.running import Residents
-from penstock.gpu_node.engine.scheduler.waiting import Queues
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.policy.base import SchedulingPolicy
+from penstock.gpu_node.engine.scheduler.fault_isolation import FaultIsolator
+from penstock.gpu_node.engine.scheduler.running import RunningBatch
+from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues
 from penstock.gpu_node.engine.sequence import Sequence
 
 _WATERMARK_FRACTION = 0.01
@@ -38,7 +38,12 @@ class Admission:
     """Moves sequences from the queues to the residents."""
 
     def __init__(
-        self, memory: KvMemory, residents: Residents, queues: Queues, discipline: Discipline, suspects: Suspects
+        self,
+        memory: KvCacheManager,
+        residents: RunningBatch,
+        queues: WaitingQueues,
+        discipline: SchedulingPolicy,
+        suspects: FaultIsolator,
     ) -> None:
         self.hits = PrefixHits()
         self._memory = memory

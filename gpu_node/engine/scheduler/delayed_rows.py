@@ -9,7 +9,7 @@ from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints
 
 
-class HeldBack:
+class DelayedRows:
     """Sequences whose mask came too late for a step. They keep rows and blocks, and compute nothing meanwhile."""
 
     def __init__(self) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
-from penstock.gpu_node.engine.scheduler.running import Residents
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculative.budget import Speculation
+from penstock.gpu_node.engine.speculative.budget import DraftBudget
 from penstock.gpu_node.engine.speculative.drafter import Drafter
 from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
@@ -24,7 +24,7 @@ _SEQS_PER_PAUSE = 4
 """One sequence looks for a draft at every step, so many at every second one, twice as many at every third."""
 
 
-class Settled(NamedTuple):
+class AcceptedDrafts(NamedTuple):
     """A step and its tokens without what was sampled behind drafted tokens that do not stand."""
 
     step: Step
@@ -38,7 +38,9 @@ class Settled(NamedTuple):
 class Drafts:
     """Lets running sequences draft before a step, and takes back afterwards what does not stand."""
 
-    def __init__(self, residents: Residents, memory: KvMemory, speculation: Speculation, block_size: int) -> None:
+    def __init__(
+        self, residents: RunningBatch, memory: KvCacheManager, speculation: DraftBudget, block_size: int
+    ) -> None:
         self.speculation = speculation
         self.num_written = 0
         """Tokens that stand drafted behind those of the running sequences."""
@@ -105,16 +107,16 @@ class Drafts:
             drafter = seq.drafter = self.speculation.drafter(seq.max_num_tokens)
         return drafter if drafter.look(self._table.tokens_of(seq)[len(drafter.lookup) :], least) else None
 
-    def settle(self, step: Step, tokens: Ints, late: Collection[int] = ()) -> Settled:
+    def settle(self, step: Step, tokens: Ints, late: Collection[int] = ()) -> AcceptedDrafts:
         """Part what stands of a step's samples from what does not; the `late` ones were not drawn."""
         if not step.num_drafted and not late:
-            return Settled(step, tokens, range(len(tokens)), [])
+            return AcceptedDrafts(step, tokens, range(len(tokens)), [])
         kept, poisoned = self._stand(step, tokens)
         self.speculation.num_drafted += step.num_drafted
         self.speculation.num_accepted += step.num_drafted - (len(tokens) - len(kept))
         kept = [i for i in kept if i not in late]
         if len(kept) == len(tokens):
-            return Settled(step, tokens, range(len(tokens)), [])
+            return AcceptedDrafts(step, tokens, range(len(tokens)), [])
         standing = replace(
             step,
             sampled=step.sampled[kept],
@@ -122,7 +124,7 @@ class Drafts:
             sampled_rows=step.sampled_rows[kept],
             sampled_ends=step.sampled_ends[kept],
         )
-        return Settled(standing, tokens[kept], kept, [seq for seq in poisoned if seq.row >= 0])
+        return AcceptedDrafts(standing, tokens[kept], kept, [seq for seq in poisoned if seq.row >= 0])
 
     def _stand(self, step: Step, tokens: Ints) -> tuple[list[int], list[Sequence]]:
         """The samples of a step behind what was sampled itself, and whose others are not finite."""

@@ -20,7 +20,7 @@ class _Strikes(NamedTuple):
     end: int
 
 
-class Suspects:
+class FaultIsolator:
     """Sequences of a failed step, until each has come past where it was then.
 
     Half as many of them run at once as failed together last time; whoever fails alone again and again, while the runner

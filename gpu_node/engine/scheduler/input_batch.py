@@ -46,7 +46,7 @@ class _Settings:
     num_logprobs: Ints | None
 
 
-class RowTable:
+class InputBatch:
     """Tokens, progress, block tables and sampling settings by row.
 
     0 <= num_computed < num_tokens <= limit and num_computed <= capacity, the tokens that the blocks held have room for.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -60,10 +60,12 @@ class MemoryRecord:
         ).rstrip()
 
 
-class MemoryTrail:
+class MemoryTrace:
     """The last records of a scheduler and its memory: one a second, more while sequences lose their blocks."""
 
-    def __init__(self, scheduler: Scheduler, memory: KvMemory, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, scheduler: Scheduler, memory: KvCacheManager, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._now_s = now_s

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
-from penstock.gpu_node.engine.policy.base import Discipline
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.policy.base import SchedulingPolicy
 from penstock.gpu_node.engine.scheduler.admission import Admission
-from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects
-from penstock.gpu_node.engine.scheduler.running import Residents
-from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
-from penstock.gpu_node.engine.scheduler.waiting import Queues
+from penstock.gpu_node.engine.scheduler.fault_isolation import FaultIsolator
+from penstock.gpu_node.engine.scheduler.running import RunningBatch
+from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
+from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues
 from penstock.gpu_node.engine.sequence import Sequence
 
 
-class Retreat:
+class Preemptor:
     """Moves sequences from the residents back to the queues."""
 
     def __init__(
         self,
-        memory: KvMemory,
-        residents: Residents,
-        queues: Queues,
+        memory: KvCacheManager,
+        residents: RunningBatch,
+        queues: WaitingQueues,
         admission: Admission,
-        costs: PreemptionCosts,
-        discipline: Discipline,
-        suspects: Suspects,
+        costs: SwapCost,
+        discipline: SchedulingPolicy,
+        suspects: FaultIsolator,
     ) -> None:
         self.num_preemptions = self.num_swaps = 0
         self._memory = memory

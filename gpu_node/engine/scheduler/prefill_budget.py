@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import chain
 
 from penstock.gpu_node.engine.scheduler.limits import Limits
-from penstock.gpu_node.engine.scheduler.running import Residents
+from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.scheduler.step_time import StepTime, StepWork
-from penstock.gpu_node.engine.scheduler.waiting import Queues
+from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues
 from penstock.gpu_node.engine.steps import Ints, Step
 
 BACKLOG_STEPS = 8
@@ -24,7 +24,7 @@ class PrefillBudget:
     described as Sarathi-Serve (Agrawal et al., arXiv:2403.02310).
     """
 
-    def __init__(self, limits: Limits, residents: Residents, queues: Queues) -> None:
+    def __init__(self, limits: Limits, residents: RunningBatch, queues: WaitingQueues) -> None:
         self._limits = limits
         self._residents = residents
         self._queues = queues

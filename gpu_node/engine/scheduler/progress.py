@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.scheduler.running import Residents
+from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
 @dataclass(slots=True)
-class Landed:
+class StepOutcome:
     """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile.
 
     One whose draft stands is there as often as it got a token.
@@ -40,7 +40,7 @@ class Progress:
     that token brings to its limit retires: it keeps row and blocks, and computes no more.
     """
 
-    def __init__(self, residents: Residents) -> None:
+    def __init__(self, residents: RunningBatch) -> None:
         self.assumed: Step | None = None
         """The step that was counted and is not computed yet."""
         self._residents = residents

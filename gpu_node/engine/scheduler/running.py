@@ -9,21 +9,21 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
-from penstock.gpu_node.engine.scheduler.input_batch import RowTable
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
-class Residents:
+class RunningBatch:
     """Running sequences in order of admission, with those that wait for one of them to compute their prompt.
 
     The latter, the `forks` of a running sequence, have a row and one block each. When the prompt is stored they share
     its blocks and run; the last one, which is not full, each of them copies before it writes to it.
     """
 
-    def __init__(self, memory: KvMemory, rows: RowTable, block_size: int) -> None:
+    def __init__(self, memory: KvCacheManager, rows: InputBatch, block_size: int) -> None:
         self.seqs: list[Sequence] = []
         self.retired: list[Sequence] = []
         """Those that only wait for their last token."""

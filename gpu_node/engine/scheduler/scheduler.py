@@ -7,22 +7,22 @@ from collections.abc import Collection
 import numpy as np
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
-from penstock.gpu_node.engine.policy.base import Discipline, FirstComeFirstServed
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, SchedulingPolicy
 from penstock.gpu_node.engine.scheduler.admission import Admission, Grants, PrefixHits
-from penstock.gpu_node.engine.scheduler.delayed_rows import HeldBack
+from penstock.gpu_node.engine.scheduler.delayed_rows import DelayedRows
 from penstock.gpu_node.engine.scheduler.drafts import Drafts
-from penstock.gpu_node.engine.scheduler.fault_isolation import Suspects
-from penstock.gpu_node.engine.scheduler.input_batch import RowTable
+from penstock.gpu_node.engine.scheduler.fault_isolation import FaultIsolator
+from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
 from penstock.gpu_node.engine.scheduler.limits import Limits, StepSize, within
-from penstock.gpu_node.engine.scheduler.preemption import Retreat
+from penstock.gpu_node.engine.scheduler.preemption import Preemptor
 from penstock.gpu_node.engine.scheduler.prefill_budget import PrefillBudget
-from penstock.gpu_node.engine.scheduler.progress import Landed, Progress
-from penstock.gpu_node.engine.scheduler.running import Residents
-from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
-from penstock.gpu_node.engine.scheduler.waiting import Queues, leave_group
+from penstock.gpu_node.engine.scheduler.progress import Progress, StepOutcome
+from penstock.gpu_node.engine.scheduler.running import RunningBatch
+from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
+from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues, leave_group
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.gpu_node.engine.speculative.budget import Speculation
+from penstock.gpu_node.engine.speculative.budget import DraftBudget
 from penstock.gpu_node.engine.steps import Ints, Step, step_of
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 
@@ -40,28 +40,28 @@ class Scheduler:
 
     def __init__(
         self,
-        memory: KvMemory,
+        memory: KvCacheManager,
         limits: Limits,
-        costs: PreemptionCosts,
+        costs: SwapCost,
         *,
-        discipline: Discipline | None = None,
-        speculation: Speculation | None = None,
+        discipline: SchedulingPolicy | None = None,
+        speculation: DraftBudget | None = None,
     ) -> None:
-        self.queues, discipline = Queues(), discipline or FirstComeFirstServed()
+        self.queues, discipline = WaitingQueues(), discipline or FirstComeFirstServed()
         self._in_flight: Step | None = None
         """The newest step, as long as nothing counts what it computes."""
         self._memory = memory
         self._limits = limits
-        self._rows = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self._residents = Residents(memory, self._rows, limits.block_size)
-        self._suspects, self._held_back = Suspects(), HeldBack()
-        self.drafts = Drafts(self._residents, memory, speculation or Speculation(0), limits.block_size)
+        self._rows = InputBatch(limits.max_num_seqs, limits.max_model_len, limits.block_size)
+        self._residents = RunningBatch(memory, self._rows, limits.block_size)
+        self._suspects, self._held_back = FaultIsolator(), DelayedRows()
+        self.drafts = Drafts(self._residents, memory, speculation or DraftBudget(0), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
         self.prefill_budget = PrefillBudget(limits, self._residents, self.queues)
         self._progress = Progress(self._residents)
         parties = self._residents, self.queues
         self._admission = Admission(memory, *parties, discipline, self._suspects)
-        self._retreat = Retreat(memory, *parties, self._admission, costs, discipline, self._suspects)
+        self._retreat = Preemptor(memory, *parties, self._admission, costs, discipline, self._suspects)
 
     @property
     def running(self) -> list[Sequence]:
@@ -166,13 +166,13 @@ class Scheduler:
         """A scheduled step as the runner sees it."""
         return self._rows.plan(step)
 
-    def commit(self, step: Step, tokens: Ints, late: Collection[int] = (), *, is_slow: bool = False) -> Landed:
+    def commit(self, step: Step, tokens: Ints, late: Collection[int] = (), *, is_slow: bool = False) -> StepOutcome:
         """Note that a step was computed and what it sampled but for the `late` ones; sequences that end leave."""
         faulty = self._suspects.landed(step, is_slow=is_slow)
         self._step_size.landed()
         self._held_back.add(step.sampled_seqs[i] for i in late)
         standing, tokens, samples, poisoned = self.drafts.settle(step, tokens, late)
-        landed = Landed(standing.sampled_seqs, tokens.tolist(), samples)
+        landed = StepOutcome(standing.sampled_seqs, tokens.tolist(), samples)
         for i in self._progress.land(standing, tokens):
             seq = standing.sampled_seqs[i]
             if landed.token_ids[i] == FAILED_TOKEN:

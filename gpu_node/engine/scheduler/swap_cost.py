@@ -18,7 +18,7 @@ _MIN_PREFILL = 16
 """Tokens: steps that compute fewer say what a step costs, not what a token does."""
 
 
-class PreemptionCosts:
+class SwapCost:
     """Compares the two ways by rates that are measured while the engine runs."""
 
     def __init__(self, preemption: PreemptionName, block_bytes: int) -> None:

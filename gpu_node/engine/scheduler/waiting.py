@@ -11,7 +11,7 @@ from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.sequence import Sequence
 
 
-class Queues:
+class WaitingQueues:
     """Swapped sequences, then waiting ones; of each first those that ran, the one that was admitted first in front.
 
     Choices of a request that start together stand as one: as their first one, whose `forks` the others are.

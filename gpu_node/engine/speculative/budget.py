@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def speculation_of(config: EngineConfig, runner: ModelRunner) -> Speculation:
+def speculation_of(config: EngineConfig, runner: ModelRunner) -> DraftBudget:
     """As an engine's settings and its runner have it."""
     if config.speculative == "off":
-        return Speculation(0)
+        return DraftBudget(0)
     if not runner.verifies_drafts:
         _log.warning("this runner verifies no drafts, so nobody drafts", extra={"speculative": config.speculative})
-        return Speculation(0)
-    return Speculation(config.max_draft_tokens)
+        return DraftBudget(0)
+    return DraftBudget(config.max_draft_tokens)
 
 
-class Speculation:
+class DraftBudget:
     """Weighs drafts, all of a step together.
 
     With R sequences that decode, a token that stands spares an R-th of a step. How many must stand is therefore known

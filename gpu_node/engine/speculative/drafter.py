@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.gpu_node.engine.speculative.ngram import PromptLookup
+from penstock.gpu_node.engine.speculative.ngram import NgramDrafter
 
 _CLASS_OF = (0, 0, 0, 1, 2, 2, 2, 2)
 _LONGEST = 3
@@ -50,7 +50,7 @@ class Drafter:
 
     def __init__(self, max_num_tokens: int, common: Odds) -> None:
         """`common` are the odds of all sequences."""
-        self.lookup = PromptLookup(max_num_tokens)
+        self.lookup = NgramDrafter(max_num_tokens)
         self._own = Odds((0.0,) * len(_FIRST_ODDS), 0.0, _FADE)
         self._common = common
         self.has_hopes = False

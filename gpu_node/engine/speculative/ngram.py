@@ -20,7 +20,7 @@ _PLACES_PER_TOKEN = 4 * len(SIZES)
 _FEW = 12
 
 
-class PromptLookup:
+class NgramDrafter:
     """The last place of each run of two, three and four tokens of one sequence.
 
     Places stand in a table of fixed size by hash; runs that share an entry forget each other. That only loses finds,

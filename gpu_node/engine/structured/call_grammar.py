@@ -22,7 +22,7 @@ _LLAMA_BEGINS = r'\s*(<\|python_tag\|>|\{\s*"name"\s*:|\{\s*"type"\s*:\s*"functi
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _CallFormat:
     """One family's way: `mark` stands before each call where there is a `close`, else before a list of all."""
 
     mark: str
@@ -32,10 +32,10 @@ class _Form:
     between: str
 
 
-_FORMS: dict[CallFormName, _Form] = {
-    "hermes": _Form("<tool_call>", "</tool_call>", "arguments", "\n"),
-    "llama3_json": _Form("", "", "parameters", "; "),
-    "mistral": _Form("[TOOL_CALLS]", "", "arguments", ", "),
+_FORMS: dict[CallFormName, _CallFormat] = {
+    "hermes": _CallFormat("<tool_call>", "</tool_call>", "arguments", "\n"),
+    "llama3_json": _CallFormat("", "", "parameters", "; "),
+    "mistral": _CallFormat("[TOOL_CALLS]", "", "arguments", ", "),
 }
 
 

@@ -43,7 +43,7 @@ class _Refusal(NamedTuple):
         return len(self.error.message.encode()) + 512
 
 
-class Guides:
+class GrammarCompiler:
     """Makes guides for one model. Any thread may call it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:

@@ -57,7 +57,7 @@ class Device:
 
     def mark(self) -> Mark:
         """The end of what the current stream was given so far."""
-        return _CardMark() if self.is_card else _CpuMark()
+        return _GpuEvent() if self.is_card else _CpuEvent()
 
     def on_side(self) -> AbstractContextManager[object]:
         """Give work to a second stream; what it needs of the other's must be marked and held."""
@@ -88,7 +88,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _CardMark:
+class _GpuEvent:
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record()
@@ -100,10 +100,10 @@ class _CardMark:
         self._event.wait()
 
     def ms_since(self, earlier: Mark) -> float:
-        return float(earlier._event.elapsed_time(self._event)) if isinstance(earlier, _CardMark) else 0.0
+        return float(earlier._event.elapsed_time(self._event)) if isinstance(earlier, _GpuEvent) else 0.0
 
 
-class _CpuMark:
+class _CpuEvent:
     def __init__(self) -> None:
         self._reached_s = time.perf_counter()
 
@@ -114,4 +114,4 @@ class _CpuMark:
         pass
 
     def ms_since(self, earlier: Mark) -> float:
-        return (self._reached_s - earlier._reached_s) * 1e3 if isinstance(earlier, _CpuMark) else 0.0
+        return (self._reached_s - earlier._reached_s) * 1e3 if isinstance(earlier, _CpuEvent) else 0.0

@@ -26,7 +26,7 @@ from penstock.gpu_node.model.gpu.offload import OffloadedLayers
 from penstock.gpu_node.model.gpu.profile import bytes_left, peak_bytes, run_largest_step
 from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
-from penstock.gpu_node.model.gpu.stored import LinearKeeper
+from penstock.gpu_node.model.gpu.stored import StoredLinearLoader
 from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 from penstock.gpu_node.model.torch_common.memory_errors import naming_lack_of_memory
@@ -47,7 +47,7 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
     tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), spec)
-    keep, told = LinearKeeper(options.quantization, device), lambda done: progress("load", done)
+    keep, told = StoredLinearLoader(options.quantization, device), lambda done: progress("load", done)
     # A device object of its own has a side stream of its own: blocks that leave by the pool's go the other way.
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple

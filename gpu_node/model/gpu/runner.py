@@ -74,7 +74,7 @@ class GpuRunner:
             self._tokens = torch.zeros(2 * rows + 32, dtype=torch.int32, device=device.torch)
             self._graphs = DecodeGraphs(device, self._compute, rows, max_blocks, (vocab, decoder.dtype))
         self._open = _Flight(device.mark(), device.mark())
-        self._trays = deque(_Tray(device) for _ in range(self.max_in_flight))
+        self._trays = deque(_StagingBuffer(device) for _ in range(self.max_in_flight))
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -149,7 +149,7 @@ class GpuRunner:
         """Put an adapter in a place, behind the steps that were submitted."""
         self._adapters.set(place, adapter)
 
-    def _run(self, tray: _Tray, step: StepInputs[Ints]) -> Tensor:
+    def _run(self, tray: _StagingBuffer, step: StepInputs[Ints]) -> Tensor:
         if not self._graphs.can_run(step):
             return self._compute(self._arrived(tray, step))
         step = self._graphs.padded(step)
@@ -190,12 +190,12 @@ class GpuRunner:
             splits = num_splits(len(step.decoding), self._decoder.spec.num_kv_heads, self._device.torch)
         return self._decoder.logits(step, ids, self._pool.layers, splits, self._adapters.rows_of(step))
 
-    def _arrived(self, tray: _Tray, step: StepInputs[Ints]) -> StepInputs[Tensor]:
+    def _arrived(self, tray: _StagingBuffer, step: StepInputs[Ints]) -> StepInputs[Tensor]:
         arrival = torch.empty(size_of(step), dtype=torch.int32, device=self._device.torch)
         return to_device(tray.packed(step), arrival, step)
 
 
-class _Tray:
+class _StagingBuffer:
     """Pinned memory that one step goes to the device through, and its tokens come back through."""
 
     def __init__(self, device: Device) -> None:

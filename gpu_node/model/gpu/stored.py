@@ -18,7 +18,7 @@ from penstock.gpu_node.model.torch_common.tensors import Convert
 _HALF_BLOCK = BLOCK // 2
 
 
-class LinearKeeper:
+class StoredLinearLoader:
     """Keeps matrices in one format, or with `auto` each as it is stored, else in the decoder's dtype."""
 
     def __init__(self, quantization: str, device: Device) -> None:

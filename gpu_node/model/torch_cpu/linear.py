@@ -31,7 +31,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class SideBySide:
+class FusedLinear:
     """The products of matrices that are parts of one, their outputs side by side."""
 
     parts: tuple[Linear, ...]

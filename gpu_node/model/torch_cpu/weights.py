@@ -14,7 +14,7 @@ from penstock.gpu_node.model.checkpoint.files import Stored
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLayer, StoredLinear
 from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWeights, Product
 from penstock.gpu_node.model.torch_common.tensors import Converter, read_layer, read_norm
-from penstock.gpu_node.model.torch_cpu.linear import Linear, SideBySide, can_prepack
+from penstock.gpu_node.model.torch_cpu.linear import FusedLinear, Linear, can_prepack
 
 
 class LayersAsNeeded:
@@ -67,7 +67,7 @@ def packed_or_mapped(stored: StoredLinear, convert: Converter) -> Product:
         map(convert.tensor, stored.biases) if stored.biases else [None] * len(stored.weights)
     )
     parts = tuple(Linear(convert.tensor(weight), bias) for weight, bias in zip(stored.weights, biases, strict=True))
-    return parts[0] if len(parts) == 1 else SideBySide(parts)
+    return parts[0] if len(parts) == 1 else FusedLinear(parts)
 
 
 def _found(tensors: DecoderTensors, spec: ModelSpec, progress: Callable[[float], None]) -> Iterator[StoredLayer]:

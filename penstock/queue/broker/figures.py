@@ -10,16 +10,16 @@ from redis.asyncio import Redis
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.queue import keys, wire
 from penstock.queue.broker.connection import translated
-from penstock.queue.pool_stats import EVENTS, PoolFigures
+from penstock.queue.pool_stats import EVENTS, PoolStats
 
 
-class FiguresBroker:
+class StatsBroker:
     """Reads figures. Raises UnavailableError when Redis is away."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = cast(Any, redis)
 
-    async def all(self) -> list[PoolFigures]:
+    async def all(self) -> list[PoolStats]:
         """Figures of every pool that was ever announced."""
         with translated():
             pools = sorted(name.decode() for name in await self._redis.hkeys(keys.POOLS))
@@ -31,7 +31,7 @@ class FiguresBroker:
             info = await self._redis.info("memory")
         return int(info["used_memory"]), int(info["maxmemory"])
 
-    async def _of(self, pool: str) -> PoolFigures:
+    async def _of(self, pool: str) -> PoolStats:
         redis, classes = self._redis, range(NUM_PRIORITIES)
         (seconds, micros), lease_ms, num_open, counts, beats, records, kept, backlog, *waiting = await asyncio.gather(
             redis.time(),
@@ -48,7 +48,7 @@ class FiguresBroker:
         now_ms = seconds * 1000 + micros // 1000
         depth, heads = waiting[: len(classes)], waiting[len(classes) :]
         alive = [records[node] for node, beat_ms in beats if beat_ms >= now_ms - int(lease_ms or 0) and node in records]
-        return PoolFigures(
+        return PoolStats(
             pool,
             tuple(depth),
             tuple(max(0, now_ms - int(head[0][1])) if head else 0 for head in heads),

@@ -102,7 +102,7 @@ class BeatAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Succession:
+class Takeover:
     """Predecessors on this host that are still in the pool, and when the last of them can be declared dead."""
 
     num_left: int
@@ -120,7 +120,7 @@ class Used(TypedDict, total=False):
     """Of all its chunks; None: the script reads the log."""
 
 
-class SweptError(Exception):
+class LeaseLostError(Exception):
     """The pool believes this node dead: all it holds belongs to others now."""
 
 
@@ -161,17 +161,17 @@ class NodeBroker:
         record, check = wire.encode_record(pressure), int(held is not None)
         answer = await self._call("beat", self._revision, free, record, answered_call, check, *(held or ()))
         if answer[0] == b"SWEPT":
-            raise SweptError
+            raise LeaseLostError
         return BeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:]))
 
-    async def succeed(self, seats: Sequence[str], *, has_joined: bool) -> Succession:
+    async def succeed(self, seats: Sequence[str], *, has_joined: bool) -> Takeover:
         """Declares the nodes dead that held these seats of the host before.
 
         With `has_joined`, this node holds them from now on.
         """
         name = self._node_id if has_joined else ""
         num_left, wait_ms = await scripts.call(self._redis, "succeed", self._pool, name, *seats)
-        return Succession(num_left, int(wait_ms))
+        return Takeover(num_left, int(wait_ms))
 
     async def leave(self) -> int:
         """Goes; answers how many jobs are left to sweep."""
@@ -185,7 +185,7 @@ class NodeBroker:
         sizes = (*room.kv_tokens, *room.slots, room.kv_total, room.slots_total)
         answer = await self._call("take", call, nonce, *sizes, self._revision, hold_ms)
         if answer[0] == b"UNKNOWN_NODE":
-            raise SweptError
+            raise LeaseLostError
         if answer[0] != b"OK":
             raise InvariantError(f"take {call} answered {answer[0]!r}")
         jobs = tuple(map(_taken, answer[1]))

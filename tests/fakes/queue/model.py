@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.contract.job import Usage
 from penstock.queue.policy import Policy, choose
-from penstock.queue.policy_state import Standing
+from penstock.queue.policy_state import PolicyState
 from penstock.queue.wire import decode_chunks
 
 PROGRESS_CHUNKS = 4
@@ -152,7 +152,7 @@ class QueueModel:
     def __init__(self, policy: Policy, now_ms: int) -> None:
         self.policy = policy
         self.now_ms = now_ms
-        self.standing = Standing(policy.share_window_ms)
+        self.standing = PolicyState(policy.share_window_ms)
         self.jobs: dict[str, ModelJob] = {}
         self.nodes: dict[str, ModelNode] = {}
         self.holds: dict[str, str] = {}

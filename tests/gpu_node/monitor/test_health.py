@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from fakes.reference_engine import ReferenceEngine
 
-from penstock.gpu_node.monitor.health import REMEMBERED_S, Health, Signs
+from penstock.gpu_node.monitor.health import REMEMBERED_S, Health, HealthSample
 
-WELL = Signs(
+WELL = HealthSample(
     now_s=1000.0,
     wall_s=5000.0,
     late_s=0.01,
@@ -25,9 +25,9 @@ WELL = Signs(
 )
 
 
-def later(signs: Signs, by_s: float = 2.0, **changes: Any) -> Signs:
+def later(signs: HealthSample, by_s: float = 2.0, **changes: Any) -> HealthSample:
     """What is seen after a while; engine's figures by their names."""
-    figures = {name: changes.pop(name) for name in list(changes) if name not in Signs.__slots__}
+    figures = {name: changes.pop(name) for name in list(changes) if name not in HealthSample.__slots__}
     moved = {"now_s": signs.now_s + by_s, "wall_s": signs.wall_s + by_s, "stats": replace(signs.stats, **figures)}
     return replace(signs, **moved | changes)
 

@@ -8,14 +8,14 @@ from typing import cast
 import pytest
 
 from penstock.contract.errors import UnavailableError
-from penstock.producer.client.courier import MAX_CALLS, Courier
+from penstock.producer.client.courier import MAX_CALLS, RetryingBroker
 from penstock.queue.broker.producer import ProducerBroker
 
 NO_BROKER = cast(ProducerBroker, None)
 
 
-def open_courier(outage_s: float) -> Courier:
-    courier = Courier(NO_BROKER, outage_s)
+def open_courier(outage_s: float) -> RetryingBroker:
+    courier = RetryingBroker(NO_BROKER, outage_s)
     courier.is_open = True
     return courier
 

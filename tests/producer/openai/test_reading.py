@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.producer.openai.reading import AnswerForm, AnswerReader, Said
+from penstock.producer.openai.reading import AnswerFormat, AnswerReader, ParsedText
 from penstock.producer.openai.tool_calls import CALL_FORMS, num_held
 
 LONGEST_MARK = len("<|python_tag|>")
 MAX_UNDECIDED = 32
-FORMS = [AnswerForm(calls, thoughts) for calls in ("none", *CALL_FORMS) for thoughts in ("none", "think", "think_open")]
+FORMS = [
+    AnswerFormat(calls, thoughts) for calls in ("none", *CALL_FORMS) for thoughts in ("none", "think", "think_open")
+]
 WRITTEN = st.sampled_from(
     [
         *(
@@ -41,16 +43,16 @@ WRITTEN = st.sampled_from(
 TEXTS = st.lists(WRITTEN | st.text('<>[]{}"ntool_caTOLCS/ \n', max_size=9), max_size=8).map("".join)
 
 
-def read(form: AnswerForm, pieces: list[str]) -> Said:
+def read(form: AnswerFormat, pieces: list[str]) -> ParsedText:
     reader = AnswerReader(form)
-    said = Said()
+    said = ParsedText()
     for piece in pieces:
         said += reader.push(piece)
     return said + reader.end()
 
 
 @given(st.sampled_from(FORMS), TEXTS, st.data())
-def test_any_cut_of_a_text_says_the_same(form: AnswerForm, text: str, data: st.DataObject) -> None:
+def test_any_cut_of_a_text_says_the_same(form: AnswerFormat, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
     said = form.read(text)
@@ -62,17 +64,17 @@ def test_any_cut_of_a_text_says_the_same(form: AnswerForm, text: str, data: st.D
         assert isinstance(arguments, dict) and json.dumps(arguments, ensure_ascii=False).encode()
 
 
-@given(st.sampled_from([AnswerForm(calls) for calls in ("none", *CALL_FORMS)]), TEXTS)
-def test_a_text_without_calls_comes_out_unchanged(form: AnswerForm, text: str) -> None:
+@given(st.sampled_from([AnswerFormat(calls) for calls in ("none", *CALL_FORMS)]), TEXTS)
+def test_a_text_without_calls_comes_out_unchanged(form: AnswerFormat, text: str) -> None:
     said = form.read(text)
-    assert said.calls or said == Said(text)
+    assert said.calls or said == ParsedText(text)
 
 
 @given(st.sampled_from(FORMS), st.text("<>[]tool_caTOLCS/ \nthink|py", max_size=60))
-def test_plain_text_is_late_by_no_more_than_the_longest_mark(form: AnswerForm, text: str) -> None:
+def test_plain_text_is_late_by_no_more_than_the_longest_mark(form: AnswerFormat, text: str) -> None:
     if any(mark in text for mark in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "think>")):
         return
-    reader, said = AnswerReader(form), Said()
+    reader, said = AnswerReader(form), ParsedText()
     for n, char in enumerate(text, 1):
         said += reader.push(char)
         bound = MAX_UNDECIDED if form.tool_parser == "llama3_json" else LONGEST_MARK
@@ -123,8 +125,8 @@ def test_plain_text_is_late_by_no_more_than_the_longest_mark(form: AnswerForm, t
     ],
 )
 def test_calls_are_read_in_each_familys_form(form: str, text: str, content: str, calls: list[object]) -> None:
-    said = AnswerForm(form).read(text)
-    assert read(AnswerForm(form), list(text)) == said
+    said = AnswerFormat(form).read(text)
+    assert read(AnswerFormat(form), list(text)) == said
     assert said.content == content
     assert [(call.name, json.loads(call.arguments)) for call in said.calls] == calls
 
@@ -140,13 +142,13 @@ def test_calls_are_read_in_each_familys_form(form: str, text: str, content: str,
     ],
 )
 def test_reasoning_is_told_from_content(parser: str, text: str, reasoning: str, content: str) -> None:
-    assert AnswerForm("none", parser).read(text) == Said(content, reasoning)
-    assert read(AnswerForm("none", parser), list(text)) == Said(content, reasoning)
+    assert AnswerFormat("none", parser).read(text) == ParsedText(content, reasoning)
+    assert read(AnswerFormat("none", parser), list(text)) == ParsedText(content, reasoning)
 
 
 def test_calls_stand_behind_reasoning_and_never_in_it() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    said = AnswerForm("hermes", "think").read(f"<think>{call}</think>\n{call}")
+    said = AnswerFormat("hermes", "think").read(f"<think>{call}</think>\n{call}")
     assert (said.reasoning, said.content, len(said.calls)) == (call, "", 1)
 
 
@@ -159,7 +161,7 @@ def test_of_one_call_the_others_are_left_out_however_the_text_is_cut(form: str) 
         "llama3_json": ";".join(calls),
         "mistral": f"[TOOL_CALLS][{','.join(calls)}]",
     }
-    wanted = AnswerForm(form, one_call=True)
+    wanted = AnswerFormat(form, one_call=True)
     for pieces in ([texts[form]], list(texts[form])):
         assert [call.name for call in read(wanted, pieces).calls] == ["f"]
 

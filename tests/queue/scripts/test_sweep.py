@@ -9,7 +9,7 @@ from fakes.queue.harness import LEASE_MS, POOL, RECORD, SCHEMA, FakeNode, P, Que
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Outcome
-from penstock.queue.broker.node import BeatAnswer, NodeBroker, SweptError
+from penstock.queue.broker.node import BeatAnswer, LeaseLostError, NodeBroker
 from penstock.queue.wire import NodePressure
 
 # The guard
@@ -206,7 +206,7 @@ async def test_beat_tells_what_the_node_is_like(queue: Queue) -> None:
 async def test_swept_node_is_told_so_and_may_join_again(queue: Queue) -> None:
     node = await queue.node()
     await queue.kill(node)
-    with pytest.raises(SweptError):
+    with pytest.raises(LeaseLostError):
         await node.beat()
     assert (await queue.producer.pressure(POOL)).nodes == ()
     await node.join()
@@ -281,7 +281,7 @@ async def test_leaving_node_is_neither_rung_nor_counted(queue: Queue) -> None:
     assert await node.broker.leave() == 0
     assert await queue.keys("nodes") == await queue.keys("free") == await queue.keys("took:*") == set()
     assert (await queue.producer.pressure(POOL)).nodes == ()
-    with pytest.raises(SweptError):
+    with pytest.raises(LeaseLostError):
         await node.beat()
 
 

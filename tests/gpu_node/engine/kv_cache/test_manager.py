@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 
 
 def _chain(name: int, length: int) -> list[bytes]:
@@ -17,7 +17,7 @@ def _chain(name: int, length: int) -> list[bytes]:
     return names
 
 
-def _cached(memory: KvMemory, names: list[bytes]) -> list[int]:
+def _cached(memory: KvCacheManager, names: list[bytes]) -> list[int]:
     blocks = memory.alloc(len(names))
     for block, name in zip(blocks, names, strict=True):
         memory.commit(block, name)
@@ -26,20 +26,20 @@ def _cached(memory: KvMemory, names: list[bytes]) -> list[int]:
 
 
 def test_a_prefix_matches_up_to_its_first_unknown_block() -> None:
-    memory, names = KvMemory(4), _chain(1, 3)
+    memory, names = KvCacheManager(4), _chain(1, 3)
     blocks = _cached(memory, names)
     assert memory.match(names) == blocks
     assert memory.match([names[0], *_chain(9, 1), names[2]]) == blocks[:1]
 
 
 def test_without_caching_nothing_matches() -> None:
-    memory = KvMemory(3, enable_prefix_caching=False)
+    memory = KvCacheManager(3, enable_prefix_caching=False)
     _cached(memory, _chain(1, 1))
     assert memory.match(_chain(1, 1)) == []
 
 
 def test_an_evicted_prefix_moves_to_the_host_and_back_to_who_asks_for_it() -> None:
-    memory, names = KvMemory(4, 6), _chain(1, 3)
+    memory, names = KvCacheManager(4, 6), _chain(1, 3)
     old = _cached(memory, names)
     held = memory.alloc(4)
     on_host = memory.match(names)
@@ -55,7 +55,7 @@ def test_an_evicted_prefix_moves_to_the_host_and_back_to_who_asks_for_it() -> No
 
 
 def test_a_full_host_forgets_its_own_oldest_prefix() -> None:
-    memory = KvMemory(2, 3)
+    memory = KvCacheManager(2, 3)
     for name in range(3):
         _cached(memory, _chain(name, 2))
     known = [len(memory.match(_chain(name, 2))) for name in range(3)]
@@ -63,7 +63,7 @@ def test_a_full_host_forgets_its_own_oldest_prefix() -> None:
 
 
 def test_swapping_copies_only_what_nobody_else_holds() -> None:
-    memory, names = KvMemory(6, 6), _chain(1, 3)
+    memory, names = KvCacheManager(6, 6), _chain(1, 3)
     blocks = memory.alloc(3)
     for block, name in zip(blocks, names, strict=True):
         memory.commit(block, name)
@@ -80,7 +80,7 @@ def test_swapping_copies_only_what_nobody_else_holds() -> None:
 
 
 def test_who_comes_back_takes_what_others_computed_meanwhile() -> None:
-    memory, names = KvMemory(6, 6), _chain(1, 2)
+    memory, names = KvCacheManager(6, 6), _chain(1, 2)
     swapped = memory.swap_out(memory.alloc(2))
     memory.take_copies()
     others = memory.alloc(2)
@@ -91,7 +91,7 @@ def test_who_comes_back_takes_what_others_computed_meanwhile() -> None:
 
 
 def test_of_several_who_share_a_block_all_but_the_last_copy_it() -> None:
-    memory = KvMemory(6)
+    memory = KvCacheManager(6)
     (block,) = memory.alloc(1)
     memory.hold([block, block])
     spares = memory.alloc(3)
@@ -102,14 +102,14 @@ def test_of_several_who_share_a_block_all_but_the_last_copy_it() -> None:
 
 
 def test_a_known_block_is_copied_also_by_the_last_who_writes_to_it() -> None:
-    memory, names = KvMemory(6), _chain(1, 1)
+    memory, names = KvCacheManager(6), _chain(1, 1)
     (block,), (spare,) = memory.alloc(1), memory.alloc(1)
     memory.commit(block, names[0])
     assert memory.own(block, spare) == spare and memory.match(names) == [block]
 
 
 def test_who_does_not_fit_on_the_device_gets_host_blocks_too() -> None:
-    memory = KvMemory(2, 3)
+    memory = KvCacheManager(2, 3)
     blocks = memory.alloc_anywhere(4)
     assert [memory.is_on_device(block) for block in blocks] == [True, True, False, False]
     memory.commit(blocks[3], _chain(1, 1)[0])

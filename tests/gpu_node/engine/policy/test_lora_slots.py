@@ -22,7 +22,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine
-from penstock.gpu_node.engine.policy.adapter_slots import AdapterPlaces, ByAdapter
+from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots, ByAdapter
 from penstock.gpu_node.engine.policy.base import FirstComeFirstServed
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.lora.adapter import WEIGHTS_FILE
@@ -117,7 +117,7 @@ class _Table:
 def test_every_step_computes_with_the_adapters_of_its_sequences_and_all_end(
     wearers: list[str], num_places: int, lengths: int, num_blocks: int
 ) -> None:
-    places, table = AdapterPlaces(num_places), _Table()
+    places, table = AdapterSlots(num_places), _Table()
     discipline = ByAdapter(FirstComeFirstServed(), places)
     scheduler, _ = new_scheduler(num_blocks, max_num_seqs=6, discipline=discipline)
     known = {name: _Named(name) for name in "abcd"}
@@ -141,7 +141,7 @@ def test_every_step_computes_with_the_adapters_of_its_sequences_and_all_end(
 
 
 def test_who_waits_for_a_place_gets_one_though_others_keep_coming() -> None:
-    places = AdapterPlaces(1)
+    places = AdapterSlots(1)
     scheduler, _ = new_scheduler(40, max_num_seqs=4, discipline=ByAdapter(FirstComeFirstServed(), places))
     known = {name: _Named(name) for name in "ab"}
 

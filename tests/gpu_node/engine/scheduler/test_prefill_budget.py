@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.prompt_scores import PromptScores
 from penstock.gpu_node.engine.scheduler.limits import Limits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.step_time import StepTime, StepWork
-from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.end_rule import EndRule
@@ -70,7 +70,7 @@ def new_scheduler() -> Scheduler:
         max_model_len=16_000,
         max_prefill_ms_beside_decode=LIMIT_MS,
     )
-    return Scheduler(KvMemory(4000), limits, PreemptionCosts("recompute", 1))
+    return Scheduler(KvCacheManager(4000), limits, SwapCost("recompute", 1))
 
 
 def work_of(step: Step) -> StepWork:

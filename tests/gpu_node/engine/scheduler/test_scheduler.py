@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fakes.schedules import EOS, new_scheduler, new_sequence
 
-from penstock.gpu_node.engine.kv_cache.manager import KvMemory
+from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
@@ -17,7 +17,7 @@ def _sequence(name: str, num_prompt: int, num_output: int, *, first_token: int =
     return new_sequence(name, num_prompt, num_output, first_token=first_token)
 
 
-def _scheduler(num_blocks: int, *, max_num_seqs: int = 8, budget: int = 16) -> tuple[Scheduler, KvMemory]:
+def _scheduler(num_blocks: int, *, max_num_seqs: int = 8, budget: int = 16) -> tuple[Scheduler, KvCacheManager]:
     return new_scheduler(num_blocks, max_num_seqs=max_num_seqs, budget=budget)
 
 

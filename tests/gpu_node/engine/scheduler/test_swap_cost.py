@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionCosts
+from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 
 MIB = 1 << 20
 
 
-def _measured(copied_mib_per_ms: float, tokens_per_ms: float) -> PreemptionCosts:
-    costs = PreemptionCosts("auto", MIB)
+def _measured(copied_mib_per_ms: float, tokens_per_ms: float) -> SwapCost:
+    costs = SwapCost("auto", MIB)
     for _ in range(50):
         costs.note_copies(10, 10 / copied_mib_per_ms)
         costs.note_forward(100, 100 / tokens_per_ms)
@@ -39,5 +39,5 @@ def test_steps_that_say_nothing_about_a_rate_leave_it() -> None:
 
 def test_settings_have_the_last_word() -> None:
     for _ in range(2):
-        assert PreemptionCosts("swap", MIB).prefers_swap(10**6, 1)
-        assert not PreemptionCosts("recompute", MIB).prefers_swap(1, 10**6)
+        assert SwapCost("swap", MIB).prefers_swap(10**6, 1)
+        assert not SwapCost("recompute", MIB).prefers_swap(1, 10**6)

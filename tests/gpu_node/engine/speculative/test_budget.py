@@ -21,16 +21,16 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.contract.structured import StructuredOutputs
 from penstock.gpu_node.engine import Engine, ResumedChoice, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.engine.speculative.budget import Speculation
+from penstock.gpu_node.engine.speculative.budget import DraftBudget
 from penstock.gpu_node.engine.speculative.drafter import Drafter
-from penstock.gpu_node.engine.speculative.ngram import PromptLookup
+from penstock.gpu_node.engine.speculative.ngram import NgramDrafter
 from penstock.gpu_node.engine.speculative.step_cost import StepCost
 from penstock.gpu_node.model.protocol import StepHandle, StepPlan, StepResult
 
 MakeEngine = Callable[..., Engine]
 Submit = Callable[[StepPlan], StepHandle]
 Likely = list[TokenLogprobs]
-Said = dict[tuple[str, int], tuple[list[int], str, str | None, Likely, Likely]]
+ParsedText = dict[tuple[str, int], tuple[list[int], str, str | None, Likely, Likely]]
 TIGHT: dict[str, Any] = {"max_num_seqs": 6, "num_kv_blocks": 14, "num_swap_blocks": 10, "max_num_batched_tokens": 48}
 
 options = st.fixed_dictionaries(
@@ -83,8 +83,8 @@ def _add(engine: Engine, wanted: list[tuple[list[int], int, dict[str, Any]]]) ->
         engine.add(EngineRequest(str(i), prompt, SamplingParams(max_tokens=max_tokens, **given_options), seed=i))
 
 
-def _said(outputs: list[StepOutput]) -> Said:
-    said: Said = {}
+def _said(outputs: list[StepOutput]) -> ParsedText:
+    said: ParsedText = {}
     for output in outputs:
         tokens, text, _, likely, of_prompt = said.setdefault((output.request_id, output.choice), ([], "", None, [], []))
         assert output.position == len(tokens)
@@ -98,7 +98,7 @@ def _said(outputs: list[StepOutput]) -> Said:
     return _by_request(said)
 
 
-def _by_request(said: Said) -> Said:
+def _by_request(said: ParsedText) -> ParsedText:
     """The prompt's come with whichever choice is first."""
     for request_id in {request_id for request_id, _ in said}:
         own = sorted(key for key in said if key[0] == request_id)
@@ -108,7 +108,7 @@ def _by_request(said: Said) -> Said:
     return said
 
 
-def _run(engine: Engine) -> Said:
+def _run(engine: Engine) -> ParsedText:
     outputs = []
     try:
         while engine.has_work():
@@ -167,7 +167,7 @@ def test_an_answer_that_another_node_began_goes_on_as_it_would_have(
 def test_eight_at_once_say_what_they_say_without_drafts(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, runner: str, dtype: str, temperature: float
 ) -> None:
-    monkeypatch.setattr(Speculation, "needs", lambda self, num, most: [0.0] * min(most, num * self.max_draft_tokens))
+    monkeypatch.setattr(DraftBudget, "needs", lambda self, num, most: [0.0] * min(most, num * self.max_draft_tokens))
     engines = [make_engine(runner=runner, dtype=dtype, speculative=name) for name in ("off", "ngram")]
     prompts = [[*range(3, 20), *range(3, 8)], [9, 8, 9, 8, 9], [40], *([i, 7, 8, 9, i] for i in range(20, 25))]
     likely = {7: 20.0, 8: 19.5, 9: 19.0}
@@ -186,7 +186,7 @@ def test_what_followed_the_longest_run_is_found() -> None:
     rng = np.random.default_rng(0)
     for alphabet in (2, 5, 300):
         tokens = rng.integers(0, alphabet, 400).astype(np.int32)
-        lookup = PromptLookup(400)
+        lookup = NgramDrafter(400)
         at = num_asked = num_found = 0
         while at < len(tokens):
             step = int(rng.choice([1, 2, 5, 60]))
@@ -207,7 +207,7 @@ def _last_place(tokens: list[int], size: int) -> int:
 
 
 def test_a_loop_goes_on_behind_the_last_token() -> None:
-    lookup = PromptLookup(50)
+    lookup = NgramDrafter(50)
     lookup.extend(np.array([1, 2, 3] * 4, np.int32))
     at, _ = lookup.find()
     assert lookup.following(at, 7) == [1, 2, 3, 1, 2, 3, 1]
@@ -219,7 +219,7 @@ def _drafts(drafter: Drafter, said: list[int], least: float = 0.5) -> list[bool]
 
 
 def test_a_sequence_learns_whether_its_drafts_are_right_without_drafting() -> None:
-    drafter, rng = Speculation(8).drafter(2000), random.Random(0)
+    drafter, rng = DraftBudget(8).drafter(2000), random.Random(0)
     misleading = [token for _ in range(60) for token in (5, 6, 7, 8, rng.randrange(100, 10**6))]
     hopes = _drafts(drafter, misleading)
     assert any(hopes[:60])
@@ -235,7 +235,7 @@ def test_a_sequence_learns_whether_its_drafts_are_right_without_drafting() -> No
     st.lists(st.floats(0, 8), min_size=1, max_size=12),
 )
 def test_no_other_drafts_would_gain_more(chances: list[list[float]], needs: list[float]) -> None:
-    counts = Speculation(4).choose(chances, needs)
+    counts = DraftBudget(4).choose(chances, needs)
 
     def gain(counts: Items[int]) -> float:
         stand = sum(sum(own[:count]) for own, count in zip(chances, counts, strict=True))

@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.contract.errors import RequestError
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import MAX_CALLS
-from penstock.gpu_node.engine.structured.compiler import Guides
+from penstock.gpu_node.engine.structured.compiler import GrammarCompiler
 from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
-from penstock.producer.openai.reading import AnswerForm, Said
+from penstock.producer.openai.reading import AnswerFormat, ParsedText
 
 EOS = 2
 MARKS = {"<tool_call>": False, "</tool_call>": False, "[TOOL_CALLS]": True, "<think>": False, "</think>": False}
@@ -67,20 +67,20 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def guides(tokenizer: Tokenizer) -> Guides:
-    return Guides(tokenizer, len(tokenizer.token_bytes), frozenset({EOS}))
+def guides(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, len(tokenizer.token_bytes), frozenset({EOS}))
 
 
 def calls(form: str, **options: Any) -> StructuredOutputs:
     return StructuredOutputs.model_validate({"calls": {"form": form, "functions": FUNCTIONS, **options}})
 
 
-def allowed(guides: Guides, guide: Guide) -> list[int]:
+def allowed(guides: GrammarCompiler, guide: Guide) -> list[int]:
     masks = mask_of(guides, guide)
     return np.flatnonzero(np.unpackbits(masks.words.view(np.uint8), bitorder="little")).tolist()
 
 
-def draw(guides: Guides, tokenizer: Tokenizer, wanted: StructuredOutputs, rng: random.Random) -> str | None:
+def draw(guides: GrammarCompiler, tokenizer: Tokenizer, wanted: StructuredOutputs, rng: random.Random) -> str | None:
     """A text of tokens drawn among those that may come, those of marks more often; None for one that does not end."""
     guide, token_ids = guides.new_guide(wanted), []
     marks = {tokenizer.id_of(mark) for mark in MARKS} | {EOS}
@@ -95,7 +95,7 @@ def draw(guides: Guides, tokenizer: Tokenizer, wanted: StructuredOutputs, rng: r
     return None
 
 
-def check_calls(said: Said) -> None:
+def check_calls(said: ParsedText) -> None:
     for call in said.calls:
         if call.name == "move":
             Move.model_validate_json(call.arguments)
@@ -105,8 +105,10 @@ def check_calls(said: Said) -> None:
 
 @pytest.mark.parametrize("reasoning", ["none", "think", "think_open"])
 @pytest.mark.parametrize("form", FORMS)
-def test_whatever_is_drawn_reads_as_calls(guides: Guides, tokenizer: Tokenizer, form: str, reasoning: str) -> None:
-    rng, read = random.Random(form + reasoning), AnswerForm(form, reasoning)
+def test_whatever_is_drawn_reads_as_calls(
+    guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
+) -> None:
+    rng, read = random.Random(form + reasoning), AnswerFormat(form, reasoning)
     for parallel in (True, False):
         wanted = calls(form, reasoning=reasoning, parallel=parallel)
         drawn = [draw(guides, tokenizer, wanted, rng) for _ in range(10)]
@@ -121,15 +123,15 @@ def test_whatever_is_drawn_reads_as_calls(guides: Guides, tokenizer: Tokenizer, 
 @pytest.mark.parametrize("reasoning", ["none", "think", "think_open"])
 @pytest.mark.parametrize("form", FORMS)
 def test_among_other_text_what_reads_as_a_call_is_one(
-    guides: Guides, tokenizer: Tokenizer, form: str, reasoning: str
+    guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
-    rng, read = random.Random(form + reasoning), AnswerForm(form, reasoning)
+    rng, read = random.Random(form + reasoning), AnswerFormat(form, reasoning)
     for _ in range(10):
         text = draw(guides, tokenizer, calls(form, reasoning=reasoning, required=False), rng)
         check_calls(read.read(text or ""))
 
 
-def derives(guides: Guides, tokenizer: Tokenizer, wanted: StructuredOutputs, text: str) -> bool:
+def derives(guides: GrammarCompiler, tokenizer: Tokenizer, wanted: StructuredOutputs, text: str) -> bool:
     guide = guides.new_guide(wanted)
     guide.take(tokenizer.encode(text))
     return EOS in allowed(guides, guide)
@@ -150,7 +152,7 @@ THERE, HERE = {"to": {"x": 5}, "fast": True}, {"to": {"x": -1}, "fast": False}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_required_call_is_all_of_a_text(guides: Guides, tokenizer: Tokenizer, form: str) -> None:
+def test_a_required_call_is_all_of_a_text(guides: GrammarCompiler, tokenizer: Tokenizer, form: str) -> None:
     may: Callable[[str], bool] = lambda text: derives(guides, tokenizer, calls(form), text)  # noqa: E731
     assert may(written(form, THERE)) and may(written(form, THERE, HERE))
     assert not may("") and not may("Well. " + written(form, THERE)) and not may(written(form, THERE) + " Well.")
@@ -165,7 +167,7 @@ def test_a_required_call_is_all_of_a_text(guides: Guides, tokenizer: Tokenizer, 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_call_that_is_not_required_is_kept_to_its_schema_and_text_is_free(
-    guides: Guides, tokenizer: Tokenizer, form: str
+    guides: GrammarCompiler, tokenizer: Tokenizer, form: str
 ) -> None:
     def may(text: str, **options: Any) -> bool:
         return derives(guides, tokenizer, calls(form, required=False, **options), text)
@@ -182,7 +184,7 @@ def test_a_call_that_is_not_required_is_kept_to_its_schema_and_text_is_free(
 @pytest.mark.parametrize("form", ["hermes", "mistral"])
 @pytest.mark.parametrize("reasoning", ["none", "think"])
 def test_what_is_no_call_keeps_to_the_answers_schema(
-    guides: Guides, tokenizer: Tokenizer, form: str, reasoning: str
+    guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
     wanted = calls(form, reasoning=reasoning, required=False, answer=json.dumps(Place.model_json_schema()))
 
@@ -195,7 +197,7 @@ def test_what_is_no_call_keeps_to_the_answers_schema(
     assert may('<think>hm</think>\n\n{"x": 3}') is (reasoning == "think")
 
 
-def test_an_answers_schema_that_cannot_be_kept_to_is_named(guides: Guides) -> None:
+def test_an_answers_schema_that_cannot_be_kept_to_is_named(guides: GrammarCompiler) -> None:
     with pytest.raises(RequestError) as caught:
         guides.prepare(calls("hermes", required=False, answer='{"type": "text"}'))
     assert caught.value.param == "structured_outputs.json_schema"
@@ -203,7 +205,9 @@ def test_an_answers_schema_that_cannot_be_kept_to_is_named(guides: Guides) -> No
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("required", [True, False])
-def test_reasoning_stands_before_calls(guides: Guides, tokenizer: Tokenizer, form: str, required: bool) -> None:
+def test_reasoning_stands_before_calls(
+    guides: GrammarCompiler, tokenizer: Tokenizer, form: str, required: bool
+) -> None:
     def may(reasoning: str, text: str) -> bool:
         return derives(guides, tokenizer, calls(form, reasoning=reasoning, required=required), text)
 
@@ -215,7 +219,7 @@ def test_reasoning_stands_before_calls(guides: Guides, tokenizer: Tokenizer, for
 
 
 @pytest.mark.parametrize("mark", ["</think>", "<tool_call>"])
-def test_a_mark_that_is_a_token_is_never_spelled(guides: Guides, tokenizer: Tokenizer, mark: str) -> None:
+def test_a_mark_that_is_a_token_is_never_spelled(guides: GrammarCompiler, tokenizer: Tokenizer, mark: str) -> None:
     spelled = [token_id for char in mark for token_id in tokenizer.encode(char)]
     guide = guides.new_guide(calls("hermes", reasoning="think_open", required=False))
     guide.take(tokenizer.encode("so " if mark == "</think>" else "so</think>well ") + spelled[:-1])
@@ -224,7 +228,7 @@ def test_a_mark_that_is_a_token_is_never_spelled(guides: Guides, tokenizer: Toke
     assert bool(allowed(guides, guide)) is (tokenizer.id_of(mark) is None)
 
 
-def test_the_function_whose_parameters_cannot_be_kept_to_is_named(guides: Guides) -> None:
+def test_the_function_whose_parameters_cannot_be_kept_to_is_named(guides: GrammarCompiler) -> None:
     for parameters in ({"type": "array"}, {"properties": {"a": {"not": {}}}}, {"type": ["string", "null"]}):
         functions = [*FUNCTIONS, {"name": "g", "parameters": json.dumps(parameters)}]
         with pytest.raises(RequestError, match="'g'") as caught:

@@ -16,7 +16,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine import Engine, EngineConfig, ResumedChoice
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.producer.openai.reading import AnswerForm
+from penstock.producer.openai.reading import AnswerFormat
 
 MAX_TOKENS = 200
 """The longest text of each form below has fewer."""
@@ -43,7 +43,7 @@ def _is_nested(text: str) -> bool:
 
 
 def _is_called(text: str) -> bool:
-    calls = AnswerForm("hermes").read(text).calls
+    calls = AnswerFormat("hermes").read(text).calls
     return calls != () and all(call.name == "river" and _is_river(call.arguments) for call in calls)
 
 

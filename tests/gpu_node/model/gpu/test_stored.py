@@ -24,7 +24,7 @@ from penstock.gpu_node.model.checkpoint.methods import reader_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.device import Device
-from penstock.gpu_node.model.gpu.stored import LinearKeeper
+from penstock.gpu_node.model.gpu.stored import StoredLinearLoader
 from penstock.gpu_node.model.gpu.weights import plain_linear
 from penstock.gpu_node.model.load import load_model
 
@@ -56,7 +56,7 @@ def _check(source: ModelSource, kept: str) -> None:
     def convert(parts: tuple[Stored, ...]) -> Tensor:
         return torch.cat([torch.from_numpy(part.to_float32()) for part in parts]).to(device.torch)
 
-    keeper, x = LinearKeeper("auto", device), torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    keeper, x = StoredLinearLoader("auto", device), torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     got = keeper(matrix, convert)(x.to(device.torch)).cpu()
     want = plain_linear(matrix, convert)(x.to(device.torch)).cpu()
     assert keeper.formats == {kept}
