@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 
 from penstock.contract.errors import RequestError, UnavailableError
-from penstock.gateway.openai.asked import Asked, decode_asked, parse
+from penstock.gateway.openai.asked import ParsedBody, decode_asked, parse
 from penstock.gateway.parser_process import FORMS, HEAD
 from penstock.gateway.shared_budget import SharedBudget
 
@@ -47,7 +47,7 @@ class Parser:
         self._child: _Child | None = None
         self._is_closed = False
 
-    async def parse(self, form: str, raw: bytes, owner: str) -> Asked:
+    async def parse(self, form: str, raw: bytes, owner: str) -> ParsedBody:
         """What a body asks for; raises RequestError for a wrong one. Owners of large ones take turns."""
         if not is_heavy(raw):
             return parse(form, raw)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from penstock.queue.broker.line import Line
+from penstock.queue.broker.line import SharedConnection
 from penstock.queue.broker.retry import pauses
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ async def listen(redis: Redis, channel: str, bell: Bell, on_cancelled: Callable[
     patience = pauses()
     while True:
         try:
-            line = await Line.open(redis, hear)
+            line = await SharedConnection.open(redis, hear)
             try:
                 await line.call("SUBSCRIBE", channel)
                 patience = pauses()

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.inbox import Inbox
+from penstock.gpu_node.inbox import JobInbox
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.monitor.health import Health, HealthSample
 from penstock.gpu_node.monitor.watchdog import Watchdog
@@ -31,7 +31,7 @@ _FIGURES = sorted({field.name for field in fields(NodePressure)} & {field.name f
 """A record has the engine's figures by their names there."""
 
 
-class Gauge:
+class RateEstimator:
     """Rates from counters: an exponentially fading average per second.
 
     One that `keeps` says how fast it goes whenever it goes: a time without gain leaves it.
@@ -61,7 +61,7 @@ class Heartbeat:
         broker: NodeBroker,
         ledger: Ledger,
         worker: EngineWorker,
-        inbox: Inbox,
+        inbox: JobInbox,
         outbox: Outbox,
         *,
         base: NodePressure,
@@ -75,8 +75,8 @@ class Heartbeat:
         self._outbox = outbox
         self._base = base
         self._interval_s = min(MAX_INTERVAL_S, lease_ms / 1000 / BEATS_PER_LEASE)
-        self._drain, self._prefill, self._decode, self._steps = (Gauge(time.monotonic()) for _ in range(4))
-        self._preemptions = Gauge(time.monotonic(), keeps=False)
+        self._drain, self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(4))
+        self._preemptions = RateEstimator(time.monotonic(), keeps=False)
         self._num_beats = 0
         self.engine_stats: EngineStats | None = None
         """The last figures that the engine gave."""

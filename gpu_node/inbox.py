@@ -11,7 +11,7 @@ from penstock.gpu_node.bell import Bell
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.reception import JobIntake
-from penstock.queue.broker.node import NodeBroker, Room, TakeAnswer
+from penstock.queue.broker.node import Capacity, NodeBroker, TakeAnswer
 from penstock.queue.broker.retry import pauses
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ IDLE_TAKE_S = 1.0
 """Doorbells may be lost; the queue is looked at this often all the same."""
 
 
-class Inbox:
+class JobInbox:
     """Takes jobs for one node."""
 
     def __init__(
@@ -97,10 +97,10 @@ class Inbox:
             return 0.0
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S
 
-    def _room(self) -> Room:
+    def _room(self) -> Capacity:
         """What each class could have: less urgent jobs would give way to it."""
         tokens, sequences = self._ledger.claims()
-        return Room(
+        return Capacity(
             *(_left_of(self._kv_tokens, tokens), _left_of(self._max_num_seqs, sequences)),
             *(self._kv_tokens, self._max_num_seqs),
         )
@@ -108,7 +108,7 @@ class Inbox:
     async def close(self) -> None:
         """Learns what a call that was cut short had taken, so that it can be given back."""
         if self._call != self.answered_call:
-            nothing = Room((0,) * 3, (0,) * 3, self._kv_tokens, self._max_num_seqs)
+            nothing = Capacity((0,) * 3, (0,) * 3, self._kv_tokens, self._max_num_seqs)
             self._hold(await self._broker.take(self._call, self._nonce, nothing))
 
     def _hold(self, answer: TakeAnswer) -> list[HeldJob]:

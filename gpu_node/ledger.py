@@ -17,7 +17,7 @@ from penstock.gpu_node.sealed import PromptRows, SealedChunk, seal
 from penstock.queue import msgpack_codec as packing
 from penstock.queue import results
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.queue.broker.node import MAX_PREEMPTIONS, Emission, Taken, Used
+from penstock.queue.broker.node import MAX_PREEMPTIONS, Emission, Taken, UsedTokens
 from penstock.queue.msgpack_codec import Pack
 from penstock.queue.packed_logprobs import joined
 from penstock.queue.policy import HOLD_MS, learned_hold_ms
@@ -189,11 +189,11 @@ class HeldJob:
         return bool(self._chunks) or not self.taken.num_chunks
 
     @property
-    def used(self) -> Used:
+    def used(self) -> UsedTokens:
         """What the job used by its end."""
         if not self._is_known:
-            return Used(kv_ms=self.kv_ms_used)
-        return Used(kv_ms=self.kv_ms_used, usage=self._usage(), log_bytes=sum(map(len, self._chunks)))
+            return UsedTokens(kv_ms=self.kv_ms_used)
+        return UsedTokens(kv_ms=self.kv_ms_used, usage=self._usage(), log_bytes=sum(map(len, self._chunks)))
 
     def _usage(self) -> Usage:
         if self.usage is not None:

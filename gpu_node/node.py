@@ -16,7 +16,7 @@ from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.bell import Bell, listen
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.heartbeat import Heartbeat
-from penstock.gpu_node.inbox import Inbox
+from penstock.gpu_node.inbox import JobInbox
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.monitor.liveness import answering
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
@@ -73,7 +73,7 @@ class Node:
         self._reception = JobIntake(
             *(self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._relief, self._threads)
         )
-        self._inbox = Inbox(
+        self._inbox = JobInbox(
             *(self._broker, self.ledger, self._bell, self._outbox, self._reception),
             room=(engine.num_kv_tokens, settings.max_num_seqs),
         )

@@ -25,7 +25,7 @@ from penstock.gpu_node.worker import EngineWorker
 from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
 from penstock.queue.broker.retry import pauses
 from penstock.queue.msgpack_codec import new_pack
-from penstock.runtime.cooperative import Turns
+from penstock.runtime.cooperative import CooperativeTurns
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Outbox:
         self._pace = pace
         self._bell = bell
         self._pack = new_pack()
-        self._turns = Turns()
+        self._turns = CooperativeTurns()
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[Sequence[StepOutput]] = deque()
         self._naps = False

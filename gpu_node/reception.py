@@ -26,7 +26,7 @@ from penstock.queue.broker.retry import patiently
 from penstock.queue.wire import Request
 from penstock.runtime import crash_points as crash
 from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.cooperative import Turns
+from penstock.runtime.cooperative import CooperativeTurns
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class JobIntake:
         self._outbox = outbox
         self._relief = relief
         self._threads = threads
-        self._turns = Turns()
+        self._turns = CooperativeTurns()
         self._trying = Threads(MAX_TRIALS_AWAITED)
         """Those that wait for a grammar's trial, so that none of them keeps a long prompt waiting."""
         self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()

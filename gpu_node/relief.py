@@ -15,7 +15,7 @@ from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.worker import EngineWorker
-from penstock.queue.broker.node import NodeBroker, Return, Why
+from penstock.queue.broker.node import GivenBackJob, NodeBroker, Why
 from penstock.queue.policy import in_order_of_retreat
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class LoadShedder:
         Tokens that Redis does not have yet are lost; whoever takes the job makes the same again.
         """
         wanted = [job for job in jobs if job.outcome is None]
-        returns = [Return(job.job_id, job.taken.lease, job.claim, job.most) for job in wanted]
+        returns = [GivenBackJob(job.job_id, job.taken.lease, job.claim, job.most) for job in wanted]
         answers = await self._broker.give_back(returns, why)
         kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "NOBODY"]
         given = [job for job in wanted if job not in kept]

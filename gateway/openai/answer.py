@@ -27,7 +27,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of
-from penstock.gateway.stream.order import Order, open_jobs
+from penstock.gateway.stream.order import GenerationRequest, open_jobs
 from penstock.gateway.stream.sse import DONE, EventWriter, event
 from penstock.gateway.stream.whole import PIECE_BYTES, BodyWriter
 from penstock.producer.client import AsyncClient, AsyncJob
@@ -38,7 +38,7 @@ from penstock.producer.openai.render import ChatRenderer, Renderer, usage_of
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.packed_result import PackedResult
-from penstock.runtime.cooperative import Turns
+from penstock.runtime.cooperative import CooperativeTurns
 
 JOB_HEADER = "X-Penstock-Job"
 MAX_SMALL_BATCH = 64
@@ -51,12 +51,14 @@ class Answer(Response):
     Called as an ASGI app, it raises a PenstockError only while nothing has been sent.
     """
 
-    def __init__(self, request: Request, order: Order, dialect: type[Renderer], *, include_usage: bool = False) -> None:
+    def __init__(
+        self, request: Request, order: GenerationRequest, dialect: type[Renderer], *, include_usage: bool = False
+    ) -> None:
         super().__init__()
         self._client: AsyncClient = request.app.state.client
         self._settings: GatewaySettings = request.app.state.settings
         self._metrics: GatewayMetrics = request.app.state.metrics
-        self._turns: Turns = request.app.state.turns
+        self._turns: CooperativeTurns = request.app.state.turns
         self._result_budget: SharedBudget = request.app.state.result_budget
         self._order = order
         self._dialect = dialect

@@ -25,7 +25,7 @@ MAX_CHOICES_OF_REQUEST = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedBody:
     """What a body says, apart from the caller and the headers."""
 
     model: str
@@ -41,7 +41,7 @@ class Asked:
     include_usage: bool = False
 
 
-def parse(form: str, raw: bytes) -> Asked:
+def parse(form: str, raw: bytes) -> ParsedBody:
     """Check a body of a form; raises RequestError that names the field at fault."""
     try:
         body = BODIES[form].model_validate_json(raw)
@@ -55,7 +55,7 @@ def parse(form: str, raw: bytes) -> Asked:
     if len(prompts) * params.n > MAX_CHOICES_OF_REQUEST:
         said = f"n: {len(prompts)} prompts × {params.n} choices are more than the {MAX_CHOICES_OF_REQUEST} of a request"
         raise RequestError(said, param="n")
-    return Asked(
+    return ParsedBody(
         body.model,
         prompts,
         params,
@@ -68,7 +68,7 @@ def parse(form: str, raw: bytes) -> Asked:
     )
 
 
-def with_packed_prompts(asked: Asked) -> Asked:
+def with_packed_prompts(asked: ParsedBody) -> ParsedBody:
     """The same with prompts that are checked as those of a job, and packed; raises RequestError."""
     try:
         return replace(asked, prompts=[pack_prompt_of(prompt) for prompt in asked.prompts])
@@ -82,7 +82,7 @@ def with_packed_prompts(asked: Asked) -> Asked:
 _REFUSALS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (RequestError, TooLargeError)}
 
 
-def encode_asked(asked: Asked) -> bytes:
+def encode_asked(asked: ParsedBody) -> bytes:
     """The bytes of a body whose prompts are packed."""
     params = asked.params.model_dump(exclude_defaults=True)
     if "logit_bias" in params:
@@ -103,7 +103,7 @@ def encode_refusal(error: PenstockError) -> bytes:
     return pack({"refusal": [type(error).__name__, error.message, error.code, error.param]})
 
 
-def decode_asked(data: bytes) -> Asked:
+def decode_asked(data: bytes) -> ParsedBody:
     """The body of those bytes; raises the error that they carry in its place."""
     (fields,) = unpack_all(data)
     if "refusal" in fields:
@@ -111,7 +111,7 @@ def decode_asked(data: bytes) -> Asked:
         raise _REFUSALS.get(kind, RequestError)(message, code=code, param=param)
     echoes, stream, include_usage = fields["flags"]
     tools, choice, parallel = fields["tool_use"]
-    return Asked(
+    return ParsedBody(
         fields["model"],
         [PackedPrompt(*prompt) for prompt in fields["prompts"]],
         SamplingParams(**fields["params"]),

@@ -10,11 +10,11 @@ from penstock.contract.job import is_job_id
 from penstock.contract.rights import allowed_class
 from penstock.gateway.body import num_bytes_to_hold, read_json_body
 from penstock.gateway.entry import caller_of
-from penstock.gateway.openai.asked import Asked
+from penstock.gateway.openai.asked import ParsedBody
 from penstock.gateway.parsing import Parser
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
-from penstock.gateway.stream.order import Order, Place
+from penstock.gateway.stream.order import GenerationRequest, StreamPosition
 
 KEY_HEADER = "idempotency-key"
 MAX_KEY_CHARS = 200
@@ -25,7 +25,7 @@ PLACE_HEADER = "last-event-id"
 MAX_NUMBER_DIGITS = 9
 
 
-async def read_body(request: Request, form: str) -> Asked:
+async def read_body(request: Request, form: str) -> ParsedBody:
     """What the request's body asks for, checked; `form` is one of `asked.BODIES`."""
     state, owner = request.app.state, caller_of(request).tenant
     settings: GatewaySettings = state.settings
@@ -44,7 +44,7 @@ def idempotency_key_of(request: Request) -> str | None:
     return key
 
 
-def place_of(request: Request, asked: Asked) -> Place | None:
+def place_of(request: Request, asked: ParsedBody) -> StreamPosition | None:
     """Where the caller's stream was cut: the id of the last event that arrived, None for a new request."""
     said = request.query_params.get(AFTER) or request.headers.get(PLACE_HEADER)
     if not said:
@@ -54,7 +54,7 @@ def place_of(request: Request, asked: Asked) -> Place | None:
         raise RequestError("not the id of an event of ours, which is <job>:<chunk>:<tokens>", param=AFTER)
     if not asked.stream or len(asked.prompts) != 1:
         raise RequestError("only a stream of one prompt goes on where it was cut", param=AFTER)
-    return Place(job_id, *map(int, numbers))
+    return StreamPosition(job_id, *map(int, numbers))
 
 
 def _is_number(text: str) -> bool:
@@ -65,10 +65,10 @@ def _limit_of(caller: ApiKey) -> str:
     return "this API key" if caller.key_id else "this gateway while it has no API keys (open_highest_class)"
 
 
-def order_of(request: Request, asked: Asked) -> Order:
+def order_of(request: Request, asked: ParsedBody) -> GenerationRequest:
     """What the caller asks of the queue."""
     caller = caller_of(request)
-    return Order(
+    return GenerationRequest(
         asked.model,
         asked.prompts,
         asked.params,

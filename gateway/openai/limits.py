@@ -7,12 +7,12 @@ import math
 from penstock.contract.errors import RequestError
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import rename
-from penstock.gateway.stream.order import Order
+from penstock.gateway.stream.order import GenerationRequest
 from penstock.producer.client.request import Prompt
 from penstock.queue.wire import PoolRecord
 
 
-def check_logprobs(order: Order, record: PoolRecord, limit: int) -> None:
+def check_logprobs(order: GenerationRequest, record: PoolRecord, limit: int) -> None:
     """Refuse an answer of more log-probabilities than `limit`: of all prompts, and of all tokens that may be generated.
 
     A prompt of texts is counted as the queue counts it, by bytes; its node counts the tokens of each job once more.

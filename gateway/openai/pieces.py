@@ -9,7 +9,7 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.contract.job import Chunk
-from penstock.gateway.stream.order import Place
+from penstock.gateway.stream.order import StreamPosition
 from penstock.gateway.stream.sse import event
 from penstock.gateway.stream.whole import PIECE_BYTES
 from penstock.producer.openai.reading import AnswerReader, ParsedText
@@ -29,14 +29,14 @@ class _Frame(NamedTuple):
     tail: bytes
 
 
-class Progress:
+class StreamState:
     """How far a stream is, as its events' ids say it: `<job>:<chunk>:<tokens of the stream up to the chunk's end>`.
 
     One that goes on passes over the chunks that went out before. The tokens tell whether the log is still the one that
     was read then, or was lost with Redis's last writes and made anew, with other cuts.
     """
 
-    def __init__(self, cut_at: Place | None) -> None:
+    def __init__(self, cut_at: StreamPosition | None) -> None:
         self._cut_at = cut_at
         self._has_begun = cut_at is None
         self.num_tokens = 0
@@ -48,7 +48,7 @@ class Progress:
         self.num_tokens += len(chunk.token_ids)
         return self._cut_at is None or self._is_behind(self._cut_at, chunk)
 
-    def _is_behind(self, cut_at: Place, chunk: Chunk) -> bool:
+    def _is_behind(self, cut_at: StreamPosition, chunk: Chunk) -> bool:
         if chunk.index < cut_at.index:
             return False
         if (chunk.index, self.num_tokens) != (cut_at.index, cut_at.num_tokens):
@@ -62,11 +62,11 @@ class Progress:
 class SseEncoder:
     """Events of one answer's chunks; `indices` says which of its jobs is which."""
 
-    def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: Place | None) -> None:
+    def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: StreamPosition | None) -> None:
         """Raises StreamDivergedError at the events of a stream that was `cut_at` a place that is no longer there."""
         self._renderer = renderer
         self._indices = indices
-        self._progress = Progress(cut_at)
+        self._progress = StreamState(cut_at)
         self._frames: dict[tuple[str, int], _Frame | None] = {}
 
     def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
@@ -108,11 +108,11 @@ class ParsedSseEncoder:
     Chats may be read for calls and reasoning, and tokens may come with how likely they were.
     """
 
-    def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: Place | None) -> None:
+    def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: StreamPosition | None) -> None:
         """What went out before a stream was `cut_at` a place is read again for what follows from it; raises too."""
         self._renderer = renderer
         self._indices = indices
-        self._progress = Progress(cut_at)
+        self._progress = StreamState(cut_at)
         self._readers: dict[tuple[str, int], AnswerReader] = {}
         self._have_called: set[tuple[str, int]] = set()
 
@@ -156,5 +156,5 @@ def _parts_of(batch: Sequence[Chunk], event_of: Callable[[Chunk], bytes]) -> Ite
         yield b"".join(part)
 
 
-def _id_of(chunk: Chunk, progress: Progress) -> str:
+def _id_of(chunk: Chunk, progress: StreamState) -> str:
     return f"{chunk.job_id}:{chunk.index}:{progress.num_tokens}"

@@ -20,7 +20,7 @@ LEAVE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StreamPosition:
     """A chunk of a job: the last one that a caller got of a stream, which had so many tokens by its end."""
 
     job_id: str
@@ -29,7 +29,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class GenerationRequest:
     """One job for each prompt, all with the same options."""
 
     model: str
@@ -39,7 +39,7 @@ class Order:
     tenant: str = "default"
     terms: Terms = UNLIMITED
     idempotency_key: str | None = None
-    cut_at: Place | None = None
+    cut_at: StreamPosition | None = None
     """Where a stream of before goes on; its job is then nobody's to submit."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What the caller calls fields of ours where that differs, for errors that are about them."""
@@ -69,7 +69,7 @@ class Order:
 
 @contextlib.asynccontextmanager
 async def open_jobs(
-    client: AsyncClient, order: Order, *, has_begun: Callable[[], bool] = lambda: False
+    client: AsyncClient, order: GenerationRequest, *, has_begun: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[list[AsyncJob]]:
     """Submits all jobs or none; whatever ends the block early ends the jobs.
 
@@ -94,7 +94,7 @@ async def open_jobs(
         raise
 
 
-async def _submit(client: AsyncClient, order: Order, index: int, prompt: Prompt) -> AsyncJob:
+async def _submit(client: AsyncClient, order: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:
     return await client.submit(
         prompt,
         model=order.model,

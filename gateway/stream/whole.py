@@ -9,7 +9,7 @@ from contextlib import aclosing
 from starlette.datastructures import MutableHeaders
 from starlette.types import Send
 
-from penstock.runtime.cooperative import Turns
+from penstock.runtime.cooperative import CooperativeTurns
 
 PIECE_BYTES = 64 << 10
 MAX_WORK_S = 0.004
@@ -22,7 +22,7 @@ class BodyWriter:
     An answer of one piece has a `Content-Length`, a longer one comes in chunks.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str], turns: Turns) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], turns: CooperativeTurns) -> None:
         self.started = False
         self._turns = turns
         self._send = send

@@ -19,7 +19,7 @@ from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots
 from penstock.gpu_node.engine.policy.by_policy import discipline_of, note_held
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request
-from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrace
 from penstock.gpu_node.engine.scheduler.progress import StepOutcome
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
@@ -56,7 +56,7 @@ class Engine(ServedModel):
         self._block_size = config.block_size
         self._salts_by_tenant = config.prefix_cache_salt == "tenant"
         self._costs = SwapCost(config.preemption, sizes.block_bytes)
-        limits = Limits.of(config, self._limits.max_model_len)
+        limits = StepLimits.of(config, self._limits.max_model_len)
         self._places = AdapterSlots(config.num_adapter_places)
         self._discipline, drafts = discipline_of(config, self._places), speculation_of(config, self._runner)
         self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline, speculation=drafts)

@@ -15,7 +15,7 @@ from penstock.gpu_node.model.protocol import ModelRunner, StepPlan, StepResult
 _WINDOW = 256
 
 
-class Flight:
+class InFlightStep:
     """A submitted step. It holds the plan, whose arrays the runner reads until the step is done."""
 
     def __init__(
@@ -67,7 +67,7 @@ class InFlightSteps:
     def __init__(self) -> None:
         self.broken_blocks: list[int] = []
         """What has to be cleared before the next step."""
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightStep] = deque()
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -84,7 +84,7 @@ class InFlightSteps:
 
     def launch(self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan]) -> None:
         """Submit a step."""
-        self._flights.append(Flight(runner, step, plan, self.broken_blocks))
+        self._flights.append(InFlightStep(runner, step, plan, self.broken_blocks))
 
     def wait(self) -> None:
         """Block until the oldest is done, and those behind it if it failed: they will be dropped with it."""
@@ -93,7 +93,7 @@ class InFlightSteps:
             if not flight.has_failed:
                 return
 
-    def land(self) -> Flight:
+    def land(self) -> InFlightStep:
         """Wait for the oldest and take it out; where it failed, the others as well."""
         # An interrupt while waiting leaves all of them where they are: they will land.
         self.wait()
@@ -105,7 +105,7 @@ class InFlightSteps:
         return flight
 
 
-class Window:
+class SampleWindow:
     """A time of each of the last few hundred steps. As a context it measures one."""
 
     def __init__(self) -> None:
@@ -167,15 +167,15 @@ class StepTimings:
     decode_tokens: int = 0
     copied_blocks: int = 0
 
-    step: Window = field(default_factory=Window)
-    copies: Window = field(default_factory=Window)
-    schedule: Window = field(default_factory=Window)
-    prepare: Window = field(default_factory=Window)
-    forward: Window = field(default_factory=Window)
-    sample: Window = field(default_factory=Window)
-    output: Window = field(default_factory=Window)
+    step: SampleWindow = field(default_factory=SampleWindow)
+    copies: SampleWindow = field(default_factory=SampleWindow)
+    schedule: SampleWindow = field(default_factory=SampleWindow)
+    prepare: SampleWindow = field(default_factory=SampleWindow)
+    forward: SampleWindow = field(default_factory=SampleWindow)
+    sample: SampleWindow = field(default_factory=SampleWindow)
+    output: SampleWindow = field(default_factory=SampleWindow)
 
-    def land(self, flight: Flight, result: StepResult, num_tokens: int) -> None:
+    def land(self, flight: InFlightStep, result: StepResult, num_tokens: int) -> None:
         """Count a step that was computed and gave so many tokens."""
         self.steps += 1
         self.prefill_tokens += flight.step.num_prefill_tokens

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
-from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence
@@ -39,7 +39,7 @@ def _decode_costs_us(num_seqs: int) -> Iterator[float]:
     max_model_len = PROMPT_TOKENS + BLOCK_SIZE + NUM_STEPS
     scheduler = Scheduler(
         KvCacheManager(num_seqs * (max_model_len // BLOCK_SIZE + 1)),
-        Limits(
+        StepLimits(
             block_size=BLOCK_SIZE,
             max_num_seqs=num_seqs,
             max_num_batched_tokens=num_seqs * (PROMPT_TOKENS + BLOCK_SIZE),

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
-from penstock.queue.policy import HOLD_MS, Policy, PolicyName, choose, in_order_of_retreat, learned_hold_ms, victims_of
+from penstock.queue.policy import (
+    HOLD_MS,
+    PolicyConfig,
+    PolicyName,
+    choose,
+    in_order_of_retreat,
+    learned_hold_ms,
+    victims_of,
+)
 from penstock.queue.policy_state import PolicyState
 
 CLASSES = ("interactive", "standard", "batch")
@@ -68,7 +76,7 @@ class Figures:
 class Node:
     """A node that runs as many as fit, a step at a time."""
 
-    policy: Policy
+    policy: PolicyConfig
     waiting: list[SimulatedJob] = field(default_factory=list)
     running: list[SimulatedJob] = field(default_factory=list)
     standing: PolicyState = field(default_factory=PolicyState)
@@ -161,7 +169,7 @@ class Node:
 def simulate(name: PolicyName, load: Iterable[SimulatedJob]) -> Figures:
     """Runs a load to its end."""
     arrivals = sorted(load, key=lambda job: job.submitted_ms)[::-1]
-    node, ended = Node(Policy(name, AGING_MS, BYPASS_MS)), list[SimulatedJob]()
+    node, ended = Node(PolicyConfig(name, AGING_MS, BYPASS_MS)), list[SimulatedJob]()
     left = {
         tenant: sum(job.tenant == tenant for job in arrivals) for tenant in sorted({job.tenant for job in arrivals})
     }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from penstock.contract.errors import ConfigError
-from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, Progress
+from penstock.producer.batch.records import DEFAULT_IN_FLIGHT, MAX_IN_FLIGHT, Batch, BatchProgress
 from penstock.runtime.settings import redis_url_of
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ def run(
         raise typer.Exit(EXIT_ROWS_FAILED)
 
 
-def _run_here(redis_url: str, wanted: Batch, bar: BatchBar) -> Progress:
+def _run_here(redis_url: str, wanted: Batch, bar: BatchBar) -> BatchProgress:
     from penstock.producer.batch.runner import answer_batch, opened
 
     with opened(wanted) as one:
         return asyncio.run(answer_batch(redis_url, one, bar.update))
 
 
-def _run_in_worker(redis_url: str, wanted: Batch, bar: BatchBar) -> Progress:
+def _run_in_worker(redis_url: str, wanted: Batch, bar: BatchBar) -> BatchProgress:
     try:
         from penstock.producer.batch.remote import run_in_worker
     except ModuleNotFoundError as error:
@@ -96,7 +96,7 @@ class BatchBar:
         )
         self._task: TaskID = self._progress.add_task("batch", total=None, failed="", waiting="")
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: BatchProgress) -> None:
         """Shows how far the batch is; what is not known yet stays as it was."""
         failed = f"{progress.num_failed} failed" if progress.num_failed else ""
         if not progress.num_rows:

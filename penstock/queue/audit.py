@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from penstock.contract.job import Choice, Chunk, Result
 from penstock.queue import results, wire
-from penstock.queue.broker.admin import MAX_ROWS, AdminBroker, Story
+from penstock.queue.broker.admin import MAX_ROWS, AdminBroker, JobHistory
 from penstock.queue.msgpack_codec import WireError
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ async def _nodes(broker: AdminBroker, pool: str) -> list[Finding]:
     return findings
 
 
-def findings_of(story: Story) -> list[Finding]:
+def findings_of(story: JobHistory) -> list[Finding]:
     """What is wrong with a job's log, by itself and beside its result."""
 
     def found(name: str, detail: str, key: str = "log") -> Finding:

@@ -7,7 +7,7 @@ simulator its queue with what stands here.
 
     priority   the oldest first
     sjf        the cheapest first, by predicted cost
-    fair       the tenant whose turn it is (`Turns`), and of a tenant the oldest
+    fair       the tenant whose turn it is (`VirtualTimes`), and of a tenant the oldest
 
 *Aging.* The head of a class (its oldest; under fair the one whose turn it is) counts as one class higher for each
 `aging_ms` since it was submitted or the class's last head was served, whichever is later: so a class is never starved,
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 from penstock.contract.priority import NUM_PRIORITIES
-from penstock.queue.policy_state import SHARE_WINDOW_MS, PolicyState, Shares, Turns
+from penstock.queue.policy_state import SHARE_WINDOW_MS, PolicyState, Shares, VirtualTimes
 
 PolicyName = Literal["fcfs", "priority", "sjf", "fair"]
 LEAST_URGENT = NUM_PRIORITIES - 1
@@ -72,7 +72,7 @@ class Candidate(Protocol):
         """Predicted KV-token-milliseconds ÷ its tenant's weight: what its tenant pays for it."""
 
 
-class Running(Protocol):
+class RunningJob(Protocol):
     """One that has been started; `urgency` is the class that it was started as."""
 
     @property
@@ -81,11 +81,11 @@ class Running(Protocol):
 
 
 C = TypeVar("C", bound=Candidate)
-R = TypeVar("R", bound=Running)
+R = TypeVar("R", bound=RunningJob)
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PolicyConfig:
     """A pool's choice; its nodes must agree on it."""
 
     name: PolicyName = "fcfs"
@@ -109,7 +109,7 @@ class Policy:
 
 def choose(
     waiting: Iterable[C],
-    policy: Policy,
+    policy: PolicyConfig,
     standing: PolicyState,
     now_ms: float,
     fits: Callable[[C, int], bool],
@@ -139,7 +139,7 @@ def choose(
     return chosen
 
 
-def foremost(waiting: Iterable[C], policy: Policy, standing: PolicyState, now_ms: float) -> tuple[C, int] | None:
+def foremost(waiting: Iterable[C], policy: PolicyConfig, standing: PolicyState, now_ms: float) -> tuple[C, int] | None:
     """Who would be asked first, and the class it counts as; None where nobody waits."""
     first = next(_in_order(list(waiting), policy, standing, now_ms), None)
     return first[:2] if first is not None else None
@@ -160,7 +160,9 @@ def learned_hold_ms(hold_ms: float, kv_ms: float, cost: int) -> float:
     return hold_ms + _HOLD_WEIGHT * (kv_ms / max(1, cost) - hold_ms)
 
 
-def _in_order(waiting: list[C], policy: Policy, standing: PolicyState, now_ms: float) -> Iterator[tuple[C, int, bool]]:
+def _in_order(
+    waiting: list[C], policy: PolicyConfig, standing: PolicyState, now_ms: float
+) -> Iterator[tuple[C, int, bool]]:
     """(candidate, class it counts as, whether it is its class's head), while `standing` follows what is taken."""
     if policy.name == "fcfs":
         yield from ((one, LEAST_URGENT, False) for one in sorted(waiting, key=_age))
@@ -200,7 +202,9 @@ def _next_of(lines: list[_Line[C]], risen: list[tuple[float, int, C]], shares: S
     return None if one is None else (one, 2)
 
 
-def _risen(heads: list[C | None], policy: Policy, standing: PolicyState, now_ms: float) -> list[tuple[float, int, C]]:
+def _risen(
+    heads: list[C | None], policy: PolicyConfig, standing: PolicyState, now_ms: float
+) -> list[tuple[float, int, C]]:
     """(level, -class, head) of the heads that count as more than their class, the most urgent one first."""
     risen = []
     for p, head in enumerate(heads):
@@ -215,7 +219,7 @@ def _risen(heads: list[C | None], policy: Policy, standing: PolicyState, now_ms:
 class _Line(Generic[C]):
     """What waits of one class, in the policy's order; under fair one queue a tenant, whose turns may move meanwhile."""
 
-    def __init__(self, members: list[C], policy: Policy, turns: Turns) -> None:
+    def __init__(self, members: list[C], policy: PolicyConfig, turns: VirtualTimes) -> None:
         self._turns = turns if policy.name == "fair" else None
         self._queues: dict[str, deque[C]] = {}
         by_cost = policy.name == "sjf"

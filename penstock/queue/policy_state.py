@@ -15,7 +15,7 @@ _MAX_CHARGE = 1e15
 """Larger ones are no integers to Lua."""
 
 
-class Turns:
+class VirtualTimes:
     """Tenants of one class in virtual time: each start costs its tenant what it will probably use.
 
     `now` is the highest time at which anybody was started and never falls; it rises by one with each who enters, so
@@ -102,7 +102,7 @@ class PolicyState:
 
     share_window_ms: float = SHARE_WINDOW_MS
     use: RecentUse = field(init=False)
-    turns: list[Turns] = field(default_factory=lambda: [Turns() for _ in range(NUM_PRIORITIES)])
+    turns: list[VirtualTimes] = field(default_factory=lambda: [VirtualTimes() for _ in range(NUM_PRIORITIES)])
     """Per class."""
     head_served_ms: list[float] = field(default_factory=lambda: [0.0] * NUM_PRIORITIES)
     """Per class."""

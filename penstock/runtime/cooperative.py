@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class Turns:
+class CooperativeTurns:
     """Wakes one waiter a round, in order, so that many pieces that are ready at once do not hold the loop together."""
 
     def __init__(self) -> None:

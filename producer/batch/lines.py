@@ -17,7 +17,7 @@ MAX_LINE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class InputLine:
     """One request as it was written, and the name under which its result is asked for."""
 
     custom_id: str
@@ -47,7 +47,7 @@ def survey_of(path: Path) -> InputSummary:
     return InputSummary(len(first_seen), digest.digest())
 
 
-def lines_of(path: Path) -> Iterator[Line]:
+def lines_of(path: Path) -> Iterator[InputLine]:
     """The lines of a surveyed file."""
     for number, raw in _raw_lines(path):
         yield _parse(number, raw)
@@ -64,7 +64,7 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, raw
 
 
-def _parse(number: int, raw: bytes) -> Line:
+def _parse(number: int, raw: bytes) -> InputLine:
     try:
         fields = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -74,7 +74,7 @@ def _parse(number: int, raw: bytes) -> Line:
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         raise _bad(number, f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters")
-    return Line(custom_id, fields)
+    return InputLine(custom_id, fields)
 
 
 def _bad(number: int, problem: str) -> RequestError:

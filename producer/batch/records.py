@@ -41,7 +41,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class BatchProgress:
     """How far a batch is, in rows that are safely written. `waiting` says why rows wait for the queue."""
 
     num_rows: int

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from penstock.contract.errors import PenstockError, UnavailableError
 from penstock.producer.batch.celery_app import make_app
-from penstock.producer.batch.records import Batch, Progress
+from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import PROGRESS_STATE, RUN_FILE
 
@@ -28,7 +28,7 @@ class TaskFailedError(PenstockError):
     code = "task_failed"
 
 
-def run_in_worker(redis_url: str, batch: Batch, on_progress: Callable[[Progress], None]) -> Progress:
+def run_in_worker(redis_url: str, batch: Batch, on_progress: Callable[[BatchProgress], None]) -> BatchProgress:
     """Sends a batch to the workers and waits for its end; the batch goes on when nobody waits.
 
     Raises what the task raised, UnavailableError when Celery's Redis is away.
@@ -40,17 +40,17 @@ def run_in_worker(redis_url: str, batch: Batch, on_progress: Callable[[Progress]
         raise UnavailableError(f"Celery's Redis is away: {error}", code="redis_away") from error
 
 
-def _follow(task: AsyncResult, on_progress: Callable[[Progress], None]) -> Progress:
+def _follow(task: AsyncResult, on_progress: Callable[[BatchProgress], None]) -> BatchProgress:
     # State and what is said of it in one read: between two the task goes on.
     while (now := task.backend.get_task_meta(task.id))["status"] not in READY_STATES:
         if now["status"] == PROGRESS_STATE:
-            on_progress(Progress(**now["result"]))
+            on_progress(BatchProgress(**now["result"]))
         else:
             waiting = str(now["result"]) if now["status"] == RETRY else "no worker has taken it yet"
-            on_progress(Progress(0, waiting=waiting))
+            on_progress(BatchProgress(0, waiting=waiting))
         time.sleep(POLL_INTERVAL_S)
     if now["status"] == SUCCESS:
-        return Progress(**now["result"])
+        return BatchProgress(**now["result"])
     raise _error_of(now["result"])
 
 

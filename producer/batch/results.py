@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.contract.errors import BusyError, RequestError
 from penstock.producer.batch import places
-from penstock.producer.batch.records import Progress
+from penstock.producer.batch.records import BatchProgress
 
 LOCKED_RETRY_MS = 10_000
 
@@ -31,7 +31,7 @@ def row_id_of(batch_id: str, custom_id: str) -> str:
 class ResultsFile:
     """The rows written so far, and the end of the file where the next ones go."""
 
-    def __init__(self, file: FileIO, progress: Progress, batch_id: str) -> None:
+    def __init__(self, file: FileIO, progress: BatchProgress, batch_id: str) -> None:
         self._file = file
         self._batch_id = batch_id
         self.progress = progress
@@ -77,7 +77,7 @@ def open_results(output: str, batch_id: str, num_rows: int) -> Iterator[ResultsF
     """
     partial = places.partial_path(output)
     with _locked(partial) as file:
-        results = ResultsFile(file, Progress(num_rows), batch_id)
+        results = ResultsFile(file, BatchProgress(num_rows), batch_id)
         is_published = places.exists(output)
         if is_published:
             _load_published(results, output)

@@ -19,8 +19,8 @@ from penstock.contract.errors import BusyError, JobFailedError, RequestError, Un
 from penstock.contract.job import Priority
 from penstock.producer.batch import places
 from penstock.producer.batch.answer import answer_row, body_of, error_row
-from penstock.producer.batch.lines import Line, lines_of, survey_of
-from penstock.producer.batch.records import Batch, Progress
+from penstock.producer.batch.lines import InputLine, lines_of, survey_of
+from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import Request, request_of_line
 from penstock.producer.batch.results import ResultsFile, open_results, row_id_of
 from penstock.producer.client import AsyncClient
@@ -28,7 +28,7 @@ from penstock.producer.client import AsyncClient
 _JITTER = 0.2
 
 Row = dict[str, Any]
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[BatchProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ def opened(batch: Batch) -> Iterator[OpenBatch]:
             yield OpenBatch(batch, batch_id, path, results)
 
 
-async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None) -> Progress:
+async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None) -> BatchProgress:
     """Opens and answers a batch; raises what these two raise."""
     with opened(batch) as one:
         return await answer_batch(redis_url, one, on_progress)
 
 
-async def answer_batch(redis_url: str, one: OpenBatch, on_progress: OnProgress) -> Progress:
+async def answer_batch(redis_url: str, one: OpenBatch, on_progress: OnProgress) -> BatchProgress:
     """Runs a batch to its end, however long the queue keeps it waiting; cancelled, it can be run again."""
     results = one.results
     on_progress(results.progress)
@@ -124,7 +124,7 @@ class _Run:
         self._on_progress = on_progress
         self._rows: asyncio.Queue[Row | None] = asyncio.Queue(batch.max_in_flight)
 
-    async def answer_all(self, lines: Iterator[Line]) -> None:
+    async def answer_all(self, lines: Iterator[InputLine]) -> None:
         """Returns when every line has its row on disk, of which some may have one already."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -136,7 +136,7 @@ class _Run:
             # Whatever went wrong first has ended the others.
             raise group.exceptions[0] from None
 
-    async def _work(self, lines: Iterator[Line]) -> None:
+    async def _work(self, lines: Iterator[InputLine]) -> None:
         for line in lines:
             if line.custom_id in self._results.custom_ids:
                 # There may be millions of them.
@@ -144,7 +144,7 @@ class _Run:
             else:
                 await self._rows.put(await self._row_of(line))
 
-    async def _row_of(self, line: Line) -> Row:
+    async def _row_of(self, line: InputLine) -> Row:
         row_id = row_id_of(self._batch_id, line.custom_id)
         try:
             request = request_of_line(line.fields)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from celery import Celery, Task
 
 from penstock.contract.errors import BusyError, UnavailableError
-from penstock.producer.batch.records import Batch, Progress
+from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, Request, request_of
 from penstock.producer.batch.runner import answer, run_batch
 from penstock.producer.client import AsyncClient
@@ -75,7 +75,7 @@ async def _generate(redis_url: str, request: Request, *, key: str) -> dict[str, 
 
 
 @contextmanager
-def reporting(store: Callable[[Progress], None]) -> Iterator[Callable[[Progress], None]]:
+def reporting(store: Callable[[BatchProgress], None]) -> Iterator[Callable[[BatchProgress], None]]:
     """A function that passes on the progress of a moment, not of every row, and neither waits for `store` nor fails
     with it. The block's end waits, so that no report comes behind what the task itself stores.
     """
@@ -83,7 +83,7 @@ def reporting(store: Callable[[Progress], None]) -> Iterator[Callable[[Progress]
     under_way: Future[None] | None = None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-progress") as thread:
 
-        def report(progress: Progress) -> None:
+        def report(progress: BatchProgress) -> None:
             nonlocal next_s, under_way
             if time.monotonic() >= next_s and (under_way is None or under_way.done()):
                 next_s = time.monotonic() + _REPORT_INTERVAL_S

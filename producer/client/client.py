@@ -15,10 +15,10 @@ from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.rights import allowed_class
 from penstock.contract.terms import Terms
 from penstock.contract.usage import DayUsage
-from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, Copy, Door
+from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, CachedState, PoolAdmission
 from penstock.producer.client.courier import RetryingBroker
 from penstock.producer.client.dead import DeadLetterBox
-from penstock.producer.client.inbox import Inbox
+from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
 from penstock.producer.client.settings import ClientSettings
@@ -65,12 +65,12 @@ class AsyncClient:
         self._figures = StatsBroker(self._redis)
         self._usage = UsageBroker(self._redis)
         self._courier = RetryingBroker(broker, settings.outage_s)
-        self._inbox = Inbox(self._redis, broker, settings, self.stats)
-        self._pools = Copy(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
+        self._inbox = ClientInbox(self._redis, broker, settings, self.stats)
+        self._pools = CachedState(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
         keys = KeyStore(self._redis)
-        self._keys = Copy(lambda: self._courier.ask(lambda _: keys.all()), KEYS_TTL_S)
+        self._keys = CachedState(lambda: self._courier.ask(lambda _: keys.all()), KEYS_TTL_S)
         self.dead = DeadLetterBox(self._courier, DeadLetters(self._redis), self.submit)
-        self._doors: dict[str, Door] = {}
+        self._doors: dict[str, PoolAdmission] = {}
         self._connecting = asyncio.Lock()
         self._is_closed = False
 
@@ -215,10 +215,10 @@ class AsyncClient:
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
         return JobSource(self._courier, self._inbox, job_id, tenant or self._tenant, submission)
 
-    def _door(self, pool: str) -> Door:
+    def _door(self, pool: str) -> PoolAdmission:
         door = self._doors.get(pool)
         if door is None:
-            door = self._doors[pool] = Door(lambda: self._courier.ask(lambda b: b.pressure(pool)))
+            door = self._doors[pool] = PoolAdmission(lambda: self._courier.ask(lambda b: b.pressure(pool)))
         return door
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:

@@ -45,7 +45,7 @@ class _Fetched(Generic[T]):
     landed_s: float
 
 
-class Copy(Generic[T]):
+class CachedState(Generic[T]):
     """A value that is fetched at most once per `ttl_s`, by the first who asks; the others share what comes of it."""
 
     def __init__(self, fetch: Callable[[], Awaitable[T]], ttl_s: float, stale_s: float = STALE_S) -> None:
@@ -131,12 +131,12 @@ class Copy(Generic[T]):
             flight.landed.set()
 
 
-class Door:
+class PoolAdmission:
     """Admission to one pool: its pressure as of a moment ago, plus what this process has let in since."""
 
     def __init__(self, fetch: Callable[[], Awaitable[PoolPressure]]) -> None:
         self._fetch = fetch
-        self._copy = Copy(self._read, PRESSURE_TTL_S)
+        self._copy = CachedState(self._read, PRESSURE_TTL_S)
         self._admitted_cost = [0] * NUM_PRIORITIES
 
     async def pressure(self) -> PoolPressure:

@@ -16,7 +16,7 @@ from penstock.contract.job import Chunk, Outcome, Result
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 
 
-class Verdict(Enum):
+class ChunkVerdict(Enum):
     """Why a chunk is not delivered now."""
 
     DROP = "already had"
@@ -54,18 +54,18 @@ class StreamCursor:
         self._suspect_index = -1
         """The last chunk that seemed out of place."""
 
-    def offer(self, chunk: Chunk) -> Chunk | Verdict:
+    def offer(self, chunk: Chunk) -> Chunk | ChunkVerdict:
         """What of `chunk` is to be delivered now, if any; raises StreamDivergedError when it contradicts what was."""
         if self._goes_on(chunk):
             return chunk
         if self.outcome is not None:
-            return Verdict.DROP
+            return ChunkVerdict.DROP
         if chunk.index > self.next_index:
-            return Verdict.GAP
+            return ChunkVerdict.GAP
         if chunk.index < self.next_index:
             return self._judge_old(chunk)
         if self._is_out_of_place(chunk):
-            return Verdict.GAP
+            return ChunkVerdict.GAP
         fresh = self._fresh_part(chunk)
         self.next_index += 1
         self._end_of_known = max(self._end_of_known, self.next_index)
@@ -96,15 +96,15 @@ class StreamCursor:
         self.next_index = self._end_of_known = self.next_index + 1
         return True
 
-    def _judge_old(self, chunk: Chunk) -> Verdict:
+    def _judge_old(self, chunk: Chunk) -> ChunkVerdict:
         """A chunk from behind is a repetition; with tokens never seen it tells of another log than the one read."""
         if chunk.index < self.start or not chunk.token_ids:
-            return Verdict.DROP
+            return ChunkVerdict.DROP
         had = self._choices.get(chunk.choice)
         if had is not None and _num_confirmed(had, chunk) == len(chunk.token_ids):
-            return Verdict.DROP
+            return ChunkVerdict.DROP
         self.rewind()
-        return Verdict.GAP
+        return ChunkVerdict.GAP
 
     def _is_out_of_place(self, chunk: Chunk) -> bool:
         """Whether the next chunk's tokens do not follow those before it, as when the log was cut otherwise before.
@@ -126,7 +126,7 @@ class StreamCursor:
             raise StreamDivergedError(f"job {chunk.job_id}: choice {chunk.choice} does not go on at {chunk.position}")
         return False
 
-    def _fresh_part(self, chunk: Chunk) -> Chunk | Verdict:
+    def _fresh_part(self, chunk: Chunk) -> Chunk | ChunkVerdict:
         had = self._choices.get(chunk.choice)
         if had is None or (not had.tokens and chunk.token_ids):
             num_chars = had.num_chars if had else 0
@@ -141,7 +141,7 @@ class StreamCursor:
         if is_whole and chunk.index >= self._end_of_known:
             return chunk
         if not (tokens or text or finish or usage or chunk.outcome or prompt):
-            return Verdict.DROP
+            return ChunkVerdict.DROP
         num_old = len(chunk.token_ids) - len(tokens)
         return replace(
             chunk,

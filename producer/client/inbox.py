@@ -25,7 +25,7 @@ from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.stats import ClientStats
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
-from penstock.queue.broker.line import Line
+from penstock.queue.broker.line import SharedConnection
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.broker.retry import pauses, tried_again
 from penstock.queue.msgpack_codec import WireError
@@ -40,7 +40,7 @@ _DETACH_AT_CLOSE_S = 2.0
 _WATCHES_PER_SILENCE = 5
 
 
-class Inbox:
+class ClientInbox:
     """A process's subscription, for the life of its client."""
 
     def __init__(self, redis: Redis, broker: ProducerBroker, settings: ClientSettings, stats: ClientStats) -> None:
@@ -169,11 +169,11 @@ class Inbox:
 
     # Listening --------------------------------------------------------------------------------------
 
-    async def _subscribe(self) -> Line:
+    async def _subscribe(self) -> SharedConnection:
         line = None
         try:
             with translated():
-                line = await Line.open(self._redis, self.dispatch)
+                line = await SharedConnection.open(self._redis, self.dispatch)
                 async with asyncio.timeout(_SUBSCRIBE_TIMEOUT_S):
                     await line.call("SUBSCRIBE", self._channel)
         except BaseException:
@@ -195,7 +195,7 @@ class Inbox:
             self.stats.resubscribes += 1
             self._nudge_all()
 
-    async def _until_lost(self, line: Line) -> None:
+    async def _until_lost(self, line: SharedConnection) -> None:
         """Returns when the connection is gone, or an echo has stayed away for too long."""
         interval_s = self._settings.echo_interval_s
         clock = asyncio.get_running_loop().time
@@ -208,7 +208,7 @@ class Inbox:
                 if self._echoes.is_overdue(clock()):
                     return
 
-    async def _subscribe_again(self) -> Line:
+    async def _subscribe_again(self) -> SharedConnection:
         patience = pauses()
         while True:
             await asyncio.sleep(next(patience))

@@ -9,7 +9,7 @@ from typing import TypeVar
 from penstock.contract.errors import error_of
 from penstock.contract.job import Chunk, Outcome, Result, pool_of
 from penstock.producer.client.cursor import StreamCursor
-from penstock.producer.client.inbox import Inbox
+from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.mailbox import Mailbox
 from penstock.producer.client.source import JobSource
 from penstock.producer.client.stream import StreamReader
@@ -26,7 +26,9 @@ class AsyncJob:
     waits for the result is one too, or thousands of handles would keep what nobody is going to read.
     """
 
-    def __init__(self, source: JobSource, inbox: Inbox, *, after: int = -1, first_box: Mailbox | None = None) -> None:
+    def __init__(
+        self, source: JobSource, inbox: ClientInbox, *, after: int = -1, first_box: Mailbox | None = None
+    ) -> None:
         self._source = source
         self._inbox = inbox
         self._start = after + 1

@@ -9,7 +9,7 @@ from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import Chunk, Job, Result
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client.courier import RetryingBroker
-from penstock.producer.client.inbox import Inbox
+from penstock.producer.client.inbox import ClientInbox
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
 from penstock.queue.packed_result import PackedResult
 from penstock.runtime import crash_points as crash
@@ -39,7 +39,12 @@ class JobSource:
     """A job's standing, log and result. A job of ours that Redis lost is submitted again: same id, same bytes."""
 
     def __init__(
-        self, courier: RetryingBroker, inbox: Inbox, job_id: str, tenant: str, submission: Submission | None = None
+        self,
+        courier: RetryingBroker,
+        inbox: ClientInbox,
+        job_id: str,
+        tenant: str,
+        submission: Submission | None = None,
     ) -> None:
         self._courier = courier
         self._inbox = inbox

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result
-from penstock.producer.client.cursor import StreamCursor, Verdict, rest_of
+from penstock.producer.client.cursor import ChunkVerdict, StreamCursor, rest_of
 from penstock.producer.client.mailbox import Feed, Mailbox
 from penstock.producer.client.stats import ClientStats
 from penstock.queue.broker.decoding import has_logprobs
@@ -22,7 +22,7 @@ LARGE_CHUNKS_PER_PAGE = 8
 """Where chunks have log-probabilities: some hundred kilobytes at most, since a page ends early anyway."""
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """What a reader asks about its job."""
 
     feed: Feed
@@ -45,7 +45,7 @@ class StreamReader:
 
     def __init__(
         self,
-        source: Source,
+        source: ChunkSource,
         open_box: Callable[[], AbstractContextManager[Mailbox]],
         cursor: StreamCursor,
         stats: ClientStats,
@@ -78,7 +78,7 @@ class StreamReader:
         ready: list[Chunk] = []
         while self._arrived:
             fresh = self._cursor.offer(self._arrived[0])
-            if fresh is Verdict.GAP:
+            if fresh is ChunkVerdict.GAP:
                 break
             self._arrived.popleft()
             if isinstance(fresh, Chunk):

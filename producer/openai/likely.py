@@ -56,7 +56,7 @@ class ShownText:
         return self._decoder.decode(b"".join(entry.shown for entry in entries))
 
 
-class Echo:
+class PromptEcho:
     """A prompt's text as its tokens show it, kept once it was read."""
 
     def __init__(self, entries: Iterable[TokenLogprobs]) -> None:

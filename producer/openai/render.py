@@ -17,7 +17,7 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.producer.openai.json_parts import Rows, Text, plain
 from penstock.producer.openai.likely import (
     CompletionTokens,
-    Echo,
+    PromptEcho,
     ShownText,
     chat_logprobs,
     prompt_logprobs,
@@ -160,14 +160,14 @@ class Renderer:
 
     def whole_choices(self, job_index: int, result: AnyResult) -> Iterator[dict[str, Any]]:
         """The choices of one job of a whole answer; what is large in them is made when it is written."""
-        echo = Echo(result.prompt_logprobs if self._echoes else ())
+        echo = PromptEcho(result.prompt_logprobs if self._echoes else ())
         for choice in result.choices:
             whole = self._whole_choice(job_index * self._params.n + choice.index, choice, echo)
             if choice.index == 0 and result.prompt_logprobs and not self._echoes:
                 whole["prompt_logprobs"] = Rows(partial(prompt_logprobs, result.prompt_logprobs))
             yield whole
 
-    def _whole_choice(self, number: int, choice: AnyChoice, echo: Echo) -> dict[str, Any]:
+    def _whole_choice(self, number: int, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]:
         said = self.form.read(choice.text)
         reason = finish_reason_of(choice.finish_reason, calls=bool(said.calls) and not self.form.is_named)
         likely = self._whole_logprobs_of(choice, echo) if choice.logprobs else None
@@ -176,7 +176,7 @@ class Renderer:
     def _skip(self, number: int, entries: Sequence[TokenLogprobs]) -> None:
         """Tokens of a choice's text whose log-probabilities are not shown."""
 
-    def _whole_logprobs_of(self, choice: AnyChoice, echo: Echo) -> dict[str, Any]:
+    def _whole_logprobs_of(self, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]:
         raise NotImplementedError
 
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
@@ -185,7 +185,7 @@ class Renderer:
     def _piece_of(self, number: int, said: ParsedText, is_first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _whole_of(self, number: int, said: ParsedText, echo: Echo) -> dict[str, Any]:
+    def _whole_of(self, number: int, said: ParsedText, echo: PromptEcho) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -206,7 +206,7 @@ class ChatRenderer(Renderer):
             delta["tool_calls"] = [{"index": call.index, **self._call(number, call)} for call in said.calls]
         return {"delta": delta}
 
-    def _whole_of(self, number: int, said: ParsedText, echo: Echo) -> dict[str, Any]:
+    def _whole_of(self, number: int, said: ParsedText, echo: PromptEcho) -> dict[str, Any]:
         content = Text(lambda: (said.content,))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if said.reasoning:
@@ -219,7 +219,7 @@ class ChatRenderer(Renderer):
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return chat_logprobs(entries)
 
-    def _whole_logprobs_of(self, choice: AnyChoice, echo: Echo) -> dict[str, Any]:
+    def _whole_logprobs_of(self, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]:
         return whole_chat_logprobs(choice.logprobs)
 
     def _call(self, number: int, call: Call) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class CompletionRenderer(Renderer):
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return self._tokens[number].take(entries)
 
-    def _whole_logprobs_of(self, choice: AnyChoice, echo: Echo) -> dict[str, Any]:
+    def _whole_logprobs_of(self, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]:
         if choice.index:
             return whole_completion_logprobs(choice.logprobs, len(echo))
         return whole_completion_logprobs(Chained(echo.entries, choice.logprobs), 0)
@@ -254,5 +254,5 @@ class CompletionRenderer(Renderer):
     def _piece_of(self, number: int, said: ParsedText, is_first: bool) -> dict[str, Any]:
         return {"text": said.content}
 
-    def _whole_of(self, number: int, said: ParsedText, echo: Echo) -> dict[str, Any]:
+    def _whole_of(self, number: int, said: ParsedText, echo: PromptEcho) -> dict[str, Any]:
         return {"text": Text(lambda: chain(echo.parts(), (said.content,)))}

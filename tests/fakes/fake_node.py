@@ -22,7 +22,7 @@ from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, Terminal
 from penstock.gpu_node.settings import NodeSettings
 from penstock.queue import keys, results, wire
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.node import Emission, NodeBroker, Room, Taken
+from penstock.queue.broker.node import Capacity, Emission, NodeBroker, Taken
 from penstock.queue.wire import NodePressure, PoolRecord
 
 POOL = "fake"
@@ -189,7 +189,7 @@ class FakeNode:
 
     async def _take_now(self) -> list[FakeJob]:
         self._num_takes += 1
-        room = Room((KV_TOKENS,) * 3, (SEQUENCES,) * 3, KV_TOKENS, SEQUENCES)
+        room = Capacity((KV_TOKENS,) * 3, (SEQUENCES,) * 3, KV_TOKENS, SEQUENCES)
         taken = (await self.broker.take(self._num_takes, secrets.token_hex(16), room)).jobs
         packed = await self.broker.requests([t.job_id for t in taken])
         fresh = [FakeJob(self, t, wire.decode_request(data)) for t, data in zip(taken, packed, strict=True) if data]

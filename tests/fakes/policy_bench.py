@@ -10,7 +10,7 @@ from fakes.schedules import BLOCK_SIZE, new_scheduler, new_sequence
 from penstock.gpu_node.engine.policy.by_policy import ByPolicy, note_held
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.sequence import Sequence
-from penstock.queue.policy import Policy, PolicyName
+from penstock.queue.policy import PolicyConfig, PolicyName
 
 STEP_MS = 10.0
 AGING_MS = 10**6
@@ -23,7 +23,7 @@ class Bench:
         self, name: PolicyName, num_blocks: int = 12, *, bypass_ms: int = 0, aging_ms: int = AGING_MS, **settings: Any
     ) -> None:
         self.now_ms = 0.0
-        self.order = ByPolicy(Policy(name, aging_ms, bypass_ms), lambda: self.now_ms)
+        self.order = ByPolicy(PolicyConfig(name, aging_ms, bypass_ms), lambda: self.now_ms)
         self.scheduler: Scheduler = new_scheduler(num_blocks, discipline=self.order, budget=64, **settings)[0]
         self.starts: list[str] = []
         self.num_added = 0

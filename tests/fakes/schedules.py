@@ -10,7 +10,7 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.base import SchedulingPolicy
-from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionName, SwapCost
 from penstock.gpu_node.engine.sequence import Sequence
@@ -57,7 +57,7 @@ def new_scheduler(
 ) -> tuple[Scheduler, KvCacheManager]:
     """A scheduler over a memory of so many blocks."""
     memory = KvCacheManager(num_blocks, num_host_blocks, **memory_settings)
-    limits = Limits(
+    limits = StepLimits(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,

@@ -21,7 +21,7 @@ from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.ledger import HeldJob
 from penstock.gpu_node.settings import NodeSettings
 from penstock.producer.client import AsyncClient
-from penstock.queue.broker.node import NodeBroker, Return, Room
+from penstock.queue.broker.node import Capacity, GivenBackJob, NodeBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.wire import NodePressure, PoolRecord, decode_request
 
@@ -174,12 +174,14 @@ class Scribe:
         yet, call = dict(works), 0
         while yet:
             call += 1
-            taken = (await self._broker.take(call, f"nonce{call}", Room((1 << 20,) * 3, (512,) * 3, 1 << 20, 512))).jobs
+            taken = (
+                await self._broker.take(call, f"nonce{call}", Capacity((1 << 20,) * 3, (512,) * 3, 1 << 20, 512))
+            ).jobs
             jobs = [(HeldJob(one), yet.pop(one.job_id)) for one in taken]
             for job, num_steps in jobs:
                 await self._write(job, num_steps)
             await self._broker.give_back(
-                [Return(job.job_id, job.taken.lease, job.taken.cost, job.taken.cost) for job, _ in jobs]
+                [GivenBackJob(job.job_id, job.taken.lease, job.taken.cost, job.taken.cost) for job, _ in jobs]
             )
 
     async def _write(self, job: HeldJob, num_steps: int) -> None:

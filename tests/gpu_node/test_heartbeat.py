@@ -10,11 +10,11 @@ from fakes.reference_engine import ReferenceEngine
 from fakes.running_node import PATIENCE_S, running_node
 
 from penstock.gpu_node.engine.records import EngineStats
-from penstock.gpu_node.heartbeat import Gauge
+from penstock.gpu_node.heartbeat import RateEstimator
 
 
 def test_a_rate_follows_the_counter_and_survives_idle_times() -> None:
-    gauge = Gauge(0.0)
+    gauge = RateEstimator(0.0)
     assert gauge.update(100, 2.0) == pytest.approx(50)
     assert gauge.update(100, 60.0) == pytest.approx(50), "nothing gained, nothing learned"
     for second in range(61, 200):
@@ -23,13 +23,13 @@ def test_a_rate_follows_the_counter_and_survives_idle_times() -> None:
 
 
 def test_a_time_that_does_not_count_leaves_the_rate_and_is_not_made_up_for() -> None:
-    gauge = Gauge(0.0)
+    gauge = RateEstimator(0.0)
     assert gauge.update(5, 10.0, counts=False) == 0
     assert gauge.update(105, 12.0) == pytest.approx(50)
 
 
 def test_a_rate_of_what_should_not_happen_fades_when_it_does_not() -> None:
-    gauge = Gauge(0.0, keeps=False)
+    gauge = RateEstimator(0.0, keeps=False)
     assert gauge.update(100, 2.0) == pytest.approx(50)
     assert gauge.update(100, 12.0) == pytest.approx(25), "half of it is gone after ten seconds"
 

@@ -14,7 +14,7 @@ from penstock.contract.job import Choice, Chunk, Outcome, Priority, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.queue import keys, results, wire
 from penstock.queue.audit import Finding, audit, findings_of
-from penstock.queue.broker.admin import AdminBroker, Story
+from penstock.queue.broker.admin import AdminBroker, JobHistory
 from penstock.queue.broker.node import Emission
 from penstock.queue.wire import NodePressure
 
@@ -243,9 +243,9 @@ def test_log_of_two_choices_is_in_order_each_by_itself() -> None:
         Chunk(job.id, 2, 0, 2, (4,), "", "length", Usage(1, 4)),
     ]
     log = [wire.encode_chunk(chunk) for chunk in said]
-    assert findings_of(Story(job.id, None, tuple(log), None)) == []
+    assert findings_of(JobHistory(job.id, None, tuple(log), None)) == []
     late = wire.encode_chunk(Chunk(job.id, 3, 1, 1, (5,)))
-    assert [f.name for f in findings_of(Story(job.id, None, (*log, late), None))] == ["behind_the_end"]
+    assert [f.name for f in findings_of(JobHistory(job.id, None, (*log, late), None))] == ["behind_the_end"]
 
 
 def test_a_result_says_of_tokens_what_the_log_said() -> None:
@@ -259,7 +259,7 @@ def test_a_result_says_of_tokens_what_the_log_said() -> None:
     def found(told: TokenLogprobs, of_prompt: tuple[TokenLogprobs, ...]) -> list[str]:
         choice = Choice(0, "a", (1,), "stop", (told,))
         result = results.encode_result((choice,), Usage(1, 1), [(0, 0, 0), (0, 1, 1)], of_prompt)
-        return [f.detail for f in findings_of(Story(job.id, Outcome("done"), tuple(log), result))]
+        return [f.detail for f in findings_of(JobHistory(job.id, Outcome("done"), tuple(log), result))]
 
     assert found(likely, (prompt,)) == []
     assert found(TokenLogprobs((1, 2), (-0.25, -3.0), (b"a", b"b")), (prompt,)) == ["choice 0 differs"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.queue.policy import Policy, PolicyName, choose, foremost
+from penstock.queue.policy import PolicyConfig, PolicyName, choose, foremost
 from penstock.queue.policy_state import PolicyState, RecentUse
 
 WINDOW_MS = 1_000
@@ -33,7 +33,7 @@ class Work:
 
 
 def serve(
-    policy: Policy, classes: dict[str, list[int]], since_ms: dict[str, int], until_ms: int, seed: int
+    policy: PolicyConfig, classes: dict[str, list[int]], since_ms: dict[str, int], until_ms: int, seed: int
 ) -> list[tuple[float, str, int]]:
     """(when, whose, how long) of each start on one place; a job of each tenant and class of it always waits."""
     rng, standing = random.Random(seed), PolicyState(policy.share_window_ms)
@@ -75,7 +75,7 @@ def test_nobody_is_held_below_half_of_its_share_for_longer_than_the_bound(
 ) -> None:
     classes = {f"attacker{number}": priorities for number, priorities in enumerate(attackers)} | {"victim": [1]}
     since_ms = dict(zip(classes, arrivals, strict=False)) | {"victim": 3000}
-    served = serve(Policy("fair", 10**9, 0, WINDOW_MS), classes, since_ms, 15_000, seed)
+    served = serve(PolicyConfig("fair", 10**9, 0, WINDOW_MS), classes, since_ms, 15_000, seed)
     # In such a period it may have nothing for the length of the bound, and its share in the rest. Several that come one
     # after the other, each of which used less lately, may each go first for a while.
     fair_share, period_ms = 1 / len(classes), (3 if len(attackers) == 1 else 5) * STATED_BOUND_MS
@@ -86,7 +86,7 @@ def test_nobody_is_held_below_half_of_its_share_for_longer_than_the_bound(
 @pytest.mark.parametrize(("name", "share"), [("priority", 0.0), ("fair", 0.5)])
 def test_a_flood_of_interactive_work_leaves_a_standard_tenant_its_half(name: PolicyName, share: float) -> None:
     classes = {"flood": [0], "neighbour": [1]}
-    served = serve(Policy(name, 10**9, 0, WINDOW_MS), classes, dict.fromkeys(classes, 0), 10_000, 1)
+    served = serve(PolicyConfig(name, 10**9, 0, WINDOW_MS), classes, dict.fromkeys(classes, 0), 10_000, 1)
     assert share_of("neighbour", served, 1000, 10_000) == pytest.approx(share, abs=0.05)
 
 
@@ -97,7 +97,7 @@ def test_a_tenant_within_its_share_keeps_its_precedence() -> None:
         for turns in standing.turns:
             turns.enter(tenant)
     waiting = [Work("s", "heavy", 1, 0, 10), Work("i", "light", 0, 1, 10), Work("j", "heavy", 0, 0, 10)]
-    policy = Policy("fair", 10**9, 0, WINDOW_MS)
+    policy = PolicyConfig("fair", 10**9, 0, WINDOW_MS)
     order = choose(waiting, policy, standing, 5, lambda work, urgency: urgency == (work.job_id != "i"))
     assert [work.job_id for work in order] == ["i", "s", "j"], "as what they count as"
     assert foremost(waiting[2:], policy, standing, 5) == (waiting[2], 1)
@@ -116,7 +116,7 @@ def test_who_used_more_than_others_goes_first_where_they_wait_for_nothing_and_di
     standing.use.note("flood", 90, 0)
     standing.use.note("running", 10, 0)
     standing.turns[0].enter("flood")
-    policy, waiting = Policy("fair", 10**9, 0, WINDOW_MS), [Work("i", "flood", 0, 0, 10)]
+    policy, waiting = PolicyConfig("fair", 10**9, 0, WINDOW_MS), [Work("i", "flood", 0, 0, 10)]
     assert foremost(waiting, policy, standing, 0) == (waiting[0], 1)
     assert foremost(waiting, policy, standing, 3 * WINDOW_MS) == (waiting[0], 0), "what was used long ago"
 

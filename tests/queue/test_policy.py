@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.queue.policy import LEAST_URGENT, MAX_PASSED, Policy, PolicyName, choose, in_order_of_retreat, victims_of
-from penstock.queue.policy_state import PolicyState, Turns
+from penstock.queue.policy import (
+    LEAST_URGENT,
+    MAX_PASSED,
+    PolicyConfig,
+    PolicyName,
+    choose,
+    in_order_of_retreat,
+    victims_of,
+)
+from penstock.queue.policy_state import PolicyState, VirtualTimes
 
 AGING_MS = 1000
 POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "sjf", "fair")
@@ -52,7 +60,7 @@ def chosen(
     standing = standing or PolicyState()
     for work in sorted(waiting, key=lambda work: work.submitted_ms):
         standing.turns[work.priority].enter(work.tenant)
-    return "".join(w.job_id for w in choose(waiting, Policy(name, AGING_MS, bypass_ms), standing, now_ms, fits))
+    return "".join(w.job_id for w in choose(waiting, PolicyConfig(name, AGING_MS, bypass_ms), standing, now_ms, fits))
 
 
 MIXED = [
@@ -107,7 +115,7 @@ def test_nobody_waits_longer_than_the_formula_says(
     name: PolicyName, priority: int, num_before: int, turnover_ms: int, others: list[tuple[int, int, str]]
 ) -> None:
     """One place, taken for `turnover_ms` at a time; all others always have one job waiting, cheap and new."""
-    policy, standing = Policy(name, AGING_MS, 0), PolicyState()
+    policy, standing = PolicyConfig(name, AGING_MS, 0), PolicyState()
     older = [Work(f"old{n}", priority, n - 9, "z", 100) for n in range(num_before + 1)]
     waiting, mine, now_ms = list(older), older[-1], 0
     while mine in waiting:
@@ -171,7 +179,7 @@ steps = st.one_of(
 @given(st.lists(steps, max_size=80))
 def test_whoever_waits_is_never_more_than_one_job_behind_another(story: list[tuple[str, str, float]]) -> None:
     """The heart of fair turns: while two tenants wait, what they were given differs by at most one job of each."""
-    turns = Turns()
+    turns = VirtualTimes()
     given_since: dict[tuple[str, str], float] = {}
     for what, tenant, charge in story:
         if what == "enter":
@@ -190,7 +198,7 @@ def test_whoever_waits_is_never_more_than_one_job_behind_another(story: list[tup
 
 
 def test_nobody_gains_by_leaving_or_by_idling() -> None:
-    turns = Turns()
+    turns = VirtualTimes()
     turns.enter("a")
     turns.enter("b")
     turns.start("a", 30)
@@ -210,7 +218,7 @@ def test_of_newcomers_the_first_is_first() -> None:
 
 
 def test_a_correction_reaches_a_tenant_wherever_it_is() -> None:
-    turns = Turns()
+    turns = VirtualTimes()
     for tenant in "ab":
         turns.enter(tenant)
         turns.start(tenant, 10)

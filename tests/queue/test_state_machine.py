@@ -36,7 +36,7 @@ from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Emission, LeaseLostError, Taken
-from penstock.queue.policy import Policy, PolicyName
+from penstock.queue.policy import PolicyConfig, PolicyName
 from penstock.queue.wire import NodePressure, encode_chunk, encode_record
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.sync.flushall()
         self.client = connect(self.url)
         self.queue = Queue(self.client)
-        self.model = QueueModel(Policy(), 0)
+        self.model = QueueModel(PolicyConfig(), 0)
         self.nodes: dict[str, FakeNode] = {}
         self.requests: list[Job] = []
         self.handles: list[tuple[str, Taken]] = []  # every lease ever given, with its node's name
@@ -111,7 +111,7 @@ class QueueMachine(RuleBasedStateMachine):
     def start(self, name: PolicyName, bypass_ms: int) -> None:
         """Most of what can happen needs a node and jobs."""
         self.model = QueueModel(
-            Policy(name, AGING_MS, bypass_ms * AGING_MS, SHARE_WINDOW_MS), self.run(self.queue.now_ms())
+            PolicyConfig(name, AGING_MS, bypass_ms * AGING_MS, SHARE_WINDOW_MS), self.run(self.queue.now_ms())
         )
         for node in ("n0", "n1", "n2"):
             self.join(node)

@@ -28,7 +28,7 @@ def salted_root(*salts: str | None) -> bytes:
     return hashlib.blake2b(repr(salts).encode(), digest_size=16, person=b"salt").digest()
 
 
-class Label(NamedTuple):
+class CachedBlock(NamedTuple):
     """What a block is known by, and what it is worth to keep."""
 
     name: bytes
@@ -65,7 +65,7 @@ class BlockPool:
         self._ref_counts[at] += 1
         self._worths[at] = self._worth_by.after_use(self._worths[at])
 
-    def take(self) -> tuple[int, Label | None]:
+    def take(self) -> tuple[int, CachedBlock | None]:
         """Take the free block whose loss costs least, and what it was known by until now."""
         if self.num_free == 0:
             raise InvariantError("a block was asked for and none is free")
@@ -106,7 +106,7 @@ class BlockPool:
             self._index[name] = block
             self._names[at], self._worths[at] = name, worth
 
-    def unlabel(self, block: int) -> Label | None:
+    def unlabel(self, block: int) -> CachedBlock | None:
         """Make a block unknown; what it was known by. A free one goes to the head of the free list."""
         at = block - self.first
         name = self._names[at]
@@ -119,7 +119,7 @@ class BlockPool:
             self._free.remove(at)
             self._free.add_blank(at)
         worth, self._worths[at] = self._worths[at], 0
-        return Label(name, worth)
+        return CachedBlock(name, worth)
 
     def is_known(self, block: int) -> bool:
         """Whether a block has a name."""

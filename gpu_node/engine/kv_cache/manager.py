@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract.errors import InvariantError
-from penstock.gpu_node.engine.kv_cache.block_pool import BlockPool, Label
+from penstock.gpu_node.engine.kv_cache.block_pool import BlockPool, CachedBlock
 from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.model.protocol import NO_COPIES
 
@@ -184,7 +184,7 @@ class KvCacheManager:
     def _pool_of(self, block: int) -> BlockPool:
         return self.device if self.is_on_device(block) else self.host
 
-    def _keep_on_host(self, block: int, label: Label) -> None:
+    def _keep_on_host(self, block: int, label: CachedBlock) -> None:
         """Copy an evicted prefix block, which nobody holds there either."""
         self.num_out += 1
         target, _ = self.host.take()

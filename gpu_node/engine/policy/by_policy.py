@@ -12,7 +12,15 @@ from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, Schedulin
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.queue.policy import HOLD_MS, Policy, choose, foremost, in_order_of_retreat, learned_hold_ms, victims_of
+from penstock.queue.policy import (
+    HOLD_MS,
+    PolicyConfig,
+    choose,
+    foremost,
+    in_order_of_retreat,
+    learned_hold_ms,
+    victims_of,
+)
 from penstock.queue.policy_state import PolicyState
 
 ORDERING_QUANTILE = 0.5
@@ -35,7 +43,7 @@ class ByPolicy:
     really used.
     """
 
-    def __init__(self, policy: Policy, now_ms: Callable[[], float]) -> None:
+    def __init__(self, policy: PolicyConfig, now_ms: Callable[[], float]) -> None:
         self._policy = policy
         self._now_ms = now_ms
         self._standing = PolicyState(policy.share_window_ms)
@@ -120,7 +128,7 @@ def discipline_of(config: EngineConfig, places: AdapterSlots) -> SchedulingPolic
     """What an engine's settings say."""
     discipline: SchedulingPolicy = FirstComeFirstServed()
     if config.scheduling_policy != "fcfs":
-        policy = Policy(config.scheduling_policy, config.aging_ms, config.bypass_ms)
+        policy = PolicyConfig(config.scheduling_policy, config.aging_ms, config.bypass_ms)
         discipline = ByPolicy(policy, lambda: time.monotonic() * 1e3)
     return ByAdapter(discipline, places) if config.num_adapter_places else discipline
 

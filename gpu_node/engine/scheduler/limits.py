@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """What bounds a step and a sequence."""
 
     block_size: int
@@ -27,7 +27,7 @@ class Limits:
     """Milliseconds that prompts may add to a step in which other sequences decode; see `PrefillBudget`."""
 
     @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int) -> Limits:
+    def of(cls, config: EngineConfig, max_model_len: int) -> StepLimits:
         """As an engine's settings have them."""
         return cls(
             block_size=config.block_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.scheduler.step_time import StepTime, StepWork
 from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues
@@ -19,12 +19,12 @@ MAX_BACKLOG_FACTOR = 4
 class PrefillBudget:
     """Bounds the time that prompts add to the steps of sequences that decode.
 
-    The time is the larger one of `Limits.max_prefill_ms_beside_decode` and of what the decoding sequences need
+    The time is the larger one of `StepLimits.max_prefill_ms_beside_decode` and of what the decoding sequences need
     themselves, so prompts get at least half of the time. Chunked prefill with a bound on the time between tokens is
     described as Sarathi-Serve (Agrawal et al., arXiv:2403.02310).
     """
 
-    def __init__(self, limits: Limits, residents: RunningBatch, queues: WaitingQueues) -> None:
+    def __init__(self, limits: StepLimits, residents: RunningBatch, queues: WaitingQueues) -> None:
         self._limits = limits
         self._residents = residents
         self._queues = queues

@@ -33,7 +33,7 @@ class StepOutcome:
     """A sequence to drop because the steps with it are too slow."""
 
 
-class Progress:
+class StepProgress:
     """Counts steps in the rows: each as it lands, or one before that, so that the step behind it can be planned.
 
     What such a step samples is unknown: for its i-th token stands -1 - i, as runners know it, until it lands. Whoever

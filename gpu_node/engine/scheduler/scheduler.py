@@ -14,10 +14,10 @@ from penstock.gpu_node.engine.scheduler.delayed_rows import DelayedRows
 from penstock.gpu_node.engine.scheduler.drafts import Drafts
 from penstock.gpu_node.engine.scheduler.fault_isolation import FaultIsolator
 from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
-from penstock.gpu_node.engine.scheduler.limits import Limits, StepSize, within
+from penstock.gpu_node.engine.scheduler.limits import StepLimits, StepSize, within
 from penstock.gpu_node.engine.scheduler.preemption import Preemptor
 from penstock.gpu_node.engine.scheduler.prefill_budget import PrefillBudget
-from penstock.gpu_node.engine.scheduler.progress import Progress, StepOutcome
+from penstock.gpu_node.engine.scheduler.progress import StepOutcome, StepProgress
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
 from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues, leave_group
@@ -41,7 +41,7 @@ class Scheduler:
     def __init__(
         self,
         memory: KvCacheManager,
-        limits: Limits,
+        limits: StepLimits,
         costs: SwapCost,
         *,
         discipline: SchedulingPolicy | None = None,
@@ -58,7 +58,7 @@ class Scheduler:
         self.drafts = Drafts(self._residents, memory, speculation or DraftBudget(0), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
         self.prefill_budget = PrefillBudget(limits, self._residents, self.queues)
-        self._progress = Progress(self._residents)
+        self._progress = StepProgress(self._residents)
         parties = self._residents, self.queues
         self._admission = Admission(memory, *parties, discipline, self._suspects)
         self._retreat = Preemptor(memory, *parties, self._admission, costs, discipline, self._suspects)

@@ -18,7 +18,7 @@ OLDEST_CARD = 8, 0
 """The compute capability that the kernels want: before Ampere, Triton knows no bfloat16."""
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream's work."""
 
     def wait(self) -> None:
@@ -27,7 +27,7 @@ class Mark(Protocol):
     def hold(self) -> None:
         """Let the current stream go no further before it is reached."""
 
-    def ms_since(self, earlier: Mark) -> float:
+    def ms_since(self, earlier: DeviceEvent) -> float:
         """Time between two marks that were reached."""
 
 
@@ -55,7 +55,7 @@ class Device:
             return torch.zeros(*shape, dtype=dtype)
         return page_locked(num_bytes, self.torch).view(dtype).view(shape)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         """The end of what the current stream was given so far."""
         return _GpuEvent() if self.is_card else _CpuEvent()
 
@@ -99,7 +99,7 @@ class _GpuEvent:
     def hold(self) -> None:
         self._event.wait()
 
-    def ms_since(self, earlier: Mark) -> float:
+    def ms_since(self, earlier: DeviceEvent) -> float:
         return float(earlier._event.elapsed_time(self._event)) if isinstance(earlier, _GpuEvent) else 0.0
 
 
@@ -113,5 +113,5 @@ class _CpuEvent:
     def hold(self) -> None:
         pass
 
-    def ms_since(self, earlier: Mark) -> float:
+    def ms_since(self, earlier: DeviceEvent) -> float:
         return (self._reached_s - earlier._reached_s) * 1e3 if isinstance(earlier, _CpuEvent) else 0.0

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.gpu_node.model.architecture.spec import ModelSpec
-from penstock.gpu_node.model.gpu.device import Device, Mark
+from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
 from penstock.kernels.paged_cache import QUANTISED_MAX, PagedCache
 from penstock.kernels.triton.blocks import copy_blocks, independent_waves
 from penstock.kernels.triton.sending import sent
@@ -51,7 +51,7 @@ class KvPool:
         self._jump = self._far.data_ptr() - self._near.data_ptr() - self._near.nbytes if num_host_blocks else 0
         num_staged = min(num_host_blocks, max(1, _STAGED_BYTES // block_bytes))
         self._staged = torch.empty(num_staged, block_bytes, dtype=torch.uint8, device=device.torch)
-        self._leaving: Mark | None = None
+        self._leaving: DeviceEvent | None = None
         self.layers = [self._layer(layer) for layer in range(layout.num_layers)]
 
     def copy(self, copies: NDArray[np.int32]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.model.gpu.device import Device, Mark
+from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
 from penstock.gpu_node.model.gpu.linear import KeptLinear
 from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
 
@@ -61,7 +61,7 @@ class OffloadedLayers:
             yield layer
             arrivals.extend(islice(coming, 1))
 
-    def _fetch(self, k: int) -> Mark:
+    def _fetch(self, k: int) -> DeviceEvent:
         """Let the k-th layer's matrices come once what was asked for before is done; when they are there."""
         freed = self._device.mark()
         with self._device.on_side():

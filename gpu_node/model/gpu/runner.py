@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
-from penstock.gpu_node.model.gpu.device import Device, Mark
+from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
 from penstock.gpu_node.model.gpu.graphs import DecodeGraphs
 from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, pack_step, size_of, to_device
 from penstock.gpu_node.model.gpu.kv_pool import KvPool
@@ -202,7 +202,7 @@ class _StagingBuffer:
         self._device = device
         self._packed = device.pinned(1 << 12, dtype=torch.int32)
         self._tokens = device.pinned(0, dtype=torch.int32)
-        self.left: Mark = device.mark()
+        self.left: DeviceEvent = device.mark()
 
     def wait(self) -> None:
         """Until what went through it last has gone."""
@@ -228,7 +228,7 @@ class _StagingBuffer:
 class _Flight:
     """A step on its way. Its tokens lie in a tray that the step after the next uses again."""
 
-    def __init__(self, started: Mark, copied: Mark) -> None:
+    def __init__(self, started: DeviceEvent, copied: DeviceEvent) -> None:
         self._started = started
         self._copied = copied
         self._done = copied
@@ -237,7 +237,7 @@ class _Flight:
         """What is still to be given to the device."""
         self._logprobs: tuple[_OnHost, _OnHost] = None, None
 
-    def land(self, tokens: Tensor, done: Mark) -> None:
+    def land(self, tokens: Tensor, done: DeviceEvent) -> None:
         """Say where its tokens are, once `done` is reached."""
         self._tokens, self._done = tokens, done
 

@@ -33,7 +33,7 @@ Sum = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class JobSighting:
     """Everything of a pool that names a job, and every tenant with a queue or a turn."""
 
     jobs: dict[str, list[Place]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class JobHistory:
     """What a job has said: its log and its packed result, as far as they still live."""
 
     job_id: str
@@ -88,16 +88,16 @@ class AdminBroker:
         if told is not None and await self._redis.exists(keys.schema(pool)):
             await cast(Any, self._redis.hsetnx(keys.POOLS, pool, told))
 
-    async def look(self, pool: str) -> Seen:
+    async def look(self, pool: str) -> JobSighting:
         """Walks over all keys of a pool, without holding anybody up; what moves meanwhile is seen or not."""
-        seen = Seen()
+        seen = JobSighting()
         prefix = f"{keys.prefix(pool)}:"
         with translated():
             async for key in cast(AsyncIterator[bytes], self._redis.scan_iter(f"{prefix}*", count=_SCAN_COUNT)):
                 await self._look_at(key.decode().removeprefix(prefix), key, seen)
         return seen
 
-    async def _look_at(self, name: str, key: bytes, seen: Seen) -> None:
+    async def _look_at(self, name: str, key: bytes, seen: JobSighting) -> None:
         redis = cast(Any, self._redis)
         kind, _, rest = name.partition(":")
         if kind in _PER_JOB:
@@ -119,7 +119,7 @@ class AdminBroker:
         elif kind in ("open", "tenant", "run"):
             _note(seen, name, await redis.smembers(key))
 
-    async def _look_at_stored(self, name: str, key: bytes, seen: Seen) -> None:
+    async def _look_at_stored(self, name: str, key: bytes, seen: JobSighting) -> None:
         async for member, _ in cast(Any, self._redis).zscan_iter(key, count=_SCAN_COUNT):
             _, _, stored = member.decode().split(" ", 2)
             seen.jobs.setdefault(stored.partition(":")[2], []).append((name, member.decode()))
@@ -190,12 +190,12 @@ class AdminBroker:
             found = await asyncio.gather(*(cast(Any, self._redis.hmget(keys.job(i), names)) for i in job_ids))
         return [[(value or b"").decode() for value in values] for values in found]
 
-    async def stories(self, job_ids: Sequence[str]) -> list[Story]:
+    async def stories(self, job_ids: Sequence[str]) -> list[JobHistory]:
         """What these jobs have said."""
         with translated():
             return list(await asyncio.gather(*map(self._story, job_ids)))
 
-    async def _story(self, job_id: str) -> Story:
+    async def _story(self, job_id: str) -> JobHistory:
         redis = cast(Any, self._redis)
         ((state, code, message, param),), log, result = await asyncio.gather(
             self._records([job_id], "state", "code", "message", "param"),
@@ -203,7 +203,7 @@ class AdminBroker:
             redis.get(keys.result(job_id)),
         )
         outcome = Outcome(cast(Any, state), code, message, param) if state in TERMINAL_STATES else None
-        return Story(job_id, outcome, tuple(log), result)
+        return JobHistory(job_id, outcome, tuple(log), result)
 
     async def pressure(self, pool: str) -> list[NodePressure]:
         """What the pool's nodes last said of themselves."""
@@ -221,6 +221,6 @@ def _pages(job_ids: Sequence[str]) -> Iterator[Sequence[str]]:
     return (job_ids[at : at + MAX_ROWS] for at in range(0, len(job_ids), MAX_ROWS))
 
 
-def _note(seen: Seen, name: str, members: Sequence[bytes]) -> None:
+def _note(seen: JobSighting, name: str, members: Sequence[bytes]) -> None:
     for member in members:
         seen.jobs.setdefault(member.decode(), []).append((name, ""))

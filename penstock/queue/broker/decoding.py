@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from penstock.contract.job import Chunk, Outcome, Result
 from penstock.queue import results, wire
 from penstock.queue.packed_result import PackedResult
-from penstock.runtime.cooperative import Turns
+from penstock.runtime.cooperative import CooperativeTurns
 
 _BYTES_PER_STEP = 64 << 10
 """Of log-probabilities, which take longest: a few milliseconds."""
@@ -18,7 +18,9 @@ MAX_PAGE_BYTES = 64 << 10
 _MAX_BYTES_ON_LOOP = 256 << 10
 
 
-async def decoded(entries: Sequence[bytes], turns: Turns, *, max_bytes: float = MAX_PAGE_BYTES) -> list[Chunk]:
+async def decoded(
+    entries: Sequence[bytes], turns: CooperativeTurns, *, max_bytes: float = MAX_PAGE_BYTES
+) -> list[Chunk]:
     """The chunks of a page of a log. It ends early, with a chunk that has log-probabilities, where those are many."""
     chunks: list[Chunk] = []
     num_bytes = since_step = 0
@@ -41,7 +43,7 @@ def has_logprobs(chunks: Sequence[Chunk]) -> bool:
     return bool(chunks) and bool(chunks[-1].logprobs or chunks[-1].prompt_logprobs)
 
 
-async def packed_result_of(data: bytes | None, job_id: str, outcome: Outcome, turns: Turns) -> PackedResult:
+async def packed_result_of(data: bytes | None, job_id: str, outcome: Outcome, turns: CooperativeTurns) -> PackedResult:
     """A result whose parts are looked up, but not decoded."""
     if data is not None and len(data) > _LARGE_BYTES:
         await turns.wait()

@@ -31,7 +31,7 @@ _REPLICA_CODES = re.compile(r"(?:^|-)(?:READONLY|MASTERDOWN) ")
 """What only a replica says, at the head of a reply or inside the report of a script that met it."""
 
 
-class Line(asyncio.Protocol):
+class SharedConnection(asyncio.Protocol):
     """Answers come in the order of the calls. Raises redis-py's errors, a lost line ConnectionError or TimeoutError."""
 
     def __init__(self, writer: asyncio.StreamWriter, on_message: Callable[[bytes], None] | None) -> None:
@@ -55,7 +55,7 @@ class Line(asyncio.Protocol):
         """Done when nothing can be called or heard any more; carries the reason."""
 
     @classmethod
-    async def open(cls, redis: Redis, on_message: Callable[[bytes], None] | None = None) -> Line:
+    async def open(cls, redis: Redis, on_message: Callable[[bytes], None] | None = None) -> SharedConnection:
         """Connects as `redis` would; `on_message` is called with each message of a subscription."""
         connection = cast(Any, redis.connection_pool).make_connection()
         try:
@@ -164,7 +164,7 @@ class SharedRedis(Redis):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._line: Line | None = None
+        self._line: SharedConnection | None = None
         self._opening = asyncio.Lock()
         self._num_failures = 0
         self._failure: Exception | None = None
@@ -190,7 +190,7 @@ class SharedRedis(Redis):
             self._line.close()
         await super().aclose(close_connection_pool)
 
-    async def _open_line(self) -> Line:
+    async def _open_line(self) -> SharedConnection:
         """The line. Who waited while another call failed to open it fails as well: each trying in turn, the last
         would hear of it minutes later.
         """
@@ -201,7 +201,7 @@ class SharedRedis(Redis):
             if self._failure is not None and self._num_failures > num_failures:
                 raise self._failure
             try:
-                self._line = await Line.open(self)
+                self._line = await SharedConnection.open(self)
             except (exceptions.RedisError, OSError) as error:
                 self._num_failures, self._failure = num_failures + 1, error
                 raise

@@ -18,7 +18,7 @@ from penstock.queue.broker.decoding import decoded
 from penstock.queue.broker.sweep import sweep
 from penstock.queue.policy import HOLD_MS
 from penstock.queue.wire import NodePressure, PoolRecord
-from penstock.runtime.cooperative import Turns
+from penstock.runtime.cooperative import CooperativeTurns
 
 MAX_EMIT_JOBS = 512
 MAX_GIVE_BACK_JOBS = 128
@@ -32,7 +32,7 @@ _ANNOUNCE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1],
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     """What a node can take, per class: KV tokens and sequences; and its whole size."""
 
     kv_tokens: tuple[int, int, int]
@@ -83,7 +83,7 @@ class Emission:
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class GivenBackJob:
     """A job to be given back: KV tokens that it will probably hold, and that it may hold at most."""
 
     job_id: str
@@ -109,7 +109,7 @@ class Takeover:
     wait_ms: int
 
 
-class Used(TypedDict, total=False):
+class UsedTokens(TypedDict, total=False):
     """What a job used, as far as its node knows."""
 
     kv_ms: float | None
@@ -129,7 +129,7 @@ class NodeBroker:
 
     def __init__(self, redis: Redis, pool: str, node_id: str, revision: str) -> None:
         self._redis = redis
-        self._turns = Turns()
+        self._turns = CooperativeTurns()
         self._pool = pool
         self._node_id = node_id
         self._revision = revision
@@ -177,7 +177,7 @@ class NodeBroker:
         """Goes; answers how many jobs are left to sweep."""
         return cast(int, await self._call("leave"))
 
-    async def take(self, call: int, nonce: str, room: Room, *, hold_ms: float = HOLD_MS) -> TakeAnswer:
+    async def take(self, call: int, nonce: str, room: Capacity, *, hold_ms: float = HOLD_MS) -> TakeAnswer:
         """Takes what fits; the same `call` again gets the same answer. Raises SweptError.
 
         `hold_ms` is how long this node probably holds a KV token of cost: a tenant is charged cost × hold_ms.
@@ -216,7 +216,7 @@ class NodeBroker:
             answers += [a.decode() for a in await self._call("emit", scripts.packed(rows))]
         return answers
 
-    async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[Used]) -> str:
+    async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:
         """Ends a job with its last chunks; answers OK, FENCED, `NEED n` or GONE; repeating it is harmless."""
         kv_ms, usage, log_bytes = used.get("kv_ms"), used.get("usage"), used.get("log_bytes")
         tokens = ("", "", "") if usage is None else (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
@@ -230,7 +230,7 @@ class NodeBroker:
         )
         return cast(bytes, answer).decode()
 
-    async def give_back(self, jobs: Sequence[Return], why: Why = "drain") -> list[str]:
+    async def give_back(self, jobs: Sequence[GivenBackJob], why: Why = "drain") -> list[str]:
         """Queues jobs again, with their age; one answer per job: OK, FENCED, GONE or NOBODY.
 
         NOBODY: the job stays, because no other node has room for it, or all lack its adapter.

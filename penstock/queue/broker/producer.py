@@ -25,7 +25,7 @@ from penstock.queue.broker.sweep import sweep
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError
 from penstock.queue.packed_result import PackedResult
 from penstock.queue.wire import PoolPressure, PoolRecord
-from penstock.runtime.cooperative import Turns
+from penstock.runtime.cooperative import CooperativeTurns
 
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536
@@ -85,7 +85,7 @@ class ProducerBroker:
     """The producer's side of the queue, over one Redis connection pool. Raises UnavailableError when Redis is away."""
 
     def __init__(self, redis: Redis) -> None:
-        self._redis, self._turns = redis, Turns()
+        self._redis, self._turns = redis, CooperativeTurns()
         self._unreadable: set[bytes] = set()
         """Pools that were warned of: clients ask for all pools every second."""
 

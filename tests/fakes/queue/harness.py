@@ -14,7 +14,7 @@ from penstock.contract.job import Chunk, Job, Outcome, Priority
 from penstock.contract.terms import Terms
 from penstock.queue import keys
 from penstock.queue.broker import scripts
-from penstock.queue.broker.node import Emission, NodeBroker, Return, Room, TakeAnswer, Taken, Why
+from penstock.queue.broker.node import Capacity, Emission, GivenBackJob, NodeBroker, TakeAnswer, Taken, Why
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.wire import NodePressure, PoolRecord, encode_chunk
 
@@ -96,7 +96,7 @@ class FakeNode:
         """The last call repeated, as after a lost reply."""
         room = tokens if isinstance(tokens, tuple) else (tokens,) * 3
         places = slots if isinstance(slots, tuple) else (slots,) * 3
-        whole = Room(room, places, kv_total, slots_total)
+        whole = Capacity(room, places, kv_total, slots_total)
         return await self.broker.take(self.call, f"nonce-{self.name}", whole, hold_ms=hold_ms)
 
     async def take_one(self) -> Taken:
@@ -115,7 +115,7 @@ class FakeNode:
         return await self.broker.finish(last, outcome or Outcome("done"), b"result", kv_ms=kv_ms)
 
     async def give_back(self, taken: Taken, cost: int | None = None, most: int = 0, *, why: Why = "drain") -> str:
-        returned = Return(taken.job_id, taken.lease, taken.cost if cost is None else cost, most)
+        returned = GivenBackJob(taken.job_id, taken.lease, taken.cost if cost is None else cost, most)
         return (await self.broker.give_back([returned], why))[0]
 
     async def beat(

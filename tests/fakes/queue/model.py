@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from penstock.contract.job import Usage
-from penstock.queue.policy import Policy, choose
+from penstock.queue.policy import PolicyConfig, choose
 from penstock.queue.policy_state import PolicyState
 from penstock.queue.wire import decode_chunks
 
@@ -149,7 +149,7 @@ class _Look:
 class QueueModel:
     """What each call must answer, and what it must leave behind."""
 
-    def __init__(self, policy: Policy, now_ms: int) -> None:
+    def __init__(self, policy: PolicyConfig, now_ms: int) -> None:
         self.policy = policy
         self.now_ms = now_ms
         self.standing = PolicyState(policy.share_window_ms)

@@ -24,7 +24,7 @@ from celery.result import AsyncResult
 from penstock.contract.errors import RequestError
 from penstock.producer.batch import remote
 from penstock.producer.batch.celery_app import celery_url, make_app
-from penstock.producer.batch.records import Batch, Progress
+from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.task_leases import LeaseObserver
 from penstock.producer.batch.tasks import GENERATE, RUN_FILE
@@ -272,7 +272,7 @@ def test_a_batch_by_command_through_a_worker(served_url: str, idle_log: Path, tm
 
 
 def test_a_task_that_goes_on_between_two_looks_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = {"status": "PROGRESS", "result": asdict(Progress(2))}
+    progress = {"status": "PROGRESS", "result": asdict(BatchProgress(2))}
     states = [progress, progress, {"status": "FAILURE", "result": RequestError("the input is gone")}]
 
     class Moving(BaseBackend):  # type: ignore[misc]
@@ -281,10 +281,10 @@ def test_a_task_that_goes_on_between_two_looks_is_followed(monkeypatch: pytest.M
 
     task = AsyncResult("id", backend=Moving(Celery(set_as_current=False)))
     monkeypatch.setattr(remote, "make_app", lambda *_: SimpleNamespace(send_task=lambda *_, **__: task))
-    seen: list[Progress] = []
+    seen: list[BatchProgress] = []
     with pytest.raises(RequestError, match="gone"):
         remote.run_in_worker("unix:///nowhere", Batch("in", "out"), seen.append)
-    assert set(seen) == {Progress(2)}
+    assert set(seen) == {BatchProgress(2)}
 
 
 def test_celery_reads_the_addresses_we_write() -> None:

@@ -32,7 +32,7 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.contract.job import Outcome, Result, SamplingParams
-from penstock.producer.batch.records import Batch, Progress
+from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import request_of_line
 from penstock.producer.batch.results import row_id_of
 from penstock.producer.batch.runner import answer, run_batch
@@ -77,7 +77,7 @@ def files_in(folder: Path) -> set[str]:
 
 async def test_every_row_is_answered_once(served_url: str, tmp_path: Path) -> None:
     rows = [chat_row(f"chat-{i}") if i % 2 else completion_row(f"text-{i}", n=2) for i in range(200)]
-    seen: list[Progress] = []
+    seen: list[BatchProgress] = []
 
     done = await run_batch(served_url, batch_of(tmp_path, rows), seen.append)
 
@@ -94,8 +94,8 @@ async def test_every_row_is_answered_once(served_url: str, tmp_path: Path) -> No
             assert text == text_of(wanted)
         assert len(response["body"]["choices"]) == params.n
         assert response["body"]["model"] == "reference"
-    assert done == Progress(200, 200, 0, done.prompt_tokens, 100 * 8 + 100 * 16)
-    assert seen[0] == Progress(200)
+    assert done == BatchProgress(200, 200, 0, done.prompt_tokens, 100 * 8 + 100 * 16)
+    assert seen[0] == BatchProgress(200)
     assert seen[-1] == done
     assert [p.num_done for p in seen] == sorted(p.num_done for p in seen)
     assert files_in(tmp_path) == {"in.jsonl", "out.jsonl"}
@@ -199,7 +199,7 @@ async def test_a_full_pool_is_waited_for(served_url: str, tmp_path: Path, monkey
 async def test_a_batch_waits_for_its_first_node(redis_url: str, tmp_path: Path) -> None:
     waits = asyncio.Event()
 
-    def note(progress: Progress) -> None:
+    def note(progress: BatchProgress) -> None:
         if "no model" in progress.waiting:
             waits.set()
 

@@ -6,14 +6,14 @@ import threading
 import time
 
 from penstock.contract.errors import UnavailableError
-from penstock.producer.batch.records import Progress
+from penstock.producer.batch.records import BatchProgress
 from penstock.producer.batch.tasks import reporting
 
 
 def test_progress_that_cannot_be_stored_neither_fails_nor_blocks_the_run() -> None:
     release, stored = threading.Event(), []
 
-    def store(progress: Progress) -> None:
+    def store(progress: BatchProgress) -> None:
         stored.append(progress)
         release.wait(10)
         raise UnavailableError("Redis is away")
@@ -21,19 +21,19 @@ def test_progress_that_cannot_be_stored_neither_fails_nor_blocks_the_run() -> No
     started_s = time.monotonic()
     with reporting(store) as report:
         for num_rows in range(1000):
-            report(Progress(num_rows))
+            report(BatchProgress(num_rows))
         assert time.monotonic() - started_s < 5
         release.set()
-    assert stored == [Progress(0)]
+    assert stored == [BatchProgress(0)]
 
 
 def test_the_last_report_is_stored_before_the_block_ends() -> None:
     stored = []
 
-    def store(progress: Progress) -> None:
+    def store(progress: BatchProgress) -> None:
         time.sleep(0.1)
         stored.append(progress)
 
     with reporting(store) as report:
-        report(Progress(1))
-    assert stored == [Progress(1)]
+        report(BatchProgress(1))
+    assert stored == [BatchProgress(1)]

@@ -10,7 +10,7 @@ import pytest
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.job import Priority
 from penstock.producer.client import copies
-from penstock.producer.client.copies import RENEWED_S, Copy, Door
+from penstock.producer.client.copies import RENEWED_S, CachedState, PoolAdmission
 from penstock.queue.wire import NodePressure, PoolPressure
 
 
@@ -32,7 +32,7 @@ class Fetch:
 
 async def test_many_askers_share_one_fetch() -> None:
     fetch = Fetch()
-    copy = Copy(fetch, ttl_s=60)
+    copy = CachedState(fetch, ttl_s=60)
     asking = [asyncio.create_task(copy.get()) for _ in range(10)]
     await asyncio.sleep(0)
     fetch.gate.set()
@@ -43,7 +43,7 @@ async def test_many_askers_share_one_fetch() -> None:
 async def test_a_copy_is_fetched_again_when_it_is_old() -> None:
     fetch = Fetch()
     fetch.gate.set()
-    copy = Copy(fetch, ttl_s=0.01)
+    copy = CachedState(fetch, ttl_s=0.01)
     assert await copy.get() == 1
     await asyncio.sleep(0.02)
     assert await copy.get() == 2
@@ -51,7 +51,7 @@ async def test_a_copy_is_fetched_again_when_it_is_old() -> None:
 
 async def test_a_renewed_copy_was_fetched_since_it_was_asked_for() -> None:
     fetch = Fetch()
-    copy = Copy(fetch, ttl_s=60)
+    copy = CachedState(fetch, ttl_s=60)
     early = asyncio.create_task(copy.get())
     await asyncio.sleep(0)
     late = [asyncio.create_task(copy.renewed()) for _ in range(10)]
@@ -69,7 +69,7 @@ async def test_renewals_begin_apart_however_many_ask() -> None:
     async def fetch() -> None:
         begun.append(clock())
 
-    copy = Copy(fetch, ttl_s=60)
+    copy = CachedState(fetch, ttl_s=60)
 
     async def ask() -> None:
         for _ in range(3):
@@ -83,7 +83,7 @@ async def test_renewals_begin_apart_however_many_ask() -> None:
 async def test_a_failed_fetch_fails_for_all_who_waited_and_only_them() -> None:
     fetch = Fetch()
     fetch.error = UnavailableError("away")
-    copy = Copy(fetch, ttl_s=60)
+    copy = CachedState(fetch, ttl_s=60)
     asking = [asyncio.create_task(copy.get()) for _ in range(5)]
     await asyncio.sleep(0)
     fetch.gate.set()
@@ -96,7 +96,7 @@ async def test_a_failed_fetch_fails_for_all_who_waited_and_only_them() -> None:
 
 async def test_a_cancelled_asker_leaves_the_fetch_to_the_next() -> None:
     fetch = Fetch()
-    copy = Copy(fetch, ttl_s=60)
+    copy = CachedState(fetch, ttl_s=60)
     first, second = asyncio.create_task(copy.get()), asyncio.create_task(copy.get())
     await asyncio.sleep(0)
     first.cancel()
@@ -112,7 +112,7 @@ async def test_the_door_counts_what_it_let_in_by_class() -> None:
     async def fetch() -> PoolPressure:
         return PoolPressure((node,))
 
-    door = Door(fetch)
+    door = PoolAdmission(fetch)
     await door.admit(80, Priority.BATCH)
     await door.admit(80, Priority.INTERACTIVE)  # batch jobs do not stand before it
     with pytest.raises(BusyError):
@@ -122,7 +122,7 @@ async def test_the_door_counts_what_it_let_in_by_class() -> None:
 async def test_who_gets_an_old_copy_waits_for_none_and_lets_it_be_fetched_for_others() -> None:
     fetch = Fetch()
     fetch.gate.set()
-    copy = Copy(fetch, ttl_s=0.01, stale_s=60)
+    copy = CachedState(fetch, ttl_s=0.01, stale_s=60)
     assert await copy.recent() == 1
     await asyncio.sleep(0.02)
     fetch.gate.clear()
@@ -138,7 +138,7 @@ async def test_who_gets_an_old_copy_waits_for_none_and_lets_it_be_fetched_for_ot
 async def test_a_copy_that_is_too_old_is_waited_for() -> None:
     fetch = Fetch()
     fetch.gate.set()
-    copy = Copy(fetch, ttl_s=0.005, stale_s=0.005)
+    copy = CachedState(fetch, ttl_s=0.005, stale_s=0.005)
     assert await copy.recent() == 1
     await asyncio.sleep(0.02)
     assert await copy.recent() == 2
@@ -147,7 +147,7 @@ async def test_a_copy_that_is_too_old_is_waited_for() -> None:
 async def test_an_old_copy_lives_on_while_fetches_fail() -> None:
     fetch = Fetch()
     fetch.gate.set()
-    copy = Copy(fetch, ttl_s=0.01, stale_s=60)
+    copy = CachedState(fetch, ttl_s=0.01, stale_s=60)
     assert await copy.recent() == 1
     fetch.error = UnavailableError("away")
     await asyncio.sleep(0.02)
@@ -166,7 +166,7 @@ async def test_nobody_is_refused_for_what_was_so_a_moment_ago(monkeypatch: pytes
     async def fetch() -> PoolPressure:
         return PoolPressure(tuple(nodes), (1000, 1000, 1000))
 
-    door = Door(fetch)
+    door = PoolAdmission(fetch)
     with pytest.raises(BusyError):
         await door.admit(80, Priority.INTERACTIVE)
     nodes[:] = [NodePressure("n", kv_tokens_unclaimed=10_000, drain_cost_per_s=1e6)]
@@ -181,7 +181,7 @@ async def test_a_node_that_has_just_joined_is_found() -> None:
     async def fetch() -> PoolPressure:
         return PoolPressure(tuple(nodes))
 
-    door = Door(fetch)
+    door = PoolAdmission(fetch)
     with pytest.raises(UnavailableError):
         await door.admit(80, Priority.INTERACTIVE)
     nodes.append(NodePressure("n", kv_tokens_unclaimed=10_000, drain_cost_per_s=1e6))
@@ -191,7 +191,7 @@ async def test_a_node_that_has_just_joined_is_found() -> None:
 
 async def test_a_copy_at_hand_is_the_last_one_while_there_is_no_newer() -> None:
     fetch = Fetch()
-    copy = Copy(fetch, ttl_s=0.01)
+    copy = CachedState(fetch, ttl_s=0.01)
     with pytest.raises(UnavailableError):
         await copy.at_hand(0.01)
     fetch.gate.set()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.contract.errors import StreamDivergedError
 from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, Result, Usage
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.producer.client.cursor import StreamCursor, Verdict, rest_of
+from penstock.producer.client.cursor import ChunkVerdict, StreamCursor, rest_of
 
 JOB = "pool.01a1f820-1cd2-775c-94d6-dde870154e3c"
 DONE = Outcome("done")
@@ -84,7 +84,7 @@ def test_arrivals_in_any_order_give_the_log(cuts: list[tuple[int, int]], lag: in
     cursor, delivered = StreamCursor(start), []
     for index in data.draw(st.lists(st.integers(0, len(log) - 1))):
         fresh = cursor.offer(log[index])
-        if fresh is Verdict.GAP:
+        if fresh is ChunkVerdict.GAP:
             assert index > cursor.next_index
             delivered += take(cursor, log[cursor.next_index : index + 1])
         elif isinstance(fresh, Chunk):
@@ -122,7 +122,7 @@ def test_another_log_is_noticed_by_its_old_chunks(
     delivered = take(cursor, lost[: data.draw(st.integers(0, len(lost) - 1))])
     for chunk in log:
         fresh = cursor.offer(chunk)
-        if fresh is Verdict.GAP:
+        if fresh is ChunkVerdict.GAP:
             delivered += take(cursor, log[cursor.next_index : chunk.index + 1])
         elif isinstance(fresh, Chunk):
             delivered.append(fresh)
@@ -154,7 +154,7 @@ def test_a_log_that_skips_tokens_is_walked_again_and_refused() -> None:
     log = [Chunk(JOB, 0, 0, 0, (1, 2), "ab"), Chunk(JOB, 1, 0, 3, (4,), "d")]
     cursor = StreamCursor()
     assert cursor.offer(log[0]) == log[0]
-    assert cursor.offer(log[1]) is Verdict.GAP
+    assert cursor.offer(log[1]) is ChunkVerdict.GAP
     with pytest.raises(StreamDivergedError):
         take(cursor, log)
 
@@ -163,7 +163,7 @@ def test_tokens_that_the_log_repeats_at_another_index_are_dropped() -> None:
     log = [Chunk(JOB, 0, 0, 0, (1, 2), "ab"), Chunk(JOB, 1, 0, 1, (2,), "b"), Chunk(JOB, 2, 0, 2, (3,), "c")]
     cursor = StreamCursor()
     assert cursor.offer(log[0]) == log[0]
-    assert cursor.offer(log[1]) is Verdict.GAP
+    assert cursor.offer(log[1]) is ChunkVerdict.GAP
     assert take(cursor, log) == [log[2]]
 
 

@@ -15,24 +15,24 @@ from redis.asyncio import Redis
 from penstock.contract.errors import UnavailableError
 from penstock.queue.broker import line as line_module
 from penstock.queue.broker.connection import connect, translated
-from penstock.queue.broker.line import Line
+from penstock.queue.broker.line import SharedConnection
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @pytest.fixture
-async def line(redis: Redis) -> AsyncIterator[Line]:
-    opened = await Line.open(redis)
+async def line(redis: Redis) -> AsyncIterator[SharedConnection]:
+    opened = await SharedConnection.open(redis)
     yield opened
     opened.close()
 
 
-async def test_answers_come_to_their_calls_in_order(line: Line) -> None:
+async def test_answers_come_to_their_calls_in_order(line: SharedConnection) -> None:
     calls = [line.call("ECHO", str(i)) for i in range(1000)]
     assert await asyncio.gather(*calls) == [str(i).encode() for i in range(1000)]
 
 
-async def test_a_refused_call_harms_no_other(line: Line) -> None:
+async def test_a_refused_call_harms_no_other(line: SharedConnection) -> None:
     before, bad, after = line.call("ECHO", "1"), line.call("NONSENSE"), line.call("ECHO", "2")
     assert await before == b"1"
     with pytest.raises(exceptions.ResponseError, match="unknown command"):
@@ -40,14 +40,16 @@ async def test_a_refused_call_harms_no_other(line: Line) -> None:
     assert await after == b"2"
 
 
-async def test_a_call_given_up_does_not_shift_the_answers(line: Line) -> None:
+async def test_a_call_given_up_does_not_shift_the_answers(line: SharedConnection) -> None:
     calls = [line.call("ECHO", str(i)) for i in range(10)]
     calls[3].cancel()
     done = await asyncio.gather(*calls, return_exceptions=True)
     assert [a for a in done if isinstance(a, bytes)] == [str(i).encode() for i in range(10) if i != 3]
 
 
-async def test_calls_under_way_and_later_ones_fail_when_the_connection_is_cut(line: Line, redis: Redis) -> None:
+async def test_calls_under_way_and_later_ones_fail_when_the_connection_is_cut(
+    line: SharedConnection, redis: Redis
+) -> None:
     number = await line.call("CLIENT", "ID")
     waits = line.call("BLPOP", "nothing", "0")
     await redis.client_kill_filter(_id=number)
@@ -70,7 +72,7 @@ async def test_calls_that_wait_for_a_connection_fail_together_when_there_is_none
 ) -> None:
     num_tried, gate = 0, asyncio.Event()
 
-    async def fail(*_: Any) -> Line:
+    async def fail(*_: Any) -> SharedConnection:
         nonlocal num_tried
         num_tried += 1
         await gate.wait()
@@ -78,7 +80,7 @@ async def test_calls_that_wait_for_a_connection_fail_together_when_there_is_none
 
     client = connect(redis_url)
     with monkeypatch.context() as patched:
-        patched.setattr(Line, "open", fail)
+        patched.setattr(SharedConnection, "open", fail)
         calls = [asyncio.ensure_future(client.ping()) for _ in range(20)]
         await asyncio.sleep(0)
         gate.set()
@@ -120,7 +122,7 @@ async def test_messages_come_in_order_and_readers_get_their_turn_between_two(red
         nonlocal at_once
         at_once = 0
 
-    subscription = await Line.open(redis, hear)
+    subscription = await SharedConnection.open(redis, hear)
     await subscription.call("SUBSCRIBE", "news")
     sent = [str(i).encode() * 500 for i in range(2000)]
     await asyncio.gather(*(redis.publish("news", message) for message in sent))
@@ -133,7 +135,7 @@ async def test_messages_come_in_order_and_readers_get_their_turn_between_two(red
 
 
 @asynccontextmanager
-async def line_to(folder: Path, serve: Serve) -> AsyncIterator[Line]:
+async def line_to(folder: Path, serve: Serve) -> AsyncIterator[SharedConnection]:
     """A line to somebody who only looks like Redis."""
     serving: set[Any] = set()
 
@@ -145,7 +147,7 @@ async def line_to(folder: Path, serve: Serve) -> AsyncIterator[Line]:
 
     async with await asyncio.start_unix_server(noted, folder / "s"):
         _, writer = await asyncio.open_unix_connection(folder / "s")
-        line = Line(writer, None)
+        line = SharedConnection(writer, None)
         yield line
         line.close()
         await asyncio.wait(serving)

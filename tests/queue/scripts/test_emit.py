@@ -8,7 +8,7 @@ from fakes.queue.harness import LEASE_MS, FakeNode, P, Queue, chunks_of, new_job
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Outcome, Usage
 from penstock.queue import keys
-from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, Return, Taken
+from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, GivenBackJob, Taken
 from penstock.queue.results import encode_result
 
 
@@ -253,7 +253,7 @@ async def test_many_jobs_are_given_back_in_bounded_calls(queue: Queue) -> None:
     for _ in range(140):
         await queue.submit(cost=1)
     taken = (*(await node.take()).jobs, *(await node.take()).jobs)
-    returns = [Return(job.job_id, job.lease, 1, 1) for job in (*taken, taken[0])]
+    returns = [GivenBackJob(job.job_id, job.lease, 1, 1) for job in (*taken, taken[0])]
     answers = await node.broker.give_back(returns)
     assert answers == ["OK"] * 140 + ["FENCED"]
     assert len(await queue.ids("wait:1")) == 140

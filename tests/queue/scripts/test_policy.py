@@ -19,7 +19,7 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Taken
-from penstock.queue.policy import Policy, PolicyName
+from penstock.queue.policy import PolicyConfig, PolicyName
 
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 AGING_MS = 1_000_000_000
@@ -48,7 +48,7 @@ events = st.one_of(submits, submits, submits, takes, takes, ends, ends, waits)
 class Pool:
     """A pool of one node, and the model of it."""
 
-    def __init__(self, url: str, policy: Policy) -> None:
+    def __init__(self, url: str, policy: PolicyConfig) -> None:
         self.runner = asyncio.Runner()
         self.url, self.policy = url, policy
         self.sync = sync_redis.Redis.from_url(url)
@@ -129,7 +129,7 @@ def new_pool(redis_url: str) -> Iterator[Any]:
     pools: list[Pool] = []
 
     def make(name: PolicyName, bypass_ms: int = 0) -> Pool:
-        pools.append(Pool(redis_url, Policy(name, AGING_MS, bypass_ms, SHARE_WINDOW_MS)))
+        pools.append(Pool(redis_url, PolicyConfig(name, AGING_MS, bypass_ms, SHARE_WINDOW_MS)))
         return pools[-1]
 
     yield make
@@ -143,7 +143,7 @@ def test_take_orders_as_policy_does(redis_url: str, name: PolicyName) -> None:
     @settings(max_examples=2000 if FULL else 60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.sampled_from((0, 2 * AGING_MS, 10**6 * AGING_MS)), st.lists(events, min_size=10, max_size=50))
     def run(bypass_ms: int, story: list[tuple[Any, ...]]) -> None:
-        pool = Pool(redis_url, Policy(name, AGING_MS, bypass_ms, SHARE_WINDOW_MS))
+        pool = Pool(redis_url, PolicyConfig(name, AGING_MS, bypass_ms, SHARE_WINDOW_MS))
         try:
             for event in story:
                 pool.do(event)

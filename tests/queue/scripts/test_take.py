@@ -8,7 +8,7 @@ from fakes.queue.harness import POOL, P, Queue, new_job
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.queue import keys
-from penstock.queue.broker.node import LeaseLostError, NodeBroker, Room, TakeAnswer
+from penstock.queue.broker.node import Capacity, LeaseLostError, NodeBroker, TakeAnswer
 from penstock.queue.wire import encode_request
 
 CLASSES = (Priority.INTERACTIVE, Priority.STANDARD, Priority.BATCH)
@@ -175,7 +175,7 @@ async def test_node_that_is_not_alive_gets_nothing(queue: Queue) -> None:
     await queue.submit()
     stranger = NodeBroker(queue.redis, POOL, "stranger", "r1")
     with pytest.raises(LeaseLostError):
-        await stranger.take(1, "nonce", Room((9,) * 3, (9,) * 3, 9, 9))
+        await stranger.take(1, "nonce", Capacity((9,) * 3, (9,) * 3, 9, 9))
     await queue.kill(node)
     with pytest.raises(LeaseLostError):
         await node.take()

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
-from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence
@@ -39,7 +39,7 @@ def _sequence(number: int, kind: dict[str, Any], max_tokens: int = 8) -> Sequenc
 
 
 def _scheduler(max_num_seqs: int = 8) -> Scheduler:
-    limits = Limits(
+    limits = StepLimits(
         block_size=4,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.prompt_scores import PromptScores
-from penstock.gpu_node.engine.scheduler.limits import Limits
+from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.step_time import StepTime, StepWork
 from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
@@ -62,7 +62,7 @@ def sequence(name: str, num_prompt: int, num_output: int, *, tenant: str, scored
 
 
 def new_scheduler() -> Scheduler:
-    limits = Limits(
+    limits = StepLimits(
         block_size=16,
         max_num_seqs=32,
         max_num_batched_tokens=MAX_STEP_TOKENS,
