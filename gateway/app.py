@@ -16,15 +16,15 @@ from fastapi.middleware.cors import CORSMiddleware
 from penstock.contract.errors import ConfigError
 from penstock.gateway import health, metrics, usage
 from penstock.gateway.access_log import AccessLog
+from penstock.gateway.authentication import Entry, warn_if_open
 from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
+from penstock.gateway.body_parser import Parser
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
-from penstock.gateway.entry import Entry, warn_if_open
-from penstock.gateway.head import BoundedHead
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import generate, models
 from penstock.gateway.openai.answer import JOB_HEADER
 from penstock.gateway.openai.errors import ID_HEADER, install_error_handlers
-from penstock.gateway.parsing import Parser
+from penstock.gateway.request_head import BoundedHead
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.producer.client import AsyncClient, ClientSettings

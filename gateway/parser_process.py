@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
-from penstock.gateway.openai.asked import BODIES, encode_asked, encode_refusal, parse, with_packed_prompts
+from penstock.gateway.openai.parsed_body import BODIES, encode_asked, encode_refusal, parse, with_packed_prompts
 
 HEAD = struct.Struct(">BI")
 """Of a body: which form, and how many bytes follow. Of an answer: 0, and how many bytes follow."""

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from penstock.contract.errors import RequestError
 from penstock.contract.usage import MAX_DAYS, DayUsage
-from penstock.gateway.entry import caller_of
+from penstock.gateway.authentication import caller_of
 from penstock.producer.client import AsyncClient
 
 DEFAULT_DAYS = 31

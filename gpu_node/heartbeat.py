@@ -10,12 +10,12 @@ from dataclasses import fields, replace
 
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.engine.records import EngineStats
+from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.inbox import JobInbox
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.monitor.health import Health, HealthSample
 from penstock.gpu_node.monitor.watchdog import Watchdog
 from penstock.gpu_node.outbox import Outbox
-from penstock.gpu_node.worker import EngineWorker
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.wire import NodePressure
 

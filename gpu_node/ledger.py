@@ -13,7 +13,7 @@ from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.monitor.counters import NodeCounts
-from penstock.gpu_node.sealed import PromptRows, SealedChunk, seal
+from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal
 from penstock.queue import msgpack_codec as packing
 from penstock.queue import results
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS

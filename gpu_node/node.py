@@ -13,21 +13,21 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.contract.errors import UnavailableError
-from penstock.gpu_node.bell import Bell, listen
+from penstock.gpu_node.doorbell import Bell, listen
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
+from penstock.gpu_node.engine_worker import EngineLike, EngineWorker
 from penstock.gpu_node.heartbeat import Heartbeat
 from penstock.gpu_node.inbox import JobInbox
+from penstock.gpu_node.job_intake import JobIntake
 from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.load_shedder import LoadShedder
 from penstock.gpu_node.monitor.liveness import answering
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
 from penstock.gpu_node.outbox import Outbox
-from penstock.gpu_node.pace import Pace
-from penstock.gpu_node.reception import JobIntake
-from penstock.gpu_node.relief import LoadShedder
+from penstock.gpu_node.publish_pace import Pace
 from penstock.gpu_node.seats import NO_SEATS, Seats, declare_dead
 from penstock.gpu_node.settings import NodeSettings
 from penstock.gpu_node.threads import Threads
-from penstock.gpu_node.worker import EngineLike, EngineWorker
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.eviction import warn_of_eviction

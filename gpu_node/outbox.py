@@ -16,12 +16,12 @@ from typing import Any
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.job import Outcome
 from penstock.gpu_node.alarm import Alarm
-from penstock.gpu_node.bell import Bell
+from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outcomes import BY_ANSWER, outcome_of
-from penstock.gpu_node.pace import Pace
-from penstock.gpu_node.worker import EngineWorker
+from penstock.gpu_node.publish_pace import Pace
 from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
 from penstock.queue.broker.retry import pauses
 from penstock.queue.msgpack_codec import new_pack

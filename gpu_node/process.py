@@ -16,11 +16,11 @@ from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.engine import Engine
+from penstock.gpu_node.engine_worker import EngineLike
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.seats import Seats, declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings
-from penstock.gpu_node.worker import EngineLike
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.gc_freeze import settle
 from penstock.runtime.loop_watch import LoopWatch

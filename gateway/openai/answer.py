@@ -22,18 +22,18 @@ from penstock.contract.job import Usage, pool_of
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai.errors import error_body
 from penstock.gateway.openai.limits import check_logprobs
-from penstock.gateway.openai.pieces import ParsedSseEncoder, SseEncoder
+from penstock.gateway.openai.sse_encoder import ParsedSseEncoder, SseEncoder
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
+from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of
-from penstock.gateway.stream.order import GenerationRequest, open_jobs
+from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.gateway.stream.sse import DONE, EventWriter, event
-from penstock.gateway.stream.whole import PIECE_BYTES, BodyWriter
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import choose_pool
 from penstock.producer.openai.json_parts import json_parts
-from penstock.producer.openai.reading import PLAIN, AnswerFormat
+from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
 from penstock.producer.openai.render import ChatRenderer, Renderer, usage_of
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool

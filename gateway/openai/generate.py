@@ -7,7 +7,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.openai.answer import Answer, StreamAnswer, WholeAnswer
-from penstock.gateway.openai.door import order_of, read_body
+from penstock.gateway.openai.request_parsing import order_of, read_body
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer, Renderer
 
 

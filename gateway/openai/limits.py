@@ -7,7 +7,7 @@ import math
 from penstock.contract.errors import RequestError
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import rename
-from penstock.gateway.stream.order import GenerationRequest
+from penstock.gateway.stream.generation_request import GenerationRequest
 from penstock.producer.client.request import Prompt
 from penstock.queue.wire import PoolRecord
 

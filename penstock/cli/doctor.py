@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from penstock.cli.demo_model import demo_model
-from penstock.cli.host import gpus
+from penstock.cli.graphics_cards import gpus
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.kernels.cpu.build import BuildError, origin_of
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores

@@ -30,7 +30,7 @@ def node(model: Annotated[str | None, typer.Argument(help=help_of(_FIELDS["model
     """
     try:
         from penstock.gpu_node.process import run_node
-        from penstock.gpu_node.way_out import leaving_whatever_computes
+        from penstock.gpu_node.process_exit import leaving_whatever_computes
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'penstock[node]'") from error
 

@@ -60,7 +60,7 @@ def line_of(pool: PoolStats) -> str:
 
 async def _figures(redis_url: str) -> list[PoolStats]:
     from penstock.queue.broker.connection import connect
-    from penstock.queue.broker.figures import StatsBroker
+    from penstock.queue.broker.pool_stats import StatsBroker
 
     async with connect(redis_url) as redis:
         return await StatsBroker(redis).all()

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import typer
 
 from penstock.cli.demo_model import demo_model
-from penstock.cli.keeping import keep_child, keep_redis
 from penstock.cli.options import options_of, takes, words_of
 from penstock.cli.processes import Event, Supervisor, gateway_command, node_command, run_until_stopped
 from penstock.cli.progress import LoadingBar
+from penstock.cli.restarting import keep_child, keep_redis
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.embedded_redis import DEFAULT_MAXMEMORY_MIB, EmbeddedRedis, find_or_start_redis

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import BusyError, RequestError
-from penstock.producer.batch import places
+from penstock.producer.batch import storage as places
 from penstock.producer.batch.records import BatchProgress
 
 LOCKED_RETRY_MS = 10_000

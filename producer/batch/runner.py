@@ -17,9 +17,9 @@ from typing import Any
 
 from penstock.contract.errors import BusyError, JobFailedError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Priority
-from penstock.producer.batch import places
+from penstock.producer.batch import storage as places
 from penstock.producer.batch.answer import answer_row, body_of, error_row
-from penstock.producer.batch.lines import InputLine, lines_of, survey_of
+from penstock.producer.batch.input_lines import InputLine, lines_of, survey_of
 from penstock.producer.batch.records import Batch, BatchProgress
 from penstock.producer.batch.request import Request, request_of_line
 from penstock.producer.batch.results import ResultsFile, open_results, row_id_of

@@ -15,21 +15,21 @@ from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.rights import allowed_class
 from penstock.contract.terms import Terms
 from penstock.contract.usage import DayUsage
-from penstock.producer.client.copies import KEYS_TTL_S, POOLS_TTL_S, CachedState, PoolAdmission
-from penstock.producer.client.courier import RetryingBroker
+from penstock.producer.client.cached_state import KEYS_TTL_S, POOLS_TTL_S, CachedState, PoolAdmission
 from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob
+from penstock.producer.client.job_source import JobSource, Submission, submit
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
+from penstock.producer.client.retrying_broker import RetryingBroker
 from penstock.producer.client.settings import ClientSettings
-from penstock.producer.client.source import JobSource, Submission, submit
 from penstock.producer.client.stats import ClientStats
 from penstock.queue.admission import estimate_cost
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.eviction import warn_of_eviction
-from penstock.queue.broker.figures import StatsBroker
 from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.pool_stats import PoolStats

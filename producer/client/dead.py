@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.contract.job import pool_of
 from penstock.contract.terms import Terms
-from penstock.producer.client.courier import RetryingBroker
 from penstock.producer.client.job import AsyncJob
+from penstock.producer.client.retrying_broker import RetryingBroker
 from penstock.queue.broker.dead_letters import DeadLetter, DeadLetters
 from penstock.queue.wire import Request
 

@@ -25,9 +25,9 @@ from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.stats import ClientStats
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
-from penstock.queue.broker.line import SharedConnection
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.broker.retry import pauses, tried_again
+from penstock.queue.broker.shared_connection import SharedConnection
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.wire import decode_chunks
 from penstock.runtime import crash_points as crash

@@ -10,8 +10,8 @@ from penstock.contract.errors import error_of
 from penstock.contract.job import Chunk, Outcome, Result, pool_of
 from penstock.producer.client.cursor import StreamCursor
 from penstock.producer.client.inbox import ClientInbox
+from penstock.producer.client.job_source import JobSource
 from penstock.producer.client.mailbox import Mailbox
-from penstock.producer.client.source import JobSource
 from penstock.producer.client.stream import StreamReader
 from penstock.queue.broker.producer import JobStatus
 from penstock.queue.packed_result import PackedResult

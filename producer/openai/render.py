@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from penstock.contract.job import Choice, FinishReason, Result, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.producer.openai.json_parts import Rows, Text, plain
-from penstock.producer.openai.likely import (
+from penstock.producer.openai.logprobs import (
     CompletionTokens,
     PromptEcho,
     ShownText,
@@ -24,7 +24,7 @@ from penstock.producer.openai.likely import (
     whole_chat_logprobs,
     whole_completion_logprobs,
 )
-from penstock.producer.openai.reading import PLAIN, AnswerFormat, ParsedText
+from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, ParsedText
 from penstock.producer.openai.tool_calls import Call
 from penstock.queue.packed_result import PackedChoice, PackedResult
 

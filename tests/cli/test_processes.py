@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import keeping
-from penstock.cli.keeping import BackOff, keep_child
+from penstock.cli import restarting as keeping
 from penstock.cli.processes import Child, Command, Event, ProcessDiedError, Supervisor
+from penstock.cli.restarting import BackOff, keep_child
 
 READY = 'import json, time; print(json.dumps({"event": "ready", "pool": "p"}), flush=True)\n'
 SLEEP = "time.sleep(300)\n"

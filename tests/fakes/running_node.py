@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from penstock.gpu_node.engine_worker import EngineLike
 from penstock.gpu_node.node import Node
 from penstock.gpu_node.settings import NodeSettings
-from penstock.gpu_node.worker import EngineLike
 
 PATIENCE_S = 60.0
 

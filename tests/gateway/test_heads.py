@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.gateway import head
+from penstock.gateway import request_head as head
 from penstock.gateway.app import make_server
 from penstock.gateway.settings import GatewaySettings
 

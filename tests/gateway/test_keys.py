@@ -15,10 +15,10 @@ from penstock.contract.errors import ForbiddenError, NotFoundError
 from penstock.contract.job import Priority
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.gateway.app import create_app
-from penstock.gateway.entry import PUBLIC_PATHS
+from penstock.gateway.authentication import PUBLIC_PATHS
 from penstock.gateway.settings import GatewaySettings
 from penstock.producer.client import AsyncClient, ClientSettings
-from penstock.producer.client.copies import KEYS_TTL_S
+from penstock.producer.client.cached_state import KEYS_TTL_S
 from penstock.queue import keys
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore

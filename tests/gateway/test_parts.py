@@ -18,13 +18,13 @@ from penstock.contract.errors import BusyError, ConflictError, JobFailedError, S
 from penstock.contract.job import Chunk, SamplingParams
 from penstock.gateway.app import create_app
 from penstock.gateway.openai.errors import error_response
-from penstock.gateway.openai.pieces import SseEncoder
+from penstock.gateway.openai.sse_encoder import SseEncoder
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import batches_of
-from penstock.gateway.stream.order import GenerationRequest, open_jobs
+from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
-from penstock.producer.openai.reading import ParsedText
+from penstock.producer.openai.parsed_text import ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 

@@ -21,9 +21,9 @@ from penstock.contract.job import Chunk, Job, Message, Result, SamplingParams
 from penstock.contract.tools import ToolCall
 from penstock.gpu_node import heartbeat, inbox
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
+from penstock.gpu_node.engine_worker import EngineLike
+from penstock.gpu_node.job_intake import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.node import Node
-from penstock.gpu_node.reception import MAX_CHARS_ON_LOOP
-from penstock.gpu_node.worker import EngineLike
 from penstock.queue import keys
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker

@@ -19,9 +19,9 @@ from penstock.contract.job import Chunk, Job, Priority, SamplingParams, seed_of
 from penstock.contract.terms import Terms
 from penstock.gpu_node.engine import Engine
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, StepOutput
+from penstock.gpu_node.engine_worker import EngineLike
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.node import Node
-from penstock.gpu_node.worker import EngineLike
 from penstock.queue import keys
 from penstock.queue.broker.node import Taken
 from penstock.queue.broker.producer import ProducerBroker

@@ -11,13 +11,13 @@ from fakes.reference_engine import ReferenceEngine
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node import pace
-from penstock.gpu_node.bell import Bell
+from penstock.gpu_node import publish_pace as pace
+from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
-from penstock.gpu_node.pace import Pace
-from penstock.gpu_node.worker import EngineWorker
+from penstock.gpu_node.publish_pace import Pace
 from penstock.queue.broker.node import Emission, NodeBroker, Taken
 
 LEASE = "1:x:1"

@@ -13,8 +13,8 @@ from redis.asyncio import Redis
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
-from penstock.queue.broker.figures import StatsBroker
 from penstock.queue.broker.node import NodeBroker
+from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker
 
 ACL = Path(__file__).parents[2] / "ops" / "acl"

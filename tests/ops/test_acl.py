@@ -28,8 +28,8 @@ from penstock.queue import keys
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
-from penstock.queue.broker.figures import StatsBroker
 from penstock.queue.broker.key_store import KeyStore
+from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT

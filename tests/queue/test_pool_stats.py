@@ -7,7 +7,7 @@ from fakes.queue.harness import LEASE_MS, POOL, P, Queue
 from redis.asyncio import Redis
 
 from penstock.contract.job import Priority
-from penstock.queue.broker.figures import StatsBroker
+from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.pool_stats import EVENTS, PoolStats
 
 

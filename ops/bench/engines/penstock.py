@@ -12,7 +12,7 @@ from bench.engines.stepped import SteppedSession
 from bench.workload import BenchRequest
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest
-from penstock.gpu_node.worker import EngineLike
+from penstock.gpu_node.engine_worker import EngineLike
 
 
 class PenstockSession(SteppedSession):

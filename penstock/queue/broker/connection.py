@@ -13,7 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
-from penstock.queue.broker.line import REPLY_TIMEOUT_S, SharedRedis
+from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
 from penstock.runtime.cancellation import heeding_cancel
 
 CONNECT_TIMEOUT_S = 3.0

@@ -20,7 +20,7 @@ from penstock.queue.admission import estimate_bytes
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.decoding import decoded, packed_result_of, result_of
-from penstock.queue.broker.refusals import submit_error
+from penstock.queue.broker.submit_errors import submit_error
 from penstock.queue.broker.sweep import sweep
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError
 from penstock.queue.packed_result import PackedResult

@@ -12,7 +12,7 @@ from penstock.contract.errors import RequestError
 from penstock.contract.job import Choice, Outcome, Result, SamplingParams, Usage
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.producer.batch.answer import body_of
-from penstock.producer.batch.lines import MAX_LINE_BYTES, survey_of
+from penstock.producer.batch.input_lines import MAX_LINE_BYTES, survey_of
 from penstock.producer.batch.request import CHAT_URL, COMPLETIONS_URL, request_of, request_of_line
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Sequence
 
 from penstock.contract.errors import UnavailableError
+from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
-from penstock.gpu_node.worker import EngineWorker
 from penstock.queue.broker.node import GivenBackJob, NodeBroker, Why
 from penstock.queue.policy import in_order_of_retreat
 

@@ -8,13 +8,13 @@ from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import RequestError
 from penstock.contract.job import is_job_id
 from penstock.contract.rights import allowed_class
+from penstock.gateway.authentication import caller_of
 from penstock.gateway.body import num_bytes_to_hold, read_json_body
-from penstock.gateway.entry import caller_of
-from penstock.gateway.openai.asked import ParsedBody
-from penstock.gateway.parsing import Parser
+from penstock.gateway.body_parser import Parser
+from penstock.gateway.openai.parsed_body import ParsedBody
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
-from penstock.gateway.stream.order import GenerationRequest, StreamPosition
+from penstock.gateway.stream.generation_request import GenerationRequest, StreamPosition
 
 KEY_HEADER = "idempotency-key"
 MAX_KEY_CHARS = 200

@@ -10,8 +10,8 @@ from contextlib import suppress
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from penstock.queue.broker.line import SharedConnection
 from penstock.queue.broker.retry import pauses
+from penstock.queue.broker.shared_connection import SharedConnection
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from penstock.contract.errors import UnavailableError
-from penstock.queue.broker import line as line_module
+from penstock.queue.broker import shared_connection as line_module
 from penstock.queue.broker.connection import connect, translated
-from penstock.queue.broker.line import SharedConnection
+from penstock.queue.broker.shared_connection import SharedConnection
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -10,7 +10,7 @@ from fakes.reference_engine import ReferenceEngine
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput
-from penstock.gpu_node.worker import MAX_FAILED_STEPS, EngineWorker
+from penstock.gpu_node.engine_worker import MAX_FAILED_STEPS, EngineWorker
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.job import Priority
-from penstock.producer.client import copies
-from penstock.producer.client.copies import RENEWED_S, CachedState, PoolAdmission
+from penstock.producer.client import cached_state as copies
+from penstock.producer.client.cached_state import RENEWED_S, CachedState, PoolAdmission
 from penstock.queue.wire import NodePressure, PoolPressure
 
 

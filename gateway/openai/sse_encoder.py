@@ -9,10 +9,10 @@ from pydantic_core import to_json
 
 from penstock.contract.errors import StreamDivergedError
 from penstock.contract.job import Chunk
-from penstock.gateway.stream.order import StreamPosition
+from penstock.gateway.stream.body_writer import PIECE_BYTES
+from penstock.gateway.stream.generation_request import StreamPosition
 from penstock.gateway.stream.sse import event
-from penstock.gateway.stream.whole import PIECE_BYTES
-from penstock.producer.openai.reading import AnswerReader, ParsedText
+from penstock.producer.openai.parsed_text import AnswerReader, ParsedText
 from penstock.producer.openai.render import Renderer, finish_reason_of
 
 MAX_EVENTS_OF_PART = 256

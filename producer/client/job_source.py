@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from penstock.contract.errors import NotFoundError, UnavailableError
 from penstock.contract.job import Chunk, Job, Result
 from penstock.contract.terms import UNLIMITED, Terms
-from penstock.producer.client.courier import RetryingBroker
 from penstock.producer.client.inbox import ClientInbox
+from penstock.producer.client.retrying_broker import RetryingBroker
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
 from penstock.queue.packed_result import PackedResult
 from penstock.runtime import crash_points as crash

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gpu_node.pace import MAX_AHEAD_S, MAX_CHUNKS_PER_S, MAX_SHARE_S, MIN_INTERVAL_S, Pace
+from penstock.gpu_node.publish_pace import MAX_AHEAD_S, MAX_CHUNKS_PER_S, MAX_SHARE_S, MIN_INTERVAL_S, Pace
 
 EPSILON_S = 1e-6
 RUN_S = 3.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.producer.openai.reading import AnswerFormat, AnswerReader, ParsedText
+from penstock.producer.openai.parsed_text import AnswerFormat, AnswerReader, ParsedText
 from penstock.producer.openai.tool_calls import CALL_FORMS, num_held
 
 LONGEST_MARK = len("<|python_tag|>")

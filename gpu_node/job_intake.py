@@ -13,13 +13,13 @@ from penstock.contract.errors import PenstockError, RequestError
 from penstock.contract.job import Chunk, Outcome, seed_of
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
+from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.load_shedder import LoadShedder
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.outcomes import outcome_of
-from penstock.gpu_node.relief import LoadShedder
-from penstock.gpu_node.sealed import SealedChunk, seal
+from penstock.gpu_node.packed_chunks import SealedChunk, seal
 from penstock.gpu_node.threads import Threads
-from penstock.gpu_node.worker import EngineWorker
 from penstock.queue import wire
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.retry import patiently

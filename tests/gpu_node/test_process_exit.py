@@ -16,7 +16,7 @@ from penstock.producer.client import Client
 LEAVING = """
 import ctypes, logging, sys, threading
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.way_out import leaving_whatever_computes
+from penstock.gpu_node.process_exit import leaving_whatever_computes
 
 logging.basicConfig(format="%(message)s")
 with leaving_whatever_computes(lambda error: 3):

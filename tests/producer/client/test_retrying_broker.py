@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from penstock.contract.errors import UnavailableError
-from penstock.producer.client.courier import MAX_CALLS, RetryingBroker
+from penstock.producer.client.retrying_broker import MAX_CALLS, RetryingBroker
 from penstock.queue.broker.producer import ProducerBroker
 
 NO_BROKER = cast(ProducerBroker, None)
