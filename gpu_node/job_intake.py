@@ -24,7 +24,7 @@ from penstock.queue import wire
 from penstock.queue.broker.node import NodeBroker
 from penstock.queue.broker.retry import patiently
 from penstock.queue.wire import Request
-from penstock.runtime import crash_points as crash
+from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
 from penstock.runtime.cooperative import CooperativeTurns
 
@@ -87,7 +87,7 @@ class JobIntake:
             self._refuse_for(job, error)  # or it would be held by nobody's doing for ever
 
     async def _receive(self, job: HeldJob) -> None:
-        crash.point("before", "admission")
+        crash_points.point("before", "admission")
         try:
             request = await self._open(job)
             if request is None:
@@ -101,7 +101,7 @@ class JobIntake:
             await self._turn_away(job, error)
         else:
             self._start(job, request, token_ids, prepared)
-        crash.point("after", "admission")
+        crash_points.point("after", "admission")
 
     async def _turn_away(self, job: HeldJob, error: Exception) -> None:
         if self._ledger.get(job.job_id) is not job:

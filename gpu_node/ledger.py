@@ -14,8 +14,7 @@ from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.monitor.counters import NodeCounts
 from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal
-from penstock.queue import msgpack_codec as packing
-from penstock.queue import results
+from penstock.queue import msgpack_codec, results
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
 from penstock.queue.broker.node import MAX_PREEMPTIONS, Emission, Taken, UsedTokens
 from penstock.queue.msgpack_codec import Pack
@@ -147,19 +146,19 @@ class HeldJob:
         self._prompt_rows.take(output.prompt_logprobs)
         if len(c.fresh_logprobs) >= PROMPT_TOKENS_PER_CHUNK:
             # While Redis is away; a chunk of all of them would take a reader's event loop long.
-            self._seal(packing.pack)
+            self._seal(msgpack_codec.pack)
 
     @property
     def has_unsealed_prompt(self) -> bool:
         """Whether log-probabilities of the prompt are in no chunk yet."""
         return self._prompt_rows.is_pending
 
-    def seal_part(self, pack: Pack = packing.pack) -> None:
+    def seal_part(self, pack: Pack = msgpack_codec.pack) -> None:
         """Makes a chunk of the next of these, which takes about a millisecond."""
         chunk = self._prompt_rows.next_chunk(self.job_id, len(self._chunks))
         self._append(chunk, seal(chunk, pack))
 
-    def emission(self, pack: Pack = packing.pack) -> Emission:
+    def emission(self, pack: Pack = msgpack_codec.pack) -> Emission:
         """All that Redis has not acknowledged; steps that piled up become one chunk per choice."""
         self._seal(pack)
         chunks = tuple(self._chunks[self.num_acknowledged :])

@@ -34,7 +34,7 @@ from penstock.queue.broker.eviction import warn_of_eviction
 from penstock.queue.broker.node import LeaseLostError, NodeBroker
 from penstock.queue.broker.retry import patiently
 from penstock.queue.wire import NodePressure, PoolRecord
-from penstock.runtime import crash_points as crash
+from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
 
 log = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class Node:
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the engine's thread."""
-        crash.point("after", "step")
+        crash_points.point("after", "step")
         with suppress(RuntimeError):  # the loop may be closed already
             self._outbox.deliver(outputs)
 

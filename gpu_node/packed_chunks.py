@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from penstock.contract.job import Chunk
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
-from penstock.queue import msgpack_codec as packing
-from penstock.queue import wire
+from penstock.queue import msgpack_codec, wire
 from penstock.queue.msgpack_codec import Pack
 from penstock.queue.packed_logprobs import NO_ROWS, Rows, joined, rows_of
 
@@ -24,7 +23,7 @@ class SealedChunk(NamedTuple):
     prompt_rows: Rows = NO_ROWS
 
 
-def seal(chunk: Chunk, pack: Pack = packing.pack) -> SealedChunk:
+def seal(chunk: Chunk, pack: Pack = msgpack_codec.pack) -> SealedChunk:
     """Pack a chunk."""
     if not (chunk.logprobs or chunk.prompt_logprobs):
         return SealedChunk(wire.encode_chunk(chunk, pack))

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import Send
 
-from penstock.runtime import crash_points as crash
+from penstock.runtime import crash_points
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n"
@@ -57,7 +57,7 @@ class EventWriter:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        crash.point("after", "event")
+        crash_points.point("after", "event")
         self._sending_since_s = None
 
     async def end(self) -> None:

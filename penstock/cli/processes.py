@@ -1,8 +1,8 @@
 """Child processes of one command: started, watched until ready, and ended in reverse order, whatever ends us.
 
 A child runs under a guard (`runtime/process_guard.py`) in a session of its own: Ctrl-C does not reach it, the order of
-the shutdown is ours, and it ends even when we are killed. It says `{"event": "progress" | "ready", …}` in JSON lines on its
-stdout; all other lines are its log.
+the shutdown is ours, and it ends even when we are killed. It says `{"event": "progress" | "ready", …}` in JSON lines on
+its stdout; all other lines are its log.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.queue import msgpack_codec as packing
+from penstock.queue import msgpack_codec
 from penstock.queue.msgpack_codec import Pack, WireError, array_header
 
 
@@ -28,7 +28,7 @@ class Rows:
 NO_ROWS = Rows(0, b"")
 
 
-def rows_of(entries: Sequence[TokenLogprobs], pack: Pack = packing.pack) -> Rows:
+def rows_of(entries: Sequence[TokenLogprobs], pack: Pack = msgpack_codec.pack) -> Rows:
     """Pack log-probabilities."""
     if not entries:
         return NO_ROWS

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.contract.errors import BusyError, RequestError
-from penstock.producer.batch import storage as places
+from penstock.producer.batch import storage
 from penstock.producer.batch.records import BatchProgress
 
 LOCKED_RETRY_MS = 10_000
@@ -57,7 +57,7 @@ class ResultsFile:
         """Writes rows; returns when they are on disk."""
         fresh = list(rows)
         left = memoryview(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in fresh))
-        with places.readable("output", self._file.name):
+        with storage.readable("output", self._file.name):
             while left:
                 left = left[self._file.write(left) :]
             await asyncio.to_thread(os.fsync, self._file.fileno())
@@ -75,22 +75,22 @@ def open_results(output: str, batch_id: str, num_rows: int) -> Iterator[ResultsF
 
     Raises BusyError while another run writes them, RequestError when the place holds something else.
     """
-    partial = places.partial_path(output)
+    partial = storage.partial_path(output)
     with _locked(partial) as file:
         results = ResultsFile(file, BatchProgress(num_rows), batch_id)
-        is_published = places.exists(output)
+        is_published = storage.exists(output)
         if is_published:
             _load_published(results, output)
         else:
-            with places.readable("output"):
+            with storage.readable("output"):
                 file.truncate(results.load(partial))
         yield results
         if results.is_whole and not is_published:
-            places.publish(partial, output)
+            storage.publish(partial, output)
 
 
 def _load_published(results: ResultsFile, output: str) -> None:
-    with places.local_copy(output, param="output") as path, places.readable("output"):
+    with storage.local_copy(output, param="output") as path, storage.readable("output"):
         results.load(path)
     if not results.is_whole:
         raise RequestError(f"{output} exists and is not this batch's; remove it or choose another", param="output")
@@ -99,7 +99,7 @@ def _load_published(results: ResultsFile, output: str) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[FileIO]:
     while True:
-        with places.readable("output"):
+        with storage.readable("output"):
             # With no buffer, which would be written once more at the end when the disk is full.
             file = path.open("ab", buffering=0)
         with file:

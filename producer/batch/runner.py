@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.contract.errors import BusyError, JobFailedError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Priority
-from penstock.producer.batch import storage as places
+from penstock.producer.batch import storage
 from penstock.producer.batch.answer import answer_row, body_of, error_row
 from penstock.producer.batch.input_lines import InputLine, lines_of, survey_of
 from penstock.producer.batch.records import Batch, BatchProgress
@@ -48,8 +48,8 @@ def opened(batch: Batch) -> Iterator[OpenBatch]:
     Raises RequestError when input or output cannot be used, BusyError while another run writes the same output. It
     waits for files, pipes and stores, so a caller that is to heed Ctrl-C meanwhile calls it outside an event loop.
     """
-    with places.local_copy(batch.input, param="input") as path:
-        with places.readable("input"):
+    with storage.local_copy(batch.input, param="input") as path:
+        with storage.readable("input"):
             survey = survey_of(path)
         batch_id = batch.batch_id or _batch_id_of(batch, survey.digest)
         with open_results(batch.output, batch_id, survey.num_lines) as results:
@@ -107,7 +107,7 @@ async def _model_of(client: AsyncClient, pool: str) -> str:
 
 
 def _batch_id_of(batch: Batch, digest: bytes) -> str:
-    what = "\0".join((digest.hex(), places.canonical(batch.output), batch.model or ""))
+    what = "\0".join((digest.hex(), storage.canonical(batch.output), batch.model or ""))
     return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
 
 

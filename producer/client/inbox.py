@@ -30,7 +30,7 @@ from penstock.queue.broker.retry import pauses, tried_again
 from penstock.queue.broker.shared_connection import SharedConnection
 from penstock.queue.msgpack_codec import WireError
 from penstock.queue.wire import decode_chunks
-from penstock.runtime import crash_points as crash
+from penstock.runtime import crash_points
 
 _LOG = logging.getLogger(__name__)
 _HEAR_OUT_S = 1.0
@@ -229,7 +229,7 @@ class ClientInbox:
             return
         self.stats.messages += 1
         self.stats.chunks += len(chunks)
-        crash.point("before", "dispatch")
+        crash_points.point("before", "dispatch")
         feeds = self._feeds
         for chunk in chunks:
             feed = feeds.get(chunk.job_id)

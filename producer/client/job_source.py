@@ -12,7 +12,7 @@ from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.retrying_broker import RetryingBroker
 from penstock.queue.broker.producer import Attached, JobStatus, ProducerBroker, Submitted
 from penstock.queue.packed_result import PackedResult
-from penstock.runtime import crash_points as crash
+from penstock.runtime import crash_points
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class JobSource:
         """A page of the job's log."""
         self._inbox.stats.log_reads += 1
         chunks = await self._courier.ask(lambda broker: broker.log(self.job_id, start, count))
-        crash.point("after", "log")
+        crash_points.point("after", "log")
         return chunks
 
     async def result(self) -> Result | None:

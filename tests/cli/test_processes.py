@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import restarting as keeping
+from penstock.cli import restarting
 from penstock.cli.processes import Child, Command, Event, ProcessDiedError, Supervisor
 from penstock.cli.restarting import BackOff, keep_child
 
@@ -210,7 +210,7 @@ time.sleep(300)
 async def test_a_part_that_ends_starts_again_after_longer_and_longer_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: str, told: str
 ) -> None:
-    monkeypatch.setattr(keeping, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(restarting, "FIRST_PAUSE_S", 0.05)
     path, said = tmp_path / "runs", []
     part = command(FAILING.format(path=str(path), dies=dies), name="node")
     async with Supervisor(quiet) as supervisor:

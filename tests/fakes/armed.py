@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from penstock.runtime import crash_points as crash
+from penstock.runtime import crash_points
 
 FAULTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -34,7 +34,7 @@ def arm(spec: str) -> None:
             if times_left == 0:
                 FAULTS[fault]()
 
-    crash.point = point
+    crash_points.point = point
 
 
 def end_with_parent() -> None:

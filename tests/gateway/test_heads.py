@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.gateway import request_head as head
+from penstock.gateway import request_head
 from penstock.gateway.app import make_server
 from penstock.gateway.settings import GatewaySettings
 
@@ -80,7 +80,9 @@ def test_a_head_without_an_end_is_cut_off(connection, line):
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "head_too_large"
 
 
-@pytest.mark.parametrize(("size", "is_refused"), [(head.MAX_HEAD_BYTES - 500, False), (head.MAX_HEAD_BYTES, True)])
+@pytest.mark.parametrize(
+    ("size", "is_refused"), [(request_head.MAX_HEAD_BYTES - 500, False), (request_head.MAX_HEAD_BYTES, True)]
+)
 @pytest.mark.parametrize("upgrade", [b"", UPGRADES["h2c"]], ids=["plain", "upgrade"])
 def test_a_large_head_in_a_single_read_is_measured_too(connection, size, is_refused, upgrade):
     time.sleep(0.05)
@@ -114,7 +116,7 @@ UNKNOWN = b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\
     ids=["nothing", "half a head", "an endless head", "empty lines", "a refused body"],
 )
 def test_a_connection_that_brings_no_whole_head_is_closed(url, engine, monkeypatch, begin, on_and_on):
-    monkeypatch.setattr(head, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(request_head, "HEAD_TIMEOUT_S", 0.2)
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         connection.sendall(begin)
@@ -129,7 +131,7 @@ def test_a_connection_that_brings_no_whole_head_is_closed(url, engine, monkeypat
 
 
 def test_an_answer_takes_as_long_as_it_takes(connection, engine, monkeypatch):
-    monkeypatch.setattr(head, "HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(request_head, "HEAD_TIMEOUT_S", 0.05)
     connection.sendall(GOOD)
     assert read_answers(connection, 1)
     engine.step_s = 0.1
@@ -164,14 +166,14 @@ def ask_for_much(url: str, *, stream: bool, takes: int = 4096) -> socket.socket:
     connection.settimeout(30)
     address = urlsplit(url)
     connection.connect((address.hostname, address.port))
-    head = LINE.replace(b"/v1/", b"/v1/chat/") + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-    connection.sendall(head + body)
+    request_head = LINE.replace(b"/v1/", b"/v1/chat/") + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    connection.sendall(request_head + body)
     return connection
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reader_that_takes_nothing_is_hung_up_on(stack, shared_engine, monkeypatch, stream):
-    monkeypatch.setattr(head, "TAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(request_head, "TAKE_TIMEOUT_S", 0.2)
     with ask_for_much(stack.start_gateway(send_timeout_s=0.2), stream=stream) as connection:
         ended = select.poll()
         ended.register(connection, 0)
@@ -179,7 +181,7 @@ def test_a_reader_that_takes_nothing_is_hung_up_on(stack, shared_engine, monkeyp
 
 
 def test_a_reader_that_takes_little_gets_it_all(url, engine, monkeypatch):
-    monkeypatch.setattr(head, "TAKE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(request_head, "TAKE_TIMEOUT_S", 1.0)
     answer = b""
     with ask_for_much(url, stream=False, takes=1 << 16) as connection:
         while part := connection.recv(1 << 16):

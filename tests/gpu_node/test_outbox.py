@@ -11,7 +11,7 @@ from fakes.reference_engine import ReferenceEngine
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SamplingParams
-from penstock.gpu_node import publish_pace as pace
+from penstock.gpu_node import publish_pace
 from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine_worker import EngineWorker
@@ -71,7 +71,7 @@ class Rig:
 @pytest.fixture
 def slow_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two departures there is time for a test."""
-    monkeypatch.setattr(pace, "MIN_INTERVAL_S", 0.5)
+    monkeypatch.setattr(publish_pace, "MIN_INTERVAL_S", 0.5)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from redis.exceptions import NoScriptError
 
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
-from penstock.runtime import crash_points as crash
+from penstock.runtime import crash_points
 
 Argument = bytes | str | int | float
 
@@ -46,11 +46,11 @@ def packed(value: Any) -> bytes:
 async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
     """Runs one script of a pool; raises the errors of `connection.translated`."""
     schema = keys.schema(pool)
-    crash.point("before", name)
+    crash_points.point("before", name)
     with translated():
         try:
             answer = await redis.evalsha(_digest(name), 1, schema, *arguments)
         except NoScriptError:
             answer = await redis.eval(source(name), 1, schema, *arguments)
-    crash.point("after", name)
+    crash_points.point("after", name)
     return answer

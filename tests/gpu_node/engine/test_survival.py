@@ -19,7 +19,7 @@ from penstock.contract.job import SamplingParams, seed_of
 from penstock.gpu_node.engine import Engine, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.engine.scheduler.memory_trace import MAX_RECORDS
-from penstock.gpu_node.engine.scheduler.scheduler import memory_trace as trail
+from penstock.gpu_node.engine.scheduler.scheduler import memory_trace
 from penstock.gpu_node.model.protocol import StepPlan
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 43 + i)] for i in range(8)]
@@ -296,7 +296,7 @@ def test_growth_is_logged_before_a_system_might_kill_for_it(
     engine._trail._now_s = lambda: next(now_s)
     with caplog.at_level(logging.INFO):
         for mib in (100, 105, 109, 120, 110, 131, 200):
-            monkeypatch.setattr(trail, "_resident_bytes", lambda mib=mib: mib << 20)
+            monkeypatch.setattr(memory_trace, "_resident_bytes", lambda mib=mib: mib << 20)
             engine.step()
     told = [record.record for record in caplog.records if record.message == "memory grew"]  # type: ignore[attr-defined]
     assert [next(mib for mib in (100, 120, 200) if f" {mib} MiB " in line) for line in told] == [100, 120, 200]

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.contract.errors import BusyError, UnavailableError
 from penstock.contract.job import Priority
-from penstock.producer.client import cached_state as copies
+from penstock.producer.client import cached_state
 from penstock.producer.client.cached_state import RENEWED_S, CachedState, PoolAdmission
 from penstock.queue.wire import NodePressure, PoolPressure
 
@@ -160,7 +160,7 @@ async def test_an_old_copy_lives_on_while_fetches_fail() -> None:
 
 
 async def test_nobody_is_refused_for_what_was_so_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "PRESSURE_TTL_S", 0.01)
+    monkeypatch.setattr(cached_state, "PRESSURE_TTL_S", 0.01)
     nodes = [NodePressure("n", kv_tokens_unclaimed=0, drain_cost_per_s=0.001)]
 
     async def fetch() -> PoolPressure:
