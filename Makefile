@@ -66,7 +66,7 @@ bench: $(STAMP)
 	PYTHONPATH=ops $(BIN)/python -m bench $(BENCH)
 
 bench-peers: $(STAMP)
-	PYTHONPATH=ops:tests $(BIN)/python -m bench.peers $(PEERS)
+	PYTHONPATH=ops $(BIN)/python -m bench.install $(PEERS)
 
 # Wants nothing but torch, triton and numpy, of the virtual environment if there is one.
 bench-gpu:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from fakes.plans import Track, logits_of_step
+from fixtures.plans import Track, logits_of_step
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model import load

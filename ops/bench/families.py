@@ -1,4 +1,4 @@
-"""`PYTHONPATH=ops:tests python -m bench.families`: how far each runner and format is from transformers.
+"""`PYTHONPATH=ops python -m bench.families`: how far each runner and format is from transformers.
 
 Small random models in bfloat16, one for each feature of each family; transformers computes them in float32. Then one of
 them in every layout of quantised checkpoints and every format of GGUF, against the numbers that those mean.
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fakes.gguf_file import gguf_values, write_gguf
-from fakes.quantised_checkpoint import LAYOUTS, write_quantised
-from fakes.random_families import FAMILIES, make_family_model
+from fixtures.gguf_file import gguf_values, write_gguf
+from fixtures.quantized_checkpoint import LAYOUTS, write_quantised
+from fixtures.random_families import FAMILIES, make_family_model
 from torch import Tensor
 
 from bench import machine
@@ -40,7 +40,7 @@ GROWN_BY_LENGTH = "llama dynamic"
 
 HEAD = f"""# Families, {{date}}
 
-`PYTHONPATH=ops:tests python -m bench.families`: {NUM_PROMPTS} texts of 8 to {MAX_LENGTH} tokens in mixed batches, small
+`PYTHONPATH=ops python -m bench.families`: {NUM_PROMPTS} texts of 8 to {MAX_LENGTH} tokens in mixed batches, small
 random models in bfloat16, against transformers in float32: the largest error of a logit, the errors' root mean square
 by the logits' spread, and how often the same token is the best. Random weights are the worst case of four bits, trained
 ones lose far less ([perplexity](perplexity.md), which has GGUF too). `int8` has a scale for each group of 32 in

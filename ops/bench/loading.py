@@ -1,4 +1,4 @@
-"""`PYTHONPATH=ops:tests python -m bench.loading`: memory and time of loading, and what two nodes share.
+"""`PYTHONPATH=ops python -m bench.loading`: memory and time of loading, and what two nodes share.
 
 A large model is made for it: random, in the shape of a Llama, safetensors in shards.
 """
@@ -40,7 +40,7 @@ FIRST, AGAIN, PRIVATE = "packs", "maps", "keeps its own"
 
 HEAD = """# Loading, {date}
 
-`PYTHONPATH=ops:tests PYTHONSAFEPATH=1 .venv/bin/python -m bench.loading` on {cpu}, {cores} cores,
+`PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.loading` on {cpu}, {cores} cores,
 {revision}. Every line is a process of its own that loads a model and runs one step; checkpoints are in the page cache.
 *Packs*: the first process, which writes the cached file; *maps*: any later one; *keeps its own*: `--no-weight-cache`.
 Memory is what the process's resident set (RSS) grew by since its modules were imported, at the most and in the end, and
@@ -90,7 +90,7 @@ def end(loaded: Loaded) -> None:
 
 def child(model: str, runner: str, quantization: str, shares: str) -> None:
     """Loads, runs a step, says what that took, and waits until its input ends."""
-    from fakes.plans import logits_alone
+    from fixtures.plans import logits_alone
 
     from penstock.gpu_node.model.load import load_model
     from penstock.gpu_node.model.protocol import RunnerOptions
@@ -141,7 +141,7 @@ def _kib(text: str, field: str) -> int:
 
 def models() -> dict[str, Path]:
     """The demo model's file, its weights in bfloat16, and a large one that is made at the first run."""
-    from fakes.dequantised import dequantised
+    from fixtures.dequantized import dequantised
 
     from penstock.cli.demo_model import demo_model
 

@@ -1,4 +1,4 @@
-"""`PYTHONPATH=ops:tests python -m bench.lora`: what low-rank adapters cost a step of the native runner."""
+"""`PYTHONPATH=ops python -m bench.lora`: what low-rank adapters cost a step of the native runner."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from fakes.dequantised import dequantised
-from fakes.plans import Track, plan_of
-from fakes.random_adapters import make_adapter
-from fakes.sampling import rows_of
+from fixtures.dequantized import dequantised
+from fixtures.plans import Track, plan_of
+from fixtures.random_adapters import make_adapter
+from fixtures.sampling import rows_of
 from transformers import AutoModelForCausalLM
 
 from bench import machine
@@ -39,7 +39,7 @@ LOADS: dict[str, list[int]] = {
 }
 HEAD = f"""# Adapters, {{date}}
 
-`PYTHONPATH=ops:tests python -m bench.lora` on {{cpu}}: SmolLM2-135M on the native runner with one thread, adapters of
+`PYTHONPATH=ops python -m bench.lora` on {{cpu}}: SmolLM2-135M on the native runner with one thread, adapters of
 rank {RANK} on all matrices of all layers. Steps in which {NUM_SEQS} sequences decode at a context of {CONTEXT}, and a
 prompt's chunk of {CHUNK} tokens, taken by turns: the median of {ROUNDS} in milliseconds of CPU time, in brackets by how
 much that is more than without adapters. `to load`: from its file into a place, on the engine's thread, median of

@@ -1,7 +1,7 @@
-"""The engines we are measured beside, each in a virtual environment of its own under build/peers/, versions pinned.
+"""The engines that penstock is compared with, each in its own virtual environment under build/peers/, versions pinned.
 
-`make bench-peers` (or `python -m bench.peers NAME…`) installs those that are missing, then makes every engine's weights
-from ours. Running it again does only what is still to do. A peer that fails to install is named, and the others go on.
+`make bench-peers` (or `python -m bench.install NAME…`) installs the missing ones, then makes the weights of every engine.
+A second run does only what is still to do. When an engine fails to install, the command names it and goes on.
 Where pip's index has no CPU builds of torch, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 """
 
@@ -99,22 +99,3 @@ def _pip(peer: str, *arguments: str | Path) -> None:
 def _run(*command: str | Path, env: dict[str, str] | None = None) -> None:
     print(" ".join(map(str, command)), file=sys.stderr)
     subprocess.run(command, check=True, env=os.environ | (env or {}))
-
-
-def main() -> int:
-    """Installs the named peers, or all, and makes the weights; answers how many steps failed."""
-    from bench import weights
-
-    failed = []
-    for peer in sys.argv[1:] or PEERS:
-        try:
-            install(peer)
-        except (OSError, subprocess.CalledProcessError) as error:
-            failed.append(f"{peer}: {error}")
-    failed += weights.make_all()
-    print("\n".join(["", *(f"not there: {line}" for line in failed)]), file=sys.stderr)
-    return len(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

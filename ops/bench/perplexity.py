@@ -1,4 +1,4 @@
-"""`PYTHONPATH=ops:tests python -m bench.perplexity`: what each format of weights and of the KV cache costs in quality.
+"""`PYTHONPATH=ops python -m bench.perplexity`: what each format of weights and of the KV cache costs in quality.
 
 Perplexity of English text, beside transformers' in float32 with the same weights. Goes on where an earlier start was
 broken off: what is in the results is not measured again.
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fakes.dequantised import dequantised
+from fixtures.dequantized import dequantised
 from numpy.typing import NDArray
 from torch import Tensor
 

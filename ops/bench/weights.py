@@ -57,7 +57,7 @@ def make_all(model: str | None = None) -> list[str]:
 
 
 def _make_hf(model: str, place: Path) -> None:
-    from fakes.dequantised import dequantised
+    from fixtures.dequantized import dequantised
 
     shutil.copytree(dequantised(model), place)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fakes.tiny_model import make_tiny_model
+from fixtures.tiny_model import make_tiny_model
 
 PATIENCE_S = 60.0
 PARTS = {"node": "-m penstock node", "gateway": "-m penstock gateway", "redis": "redis-server"}

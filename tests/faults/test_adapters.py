@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 from fakes.node_process import NodeProcess
-from fakes.random_adapters import make_adapter
-from fakes.tiny_model import make_tiny_model
 from faults.real_takeover import undisturbed
 from faults.takeover import Lane
 from faults.work import PROMPT, check_settled, holder
+from fixtures.random_adapters import make_adapter
+from fixtures.tiny_model import make_tiny_model
 from redis.asyncio import Redis
 from transformers import AutoModelForCausalLM
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from fakes.node_process import NodeProcess
-from fakes.tiny_model import make_tiny_model
 from faults.real_takeover import RealWork, undisturbed
 from faults.takeover import Lane
 from faults.work import check_settled
+from fixtures.tiny_model import make_tiny_model
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from fakes.tiny_model import make_tiny_model
+from fixtures.tiny_model import make_tiny_model
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.gpu_node.engine import Engine, EngineConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.dequantised import dequantised
-from fakes.tiny_model import make_tiny_model
+from fixtures.dequantized import dequantised
+from fixtures.tiny_model import make_tiny_model
 
 from penstock.gpu_node.engine import Engine, EngineConfig
 

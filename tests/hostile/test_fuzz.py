@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fakes.tiny_model import make_tiny_model
+from fixtures.tiny_model import make_tiny_model
 from hostile.bodies import case_of
 from hostile.fields import LIMITS
 from hostile.fuzz import Fuzzed, Fuzzer

@@ -6,7 +6,7 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
-from fakes.dequantised import dequantised
+from fixtures.dequantized import dequantised
 
 from penstock.cli.demo_model import demo_model
 

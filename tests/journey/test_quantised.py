@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from fakes.quantised_checkpoint import LAYOUTS, write_quantised
-from fakes.random_adapters import make_adapter, merge
 from fakes.served_model import served
+from fixtures.quantized_checkpoint import LAYOUTS, write_quantised
+from fixtures.random_adapters import make_adapter, merge
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fakes.fake_node import FakeNode
 from fakes.node_process import NodeProcess
-from fakes.tiny_model import make_tiny_model
+from fixtures.tiny_model import make_tiny_model
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.native import ISAS, built
-from fakes.sampling import rows_of
+from fixtures.sampling import rows_of
 from numpy.typing import NDArray
 from transformers import (
     LogitsProcessorList,

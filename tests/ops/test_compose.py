@@ -24,7 +24,7 @@ import pytest
 import redis
 import yaml
 from fakes.acl_users import refusals_in
-from fakes.tiny_model import make_tiny_model
+from fixtures.tiny_model import make_tiny_model
 
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.plans import Track, logits_of_step
 from fakes.prompts import mixed_prompts
-from fakes.random_families import FAMILIES, make_family_model
 from fakes.runner_options import runner_options
 from fakes.ties import num_departures
+from fixtures.plans import Track, logits_of_step
+from fixtures.random_families import FAMILIES, make_family_model
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from fakes.quantised_checkpoint import LAYOUTS, TOKEN_IDS, write_quantised
-from fakes.random_families import make_family_model
+from fixtures.quantized_checkpoint import LAYOUTS, TOKEN_IDS, write_quantised
+from fixtures.random_families import make_family_model
 from numpy.typing import NDArray
 
 Quantised: TypeAlias = Callable[[str, str], tuple[Path, NDArray[Any]]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from fakes.matrices import random_floats
+from fixtures.matrices import random_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from fakes.matrices import random_floats
+from fixtures.matrices import random_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes.matrices import padded, quantised, random_floats, stored
+from fixtures.matrices import padded, quantised, random_floats, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes.sampling import SamplingCase, level_draws, row_of, rows_of, sampling_cases
+from fixtures.sampling import SamplingCase, level_draws, row_of, rows_of, sampling_cases
 from hypothesis import given, settings
 from numpy.typing import NDArray
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes.matrices import BLOCKS, K_BLOCKS, kept, random_floats, stored, values_of
+from fixtures.matrices import BLOCKS, K_BLOCKS, kept, random_floats, stored, values_of
 from gguf import GGMLQuantizationType, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.sampling import SamplingCase, level_draws, rows_of, sampling_cases
+from fixtures.sampling import SamplingCase, level_draws, rows_of, sampling_cases
 from hypothesis import given, settings
 from numpy.typing import NDArray
 

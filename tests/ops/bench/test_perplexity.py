@@ -13,7 +13,7 @@ import torch
 from bench import grids
 from bench.perplexity import chunks_of, merged, score, settings, transformers_reader, windows_of
 from bench.perplexity_report import BF16, CHUNK, NUM_WINDOWS, QUANTISED, REFERENCE, STORED, WINDOW, Setting, verdicts
-from fakes.tiny_model import make_tiny_model
+from fixtures.tiny_model import make_tiny_model
 from torch import Tensor
 
 IDS = np.arange(3, 63, dtype=np.int32)

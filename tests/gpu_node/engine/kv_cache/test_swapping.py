@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.engine_runs import check_idle, drain, tokens_of
-from fakes.tiny_model import make_tiny_model
+from fixtures.tiny_model import make_tiny_model
 
 from penstock.contract.errors import ConfigError, PromptTooLongError
 from penstock.contract.job import SamplingParams

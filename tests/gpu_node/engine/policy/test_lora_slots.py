@@ -11,9 +11,9 @@ import pytest
 import torch
 from fakes.engine_runs import drain, tokens_of
 from fakes.prompts import mixed_prompts
-from fakes.random_adapters import make_adapter, merge
 from fakes.schedules import BLOCK_SIZE, check_plan, new_scheduler, new_sequence
 from fakes.ties import num_departures
+from fixtures.random_adapters import make_adapter, merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.guided import mask_of
-from fakes.tiny_model import write_tokenizer
+from fixtures.tiny_model import write_tokenizer
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.contract.errors import RequestError

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
-from fakes.gguf_file import gguf_values, write_gguf
-from fakes.plans import logits_alone
-from fakes.quantised_checkpoint import TOKEN_IDS
-from fakes.random_families import make_family_model
 from fakes.runner_options import runner_options
+from fixtures.gguf_file import gguf_values, write_gguf
+from fixtures.plans import logits_alone
+from fixtures.quantized_checkpoint import TOKEN_IDS
+from fixtures.random_families import make_family_model
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.plans import logits_alone
-from fakes.quantised_checkpoint import LAYOUTS, TOKEN_IDS
 from fakes.runner_options import runner_options
+from fixtures.plans import logits_alone
+from fixtures.quantized_checkpoint import LAYOUTS, TOKEN_IDS
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 

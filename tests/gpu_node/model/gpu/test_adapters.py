@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.plans import Track, logits_of_step, tokens_of_step
-from fakes.random_adapters import make_adapter
-from fakes.random_families import make_family_model
 from fakes.runner_options import runner_options
-from fakes.sampling import rows_of
+from fixtures.plans import Track, logits_of_step, tokens_of_step
+from fixtures.random_adapters import make_adapter
+from fixtures.random_families import make_family_model
+from fixtures.sampling import rows_of
 from transformers import AutoModelForCausalLM
 
 from penstock.contract.adapters import AdapterRef

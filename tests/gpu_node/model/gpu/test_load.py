@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.plans import Track, plan_of
-from fakes.random_families import make_family_model
 from fakes.runner_options import runner_options
-from fakes.sampling import rows_of
+from fixtures.plans import Track, plan_of
+from fixtures.random_families import make_family_model
+from fixtures.sampling import rows_of
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of

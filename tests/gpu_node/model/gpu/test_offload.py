@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.random_families import make_family_model
+from fixtures.random_families import make_family_model
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.plans import Track, logits_of_step, plan_of
 from fakes.prompts import mixed_prompts
-from fakes.random_families import WINDOW, make_family_model
 from fakes.runner_options import runner_options
-from fakes.sampling import rows_of
+from fixtures.plans import Track, logits_of_step, plan_of
+from fixtures.random_families import WINDOW, make_family_model
+from fixtures.sampling import rows_of
 from numpy.typing import NDArray
 
 from penstock.contract.job import SamplingParams

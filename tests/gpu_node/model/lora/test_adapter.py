@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.plans import Track, logits_of_step
-from fakes.random_adapters import make_adapter, merge
-from fakes.random_families import make_family_model
 from fakes.runner_options import runner_options
+from fixtures.plans import Track, logits_of_step
+from fixtures.random_adapters import make_adapter, merge
+from fixtures.random_families import make_family_model
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM

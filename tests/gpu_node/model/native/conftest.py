@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 from fakes.native import ISAS, built
-from fakes.random_families import make_family_model
-from fakes.random_llama import make_llama
 from fakes.runner_options import runner_options
+from fixtures.random_families import make_family_model
+from fixtures.random_llama import make_llama
 
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native import load as native_load

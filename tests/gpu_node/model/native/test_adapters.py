@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.plans import Track, logits_of_step
-from fakes.random_adapters import make_adapter, merge
+from fixtures.plans import Track, logits_of_step
+from fixtures.random_adapters import make_adapter, merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.plans import Track, plan_of
 from fakes.runner_options import runner_options
-from fakes.sampling import rows_of
+from fixtures.plans import Track, plan_of
+from fixtures.sampling import rows_of
 
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import ModelRunner

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.matrices import kept
-from fakes.plans import logits_alone
 from fakes.prompts import TEXT, mixed_prompts
-from fakes.random_families import FAMILIES
 from fakes.ties import num_departures
+from fixtures.matrices import kept
+from fixtures.plans import logits_alone
+from fixtures.random_families import FAMILIES
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 

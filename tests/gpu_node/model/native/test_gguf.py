@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.gguf_file import write_gguf
-from fakes.plans import logits_alone
 from fakes.runner_options import runner_options
+from fixtures.gguf_file import write_gguf
+from fixtures.plans import logits_alone
 from transformers import AutoModelForCausalLM
 
 from penstock.gpu_node.model.load import load_model

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.plans import Track, logits_alone, logits_of_step, tokens_of_step
-from fakes.sampling import SamplingCase, rows_of
+from fixtures.plans import Track, logits_alone, logits_of_step, tokens_of_step
+from fixtures.sampling import SamplingCase, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

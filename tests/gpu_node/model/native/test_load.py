@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.native import SANITIZE, built
-from fakes.plans import Track, logits_alone, logits_of_step, plan_of, tokens_of_step
 from fakes.runner_options import runner_options
-from fakes.sampling import rows_of
+from fixtures.plans import Track, logits_alone, logits_of_step, plan_of, tokens_of_step
+from fixtures.sampling import rows_of
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.load import load_model

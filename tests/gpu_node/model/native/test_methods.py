@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.plans import logits_alone
-from fakes.quantised_checkpoint import LAYOUTS, TOKEN_IDS
+from fixtures.plans import logits_alone
+from fixtures.quantized_checkpoint import LAYOUTS, TOKEN_IDS
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.native.runner import NativeRunner

@@ -19,8 +19,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from fakes.native import built
-from fakes.plans import logits_alone
 from fakes.runner_options import runner_options
+from fixtures.plans import logits_alone
 from numpy.typing import NDArray
 
 from penstock.gpu_node.model.load import load_model
@@ -230,7 +230,7 @@ import sys, logging
 from fakes.runner_options import runner_options
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native.packing import Packer
-from fakes.plans import logits_alone
+from fixtures.plans import logits_alone
 pack = Packer.pack
 def told(packer):
     print("packs", flush=True)

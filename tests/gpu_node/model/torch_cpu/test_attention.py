@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fakes.sampling import rows_of
+from fixtures.sampling import rows_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.gpu_node.model.protocol import StepPlan

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.gguf_file import write_gguf
-from fakes.plans import logits_alone
-from fakes.quantised_checkpoint import LAYOUTS, write_quantised
-from fakes.random_families import make_family_model
-from fakes.random_llama import make_llama
 from fakes.runner_options import runner_options
+from fixtures.gguf_file import write_gguf
+from fixtures.plans import logits_alone
+from fixtures.quantized_checkpoint import LAYOUTS, write_quantised
+from fixtures.random_families import make_family_model
+from fixtures.random_llama import make_llama
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
