@@ -1,7 +1,7 @@
 """The engines that penstock is compared with, each in its own virtual environment under build/peers/, versions pinned.
 
-`make bench-peers` (or `python -m bench.install NAME…`) installs the missing ones, then makes the weights of every engine.
-A second run does only what is still to do. When an engine fails to install, the command names it and goes on.
+`make bench-peers` (or `python -m bench.install NAME…`) installs the missing ones, then makes every engine's weights. A
+second run does only what is still to do. When an engine fails to install, the command names it and goes on.
 Where pip's index has no CPU builds of torch, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 """
 
