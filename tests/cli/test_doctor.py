@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from fakes.node_process import NodeProcess
+from fakes.processes.node_process import NodeProcess
 
 from penstock.cli.doctor import (
     check_demo_model,

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.producer.client import AsyncClient, Client
 
-NODE = Path(__file__).parent.parent / "fakes" / "reference_node.py"
+NODE = Path(__file__).parent.parent / "fakes" / "processes" / "reference_node.py"
 
 
 @pytest.fixture

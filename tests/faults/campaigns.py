@@ -6,9 +6,9 @@ import argparse
 import asyncio
 import secrets
 
-from faults.real_takeover import run_real_takeovers
-from faults.report import quantile, record
-from faults.takeover import Takeovers, run_takeovers
+from faults.tools.real_takeover import run_real_takeovers
+from faults.tools.report import quantile, record
+from faults.tools.takeover import Takeovers, run_takeovers
 
 from penstock.queue.broker.connection import connect
 from penstock.runtime.embedded_redis import EmbeddedRedis

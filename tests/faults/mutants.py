@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.report import record
+from faults.tools.report import record
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = "penstock/queue/scripts"

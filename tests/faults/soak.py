@@ -15,11 +15,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from faults.redis_process import RedisProcess
-from faults.report import record
-from faults.soak_kills import Fleet, kill_now_and_then
-from faults.soak_load import PATIENCE_S, Load
-from faults.work import check_settled
+from faults.tools.redis_process import RedisProcess
+from faults.tools.report import record
+from faults.tools.soak_kills import Fleet, kill_now_and_then
+from faults.tools.soak_load import PATIENCE_S, Load
+from faults.tools.work import check_settled
 
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.queue.broker.connection import connect

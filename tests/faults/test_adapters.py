@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes.node_process import NodeProcess
-from faults.real_takeover import undisturbed
-from faults.takeover import Lane
-from faults.work import PROMPT, check_settled, holder
+from fakes.processes.node_process import NodeProcess
+from faults.tools.real_takeover import undisturbed
+from faults.tools.takeover import Lane
+from faults.tools.work import PROMPT, check_settled, holder
 from fixtures.random_adapters import make_adapter
 from fixtures.tiny_model import make_tiny_model
 from redis.asyncio import Redis

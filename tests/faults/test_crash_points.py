@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from fakes.node_process import NodeProcess
-from faults.http_reader import HttpReading, http_client
-from faults.processes import GatewayProcess, ReaderProcess
-from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
+from fakes.processes.node_process import NodeProcess
+from faults.tools.http_reader import HttpReading, http_client
+from faults.tools.processes import GatewayProcess, ReaderProcess
+from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
 from penstock.producer.client import AsyncClient

@@ -9,11 +9,11 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from fakes.node_process import NodeProcess
-from fakes.reference_engine import ReferenceEngine
-from fakes.running_node import running_node
-from faults.proxy import FaultProxy
-from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
+from fakes.processes.node_process import NodeProcess
+from fakes.processes.reference_engine import ReferenceEngine
+from fakes.processes.running_node import running_node
+from faults.tools.proxy import FaultProxy
+from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
 from penstock.contract.job import seed_of

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from faults.proxy import CUT_REPLY, LOST_CALL, LOST_REPLY, Fault, FaultProxy, Rule
-from faults.redis_process import RedisProcess, free_port
-from faults.road import POOL, QUICK, SCRIPTS, new_works, read, served, walk
-from faults.sentinel import Replicated
-from faults.work import PROMPT, Work, check_logs, check_settled, new_work, statuses
+from faults.tools.proxy import CUT_REPLY, LOST_CALL, LOST_REPLY, Fault, FaultProxy, Rule
+from faults.tools.redis_process import RedisProcess, free_port
+from faults.tools.road import POOL, QUICK, SCRIPTS, new_works, read, served, walk
+from faults.tools.sentinel import Replicated
+from faults.tools.work import PROMPT, Work, check_logs, check_settled, new_work, statuses
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError

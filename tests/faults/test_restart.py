@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes.node_process import NodeProcess
-from faults.work import PROMPT, Work, check_settled, holder, new_work
+from fakes.processes.node_process import NodeProcess
+from faults.tools.work import PROMPT, Work, check_settled, holder, new_work
 from redis.asyncio import Redis
 
 from penstock.gpu_node import seats

@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from fakes.node_process import NodeProcess
-from faults.real_takeover import RealWork, undisturbed
-from faults.takeover import Lane
-from faults.work import check_settled
+from fakes.processes.node_process import NodeProcess
+from faults.tools.real_takeover import RealWork, undisturbed
+from faults.tools.takeover import Lane
+from faults.tools.work import check_settled
 from fixtures.tiny_model import make_tiny_model
 from redis.asyncio import Redis
 from uuid_utils import uuid7

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fakes.node_process import NodeProcess
-from fakes.reference_engine import ReferenceEngine
-from fakes.running_node import running_node
-from faults.http_reader import HttpReading, http_client
-from faults.processes import GatewayProcess
-from faults.redis_process import RedisProcess
-from faults.work import KINDS, check_settled, new_work
+from fakes.processes.node_process import NodeProcess
+from fakes.processes.reference_engine import ReferenceEngine
+from fakes.processes.running_node import running_node
+from faults.tools.http_reader import HttpReading, http_client
+from faults.tools.processes import GatewayProcess
+from faults.tools.redis_process import RedisProcess
+from faults.tools.work import KINDS, check_settled, new_work
 from redis.asyncio import Redis
 
 from penstock.queue.broker.connection import connect

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from faults.real_takeover import run_real_takeovers
-from faults.takeover import run_takeovers
+from faults.tools.real_takeover import run_real_takeovers
+from faults.tools.takeover import run_takeovers
 from redis.asyncio import Redis
 
 pytestmark = pytest.mark.timeout(600)

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from fakes.loop_holds import assert_loop_was_free
-from fakes.node_process import NodeProcess
-from faults.processes import GatewayProcess
+from fakes.processes.node_process import NodeProcess
+from faults.tools.processes import GatewayProcess
 
 from penstock.contract.terms import UNLIMITED
 from penstock.queue.broker.connection import connect

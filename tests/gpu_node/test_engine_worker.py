@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from threading import Event
 
 import pytest
-from fakes.reference_engine import ReferenceEngine
+from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.records import EngineRequest, StepOutput

@@ -6,8 +6,8 @@ import asyncio
 import threading
 
 import pytest
-from fakes.reference_engine import ReferenceEngine
-from fakes.running_node import PATIENCE_S, running_node
+from fakes.processes.reference_engine import ReferenceEngine
+from fakes.processes.running_node import PATIENCE_S, running_node
 
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.heartbeat import RateEstimator

@@ -11,8 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes.reference_engine import ReferenceEngine, reference_choice, reference_prompt_logprobs, reference_tokens
-from fakes.running_node import PATIENCE_S, node_settings, running_node
+from fakes.processes.reference_engine import (
+    ReferenceEngine,
+    reference_choice,
+    reference_prompt_logprobs,
+    reference_tokens,
+)
+from fakes.processes.running_node import PATIENCE_S, node_settings, running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 

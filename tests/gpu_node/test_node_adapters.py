@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from fakes.reference_engine import ReferenceEngine
-from fakes.running_node import running_node
+from fakes.processes.reference_engine import ReferenceEngine
+from fakes.processes.running_node import running_node
 from redis.asyncio import Redis
 
 from penstock.queue.broker.producer import ProducerBroker

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from fakes.running_node import running_node
+from fakes.processes.running_node import running_node
 
 from penstock.contract.errors import PenstockError, RequestError, TooCostlyError
 from penstock.contract.job import SamplingParams

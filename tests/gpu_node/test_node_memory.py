@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fakes.faulty_runner import FaultyRunner
-from fakes.running_node import running_node
+from fakes.processes.running_node import running_node
 
 from penstock.contract.errors import JobFailedError, PromptTooLongError
 from penstock.contract.job import Priority, Result, SamplingParams

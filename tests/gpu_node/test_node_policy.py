@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
-from fakes.reference_engine import ReferenceEngine
-from fakes.running_node import running_node
+from fakes.processes.reference_engine import ReferenceEngine
+from fakes.processes.running_node import running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 

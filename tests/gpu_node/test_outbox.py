@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from fakes.reference_engine import ReferenceEngine
+from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.contract.errors import UnavailableError
 from penstock.contract.job import SamplingParams

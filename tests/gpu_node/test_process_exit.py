@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from fakes.node_process import NodeProcess
+from fakes.processes.node_process import NodeProcess
 
 from penstock.cli.demo_model import demo_model
 from penstock.producer.client import Client

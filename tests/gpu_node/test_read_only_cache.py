@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes.node_process import NodeProcess
+from fakes.processes.node_process import NodeProcess
 
 from penstock.cli.demo_model import demo_model
 from penstock.contract.errors import ConfigError

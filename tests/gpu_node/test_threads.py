@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from fakes.node_process import NodeProcess
+from fakes.processes.node_process import NodeProcess
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 

@@ -112,7 +112,7 @@ def watch_loops(path: str) -> None:
 
 
 if __name__ == "__main__":
-    armed = runpy.run_path(str(Path(__file__).parents[1] / "fakes" / "armed.py"))
+    armed = runpy.run_path(str(Path(__file__).parents[1] / "fakes" / "processes" / "armed.py"))
     armed["end_with_parent"]()
     if os.environ.get("LOOP_PROBE"):
         watch_loops(os.environ["LOOP_PROBE"])

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fakes.child_process import ChildProcess
-from fakes.node_process import NodeProcess
-from faults.processes import GatewayProcess
-from faults.redis_process import RedisProcess
+from fakes.processes.child_process import ChildProcess
+from fakes.processes.node_process import NodeProcess
+from faults.tools.processes import GatewayProcess
+from faults.tools.redis_process import RedisProcess
 
 from penstock.contract.terms import Terms
 from penstock.queue.audit import Finding, audit

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from fakes.node_process import NodeProcess
+from fakes.processes.node_process import NodeProcess
 from fakes.ties import num_departures
 from redis.asyncio import Redis
 from transformers import AutoModelForCausalLM, AutoTokenizer

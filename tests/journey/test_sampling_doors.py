@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fakes.fake_node import FakeNode
-from fakes.node_process import NodeProcess
+from fakes.processes.node_process import NodeProcess
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.contract.errors import RequestError

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from fakes.acl_users import OBSERVER, all_rules, refusals_in, with_passwords
-from fakes.node_process import NodeProcess
-from faults.http_reader import HttpReading, http_client
-from faults.processes import GatewayProcess
-from faults.redis_process import RedisProcess
-from faults.work import Work, check_settled, new_work
+from fakes.processes.node_process import NodeProcess
+from faults.tools.http_reader import HttpReading, http_client
+from faults.tools.processes import GatewayProcess
+from faults.tools.redis_process import RedisProcess
+from faults.tools.work import Work, check_settled, new_work
 
 from penstock.queue.broker.connection import connect
 from tests.producer.batch.conftest import chat_row, num_lines, process, rows_in, write_rows

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import redis as sync_redis
 from fakes.acl_users import rules_of
-from fakes.node_process import NodeProcess
-from faults.processes import GatewayProcess
+from fakes.processes.node_process import NodeProcess
+from faults.tools.processes import GatewayProcess
 
 SAID = "redis may evict keys: an evicted key is a lost job"
 HIDDEN = "redis does not tell its memory policy"

@@ -12,8 +12,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from fakes.node_process import NodeProcess
-from faults.redis_process import RedisProcess
+from fakes.processes.node_process import NodeProcess
+from faults.tools.redis_process import RedisProcess
 
 from tests.source_tree import ROOT
 

@@ -8,8 +8,8 @@ import sys
 
 import httpx
 import pytest
-from fakes.node_process import NodeProcess
-from faults.processes import GatewayProcess
+from fakes.processes.node_process import NodeProcess
+from faults.tools.processes import GatewayProcess
 from runtime.test_settings import injected
 
 from penstock.gateway.settings import GatewaySettings

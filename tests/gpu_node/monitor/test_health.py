@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes.reference_engine import ReferenceEngine
+from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.gpu_node.monitor.health import REMEMBERED_S, Health, HealthSample
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from fakes.reference_engine import ReferenceEngine
+from fakes.processes.reference_engine import ReferenceEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fakes.reference_engine import ReferenceEngine
+from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.records import EngineStats

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import mean
 
-from bench.policy_loads import LOADS
-from bench.policy_node import Figures, simulate
+from bench.policies.loads import LOADS
+from bench.policies.node import Figures, simulate
 
 from penstock.queue.policy import PolicyName
 

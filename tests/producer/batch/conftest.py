@@ -17,7 +17,7 @@ import pytest
 
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
-REFERENCE_NODE = Path(__file__).parents[2] / "fakes/reference_node.py"
+REFERENCE_NODE = Path(__file__).parents[2] / "fakes/processes/reference_node.py"
 
 Row = dict[str, Any]
 WriteInput = Callable[..., Path]

@@ -21,7 +21,7 @@ from unittest.mock import AsyncMock
 import fsspec
 import pytest
 import redis as sync_redis
-from fakes.reference_engine import reference_tokens, text_of
+from fakes.processes.reference_engine import reference_tokens, text_of
 
 from penstock.contract.errors import (
     BusyError,

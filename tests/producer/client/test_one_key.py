@@ -16,7 +16,7 @@ import redis as sync_redis
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 
-NODE = Path(__file__).parents[2] / "fakes" / "reference_node.py"
+NODE = Path(__file__).parents[2] / "fakes" / "processes" / "reference_node.py"
 NUM_PROCESSES, NUM_CLIENTS, NUM_SUBMITS = 4, 5, 5
 ASKER = """
 import asyncio, json, sys

@@ -12,7 +12,7 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from fakes.hub_server import GATED, TOKEN, HubServer
+from fakes.processes.hub_server import GATED, TOKEN, HubServer
 
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded

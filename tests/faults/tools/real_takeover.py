@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fakes.node_process import NodeProcess
-from faults.takeover import Lane, Takeovers
-from faults.work import PROMPT, Work
+from fakes.processes.node_process import NodeProcess
+from faults.tools.takeover import Lane, Takeovers
+from faults.tools.work import PROMPT, Work
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 

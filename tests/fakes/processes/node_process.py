@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fakes.child_process import ChildProcess
+from fakes.processes.child_process import ChildProcess
 
 REFERENCE_NODE = str(Path(__file__).parent / "reference_node.py")
 

@@ -1,4 +1,4 @@
-"""What deciding, building and committing a step costs, without a model: `python -m bench.plan_cost`."""
+"""What deciding, building and committing a step costs, without a model: `python -m bench.studies.plan_cost`."""
 
 from __future__ import annotations
 

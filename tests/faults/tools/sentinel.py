@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 import redis
-from faults.redis_process import START_TIMEOUT_S, RedisProcess, free_port
+from faults.tools.redis_process import START_TIMEOUT_S, RedisProcess, free_port
 
 from penstock.runtime.embedded_redis import find_redis_server
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
-from fakes.reference_engine import ReferenceEngine
-from fakes.running_node import PATIENCE_S, running_node
-from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, new_work, statuses
+from fakes.processes.reference_engine import ReferenceEngine
+from fakes.processes.running_node import PATIENCE_S, running_node
+from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, new_work, statuses
 from redis.asyncio import Redis
 
 from penstock.producer.client import AsyncClient, ClientSettings

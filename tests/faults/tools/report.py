@@ -7,7 +7,7 @@ import platform
 from datetime import UTC, datetime
 from pathlib import Path
 
-RESULTS = Path(__file__).parents[2] / "ops" / "bench" / "results"
+RESULTS = Path(__file__).parents[3] / "ops" / "bench" / "results"
 _HEAD = """# Faults
 
 Made by `make faults` and `make soak`; each row says when it was last run, and is there only if nothing was violated:

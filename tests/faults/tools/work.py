@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from fakes.reference_engine import reference_choice, reference_prompt_logprobs
+from fakes.processes.reference_engine import reference_choice, reference_prompt_logprobs
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import httpx
-from fakes.reference_engine import reference_prompt_logprobs
-from faults.work import PROMPT, Work
+from fakes.processes.reference_engine import reference_prompt_logprobs
+from faults.tools.work import PROMPT, Work
 
 from penstock.contract.job import pool_of
 from penstock.producer.openai.logprobs import prompt_logprobs

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, cast
 
-from fakes.node_process import NodeProcess
-from faults.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
+from fakes.processes.node_process import NodeProcess
+from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
 from penstock.contract.job import Chunk

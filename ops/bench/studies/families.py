@@ -1,4 +1,4 @@
-"""`PYTHONPATH=ops python -m bench.families`: how far each runner and format is from transformers.
+"""`PYTHONPATH=ops python -m bench.studies.families`: how far each runner and format is from transformers.
 
 Small random models in bfloat16, one for each feature of each family; transformers computes them in float32. Then one of
 them in every layout of quantised checkpoints and every format of GGUF, against the numbers that those mean.
@@ -20,10 +20,10 @@ from fixtures.random_families import FAMILIES, make_family_model
 from torch import Tensor
 
 from bench import machine
-from bench.agreement import MAX_LENGTH, NUM_PROMPTS, cell, measure, prompts, wanted
+from bench.studies.agreement import MAX_LENGTH, NUM_PROMPTS, cell, measure, prompts, wanted
 from penstock.gpu_node.model.checkpoint.source import ModelSource
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 TORCH = ("torch", "float32", "none")
 SETTINGS = (TORCH, *(("native", "bfloat16", quantization) for quantization in ("none", "int8", "int4")))
 AS_STORED = ("native", "bfloat16", "auto")
@@ -40,8 +40,8 @@ GROWN_BY_LENGTH = "llama dynamic"
 
 HEAD = f"""# Families, {{date}}
 
-`PYTHONPATH=ops python -m bench.families`: {NUM_PROMPTS} texts of 8 to {MAX_LENGTH} tokens in mixed batches, small
-random models in bfloat16, against transformers in float32: the largest error of a logit, the errors' root mean square
+`PYTHONPATH=ops python -m bench.studies.families`: {NUM_PROMPTS} texts of 8 to {MAX_LENGTH} tokens in mixed batches,
+small random models in bfloat16, against transformers in float32: the largest error of a logit, the errors' root mean square
 by the logits' spread, and how often the same token is the best. Random weights are the worst case of four bits, trained
 ones lose far less ([perplexity](perplexity.md), which has GGUF too). `int8` has a scale for each group of 32 in
 families with layer norms; GGUF is a file in {GGUF_OF_FAMILIES.upper()}, as it is stored.

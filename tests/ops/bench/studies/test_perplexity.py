@@ -10,9 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench import grids
-from bench.perplexity import chunks_of, merged, score, settings, transformers_reader, windows_of
-from bench.perplexity_report import BF16, CHUNK, NUM_WINDOWS, QUANTISED, REFERENCE, STORED, WINDOW, Setting, verdicts
+from bench.studies import grids
+from bench.studies.perplexity import chunks_of, merged, score, settings, transformers_reader, windows_of
+from bench.studies.perplexity_report import (
+    BF16,
+    CHUNK,
+    NUM_WINDOWS,
+    QUANTISED,
+    REFERENCE,
+    STORED,
+    WINDOW,
+    Setting,
+    verdicts,
+)
 from fixtures.tiny_model import make_tiny_model
 from torch import Tensor
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import mean
 from typing import get_args
 
-from bench.policy_loads import DESCRIPTIONS, LOADS
-from bench.policy_node import CLASSES, Figures, simulate
+from bench.policies.loads import DESCRIPTIONS, LOADS
+from bench.policies.node import CLASSES, Figures, simulate
 from penstock.queue.policy import PolicyName
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 SEEDS = range(5)
 MEASURES = ("ttft_p50", "ttft_p99", "completion_p50", "completion_p99")

@@ -1,4 +1,4 @@
-"""Gateways and reading clients as processes; for nodes see tests/fakes/node_process.py."""
+"""Gateways and reading clients as processes; for nodes see tests/fakes/processes/node_process.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from fakes.child_process import ChildProcess
+from fakes.processes.child_process import ChildProcess
 
 READER = str(Path(__file__).parent / "reader.py")
 

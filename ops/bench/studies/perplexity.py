@@ -1,4 +1,4 @@
-"""`PYTHONPATH=ops python -m bench.perplexity`: what each format of weights and of the KV cache costs in quality.
+"""`PYTHONPATH=ops python -m bench.studies.perplexity`: what each format of weights and KV cache costs in quality.
 
 Perplexity of English text, beside transformers' in float32 with the same weights. Goes on where an earlier start was
 broken off: what is in the results is not measured again.
@@ -25,14 +25,25 @@ from fixtures.dequantized import dequantised
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench import grids, machine, peers
-from bench.perplexity_report import CHUNK, COMPARED, NUM_WINDOWS, QUANTISED, REFERENCE, STORED, WINDOW, Setting, report
+from bench import machine, peers
+from bench.studies import grids
+from bench.studies.perplexity_report import (
+    CHUNK,
+    COMPARED,
+    NUM_WINDOWS,
+    QUANTISED,
+    REFERENCE,
+    STORED,
+    WINDOW,
+    Setting,
+    report,
+)
 from penstock.gpu_node.model.checkpoint.source import resolve_model
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.protocol import RunnerOptions, SamplingRows, StepPlan
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 FOLDER = peers.BUILD / "bench" / "perplexity"
 BLOCK = 16
 
@@ -219,7 +230,7 @@ def main() -> None:
 
     from penstock.cli.demo_model import demo_model
 
-    parser = argparse.ArgumentParser(prog="bench.perplexity", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.studies.perplexity", description=__doc__)
     parser.add_argument("--model", help="folder or .gguf file; the demo model if not given")
     parser.add_argument("--results", type=Path, default=RESULTS / "perplexity.json")
     options = parser.parse_args(sys.argv[1:])
@@ -232,7 +243,7 @@ def main() -> None:
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     source = f"the text of pydoc_data.topics ({len(ids):,} tokens, blake2b {digest})"
     about = {
-        "command": "python -m bench.perplexity",
+        "command": "python -m bench.studies.perplexity",
         "machine": machine.describe(),
         "text": {"source": source, "scored": sum(len(ids) - 1 for ids in windows)},
     }

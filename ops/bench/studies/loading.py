@@ -1,4 +1,4 @@
-"""`PYTHONPATH=ops python -m bench.loading`: memory and time of loading, and what two nodes share.
+"""`PYTHONPATH=ops python -m bench.studies.loading`: memory and time of loading, and what two nodes share.
 
 A large model is made for it: random, in the shape of a Llama, safetensors in shards.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import machine, peers
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 FOLDER = peers.BUILD / "bench" / "loading"
 MIB = 1 << 20
 LARGE: dict[str, Any] = {
@@ -40,7 +40,7 @@ FIRST, AGAIN, PRIVATE = "packs", "maps", "keeps its own"
 
 HEAD = """# Loading, {date}
 
-`PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.loading` on {cpu}, {cores} cores,
+`PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.loading` on {cpu}, {cores} cores,
 {revision}. Every line is a process of its own that loads a model and runs one step; checkpoints are in the page cache.
 *Packs*: the first process, which writes the cached file; *maps*: any later one; *keeps its own*: `--no-weight-cache`.
 Memory is what the process's resident set (RSS) grew by since its modules were imported, at the most and in the end, and
@@ -76,7 +76,7 @@ class Loaded:
 
 def start(model: Path, runner: str, quantization: str, cache: Path, *, shares: bool) -> Loaded:
     """Load a model in a process that stays."""
-    command = [sys.executable, "-m", "bench.loading", str(model), runner, quantization, str(int(shares))]
+    command = [sys.executable, "-m", "bench.studies.loading", str(model), runner, quantization, str(int(shares))]
     env = os.environ | {"PENSTOCK_CACHE": str(cache)}
     process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

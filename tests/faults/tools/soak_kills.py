@@ -8,10 +8,10 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from fakes.child_process import ChildProcess
-from fakes.node_process import NodeProcess
-from faults.processes import GatewayProcess
-from faults.redis_process import RedisProcess
+from fakes.processes.child_process import ChildProcess
+from fakes.processes.node_process import NodeProcess
+from faults.tools.processes import GatewayProcess
+from faults.tools.redis_process import RedisProcess
 
 LEASE_S = 3.0
 STEP_S = 0.02

@@ -8,9 +8,9 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from faults.http_reader import HttpReading, http_client
-from faults.processes import GatewayProcess
-from faults.work import KINDS, PROMPT, Work, check_logs, new_work, statuses
+from faults.tools.http_reader import HttpReading, http_client
+from faults.tools.processes import GatewayProcess
+from faults.tools.work import KINDS, PROMPT, Work, check_logs, new_work, statuses
 from redis.asyncio import Redis
 
 from penstock.contract.errors import BusyError, UnavailableError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from bench.policy_node import SimulatedJob
+from bench.policies.node import SimulatedJob
 
 DESCRIPTIONS = {
     "lengths": "400 jobs of one class in 10 s, limits log-uniform over 16–1024 tokens, of which 30–100 % are written",

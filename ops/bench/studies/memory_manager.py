@@ -1,4 +1,4 @@
-"""What the KV memory wastes, moves and saves: `python -m bench.memory_manager` writes results/memory_manager.md."""
+"""Measure what the KV cache wastes, moves and saves; `python -m bench.studies.memory_manager` writes the results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.block_waste import Load, block_waste
 from bench.machine import describe, revision
+from bench.studies.block_waste import Load, block_waste
 from bench.workload import offline_mix
 from penstock.cli.demo_model import demo_model
 from penstock.contract.job import SamplingParams
@@ -20,8 +20,8 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.records import EngineRequest
 from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
 
-RESULTS = Path(__file__).parent / "results"
-COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.memory_manager"
+RESULTS = Path(__file__).parents[1] / "results"
+COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.memory_manager"
 BLOCK_SIZE = 16
 FIXED_TOKENS = 2048
 REPEATS = 15

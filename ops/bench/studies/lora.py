@@ -1,4 +1,4 @@
-"""`PYTHONPATH=ops python -m bench.lora`: what low-rank adapters cost a step of the native runner."""
+"""`PYTHONPATH=ops python -m bench.studies.lora`: what low-rank adapters cost a step of the native runner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.contract.adapters import AdapterRef
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import NO_ADAPTER, LoadedModel, ModelRunner, RunnerOptions
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 NUM_ADAPTERS = 16
 RANK = 16
 NUM_SEQS = 32
@@ -39,7 +39,7 @@ LOADS: dict[str, list[int]] = {
 }
 HEAD = f"""# Adapters, {{date}}
 
-`PYTHONPATH=ops python -m bench.lora` on {{cpu}}: SmolLM2-135M on the native runner with one thread, adapters of
+`PYTHONPATH=ops python -m bench.studies.lora` on {{cpu}}: SmolLM2-135M on the native runner with one thread, adapters of
 rank {RANK} on all matrices of all layers. Steps in which {NUM_SEQS} sequences decode at a context of {CONTEXT}, and a
 prompt's chunk of {CHUNK} tokens, taken by turns: the median of {ROUNDS} in milliseconds of CPU time, in brackets by how
 much that is more than without adapters. `to load`: from its file into a place, on the engine's thread, median of

@@ -1,4 +1,4 @@
-"""Perplexities as tables; see bench.perplexity."""
+"""Perplexities as tables; see bench.studies.perplexity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Setting:
     """One way to compute with one set of weights."""
 
     grid: str
-    """STORED: the weights as the file has them; else one of bench.grids."""
+    """STORED: the weights as the file has them; else one of bench.studies.grids."""
     engine: str
     weights: str
     kv: str

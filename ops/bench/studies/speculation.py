@@ -1,4 +1,4 @@
-"""What drafts give and what they cost: `python -m bench.speculation` writes results/speculation.md."""
+"""What drafts give and what they cost: `python -m bench.studies.speculation` writes results/speculation.md."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.offline import spread
 from penstock.gpu_node.engine.records import EngineRequest
 
-ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).parent / "results"
-COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.speculation"
+ROOT = Path(__file__).parents[3]
+RESULTS = Path(__file__).parents[1] / "results"
+COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.speculation"
 REPEATS = 3
 BATCHES = (1, 8, 32)
 ROUNDS = 4

@@ -1,0 +1,1 @@
+"""Simulated loads under each scheduling policy: `python -m bench.policies`."""
