@@ -28,7 +28,7 @@ ARROWS = {
     ENGINE: {ENGINE, MODEL, CONTRACT},
     SERVICE: {SERVICE, ENGINE, CONTRACT},
     CLI: {CLI, GATEWAY, PRODUCER, SERVICE, KERNELS, CONTRACT, TOP},
-    TOP: {CONTRACT, PRODUCER, ENGINE, CLI},
+    TOP: {CONTRACT, PRODUCER, GATEWAY, SERVICE, ENGINE, CLI},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
 TORCH = {"torch", "transformers", "triton", "safetensors", "gguf"}

@@ -22,7 +22,7 @@ from penstock.contract.errors import ConfigError, NotFoundError, RequestError, U
 from penstock.contract.figures import PoolFigures
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.rights import allowed_class
-from penstock.contract.settings import RedisSettings
+from penstock.contract.settings import RedisSettings, without_password
 from penstock.contract.terms import Terms
 from penstock.contract.usage import DayUsage
 from penstock.contract.wire import PoolPressure
@@ -33,6 +33,7 @@ from penstock.producer.client.inbox import Inbox
 from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
 from penstock.producer.client.settings import ClientSettings
+from penstock.producer.client.signature import with_options
 from penstock.producer.client.source import JobSource, Submission, submit
 from penstock.producer.client.stats import ClientStats
 
@@ -57,6 +58,7 @@ class AsyncClient:
             raise ConfigError("no Redis named: pass redis_url or set PENSTOCK_REDIS_URL", param="redis_url")
         settings = settings or ClientSettings.load()
         self.stats = ClientStats()
+        self._url = without_password(url)
         self._tenant = tenant
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = settings.highest_class
@@ -105,6 +107,10 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "connected" if self._courier.is_open else "not connected"
+        return f"<AsyncClient {self._url} tenant={self._tenant} {state}>"
+
     @property
     def is_alive(self) -> bool:
         """Whether this client is connected and hears its jobs; one that stopped hearing does not start again."""
@@ -144,8 +150,11 @@ class AsyncClient:
         """A pool's live nodes and backlog, as of at most a quarter of a second ago."""
         return await self._door(pool).pressure()
 
+    @with_options
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
-        """Checks, admits and enqueues a job; see `SubmitOptions`.
+        """Check, admit and enqueue a job; `SubmitOptions` and `SamplingParams` say what each argument means.
+
+        `prompt` is text, token ids or the messages of a chat.
 
         Raises RequestError (`param` names the argument at fault), BusyError (come back after `retry_after_ms`),
         ConflictError (id or idempotency key of another request), UnavailableError (no node, or Redis stays away).
@@ -167,8 +176,9 @@ class AsyncClient:
             Submission(job, cost, options.get("channel", False), options.get("terms") or self._terms)
         )
 
+    @with_options
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
-        """Submits a job and yields its chunks; see `submit` and `AsyncJob.stream`."""
+        """Submit a job and yield its chunks. Takes and raises what `submit` does; raises the job's error at its end."""
         job = await self.submit(prompt, **options)
         async with aclosing(job.stream()) as chunks:
             async for chunk in chunks:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.cli.main import app
-from penstock.cli.serve import without_password
 from penstock.contract.errors import PenstockError
+from penstock.contract.settings import without_password
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 
