@@ -53,6 +53,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy --strict -p penstock
 
+	$(BIN)/python -m mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests ops
 	$(BIN)/python -m pytest -q tests/language
 
 lint-lua: $(STAMP)

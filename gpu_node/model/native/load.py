@@ -18,8 +18,9 @@ from penstock.gpu_node.model.native.weight_cache import packed_once
 from penstock.gpu_node.model.protocol import RunnerOptions
 from penstock.gpu_node.model.source import Progress
 from penstock.gpu_node.model.spec import ModelSpec
+from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BuildError, library_path
-from penstock.kernels.cpu.library import Activation, Format, KernelError, KvFormat, NativeModel, NativeSpec
+from penstock.kernels.cpu.library import Activation, Format, KvFormat, NativeModel, NativeSpec
 from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     cores = cores_to_stay_on(threads)
     try:
         model = NativeModel(library, native_spec, threads, cores)
+    except AbiError as error:
+        raise ConfigError(f"the compiled kernels do not fit this code, build them again: {error}") from error
     except KernelError as error:
         raise ConfigError(f"num_threads {threads} cannot be had: {error}") from error
     quantization, turned = _quantization(spec, options.quantization), bool(native_spec.turned)
