@@ -22,7 +22,7 @@ def path(request: pytest.FixtureRequest) -> Path:
 class LongerSpec(NativeSpec):
     """With a field that the library does not know."""
 
-    _fields_ = (("more", c.c_int32),)
+    _fields_ = [("more", c.c_int32)]  # noqa: RUF012
 
 
 class ShorterPlan(c.Structure):
@@ -34,7 +34,7 @@ class ShorterPlan(c.Structure):
 class LongerRule(single._Rule):
     """With a field that the library does not know."""
 
-    _fields_ = (("more", c.c_int32), ("still_more", c.c_int32))
+    _fields_ = [("more", c.c_int32), ("still_more", c.c_int32)]  # noqa: RUF012
 
 
 def test_libraries_whose_structs_agree_are_opened(path: Path) -> None:
