@@ -1,8 +1,11 @@
 # One way to build, test and show penstock, for people and for CI.
 #
 #   make demo        start everything on this machine and stream one answer
-#   make test        the test suite (a few minutes on two cores)
-#   make check       format, lint, types
+#   make test        the test suite (a few minutes on two cores); T=tests/contract chooses
+#   make quick       its tests that need neither processes nor Redis nor torch (under a minute)
+#   make check       format, lint, types, language
+#   make lint-lua    luacheck on the scripts (Debian's lua-check); make lint-cpp: where clang-format would change the kernels
+#   make language    what breaks the language rules, file by file; LANGUAGE="gpu_node --rule long", --counts, --lower
 #   make check-full  all of it, slow tests included
 #   make faults      kill nodes 200 times per lease, and 20 times with the real model (20 minutes); FAULTS="--kills 20"
 #   make soak        a mixed load while something is killed every 10 s, then in peace (40 minutes); SOAK="--minutes 3"
@@ -34,18 +37,34 @@ STAMP := $(VENV)/.penstock-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check check-full faults soak hostile mutants bench bench-peers bench-gpu lock clean
+.PHONY: demo test quick check language lint-lua lint-cpp check-full faults soak hostile mutants bench bench-peers bench-gpu lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal $(T)
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest --quick --numprocesses $(WORKERS) --dist worksteal $(T)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy --strict -p penstock
+
+	$(BIN)/python -m mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests ops
+	$(BIN)/python -m pytest -q tests/language
+
+lint-lua: $(STAMP)
+	$(BIN)/python ops/lint_lua.py
+
+# Shows what clang-format would change; the sources are not formatted by it yet.
+lint-cpp: $(STAMP)
+	@$(BIN)/clang-format --dry-run kernels/cpu/src/*.cpp kernels/cpu/src/*.h
+
+language: $(STAMP)
+	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)
 
 check-full: check
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900

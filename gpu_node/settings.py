@@ -46,7 +46,7 @@ class NodeSettings(Settings):
     """Redis of the pool."""
     name: str = Field(default_factory=lambda: slug(socket.gethostname()), pattern=NAME_PATTERN)
     """This node's name in logs and records; else the machine's."""
-    pool: str | None = Field(None, pattern=NAME_PATTERN)
+    pool: str | None = Field(default=None, pattern=NAME_PATTERN)
     """Pool to work for; else made from the model's name."""
     aliases: tuple[str, ...] = ()
     """Further names under which clients may ask for the model."""
@@ -65,13 +65,13 @@ class NodeSettings(Settings):
     """The native runner keeps keys and values in bfloat16 or int8; a card in what it computes in, int8 or fp8."""
     block_size: Literal[8, 16, 32] = 16
     """Tokens of a block of the KV cache; 8 on torch only."""
-    kv_cache_gib: float = Field(1.0, gt=0.0)
+    kv_cache_gib: float = Field(default=1.0, gt=0.0)
     """Memory for the KV cache."""
-    num_kv_blocks: int | None = Field(None, ge=1)
+    num_kv_blocks: int | None = Field(default=None, ge=1)
     """Blocks of the KV cache, instead of a size."""
-    swap_space_gib: float = Field(0.0, ge=0.0)
+    swap_space_gib: float = Field(default=0.0, ge=0.0)
     """Host memory for preempted sequences, evicted prefixes and what the KV cache alone cannot hold."""
-    num_swap_blocks: int | None = Field(None, ge=0)
+    num_swap_blocks: int | None = Field(default=None, ge=0)
     """Blocks of host memory, instead of a size."""
     preemption: PreemptionName = "auto"
     """What happens to a preempted sequence's blocks; auto: what costs less."""
@@ -81,93 +81,93 @@ class NodeSettings(Settings):
     """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
     prefix_cache_salt: Literal["none", "tenant"] = "none"
     """tenant: tenants do not share cached prefixes."""
-    gpu_memory_utilization: float | None = Field(None, gt=0.0, le=1.0)
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Of a card's memory."""
-    cpu_offload_gib: float = Field(0.0, ge=0.0)
+    cpu_offload_gib: float = Field(default=0.0, ge=0.0)
     """Of the weights, streamed to a card from host memory."""
     deterministic: bool = False
     """Sums on a card in one order whatever the batch, some percent slower."""
-    max_model_len: int | None = Field(None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and answer together."""
-    max_num_seqs: int = Field(64, ge=1, le=512)
+    max_num_seqs: int = Field(default=64, ge=1, le=512)
     """Most sequences in one step."""
-    max_num_batched_tokens: int = Field(512, ge=1)
+    max_num_batched_tokens: int = Field(default=512, ge=1)
     """Most tokens in one step."""
-    max_prefill_beside_decode: int | None = Field(None, ge=1)
+    max_prefill_beside_decode: int | None = Field(default=None, ge=1)
     """Most prompt tokens in a step in which other sequences decode."""
-    max_prefill_ms_beside_decode: float | None = Field(30.0, gt=0.0)
+    max_prefill_ms_beside_decode: float | None = Field(default=30.0, gt=0.0)
     """Most milliseconds that prompts add to a step in which other sequences decode; more where decoding itself takes
     longer, or where only the tenant of a backlog of prompts waits for it."""
     lora: tuple[Annotated[str, StringConstraints(pattern=LORA_PATTERN)], ...] = ()
     """NAME=PATH of a low-rank adapter in PEFT's format, checked at the start; may be repeated."""
     lora_dir: Path | None = None
     """Folder of more of them, each in a folder of its name; one is read when it is first asked for."""
-    max_loras: int = Field(8, ge=1)
+    max_loras: int = Field(default=8, ge=1)
     """Adapters that one step may compute with; the least recently used one gives its place to another."""
-    max_lora_rank: int = Field(16, ge=1, le=512)
+    max_lora_rank: int = Field(default=16, ge=1, le=512)
     """Highest rank of an adapter."""
     speculative: Literal["ngram", "off"] = "off"
     """ngram: compute ahead what followed when a text last said the same, as far as that pays; never changes tokens."""
-    max_draft_tokens: int = Field(8, ge=1, le=64)
+    max_draft_tokens: int = Field(default=8, ge=1, le=64)
     """Most tokens that a sequence has computed ahead in one step."""
-    num_threads: int | None = Field(None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the model; else one for each core that the process may use, by its affinity and its CPU quota."""
-    reserved_cores: int = Field(0, ge=0)
+    reserved_cores: int = Field(default=0, ge=0)
     """Cores to leave to other processes, where num_threads is not given; one thread always computes."""
     weight_cache: bool = True
     """Whether the native runner's packed weights lie in a file of the cache folder that the machine's nodes map."""
 
-    drain_s: float = Field(20.0, ge=0.0)
+    drain_s: float = Field(default=20.0, ge=0.0)
     """After SIGTERM: how long running jobs may go on before the rest is given back."""
-    stall_after_s: float = Field(120.0, gt=0.0)
+    stall_after_s: float = Field(default=120.0, gt=0.0)
     """An engine that has not answered, or has work and made no step, this long hangs; its node ends, others go on."""
-    stream_interval_ms: float = Field(100.0, ge=0.0, le=1000.0)
+    stream_interval_ms: float = Field(default=100.0, ge=0.0, le=1000.0)
     """How long a token may wait for others to leave with; it does so only where streams are many. 0: each step's tokens
     leave at once."""
-    max_unsent_bytes: int = Field(64 << 20, ge=1 << 10)
+    max_unsent_bytes: int = Field(default=64 << 20, ge=1 << 10)
     """Chunks kept while Redis is away; past it the engine pauses."""
 
-    metrics_port: int | None = Field(None, ge=0, le=65535)
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Where this node's figures are served for Prometheus; 0: on a free port, which the log tells; else nowhere."""
     metrics_host: str = "127.0.0.1"
     """The address that they are served at."""
 
     scheduling_policy: PolicyName = "fair"
     """In which order jobs are taken and run: fcfs, priority, sjf (by predicted cost) or fair (tenants take turns)."""
-    aging_ms: int = Field(60_000, ge=1)
+    aging_ms: int = Field(default=60_000, ge=1)
     """The first job of a class counts as one class higher for each time it has waited this long."""
-    bypass_ms: int = Field(2_000, ge=0)
+    bypass_ms: int = Field(default=2_000, ge=0)
     """A job that does not fit may be passed by others until it is this old."""
-    share_window_ms: int = Field(SHARE_WINDOW_MS, ge=1_000, le=3_600_000)
+    share_window_ms: int = Field(default=SHARE_WINDOW_MS, ge=1_000, le=3_600_000)
     """Under fair, interactive work goes before standard work only while its tenant used no more than its share in this
     window of time and the last one."""
-    tenant_memory_percent: int = Field(50, ge=1, le=90)
+    tenant_memory_percent: int = Field(default=50, ge=1, le=90)
     """Percent of Redis's memory that one tenant's jobs and results may take; an API key may say otherwise."""
-    lease_ms: int = Field(15_000, ge=3_000, le=600_000)
+    lease_ms: int = Field(default=15_000, ge=3_000, le=600_000)
     """A node silent for this long is dead; another takes its jobs."""
-    abandon_after_ms: int = Field(30_000, ge=1_000)
+    abandon_after_ms: int = Field(default=30_000, ge=1_000)
     """A reading process silent for this long is gone; jobs that run for it alone are cancelled."""
-    reattach_grace_ms: int = Field(5_000, ge=0)
+    reattach_grace_ms: int = Field(default=5_000, ge=0)
     """How long a job whose last reader left goes on."""
-    log_ttl_ms: int = Field(120_000, ge=1_000)
+    log_ttl_ms: int = Field(default=120_000, ge=1_000)
     """How long an ended job's log of chunks can be read."""
-    result_ttl_ms: int = Field(86_400_000, ge=1_000)
+    result_ttl_ms: int = Field(default=86_400_000, ge=1_000)
     """How long its result can be."""
-    idem_ttl_ms: int = Field(86_400_000, ge=1_000)
+    idem_ttl_ms: int = Field(default=86_400_000, ge=1_000)
     """How long an idempotency key is known."""
-    max_open_jobs: int = Field(200_000, ge=1)
+    max_open_jobs: int = Field(default=200_000, ge=1)
     """Jobs queued and running; more are refused."""
-    max_queued_cost: int = Field(1 << 31, ge=1)
+    max_queued_cost: int = Field(default=1 << 31, ge=1)
     """KV tokens that queued jobs will probably need; more are refused."""
-    max_losses: int = Field(3, ge=1)
+    max_losses: int = Field(default=3, ge=1)
     """A job that lost its node so often without progress fails."""
-    progress_chunks: int = Field(64, ge=1)
+    progress_chunks: int = Field(default=64, ge=1)
     """A job whose log grew by so many chunks made progress."""
-    loop_watch_ms: float = Field(20.0, ge=1, le=1000)
+    loop_watch_ms: float = Field(default=20.0, ge=1, le=1000)
     """How often the event loop is asked how late it comes."""
     loop_debug: bool = False
     """Log what runs while the event loop is held for 50 ms and more."""
-    avoid_ms: int = Field(2_000, ge=0)
+    avoid_ms: int = Field(default=2_000, ge=0)
     """How long a node that gave a job back does not take it again."""
 
     @property

@@ -1,6 +1,7 @@
 """penstock: LLM inference behind a message queue.
 
-The names below are loaded when they are first used, so that `import penstock` costs next to nothing.
+`Client` and `AsyncClient` submit jobs to the queue; `Engine` runs a model in this process, without one. The names below
+are loaded when they are first used, so that `import penstock` costs next to nothing and needs no torch.
 """
 
 from __future__ import annotations
@@ -9,48 +10,121 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.contract.errors import PenstockError
-    from penstock.contract.job import Choice, Chunk, Job, Message, Outcome, Priority, Result, SamplingParams, Usage
+    from penstock.contract.errors import (
+        BusyError,
+        ConfigError,
+        ConflictError,
+        ForbiddenError,
+        InvariantError,
+        JobCancelledError,
+        JobExpiredError,
+        JobFailedError,
+        NotFoundError,
+        PenstockError,
+        PromptTooLongError,
+        RequestError,
+        StreamDivergedError,
+        TooCostlyError,
+        TooLargeError,
+        UnauthorizedError,
+        UnavailableError,
+    )
+    from penstock.contract.job import Choice, Chunk, Message, Outcome, Priority, Result, SamplingParams, Usage
+    from penstock.contract.logprobs import Logprob, TokenLogprobs
+    from penstock.contract.sampling_options import SamplingOptions
+    from penstock.contract.structured import StructuredOutputs
+    from penstock.contract.terms import Terms
+    from penstock.gateway.settings import GatewaySettings
+    from penstock.gpu_node.engine.config import EngineConfig
     from penstock.gpu_node.engine.engine import Engine
-    from penstock.producer.client import AsyncClient, AsyncJob, Client
+    from penstock.gpu_node.engine.records import EngineStats, Generation
+    from penstock.gpu_node.settings import NodeSettings
+    from penstock.producer.batch.settings import CelerySettings
+    from penstock.producer.client import AsyncClient, AsyncJob, Client, ClientSettings, ClientStats, Job
+    from penstock.producer.client.request import SubmitOptions
+    from penstock.queue.broker.producer import JobStatus, ServedPool
+    from penstock.runtime.settings import KeySettings, RedisSettings
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "penstock.queue.broker.producer": ("JobStatus", "ServedPool"),
+    "penstock.contract.errors": (
+        *("BusyError", "ConfigError", "ConflictError", "ForbiddenError", "InvariantError", "JobCancelledError"),
+        *("JobExpiredError", "JobFailedError", "NotFoundError", "PenstockError", "PromptTooLongError", "RequestError"),
+        *("StreamDivergedError", "TooCostlyError", "TooLargeError", "UnauthorizedError", "UnavailableError"),
+    ),
+    "penstock.contract.job": (
+        *("Choice", "Chunk", "Message", "Outcome", "Priority", "Result", "SamplingParams", "Usage"),
+    ),
+    "penstock.contract.logprobs": ("Logprob", "TokenLogprobs"),
+    "penstock.contract.sampling_options": ("SamplingOptions",),
+    "penstock.runtime.settings": ("KeySettings", "RedisSettings"),
+    "penstock.contract.structured": ("StructuredOutputs",),
+    "penstock.contract.terms": ("Terms",),
+    "penstock.gateway.settings": ("GatewaySettings",),
+    "penstock.gpu_node.engine.config": ("EngineConfig",),
+    "penstock.gpu_node.engine.engine": ("Engine",),
+    "penstock.gpu_node.engine.records": ("EngineStats", "Generation"),
+    "penstock.gpu_node.settings": ("NodeSettings",),
+    "penstock.producer.batch.settings": ("CelerySettings",),
+    "penstock.producer.client": ("AsyncClient", "AsyncJob", "Client", "ClientSettings", "ClientStats", "Job"),
+    "penstock.producer.client.request": ("SubmitOptions",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+# Written out, as type checkers read it.
 __all__ = [
     "AsyncClient",
     "AsyncJob",
+    "BusyError",
+    "CelerySettings",
     "Choice",
     "Chunk",
     "Client",
+    "ClientSettings",
+    "ClientStats",
+    "ConfigError",
+    "ConflictError",
     "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "ForbiddenError",
+    "GatewaySettings",
+    "Generation",
+    "InvariantError",
     "Job",
+    "JobCancelledError",
+    "JobExpiredError",
+    "JobFailedError",
+    "JobStatus",
+    "KeySettings",
+    "Logprob",
     "Message",
+    "NodeSettings",
+    "NotFoundError",
     "Outcome",
     "PenstockError",
     "Priority",
+    "PromptTooLongError",
+    "RedisSettings",
+    "RequestError",
     "Result",
+    "SamplingOptions",
     "SamplingParams",
+    "ServedPool",
+    "StreamDivergedError",
+    "StructuredOutputs",
+    "SubmitOptions",
+    "Terms",
+    "TokenLogprobs",
+    "TooCostlyError",
+    "TooLargeError",
+    "UnauthorizedError",
+    "UnavailableError",
     "Usage",
     "__version__",
 ]
-
-_HOMES = {
-    "penstock.contract.errors": ("PenstockError",),
-    "penstock.contract.job": (
-        "Choice",
-        "Chunk",
-        "Job",
-        "Message",
-        "Outcome",
-        "Priority",
-        "Result",
-        "SamplingParams",
-        "Usage",
-    ),
-    "penstock.gpu_node.engine.engine": ("Engine",),
-    "penstock.producer.client": ("AsyncClient", "AsyncJob", "Client"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

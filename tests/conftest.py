@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
 from penstock.queue.broker.connection import connect
 from penstock.runtime.embedded_redis import EmbeddedRedis
+from tests import kinds
 
 # A shell that starts the suite in the background has it ignore SIGINT, which all that it starts would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -23,6 +24,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Triton reads it when it is first imported: without a card its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--quick` is what `make quick` says."""
+    parser.addoption("--quick", action="store_true", help="run only tests that need neither processes, Redis nor torch")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Quick runs do not read files of which no test would run: importing torch alone takes seconds."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if config.getoption("--quick") and is_test and kinds.kinds_of_file(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what each test needs, so that it can be chosen by that."""
+    for item in items:
+        kinds.mark(item)
+    if config.getoption("--quick"):
+        config.hook.pytest_deselected(items=[item for item in items if not kinds.is_quick(item)])
+        items[:] = [item for item in items if kinds.is_quick(item)]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,7 +31,7 @@ ARROWS = {
     ENGINE: {ENGINE, MODEL, QUEUE, CONTRACT},
     SERVICE: {SERVICE, ENGINE, QUEUE, RUNTIME, CONTRACT},
     CLI: {CLI, GATEWAY, PRODUCER, SERVICE, KERNELS, QUEUE, RUNTIME, CONTRACT, TOP},
-    TOP: {CONTRACT, PRODUCER, ENGINE, CLI},
+    TOP: {CONTRACT, RUNTIME, PRODUCER, GATEWAY, SERVICE, ENGINE, CLI},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "websockets"}
 TORCH = {"torch", "transformers", "triton", "safetensors", "gguf"}

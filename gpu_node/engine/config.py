@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from penstock.contract.adapters import AdapterName
+from penstock.contract.errors import ConfigError
+from penstock.contract.problems import config_error
 from penstock.gpu_node.engine.kv_cache.eviction import EvictionName
 from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionName
 from penstock.queue.policy import PolicyName
@@ -44,31 +46,31 @@ class EngineConfig(BaseModel):
     native runner, and `int8_group` for it alone; `fp8` for a card."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     block_size: Literal[8, 16, 32] = 16
-    num_kv_blocks: int | None = Field(None, ge=1)
-    kv_cache_tokens: int | None = Field(None, ge=1)
-    kv_cache_gib: float = Field(1.0, gt=0.0)
-    num_swap_blocks: int | None = Field(None, ge=0)
-    swap_space_gib: float = Field(0.0, ge=0.0)
+    num_kv_blocks: int | None = Field(default=None, ge=1)
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    kv_cache_gib: float = Field(default=1.0, gt=0.0)
+    num_swap_blocks: int | None = Field(default=None, ge=0)
+    swap_space_gib: float = Field(default=0.0, ge=0.0)
     preemption: PreemptionName = "auto"
     """What happens to a preempted sequence's blocks; `auto`: what measured rates say is cheaper."""
-    gpu_memory_utilization: float | None = Field(None, gt=0.0, le=1.0)
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Of a card's memory."""
-    cpu_offload_gib: float = Field(0.0, ge=0.0)
+    cpu_offload_gib: float = Field(default=0.0, ge=0.0)
     """Of the weights, streamed to a card from host memory."""
-    max_model_len: int | None = Field(None, ge=2)
-    max_num_seqs: int = Field(64, ge=1)
-    max_num_batched_tokens: int = Field(512, ge=1)
-    max_prefill_beside_decode: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=2)
+    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_batched_tokens: int = Field(default=512, ge=1)
+    max_prefill_beside_decode: int | None = Field(default=None, ge=1)
     """Most prompt tokens in a step in which other sequences decode; None: as in any other step."""
-    max_prefill_ms_beside_decode: float | None = Field(None, gt=0.0)
+    max_prefill_ms_beside_decode: float | None = Field(default=None, gt=0.0)
     """Most milliseconds that prompts add to a step in which other sequences decode; None: no limit.
 
     No limit computes the most tokens a second. Nodes have a limit by default, since their callers read along."""
     enable_prefix_caching: bool = True
     scheduling_policy: PolicyName = "fcfs"
     """Who starts first and who gives way; `aging_ms` and `bypass_ms`: see `queue/policy.py`."""
-    aging_ms: int = Field(60_000, ge=1)
-    bypass_ms: int = Field(2_000, ge=0)
+    aging_ms: int = Field(default=60_000, ge=1)
+    bypass_ms: int = Field(default=2_000, ge=0)
     prefix_cache_salt: Literal["none", "tenant"] = "none"
     """`tenant`: tenants do not share cached prefixes."""
     prefix_eviction: EvictionName = "lru"
@@ -77,24 +79,36 @@ class EngineConfig(BaseModel):
     """Low-rank adapters by name: folders in PEFT's format; NAME=PATH as a text does too."""
     lora_dir: Path | None = None
     """Holds more of them, each in a folder of its name, which is read when it is first asked for."""
-    max_loras: int = Field(8, ge=1)
+    max_loras: int = Field(default=8, ge=1)
     """Adapters that one step may compute with; the least recently used one gives its place to another."""
-    max_lora_rank: int = Field(16, ge=1, le=512)
+    max_lora_rank: int = Field(default=16, ge=1, le=512)
     speculative: Literal["ngram", "off"] = "off"
     """`ngram`: sequences draft what followed when they last said the same, if that pays; tokens stay the same."""
-    max_draft_tokens: int = Field(8, ge=1, le=64)
+    max_draft_tokens: int = Field(default=8, ge=1, le=64)
     """Most tokens that a sequence drafts for a step."""
-    num_threads: int | None = Field(None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1)
     """CPU threads that compute; None: one for each core that the process may use, by its affinity and its CPU quota."""
-    reserved_cores: int = Field(0, ge=0)
+    reserved_cores: int = Field(default=0, ge=0)
     """Cores to leave to other processes when `num_threads` is None; one thread always computes."""
-    stall_after_s: float = Field(120.0, gt=0.0)
+    stall_after_s: float = Field(default=120.0, gt=0.0)
     """How long a step may take before a node ends itself; requests whose steps take a tenth of it are isolated."""
     weight_cache: bool = True
     """Whether the native runner's packed weights lie in a file that all processes of the machine map."""
     deterministic: bool = False
     """On a card contexts are cut in one way whatever the batch, and products not split along their sums, some percent
     slower; on the CPU every sum is in one order in any case."""
+
+    @classmethod
+    def of(cls, model: ModelOrConfig, settings: Mapping[str, Any]) -> EngineConfig:
+        """The config of a model by its settings, or a config as it is. Raises ConfigError naming the wrong setting."""
+        if isinstance(model, EngineConfig):
+            if settings:
+                raise ConfigError("give settings in the config or as keywords, not both", param=next(iter(settings)))
+            return model
+        try:
+            return cls(**{"model": str(model), **settings})
+        except ValidationError as error:
+            raise config_error(error) from error
 
     @model_validator(mode="before")
     @classmethod
@@ -140,3 +154,7 @@ class EngineConfig(BaseModel):
         if self.kv_cache_tokens is not None:
             return max(1, self.kv_cache_tokens // self.block_size)
         return self.num_kv_blocks
+
+
+ModelOrConfig: TypeAlias = str | Path | EngineConfig
+"""A model by hub id or path, or the config that names it."""

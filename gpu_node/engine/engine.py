@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from penstock.contract.errors import ConflictError, NotFoundError, PromptTooLongError, RequestError
-from penstock.contract.job import SamplingParams, Usage
+from penstock.contract.job import Usage
 from penstock.contract.logprobs import TokenLogprobs
-from penstock.gpu_node.engine.config import EngineConfig
+from penstock.gpu_node.engine.config import EngineConfig, ModelOrConfig
 from penstock.gpu_node.engine.in_flight import InFlightSteps, StepTimings
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_scores, scored_tokens
-from penstock.gpu_node.engine.offline import Adapters, Prompt, gather, run, spread
+from penstock.gpu_node.engine.offline import Adapters, Params, Prompt, gather, run, spread
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots
 from penstock.gpu_node.engine.policy.by_policy import discipline_of, note_held
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, StepOutput
@@ -43,11 +44,16 @@ MAX_SHARE_OF_STALL_WITH_PREFILL = 0.5
 class Engine(ServedModel):
     """Continuous batching over one model. One thread owns it; `stats` and the tokenizer may be used from others."""
 
-    def __init__(self, config: EngineConfig, *, progress: Callable[[str, float], None] | None = None) -> None:
-        """Load the model. `progress` hears the stage and the fraction of it that is done.
+    def __init__(
+        self, model: ModelOrConfig, *, progress: Callable[[str, float], None] | None = None, **settings: Any
+    ) -> None:
+        """Load a model: a folder, a `.gguf` file or a hub id with `settings` by their names in `EngineConfig`, or such
+        a config. `progress` hears the stage and the fraction of it that is done.
 
-        Raises ConfigError for a model that is missing, unsupported or too large for the KV cache it would need.
+        Raises ConfigError for a setting that is unknown or wrong, and for a model that is missing, unsupported or too
+        large for the KV cache it would need.
         """
+        config = EngineConfig.of(model, settings)
         super().__init__(config, progress or (lambda stage, fraction: None))
         self._runner = self._model.runner
         sizes = self._runner.cache_sizes
@@ -148,12 +154,12 @@ class Engine(ServedModel):
         return self._trail.lines()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams], *, adapters: Adapters = None
+        self, prompts: Sequence[Prompt], params: Params = None, *, adapters: Adapters = None
     ) -> list[Generation]:
         """Run prompts (texts, token ids or chats) to their end, batched; results in the prompts' order.
 
-        `adapters` names one for all or one for each. Raises RequestError when other requests are in the engine, whose
-        outputs would be lost.
+        `params` and `adapters` are one for all prompts or one for each. Raises RequestError when other requests are in
+        the engine, whose outputs would be lost.
         """
         if self._requests:
             raise RequestError("generate needs an engine without other requests")

@@ -14,21 +14,18 @@ from penstock.gpu_node.engine.records import EngineRequest, Generation, StepOutp
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Adapters: TypeAlias = str | Sequence[str | None] | None
 
 
-def spread(
-    prompts: Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams],
-    adapters: Adapters,
-    tokenizer: Tokenizer,
-) -> list[EngineRequest]:
+def spread(prompts: Sequence[Prompt], params: Params, adapters: Adapters, tokenizer: Tokenizer) -> list[EngineRequest]:
     """A request for each prompt, named by its index. Raises RequestError when the lists differ in length, a prompt is
     none, or a chat cannot be rendered.
     """
     if isinstance(prompts, str) or any(isinstance(prompt, int | Mapping) for prompt in prompts):
         message = "prompts must be a list, of which each is a text, token ids or the messages of a chat"
         raise RequestError(message, param="prompts")
+    params = SamplingParams() if params is None else params
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     named = [adapters] * len(prompts) if adapters is None or isinstance(adapters, str) else list(adapters)
     for name, given in (("params", wanted), ("adapters", named)):

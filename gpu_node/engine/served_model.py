@@ -19,10 +19,14 @@ class ServedModel:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
         """Load it. Raises ConfigError."""
+        self._name = config.model
         self._model = load(config, progress)
         self._tokenizer = Tokenizer(self._model.folder, vocab_size=self._model.vocab_size)
         self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
         self._guides = GrammarCompiler(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name} max_model_len={self.max_model_len}>"
 
     def prepare(
         self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default"

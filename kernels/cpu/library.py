@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kernels.cpu.abi import KernelError, check_sizes
+
 
 class Format(IntEnum):
     """How a matrix is kept; groups are of 32 columns. See src/model/weights.h."""
@@ -139,10 +141,6 @@ class LowRankRows(NamedTuple):
 
 
 _NO_MEMORY = b"std::bad_alloc"
-
-
-class KernelError(Exception):
-    """A native call failed; says why."""
 
 
 class NativeModel:
@@ -296,4 +294,5 @@ def _open(path: Path) -> Any:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    check_sizes(library, {"spec": NativeSpec, "plan": NativePlan, "low_rank_part": _LowRankPart})
     return library

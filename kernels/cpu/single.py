@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kernels.cpu.abi import check_sizes
 from penstock.kernels.cpu.library import Format, KvFormat, LowRankRows, Place, Source, low_rank_table
 from penstock.kernels.reference.sampler import SamplingRow
 
@@ -254,4 +255,5 @@ def _open(path: Path) -> Any:
         function = getattr(library, f"penstock_single_{name}")
         function.restype, function.argtypes = result, arguments
     library.penstock_isa.restype = c.c_char_p
+    check_sizes(library, {"sampling_rule": _Rule})
     return library

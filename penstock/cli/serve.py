@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from penstock.cli.restarting import keep_child, keep_redis
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.embedded_redis import DEFAULT_MAXMEMORY_MIB, EmbeddedRedis, find_or_start_redis
+from penstock.runtime.settings import without_password
 
 GATEWAY_START_TIMEOUT_S = 60.0
 _OF_NODE = (
@@ -105,9 +105,3 @@ def _say_ready(node: Event, gateway: Event, redis_url: str) -> None:
     data = shlex.quote(json.dumps(body))
     print(f"\nServing {node['pool']} at {gateway['url']}/v1   (Redis: {without_password(redis_url)})\n")
     print(f"  curl -N {gateway['url']}/v1/chat/completions -H 'Content-Type: application/json' -d {data}\n", flush=True)
-
-
-def without_password(redis_url: str) -> str:
-    """The URL as it may be shown."""
-    shown = re.sub(r"(://[^:/?#@]*):.*@", r"\1:***@", redis_url)
-    return re.sub(r"([?&]password=)[^&#]*", r"\1***", shown)

@@ -40,7 +40,7 @@ class ApiKey(BaseModel):
     terms: Terms = UNLIMITED
     highest_class: ClassName = "standard"
     """The most urgent class that its holder may ask for."""
-    label: str = Field("", max_length=200)
+    label: str = Field(default="", max_length=200)
     created_s: int = 0
     is_revoked: bool = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -28,6 +28,11 @@ from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import MAX_CALLS, CallId, ToolCall, Tools, few_calls
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from penstock.contract.sampling_options import SamplingOptions
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
@@ -81,27 +86,31 @@ class SamplingParams(_Door):
     With no `seed` the job's id gives it, so that a job submitted twice is the same job.
     """
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    temperature: float = Field(1.0, ge=0.0, le=10.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=-1, lt=1 << 31)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS_LIMIT)
-    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS_LIMIT)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=-1, lt=1 << 31)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+    min_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS_LIMIT)
     ignore_eos: bool = False
-    stop: tuple[StopString, ...] = Field((), max_length=MAX_STOP_STRINGS)
-    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=MAX_STOP_TOKEN_IDS)
+    stop: tuple[StopString, ...] = Field(default=(), max_length=MAX_STOP_STRINGS)
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: bool = False
-    logit_bias: dict[TokenId, Bias] = Field({}, max_length=MAX_LOGIT_BIASES)
-    bad_words: tuple[StopString, ...] = Field((), max_length=MAX_BAD_WORDS)
+    logit_bias: dict[TokenId, Bias] = Field(default={}, max_length=MAX_LOGIT_BIASES)
+    bad_words: tuple[StopString, ...] = Field(default=(), max_length=MAX_BAD_WORDS)
     structured_outputs: StructuredOutputs | None = None
     """The form that the text must have."""
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    if TYPE_CHECKING:
+        # A type checker would otherwise want what the fields hold, so a tuple for `stop`, where callers give a list.
+        def __init__(self, **given: Unpack[SamplingOptions]) -> None: ...
 
     @field_validator("logit_bias")
     @classmethod
@@ -136,7 +145,7 @@ class Message(_Door):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text
-    tool_calls: tuple[ToolCall, ...] = Field((), max_length=MAX_CALLS)
+    tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=MAX_CALLS)
     tool_call_id: CallId | None = None
 
 
@@ -149,9 +158,9 @@ class Job(_Door):
 
     id: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
     prompt: Text | None = None
-    prompt_token_ids: tuple[TokenId, ...] | None = Field(None, min_length=1)
-    messages: tuple[Message, ...] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    packed_prompt: PackedPrompt | None = Field(None, repr=False)
+    prompt_token_ids: tuple[TokenId, ...] | None = Field(default=None, min_length=1)
+    messages: tuple[Message, ...] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    packed_prompt: PackedPrompt | None = Field(default=None, repr=False)
     """A prompt in any of the three forms that was checked and packed elsewhere."""
     tools: Tools | None = None
     """What a chat's assistant may call."""
@@ -160,8 +169,8 @@ class Job(_Door):
     params: SamplingParams = SamplingParams()
     tenant: Name = "default"
     priority: Priority = Priority.STANDARD
-    deadline_ms: int | None = Field(None, ge=1, le=1000 * MAX_DEADLINE_S)
-    not_before_ms: int | None = Field(None, ge=0, le=1000 * MAX_DEADLINE_S)
+    deadline_ms: int | None = Field(default=None, ge=1, le=1000 * MAX_DEADLINE_S)
+    not_before_ms: int | None = Field(default=None, ge=0, le=1000 * MAX_DEADLINE_S)
     background: bool = True
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 

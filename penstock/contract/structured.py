@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AliasChoices, FailFast, Field, StringConstraints, field_validator, model_validator
 
@@ -28,15 +28,29 @@ class StructuredOutputs(Named):
     """
 
     json_schema: Annotated[str, StringConstraints(max_length=MAX_GRAMMAR_CHARS)] | None = Field(
-        None, validation_alias=AliasChoices("json_schema", "json")
+        default=None, validation_alias=AliasChoices("json_schema", "json")
     )
     json_object: bool = False
     regex: Annotated[str, StringConstraints(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
     choice: Annotated[tuple[Alternative, ...] | None, FailFast()] = Field(
-        None, min_length=1, max_length=MAX_ALTERNATIVES
+        default=None, min_length=1, max_length=MAX_ALTERNATIVES
     )
     grammar: Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
     calls: WantedCalls | None = None
+
+    if TYPE_CHECKING:
+        # Callers may give a schema as a mapping and a choice as a list; fields hold text and a tuple.
+        def __init__(
+            self,
+            *,
+            json: Mapping[str, Any] | str | None = None,
+            json_schema: Mapping[str, Any] | str | None = None,
+            json_object: bool = False,
+            regex: str | None = None,
+            choice: Sequence[str] | None = None,
+            grammar: str | None = None,
+            calls: WantedCalls | None = None,
+        ) -> None: ...
 
     @field_validator("json_schema", mode="before")
     @classmethod

@@ -17,18 +17,18 @@ class Terms(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_open_jobs: int = Field(NO_LIMIT, ge=0)
+    max_open_jobs: int = Field(default=NO_LIMIT, ge=0)
     """Jobs that wait or run."""
-    max_queued_cost: int = Field(NO_LIMIT, ge=0)
+    max_queued_cost: int = Field(default=NO_LIMIT, ge=0)
     """KV tokens of the jobs that wait."""
-    jobs_per_minute: int = Field(NO_LIMIT, ge=0)
-    tokens_per_minute: int = Field(NO_LIMIT, ge=0)
-    weight: float = Field(1.0, ge=0.001, le=1000)
+    jobs_per_minute: int = Field(default=NO_LIMIT, ge=0)
+    tokens_per_minute: int = Field(default=NO_LIMIT, ge=0)
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
     """Under fair turns a tenant of weight 2 gets twice as much as one of weight 1."""
-    burst_s: int = Field(10, ge=1, le=3600)
-    memory_percent: int = Field(NO_LIMIT, ge=0, le=90)
+    burst_s: int = Field(default=10, ge=1, le=3600)
+    memory_percent: int = Field(default=NO_LIMIT, ge=0, le=90)
     """Percent of Redis's memory that the tenant's jobs and results may take; 0: as the pool's nodes are told."""
-    account: str = Field("", pattern=ACCOUNT_PATTERN)
+    account: str = Field(default="", pattern=ACCOUNT_PATTERN)
     """What used tokens are counted to beside the tenant: an API key's id, nothing for clients of Redis."""
 
     def without_limits(self) -> Terms:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -99,7 +100,7 @@ class RedisSettings(Settings):
 class KeySettings(Settings):
     """What gateways and `penstock keys` must agree on beside Redis."""
 
-    key_pepper: str = Field("", repr=False)
+    key_pepper: str = Field(default="", repr=False)
     """A secret that all API keys' digests depend on."""
 
 
@@ -109,3 +110,9 @@ def redis_url_of(given: str | None) -> str:
     if not url:
         raise ConfigError("which Redis? Give --redis-url or set PENSTOCK_REDIS_URL", param="redis_url")
     return url
+
+
+def without_password(redis_url: str) -> str:
+    """The URL as it may be shown."""
+    shown = re.sub(r"(://[^:/?#@]*):.*@", r"\1:***@", redis_url)
+    return re.sub(r"([?&]password=)[^&#]*", r"\1***", shown)

@@ -15,11 +15,11 @@ class CelerySettings(Settings):
 
     broker_url: str | None = None
     """None: the Redis of the queue. It must be a plain one, not a cluster."""
-    task_lease_s: float = Field(10.0, ge=1.0)
+    task_lease_s: float = Field(default=10.0, ge=1.0)
     """A worker that has not renewed its tasks for so long is dead; another one gets them. The same for all workers."""
-    visibility_timeout_s: int = Field(300, ge=1)
+    visibility_timeout_s: int = Field(default=300, ge=1)
     """When a task comes back that no living worker looks after, by the clocks of its workers' machines."""
-    soft_shutdown_s: float = Field(5.0, ge=0)
+    soft_shutdown_s: float = Field(default=5.0, ge=0)
     """How long short tasks may go on when a worker is stopped at once; longer ones go back to the queue."""
-    result_ttl_s: int = Field(86_400, ge=1)
+    result_ttl_s: int = Field(default=86_400, ge=1)
     """How long a task's result is kept."""

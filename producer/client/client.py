@@ -23,6 +23,7 @@ from penstock.producer.client.job_source import JobSource, Submission, submit
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
 from penstock.producer.client.retrying_broker import RetryingBroker
 from penstock.producer.client.settings import ClientSettings
+from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
 from penstock.queue.admission import estimate_cost
 from penstock.queue.broker.connection import connect
@@ -34,7 +35,7 @@ from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import PoolPressure
-from penstock.runtime.settings import RedisSettings
+from penstock.runtime.settings import RedisSettings, without_password
 
 MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 
@@ -57,6 +58,7 @@ class AsyncClient:
             raise ConfigError("no Redis named: pass redis_url or set PENSTOCK_REDIS_URL", param="redis_url")
         settings = settings or ClientSettings.load()
         self.stats = ClientStats()
+        self._url = without_password(url)
         self._tenant = tenant
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = settings.highest_class
@@ -105,6 +107,10 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "connected" if self._courier.is_open else "not connected"
+        return f"<AsyncClient {self._url} tenant={self._tenant} {state}>"
+
     @property
     def is_alive(self) -> bool:
         """Whether this client is connected and hears its jobs; one that stopped hearing does not start again."""
@@ -144,8 +150,11 @@ class AsyncClient:
         """A pool's live nodes and backlog, as of at most a quarter of a second ago."""
         return await self._door(pool).pressure()
 
+    @with_options
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
-        """Checks, admits and enqueues a job; see `SubmitOptions`.
+        """Check, admit and enqueue a job; `SubmitOptions` and `SamplingParams` say what each argument means.
+
+        `prompt` is text, token ids or the messages of a chat.
 
         Raises RequestError (`param` names the argument at fault), BusyError (come back after `retry_after_ms`),
         ConflictError (id or idempotency key of another request), UnavailableError (no node, or Redis stays away).
@@ -167,8 +176,9 @@ class AsyncClient:
             Submission(job, cost, options.get("channel", False), options.get("terms") or self._terms)
         )
 
+    @with_options
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
-        """Submits a job and yields its chunks; see `submit` and `AsyncJob.stream`."""
+        """Submit a job and yield its chunks. Takes and raises what `submit` does; raises the job's error at its end."""
         job = await self.submit(prompt, **options)
         async with aclosing(job.stream()) as chunks:
             async for chunk in chunks:

@@ -36,6 +36,9 @@ class AsyncJob:
         self.id = source.job_id
         self.pool = pool_of(source.job_id)
 
+    def __repr__(self) -> str:
+        return f"<AsyncJob {self.id}>"
+
     async def stream(self) -> AsyncGenerator[Chunk, None]:
         """The job's chunks in order; behind the last one, raises the job's error when it did not end `done`."""
         outcome: Outcome | None = None

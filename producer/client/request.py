@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import uuid_utils
 from pydantic import ValidationError
@@ -15,7 +15,7 @@ from penstock.contract.errors import NotFoundError, RequestError, UnavailableErr
 from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import request_error
-from penstock.contract.structured import StructuredOutputs
+from penstock.contract.sampling_options import SamplingOptions
 from penstock.contract.terms import Terms
 from penstock.contract.tools import ToolChoice
 from penstock.producer.client.tool_use import with_choice
@@ -27,57 +27,41 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPro
 """Text, token ids, the messages of a chat, or any of these as `pack_prompt_of` packs them."""
 
 
-class SubmitOptions(TypedDict, total=False):
-    """What may be said about a job beside its prompt: how it is queued, and how it is sampled."""
+class SubmitOptions(SamplingOptions, total=False):
+    """Keyword arguments of `submit`: how a job is queued, and every field of `SamplingParams`.
+
+    model: a served model, pool or alias, or an adapter of one; not needed where only one model is served.
+    adapter: one of the model's LoRA adapters; naming it as the model does the same.
+    params: all of the sampling at once, in place of the single arguments.
+    priority: the job's class.
+    deadline_s: the job expires when it is not done by then.
+    not_before_s: the job waits for so long before it stands in line.
+    channel: publish each chunk on the job's own channel too, for any Redis client.
+    background: go on when nobody reads; otherwise the job is cancelled soon after its last reader has gone.
+    idempotency_key: a later submission with the same key and request is the same job.
+    job_id: `<pool>.<uuidv7>`; minted by the client unless given.
+    tools: what the assistant of a chat may call, in OpenAI's form; calls come as the model writes them.
+    tool_choice: `auto`: the model decides; otherwise the text is made of calls alone, of any function or of one.
+    parallel_tool_calls: whether a text that is kept to calls may have several.
+    tenant: the tenant that the job belongs to; the client's own by default.
+    terms: the tenant's limits and weight; without limits, and of the client's weight, by default.
+    """
 
     model: str | None
-    """A served model, pool or alias, or an adapter of one; not needed where only one model is served."""
     adapter: str | None
-    """One of the model's low-rank adapters; naming it as the model does the same."""
     params: SamplingParams | None
-    """All of the sampling at once, in place of the single arguments below."""
     priority: Priority
     deadline_s: float | None
-    """The job expires when it is not done by then."""
     not_before_s: float | None
-    """The job waits for so long before it stands in line."""
     channel: bool
-    """Publish each chunk on the job's own channel too, for any Redis client."""
     background: bool
-    """Go on when nobody reads; otherwise the job is cancelled soon after its last reader has gone."""
     idempotency_key: str | None
-    """A later submission with the same key and request is the same job."""
     job_id: str | None
     tools: Sequence[Mapping[str, Any]] | str | None
-    """What the assistant of a chat may call, in OpenAI's form; calls come as the model writes them."""
     tool_choice: ToolChoice
-    """`auto` by default: the model decides. Otherwise the text is made of calls alone, of any function or of one."""
     parallel_tool_calls: bool
-    """Whether a text that is kept to calls may have several; so by default."""
     tenant: str | None
     terms: Terms | None
-    """The tenant's limits and weight; without limits, and of the client's weight, by default."""
-
-    n: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int | None
-    max_tokens: int | None
-    min_tokens: int
-    ignore_eos: bool
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    include_stop_str_in_output: bool
-    logit_bias: Mapping[int, float]
-    bad_words: Sequence[str]
-    structured_outputs: StructuredOutputs | Mapping[str, Any] | None
-    logprobs: int | None
-    prompt_logprobs: int | None
 
 
 _OF_JOB = frozenset({"priority", "background", "idempotency_key", "tools"})

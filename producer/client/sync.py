@@ -15,6 +15,7 @@ from penstock.producer.client.job import AsyncJob
 from penstock.producer.client.loop_thread import LoopThread
 from penstock.producer.client.request import Prompt, SubmitOptions
 from penstock.producer.client.settings import ClientSettings
+from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
 from penstock.queue.broker.producer import JobStatus, ServedPool
 
@@ -51,29 +52,40 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return repr(self._client).replace("AsyncClient", "Client", 1)
+
     @property
     def stats(self) -> ClientStats:
         """The client's counters."""
         return self._client.stats
 
     def pools(self) -> dict[str, ServedPool]:
-        """See `AsyncClient.pools`."""
+        """Return every announced model by pool, as of at most a second ago; those with a live node come first."""
         return self._loop.call(self._client.pools())
 
+    @with_options
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:
-        """See `AsyncClient.submit`."""
+        """Check, admit and enqueue a job; `SubmitOptions` and `SamplingParams` say what each argument means.
+
+        `prompt` is text, token ids or the messages of a chat.
+
+        Raises RequestError (`param` names the argument at fault), BusyError (come back after `retry_after_ms`),
+        ConflictError (id or idempotency key of another request), UnavailableError (no node, or Redis stays away).
+        """
         return Job(self, self._loop.call(self._client.submit(prompt, **options)))
 
+    @with_options
     def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Iterator[Chunk]:
-        """Submits a job and yields its chunks; see `submit` and `Job.stream`."""
+        """Submit a job and yield its chunks. Takes and raises what `submit` does; raises the job's error at its end."""
         return self.submit(prompt, **options).stream()
 
     def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> Job:
-        """See `AsyncClient.attach`."""
+        """Return a job submitted anywhere, to be read from the chunk behind index `after`; raises NotFoundError."""
         return Job(self, self._loop.call(self._client.attach(job_id, after=after, tenant=tenant)))
 
     def result(self, job_id: str, *, check: bool = True, tenant: str | None = None) -> Result:
-        """Waits for a job's end; see `AsyncJob.result`."""
+        """Wait for a job's end and return its result; raises the job's error when it did not end `done`, if `check`."""
         return self._loop.call(self._client.result(job_id, check=check, tenant=tenant))
 
     def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
@@ -81,12 +93,12 @@ class Client:
         return self._loop.call(self._client.status(job_id, tenant=tenant))
 
     def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
-        """Cancels a job; answers its state; see `AsyncJob.cancel`."""
+        """Cancel a job; return `cancelled`, `running` (it ends within a step) or the terminal state it was in."""
         return self._loop.call(self._client.cancel(job_id, tenant=tenant))
 
 
 class Job:
-    """A handle on a submitted or attached job; see `AsyncJob`."""
+    """A handle on a submitted or attached job; any number of threads may stream from it, each from where it starts."""
 
     def __init__(self, client: Client, job: AsyncJob) -> None:
         # The client closes when nobody holds it any more.
@@ -95,6 +107,9 @@ class Job:
         self._job = job
         self.id = job.id
         self.pool = job.pool
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id}>"
 
     def stream(self) -> Iterator[Chunk]:
         """The job's chunks in order; behind the last one, raises the job's error when it did not end `done`."""
@@ -125,11 +140,11 @@ class Job:
         return self._loop.call(self._job.status())
 
     def cancel(self) -> str:
-        """Cancels the job; answers its state; see `AsyncJob.cancel`."""
+        """Cancel the job; return `cancelled`, `running` (it ends within a step) or the terminal state it was in."""
         return self._loop.call(self._job.cancel())
 
     def detach(self) -> None:
-        """Says that nobody reads here any more; see `AsyncJob.detach`."""
+        """Stop reading here; a non-background job without another reader is then cancelled."""
         self._loop.call(self._job.detach())
 
 

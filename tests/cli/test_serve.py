@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.cli.main import app
-from penstock.cli.serve import without_password
 from penstock.contract.errors import PenstockError
 from penstock.gateway.settings import GatewaySettings
 from penstock.gpu_node.settings import NodeSettings
+from penstock.runtime.settings import without_password
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_its_settings_are_settings() -> None:
 @pytest.mark.parametrize("line", sorted(set(re.findall(r"`penstock ([a-z]+(?: [a-z]+)?)[^`]*`", TEXT))))
 def test_its_commands_are_commands(line: str) -> None:
     command, *rest = line.split()
-    found = get_command(app).commands[command]  # type: ignore[attr-defined]
+    found = get_command(app).commands[command]
     if rest and hasattr(found, "commands"):
         assert rest[0] in found.commands
 

@@ -31,9 +31,14 @@ def value_in_python(text: str, name: str) -> int:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name) and target.id == name:
-                value = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
+                value = default_in(node.value) if isinstance(node.value, ast.Call) else node.value
                 return int(eval(compile(ast.Expression(value), name, "eval")))
     raise AssertionError(name)
+
+
+def default_in(field: ast.Call) -> ast.expr:
+    """The default that a call of `Field` names."""
+    return next(keyword.value for keyword in field.keywords if keyword.arg == "default")
 
 
 def test_there_are_such_tables() -> None:

@@ -17,8 +17,9 @@ from penstock.gpu_node.model.native.positions import set_positions
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import packed_once
 from penstock.gpu_node.model.protocol import RunnerOptions
+from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BuildError, library_path
-from penstock.kernels.cpu.library import Activation, Format, KernelError, KvFormat, NativeModel, NativeSpec
+from penstock.kernels.cpu.library import Activation, Format, KvFormat, NativeModel, NativeSpec
 from penstock.kernels.cpu.probe import Isa, best_isa, cores_to_stay_on, cpu_flags, usable_cores
 from penstock.runtime.cache_folders import private_folder
 
@@ -49,6 +50,8 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     cores = cores_to_stay_on(threads)
     try:
         model = NativeModel(library, native_spec, threads, cores)
+    except AbiError as error:
+        raise ConfigError(f"the compiled kernels do not fit this code, build them again: {error}") from error
     except KernelError as error:
         raise ConfigError(f"num_threads {threads} cannot be had: {error}") from error
     quantization, turned = _quantization(spec, options.quantization), bool(native_spec.turned)

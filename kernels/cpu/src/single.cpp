@@ -163,5 +163,7 @@ void penstock_single_attend(const KvCache* cache, const float* queries, const in
   for (int r = 0; r < count; ++r) finish(states[r], dim, out + (size_t)r * dim);
 }
 
+size_t penstock_sizeof_sampling_rule() { return sizeof(SamplingRule); }
+
 }  // extern "C"
 #pragma GCC visibility pop

@@ -42,8 +42,8 @@ HEAD = f"""# Families, {{date}}
 
 `PYTHONPATH=ops python -m bench.studies.families`: {NUM_PROMPTS} texts of 8 to {MAX_LENGTH} tokens in mixed batches,
 small random models in bfloat16, against transformers in float32: the largest error of a logit, the errors' root mean
-square by the logits' spread, and how often the same token is the best. Random weights are the worst case of four bits, trained
-ones lose far less ([perplexity](perplexity.md), which has GGUF too). `int8` has a scale for each group of 32 in
+square by the logits' spread, and how often the same token is the best. Random weights are the worst case of four bits,
+trained ones lose far less ([perplexity](perplexity.md), which has GGUF too). `int8` has a scale for each group of 32 in
 families with layer norms; GGUF is a file in {GGUF_OF_FAMILIES.upper()}, as it is stored.
 """
 STORED_HEAD = f"""

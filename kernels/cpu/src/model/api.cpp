@@ -133,4 +133,9 @@ PENSTOCK_API void penstock_clear_blocks(Model* model, const int32_t* blocks, int
   for (int i = 0; i < count; ++i) model->cache().clear_block(blocks[i]);
 }
 
+// The structs that Python fills in: loading compares their sizes with its own.
+PENSTOCK_API size_t penstock_sizeof_spec() { return sizeof(Spec); }
+PENSTOCK_API size_t penstock_sizeof_plan() { return sizeof(Plan); }
+PENSTOCK_API size_t penstock_sizeof_low_rank_part() { return sizeof(LowRankPart); }
+
 }  // extern "C"

@@ -1,0 +1,18 @@
+"""Ask a model and one of its LoRA adapters the same: `python examples/lora.py ADAPTER`.
+
+The node must know the adapter: `penstock node MODEL --lora ADAPTER=/path/to/it`, or `--lora-dir`.
+"""
+
+import sys
+
+from penstock import Client
+
+PROMPT = "The capital of France is"
+
+if __name__ == "__main__":
+    adapter = sys.argv[1]
+    with Client() as client:
+        base = client.submit(PROMPT, max_tokens=16, temperature=0)
+        adapted = client.submit(PROMPT, adapter=adapter, max_tokens=16, temperature=0)
+        print(f"base model: {base.result().choices[0].text!r}")
+        print(f"{adapter}: {adapted.result().choices[0].text!r}")

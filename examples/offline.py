@@ -1,0 +1,17 @@
+"""Run a model in this process, without a queue: `python examples/offline.py MODEL`.
+
+MODEL is a folder, a `.gguf` file or a hub id. The prompts run as one batch.
+"""
+
+import sys
+
+from penstock import Engine, SamplingParams
+
+PROMPTS = ["The capital of France is", "Water boils at", "Once upon a time"]
+
+if __name__ == "__main__":
+    engine = Engine(sys.argv[1], kv_cache_dtype="auto", max_num_seqs=16)
+    for prompt, generation in zip(
+        PROMPTS, engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16)), strict=True
+    ):
+        print(f"{prompt}{generation.choices[0].text!r}")

@@ -1,0 +1,32 @@
+"""Read a job's tokens with nothing but a Redis client and msgpack, as a program in any language could.
+
+A job submitted with `channel=True` publishes each chunk on a channel of its own, one msgpack map a message: `s` is the
+text that became complete, and `e` stands in the last one. PROTOCOL.md describes the other fields.
+"""
+
+import os
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import redis
+import uuid_utils
+
+from penstock import Client
+
+url = os.environ["PENSTOCK_REDIS_URL"]
+connection: Any = redis.Redis.from_url(url)
+
+with Client(url) as client, connection.pubsub() as channel:
+    pool = next(iter(client.pools()))
+    job_id = f"{pool}.{uuid_utils.uuid7()}"
+    # Subscribed before the job exists, so that no message is missed.
+    channel.subscribe(f"penstock:{{{pool}}}:ch:{job_id}")
+    client.submit("Once upon a time", job_id=job_id, channel=True, max_tokens=32, temperature=0)
+    for message in channel.listen():
+        if message["type"] == "message":
+            chunk = msgpack.unpackb(message["data"])
+            print(chunk.get("s", ""), end="", flush=True)
+            if "e" in chunk:
+                break
+
+print()

@@ -1,0 +1,61 @@
+"""Runs luacheck on the Lua scripts as Redis gets them: each behind what it shares with others. `make lint-lua`.
+
+What only some scripts use is no finding in what they share; what none of them uses is.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+from penstock.queue.broker.scripts import source
+
+SHARED = ("prelude", "queue")
+UNUSED = ("(W2", "(W3")
+"""Beginnings of what luacheck says of unused names and values."""
+CONFIG = Path(__file__).parents[1] / ".luacheckrc"
+
+
+def findings_of(name: str) -> set[tuple[str, int, str]]:
+    """File, line and text of what luacheck says of one script."""
+    scripts = resources.files("penstock.contract") / "scripts"
+    command = ["luacheck", "--config", str(CONFIG), "--formatter", "plain", "--codes", "-"]
+    said = subprocess.run(command, input=source(name), capture_output=True, text=True, check=False).stdout
+    text = source(name)
+    begins = []
+    for part in (*SHARED, name):
+        at = text.find((scripts / f"{part}.lua").read_text())
+        if at >= 0:
+            begins.append((text.count("\n", 0, at), part))
+    found = set()
+    for number, problem in re.findall(r"^stdin:(\d+):\d+: (.*)$", said, re.MULTILINE):
+        begin, part = max(one for one in begins if one[0] < int(number))
+        found.add((part, int(number) - begin, problem))
+    return found
+
+
+def main() -> None:
+    """Print what is wrong; the status says whether anything is."""
+    if shutil.which("luacheck") is None:
+        sys.exit("luacheck is not installed; Debian and Ubuntu have it as `lua-check`")
+    scripts = Path(str(resources.files("penstock.contract") / "scripts"))
+    names = sorted(path.stem for path in scripts.glob("*.lua") if path.stem not in SHARED)
+    of_each = [findings_of(name) for name in names]
+    everywhere = set.intersection(*of_each)
+    left = {
+        finding
+        for found in of_each
+        for finding in found
+        if finding in everywhere or finding[0] not in SHARED or not finding[2].startswith(UNUSED)
+    }
+    for part, line, problem in sorted(left):
+        print(f"penstock/queue/scripts/{part}.lua:{line}: {problem}")
+    sys.exit(bool(left))
+
+
+if __name__ == "__main__":
+    main()

