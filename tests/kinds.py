@@ -15,9 +15,9 @@ TESTS = Path(__file__).parent
 NOT_QUICK = ("slow", "model", "gpu", "process", "redis", "torch", "triton", "bench")
 OF_FIXTURES = {"redis": {"redis_server", "redis_url", "redis"}, "torch": {"tiny_model", "demo_folder", "demo_gguf"}}
 OF_IMPORTS = {
-    "process": {"subprocess", "multiprocessing", "psutil", "fakes.child_process", "fakes.node_process", "faults"},
-    "redis": {"penstock.runtime.embedded_redis", "redis", "fakes.running_node", "hostile"},
-    "torch": {"torch", "transformers", "fakes.native", "fakes.tiny_model", "fakes.random_llama", "fakes.engine_runs"},
+    "process": {"subprocess", "multiprocessing", "psutil", "fakes.processes", "faults"},
+    "redis": {"penstock.runtime.embedded_redis", "redis", "hostile"},
+    "torch": {"torch", "transformers", "fakes.native", "fixtures", "fakes.engine_runs"},
     "triton": {"triton", "fakes.interpreter"},
 }
 """A file that imports one of these, or a module below it."""
