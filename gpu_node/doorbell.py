@@ -32,7 +32,7 @@ class Bell:
         """There may be something new."""
         self._rung.set()
 
-    def room_grew(self) -> None:
+    def capacity_freed(self) -> None:
         """A job left; worth a look only if somebody waits."""
         if self.depth:
             self._rung.set()

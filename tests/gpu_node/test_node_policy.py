@@ -157,7 +157,7 @@ async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobody
             await until(broker, job, "running", 1)
         async with running(redis_url, roomy, lease_ms=15_000) as other:
             while not len(other.ledger):
-                await node.relieve()
+                await node.shed_load()
                 await asyncio.sleep(0.005)
             assert other.ledger.job_ids == [patient.id]
             pace.step_s = 0.0
@@ -197,7 +197,7 @@ async def test_without_a_node_that_has_room_nobody_is_sent_away(redis_url: str, 
         for job in batch:
             await until(broker, job, "running", 1)
         assert sum(job.claim for job in node.ledger) > 160
-        await node.relieve()
+        await node.shed_load()
         engine.may_end = True
         for job in batch:
             await until(broker, job, "done")
@@ -306,7 +306,7 @@ def test_claims_of_a_class_are_its_own_and_those_of_more_urgent_ones() -> None:
         job = held(urgency=urgency, n=n)
         ledger.add(job)
         ledger.open(job, 10)
-    assert ledger.claims() == ((210, 210, 210 + 610), (1, 1, 4))
+    assert ledger.expected_usage() == ((210, 210, 210 + 610), (1, 1, 4))
 
 
 def test_a_job_that_was_stopped_on_its_way_pays_what_was_predicted_and_one_that_never_ran_nothing() -> None:
