@@ -37,7 +37,7 @@ MAX_CHARS_ON_LOOP = 2048
 MAX_TRIALS_AWAITED = 64
 """Grammar trials that this node may wait for at once."""
 MAX_TRIALS_OF_TENANT = 4
-"""Grammar trials of one tenant that may run at once."""
+"""The same for the trials of one tenant."""
 
 
 class JobIntake:

@@ -50,7 +50,7 @@ def states_of(name: str) -> list[State]:
 
 
 def _prefix(name: str) -> str:
-    """Return the prefix of the nodes' addresses. It depends on the PID namespace, since containers may share a network."""
+    """Return the addresses' prefix. It depends on the PID namespace, since containers may share a network."""
     try:
         processes = str(os.stat(_PROCESSES).st_ino)
     except OSError:
