@@ -46,7 +46,7 @@ class Bell:
 
 
 async def listen(redis: Redis, channel: str, bell: Bell, on_cancelled: Callable[[str], None]) -> None:
-    """Listen to the doorbell channel until canceled. An empty message: a new job; a job's id: that job is cancelled."""
+    """Listen to the doorbell channel until canceled. An empty message: a new job; a job's id: that job was canceled."""
 
     def hear(message: bytes) -> None:
         if message:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MAX_INTERVAL_S = 2.0
 BEATS_PER_LEASE = 6
 BEATS_PER_CHECK = 5
-"""Every so many heartbeats, the ids of all held jobs are compared with Redis."""
+"""Every fifth heartbeat compares the ids of all held jobs with Redis."""
 _RATE_HALF_LIFE_S = 10.0
 _INTERVALS_A_LOOK = 3
 """Longest time between two looks at the engine: its answer, the heartbeat and the pause each take one interval."""
@@ -113,7 +113,7 @@ class Heartbeat:
         }
 
     async def send(self) -> None:
-        """Send one heartbeat, and act on the answer: drop fenced jobs, end cancelled and expired ones."""
+        """Send one heartbeat, and act on the answer: drop fenced jobs, end canceled and expired ones."""
         self._end_expired()
         pressure = await self._pressure()
         check = self._num_beats % BEATS_PER_CHECK == 0

@@ -93,7 +93,7 @@ class JobIntake:
         try:
             request = await self._open(job)
             if request is None:
-                # The job was cancelled between take and read. Redis tells the finish call so.
+                # The job was canceled between take and read. Redis answers the finish call accordingly.
                 self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
                 return
             prepared = await self._prepare(request, job.taken.tenant)
@@ -116,7 +116,7 @@ class JobIntake:
         self._fail(job, error)
 
     async def _open(self, job: HeldJob) -> Request | None:
-        """Return a job's request, with the log of earlier nodes applied; None if the job was cancelled."""
+        """Return a job's request, with the log of earlier nodes applied; None if the job was canceled."""
         data: bytes | None = job.taken.request
         if not data:
             (data,) = await patiently(lambda: self._broker.requests([job.job_id]), math.inf)
@@ -167,7 +167,7 @@ class JobIntake:
             self._outbox.end(job, outcome_of(job))
             return
         if self._ledger.get(job.job_id) is not job or job.outcome is not None:
-            return  # The job was lost or cancelled during its intake.
+            return  # The job was lost or canceled during its intake.
         params, taken = request.params, job.taken
         job.is_in_engine = True
         added = self._worker.add(

@@ -141,7 +141,7 @@ class Outbox:
         """Stop holding a job that belongs to another node now."""
         self.forget(job)
         self._ledger.counts.dropped += 1
-        log.warning("job is no longer ours", extra={"job_id": job.job_id, "lease": job.taken.lease})
+        log.warning("job belongs to another node", extra={"job_id": job.job_id, "lease": job.taken.lease})
 
     async def until_empty(self) -> None:
         """Wait until the node holds no job."""

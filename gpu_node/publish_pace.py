@@ -48,7 +48,7 @@ class Pace:
         return due_s - now_s
 
     def note(self, now_s: float, *, num_streams: int | None) -> None:
-        """Note a publication of so many streams; None: only of first tokens and ends."""
+        """Note a publication to `num_streams` streams; None: only of first tokens and ends."""
         if num_streams is not None:
             self._all_published_s = now_s
             self._num_streams = num_streams

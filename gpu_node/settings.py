@@ -105,7 +105,7 @@ class NodeSettings(Settings):
     lora_dir: Path | None = None
     """Folder of further LoRA adapters, each in a folder of its name; an adapter is loaded at its first request."""
     max_loras: int = Field(8, ge=1)
-    """Maximum LoRA adapters in one step; the least recently used adapter makes way for another."""
+    """Maximum LoRA adapters in one step; a further adapter replaces the least recently used one."""
     max_lora_rank: int = Field(16, ge=1, le=512)
     """Maximum rank of a LoRA adapter."""
     speculative: Literal["ngram", "off"] = "off"
@@ -151,7 +151,7 @@ class NodeSettings(Settings):
     lease_ms: int = Field(15_000, ge=3_000, le=600_000)
     """Milliseconds without a heartbeat after which a node counts as dead and other nodes take over its jobs."""
     abandon_after_ms: int = Field(30_000, ge=1_000)
-    """Milliseconds of silence after which a reading process counts as gone; jobs that only it reads are cancelled."""
+    """Milliseconds of silence after which a reading process counts as gone; jobs that only it reads are canceled."""
     reattach_grace_ms: int = Field(5_000, ge=0)
     """Milliseconds that a job continues after its last reader left."""
     log_ttl_ms: int = Field(120_000, ge=1_000)

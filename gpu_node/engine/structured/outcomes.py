@@ -11,7 +11,7 @@ from penstock.gpu_node.engine.structured.grammar import Grammar
 from penstock.gpu_node.engine.structured.mask_status import EMPTY, MISFIT, PAST_LIMITS
 
 MAX_KILLS_FROM_OUTSIDE = 3
-"""A system short of memory kills without a reason. A grammar is blamed after so many kills in its tasks."""
+"""A system short of memory kills without a reason. After this many kills in its tasks a grammar is refused."""
 
 
 @dataclass(slots=True)

@@ -74,7 +74,7 @@ class ChoiceOutput:
         return stopped
 
     def _finish(self, reason: EndReason) -> None:
-        """Release the text held back and end the choice. If that text completes a stop string, the reason becomes stop."""
+        """Release the text held back and end the choice. The reason is stop if that text completes a stop string."""
         stopped = self._stopped_by(self._detokenizer.flush())
         if not stopped:
             self._released.append(self._stops.flush())
