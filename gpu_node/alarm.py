@@ -6,7 +6,7 @@ import asyncio
 
 
 class Alarm:
-    """Ring at the earliest time that was set since the last ring. It belongs to the running event loop."""
+    """A timer that rings at the earliest time set since its last ring. It belongs to the running event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

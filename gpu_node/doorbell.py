@@ -20,7 +20,7 @@ _PING_S = 15.0
 
 
 class Bell:
-    """Ring when there may be jobs to take. `depth`: jobs that waited when the queue was last read."""
+    """An event that there may be jobs to take. `depth`: jobs that waited when the queue was last read."""
 
     def __init__(self) -> None:
         self._rung = asyncio.Event()

@@ -81,7 +81,7 @@ class EngineLike(Protocol):
 
 
 class EngineWorker:
-    """Run an engine on its own thread. That thread calls `deliver` once per step that produced output."""
+    """An engine's own thread. It calls `deliver` once per step that produced output."""
 
     def __init__(self, engine: EngineLike, deliver: Callable[[list[StepOutput]], None]) -> None:
         self._engine = engine

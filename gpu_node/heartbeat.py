@@ -55,7 +55,7 @@ class RateEstimator:
 
 
 class Heartbeat:
-    """Send a node's heartbeats. After each one, sweep the pool, so that every living node notices dead nodes."""
+    """The sender of a node's heartbeats. It also sweeps the pool, so that every living node notices dead nodes."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ IDLE_TAKE_S = 1.0
 
 
 class JobInbox:
-    """Take jobs from the queue for one node, as its engine has capacity for them."""
+    """The loop that takes jobs from the queue, as many as the node's engine has capacity for."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ MAX_TRIALS_OF_TENANT = 4
 
 
 class JobIntake:
-    """Turn each taken job into an engine request, in a task of its own.
+    """The step from a taken job to an engine request. Each job has a task of its own.
 
     No job waits for another job's grammar, adapter or long prompt; jobs without these reach the engine in the order in
     which they were taken. A job that cannot run ends in the outbox; one that lacks its adapter goes to another node.

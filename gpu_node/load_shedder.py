@@ -24,7 +24,7 @@ LOOK_S = 1.0
 
 
 class LoadShedder:
-    """Give jobs back for one node. Its engine's capacity is `kv_tokens` KV tokens and `max_num_seqs` sequences."""
+    """Gives a node's jobs back. The node's capacity is `kv_tokens` KV tokens and `max_num_seqs` sequences."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ ANNOUNCE_S = 2.0
 
 
 class Node:
-    """Serve one engine's pool: asyncio talks to Redis here, the engine runs on a thread of its own."""
+    """The service around one engine: asyncio code for Redis, and the engine on its own thread. It serves one pool."""
 
     def __init__(self, settings: NodeSettings, engine: EngineLike, seats: Seats = NO_SEATS) -> None:
         self._settings = settings

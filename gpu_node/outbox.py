@@ -37,7 +37,7 @@ MAX_CALLS_AT_ONCE = 16
 
 
 class Outbox:
-    """Publish what the ledger holds unsent, and ring the inbox's bell when a job has freed capacity."""
+    """The publisher of a node's tokens and job ends. It rings the inbox's bell when a job has freed capacity."""
 
     def __init__(
         self, broker: NodeBroker, ledger: Ledger, worker: EngineWorker, bell: Bell, *, max_unsent_bytes: int, pace: Pace
@@ -56,7 +56,7 @@ class Outbox:
         """Whether delivered outputs may wait for the alarm, unless a reader waits for one of them."""
         self._alarm = Alarm()
         self._dirty: dict[str, HeldJob] = {}
-        self._is_hurried = False
+        self._reader_waits = False
         """Whether a reader waits for an unsent first token or an unsent end."""
         self._emptied = asyncio.Event()
         self.num_finished_cost = 0
@@ -65,7 +65,7 @@ class Outbox:
     def deliver(self, outputs: Sequence[StepOutput]) -> None:
         """Accept one step's outputs. Runs on the engine's thread. Raises RuntimeError if the loop is closed."""
         self._delivered.append(outputs)
-        if not self._sleeping or any(map(_is_urgent, outputs)):
+        if not self._sleeping or any(map(_is_awaited, outputs)):
             self._loop.call_soon_threadsafe(self._handle_steps)
 
     def _handle_steps(self) -> None:
@@ -91,7 +91,7 @@ class Outbox:
 
     def _mark_dirty(self, job: HeldJob) -> None:
         self._dirty[job.taken.lease] = job
-        self._is_hurried = self._is_hurried or _is_waited_for(job)
+        self._reader_waits = self._reader_waits or _has_awaited_output(job)
 
     def _schedule(self, job: HeldJob) -> None:
         self._mark_dirty(job)
@@ -99,7 +99,7 @@ class Outbox:
 
     def _set_alarm(self) -> None:
         """Set the alarm for the time at which the next unsent outputs should leave."""
-        self._alarm.set(self._pace.until_next_s(len(self._dirty), self._loop.time(), hurried=self._is_hurried))
+        self._alarm.set(self._pace.until_next_s(len(self._dirty), self._loop.time(), reader_waits=self._reader_waits))
         self._sleeping = True
 
     def _accept(self, job: HeldJob, output: StepOutput) -> None:
@@ -160,9 +160,9 @@ class Outbox:
                 # The alarm was set for streams that have ended since, have no new tokens yet, or were dropped.
                 self._pause_engine_if_full()
                 continue
-            only_hurried = self._pace.until_next_s(len(self._dirty), self._loop.time()) > 0
+            only_awaited = self._pace.until_next_s(len(self._dirty), self._loop.time()) > 0
             try:
-                await self.flush(only_hurried=only_hurried)
+                await self.flush(only_awaited=only_awaited)
                 patience = pauses()
             except UnavailableError as error:
                 self._ledger.counts.outages += 1
@@ -172,15 +172,15 @@ class Outbox:
             self._pause_engine_if_full()
             self._set_alarm()
 
-    async def flush(self, *, only_hurried: bool = False) -> None:
+    async def flush(self, *, only_awaited: bool = False) -> None:
         """Publish all unsent outputs now. Raises UnavailableError; what Redis has not acknowledged stays unsent."""
         self._collect()
-        batch = [job for job in self._dirty.values() if not only_hurried or _is_waited_for(job)]
+        batch = [job for job in self._dirty.values() if not only_awaited or _has_awaited_output(job)]
         # Also cleared when nothing leaves now: the awaited output may be in flight, or its job dropped.
-        self._is_hurried = False
+        self._reader_waits = False
         if not batch:
             return
-        self._pace.note(self._loop.time(), num_streams=None if only_hurried else len(batch))
+        self._pace.note(self._loop.time(), num_streams=None if only_awaited else len(batch))
         for job in batch:
             del self._dirty[job.taken.lease]
         try:
@@ -264,12 +264,12 @@ class Outbox:
         self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)
 
 
-def _is_urgent(output: StepOutput) -> bool:
+def _is_awaited(output: StepOutput) -> bool:
     """Whether a reader waits for this output: a first token or an end."""
     return output.position == 0 or output.finish_reason is not None
 
 
-def _is_waited_for(job: HeldJob) -> bool:
+def _has_awaited_output(job: HeldJob) -> bool:
     """Whether a reader waits for this job: for its first token or its end."""
     return not job.num_acknowledged or job.outcome is not None
 

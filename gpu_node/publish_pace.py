@@ -34,16 +34,16 @@ class Pace:
         self._all_published_s = self._booked_until_s = -math.inf
         self._num_streams = 0
 
-    def until_next_s(self, num_owed: int, now_s: float, *, hurried: bool = False) -> float:
-        """Return the seconds until `num_owed` streams are published together; not positive: now.
+    def until_next_s(self, num_pending: int, now_s: float, *, reader_waits: bool = False) -> float:
+        """Return the seconds until `num_pending` streams are published together; 0 or less: now.
 
-        `hurried`: until first tokens and ends may be published. Streams of the last publication count too while few
-        have new tokens, since they will have some soon.
+        `reader_waits`: until first tokens and ends may be published. The streams of the last publication count too,
+        even if only few have new tokens yet, since the others will have some soon.
         """
-        num_streams = max(num_owed, self._num_streams)
+        num_streams = max(num_pending, self._num_streams)
         interval_s = min(self._max_interval_s, max(MIN_INTERVAL_S, num_streams / MAX_CHUNKS_PER_S))
         due_s = self._all_published_s + interval_s
-        if hurried:
+        if reader_waits:
             due_s = min(due_s, self._booked_until_s - MAX_AHEAD_S)
         return due_s - now_s
 

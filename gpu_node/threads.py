@@ -16,7 +16,7 @@ MAX_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
 
 
 class Threads:
-    """Run blocking calls beside the event loop, at most `max_at_once` at a time; further calls wait."""
+    """A pool for blocking calls beside the event loop: at most `max_at_once` run, further calls wait."""
 
     def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
         self._semaphore = asyncio.Semaphore(max_at_once)

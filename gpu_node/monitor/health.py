@@ -41,7 +41,7 @@ class HealthSample:
 
 
 class Health:
-    """Judge each sample against the one before, and log changes."""
+    """The health of a node's parts, from each sample and the one before it. Changes are logged."""
 
     def __init__(self) -> None:
         self._before: HealthSample | None = None

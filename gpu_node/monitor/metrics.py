@@ -59,7 +59,7 @@ _ENGINE_GAUGES = {
 
 
 class NodeCollector(Collector):
-    """Collect a node's counters, and the engine's statistics as of the last heartbeat."""
+    """A Prometheus collector of a node's counters, and of its engine's statistics as of the last heartbeat."""
 
     def __init__(self, node: Node, loop_watch: LoopWatch | None = None) -> None:
         self._node = node

@@ -13,7 +13,7 @@ class EngineStalledError(InvariantError):
 
 
 class Watchdog:
-    """Add up the time without progress.
+    """The time that an engine has made no progress.
 
     A look may be late because the whole process was paused. Such an interval counts for at most `max_look_s`.
     """

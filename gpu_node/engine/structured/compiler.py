@@ -44,7 +44,7 @@ class _Refusal(NamedTuple):
 
 
 class GrammarCompiler:
-    """Create guides for one model. Thread-safe."""
+    """Makes guides from the structured output that requests ask for, for one model. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer

@@ -68,7 +68,7 @@ class Compiler:
 
 
 class Trial:
-    """Try out a new grammar: whether it compiles, and what its first masks cost."""
+    """A trial of a new grammar: whether it compiles, and what its first masks cost."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler

@@ -18,7 +18,7 @@ def frame(message: Any) -> bytes:
 
 
 class FrameReader:
-    """Split a byte stream into messages."""
+    """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

@@ -44,7 +44,7 @@ class _Task:
 
 
 class Lanes:
-    """Send tasks to workers, handle their replies, and account for processor time and memory."""
+    """The workers' task lists: sends tasks, handles replies, accounts for processor time and memory."""
 
     def __init__(self, counts: GrammarCounts) -> None:
         self.workers: dict[LaneName, Worker] = {}

@@ -31,7 +31,7 @@ _TRIAL_TASK = 1
 
 
 class GrammarProcesses:
-    """Start the processes, handle their messages, and replace those that end."""
+    """The owner of all grammar processes: starts them, handles their messages, and replaces ended ones."""
 
     def __init__(
         self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int], counts: GrammarCounts

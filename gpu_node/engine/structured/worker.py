@@ -40,7 +40,7 @@ class WorkerLimits:
 
 
 class Worker:
-    """Answer the node's messages. Each message is a list of tasks: number, name, arguments."""
+    """The loop of a worker process. Each of the node's messages is a list of tasks: number, name, arguments."""
 
     def __init__(self, tokenizer: LLTokenizer, node: socket.socket, page: mmap.mmap, task_cpu_s: float) -> None:
         self._node = node

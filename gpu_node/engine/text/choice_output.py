@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class ChoiceOutput:
-    """Turn one choice's tokens into released text, and find the choice's end.
+    """Decodes one choice's tokens to text, and finds the choice's end.
 
     A pure function of the tokens: text and end do not depend on how the tokens are split over steps, processes and
     resumes. Stop strings are searched only in text that begins once there are `min_tokens` tokens.

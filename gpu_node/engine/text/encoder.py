@@ -35,7 +35,7 @@ def token_ids_of(backend: Any, text: str, *, framed: bool) -> list[int]:
 
 
 class ChatEncoder:
-    """Encode rendered chats piece by piece, cut at added tokens, which no other token crosses.
+    """Encodes rendered chats piece by piece, cut at added tokens, which no other token crosses.
 
     Long pieces (system prompts, documents, earlier messages) are kept in an LRU cache. Thread-safe.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class StopStrings:
-    """Release text up to the first stop string, and hold back text that may be the start of one.
+    """Releases text up to the first stop string, and holds back text that may be the start of one.
 
     `included`: the stop string itself is released too. Without stop strings all text is released at once.
     """
