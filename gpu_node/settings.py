@@ -23,7 +23,7 @@ from penstock.runtime.settings import Settings
 PROTOCOL_VERSION = 1
 
 
-VLLM_NAMES = {ours: theirs for theirs, ours in THEIR_NAMES.items()}
+VLLM_NAMES = {name: vllm_name for vllm_name, name in THEIR_NAMES.items()}
 """vLLM's names of settings that have another name here; the keys are this project's names."""
 POOL_WIDE = (
     *("scheduling_policy", "aging_ms", "bypass_ms", "lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms"),

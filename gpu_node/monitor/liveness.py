@@ -81,8 +81,8 @@ def _asked(address: str) -> State | None:
         connection.settimeout(ANSWER_TIMEOUT_S)
         try:
             connection.connect(f"\0{address[1:]}")
-            said = b"".join(iter(lambda: connection.recv(_MAX_ANSWER_BYTES), b""))
-            state = json.loads(said)
+            answer = b"".join(iter(lambda: connection.recv(_MAX_ANSWER_BYTES), b""))
+            state = json.loads(answer)
         except (OSError, ValueError):
             return None
     return state if isinstance(state, dict) else None

@@ -132,10 +132,10 @@ class Lanes:
             number = self._note(worker, _Task(grammar))
             tasks.append([number, "compile", grammar.number, grammar.kind, grammar.text])
         is_new = guide.worker is not worker
-        told = guide.tokens if is_new else guide.tokens[guide.asked_at :]
+        tokens = guide.tokens if is_new else guide.tokens[guide.asked_at :]
         guide.worker, guide.asked_at = worker, len(guide.tokens)
         number = self._note(worker, _Task(grammar, guide, guide.asked_at))
-        tasks.append([number, "mask", guide.number, grammar.number, is_new, told.tobytes()])
+        tasks.append([number, "mask", guide.number, grammar.number, is_new, tokens.tobytes()])
         return tasks
 
     def _note(self, worker: Worker, task: _Task) -> int:

@@ -22,9 +22,8 @@ FAST_TASK_CPU_S = 0.1
 SLOW_TASK_CPU_S = 1.0
 """A longer task kills the worker for costly grammars, and the choices of its grammar fail."""
 GUIDE_CPU_S = 5.0
-"""Processor time that the masks of one choice may take,"""
+"""Processor time that the masks of one choice may take, besides GUIDE_CPU_PER_TOKEN_S for each of its tokens."""
 GUIDE_CPU_PER_TOKEN_S = 0.02
-"""and what each of its tokens adds to that limit."""
 MAX_GRAMMAR_MIB = 64
 """Memory that a grammar and its choices may take in a worker."""
 WORKER_MEMORY_MIB = 384

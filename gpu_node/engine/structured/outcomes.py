@@ -20,9 +20,9 @@ class GrammarCounts:
 
     grammar_trials: int = 0
     grammar_refusals: int = 0
-    """New grammars that were refused,"""
+    """New grammars that were refused."""
     grammar_costly_refusals: int = 0
-    """and those among them that a limit of time, memory or work refused."""
+    """Refused grammars that exceeded a limit of time, memory or work."""
     grammar_kills: int = 0
     """Workers that a limit killed, without trials."""
     grammar_restarts: int = 0

@@ -95,14 +95,14 @@ class Template:
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Start the process and send it the tokenizer. Raises OSError."""
-        self.socket, theirs = socket.socketpair()
-        with theirs:
+        self.socket, child_end = socket.socketpair()
+        with child_end:
             # The child must find the same modules, and must not import from the current folder.
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
@@ -121,16 +121,16 @@ class Template:
 
     def fork(self, task_cpu_s: float, niceness: int = 0, memory_mib: int = limits.WORKER_MEMORY_MIB) -> Worker:
         """Fork a worker. Messages to it wait until it is ready. Raises OSError."""
-        ours, theirs = socket.socketpair()
+        own_end, child_end = socket.socketpair()
         fd = os.memfd_create("penstock-grammar-page")
         try:
-            with theirs:
+            with child_end:
                 os.ftruncate(fd, mmap.PAGESIZE)
-                worker = Worker(ours, mmap.mmap(fd, mmap.PAGESIZE))
+                worker = Worker(own_end, mmap.mmap(fd, mmap.PAGESIZE))
                 message = frame(["fork", worker.number, [task_cpu_s, memory_mib, niceness]])
-                socket.send_fds(self.socket, [message], [theirs.fileno(), fd])
+                socket.send_fds(self.socket, [message], [child_end.fileno(), fd])
         except OSError:
-            ours.close()
+            own_end.close()
             raise
         finally:
             os.close(fd)
