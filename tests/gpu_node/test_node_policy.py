@@ -196,7 +196,7 @@ async def test_without_a_node_that_has_room_nobody_is_sent_away(redis_url: str, 
     async with running(redis_url, engine, drain_s=0) as node:
         for job in batch:
             await until(broker, job, "running", 1)
-        assert sum(job.claim for job in node.ledger) > 160
+        assert sum(job.expected_kv_tokens for job in node.ledger) > 160
         await node.shed_load()
         engine.may_end = True
         for job in batch:
@@ -271,14 +271,14 @@ def test_a_claim_is_what_outputs_of_this_kind_need_once_that_is_known() -> None:
     ledger = Ledger()
     before = held()
     ledger.open(before, 50)
-    assert before.claim == 50 + 200, "worst case"
+    assert before.expected_kv_tokens == 50 + 200, "worst case"
     for _ in range(30):
         ended(ledger, 20, 0)
     after, other_kind = held(), held(max_tokens=1000)
     ledger.open(after, 50)
     ledger.open(other_kind, 50)
-    assert after.claim == 50 + 20
-    assert other_kind.claim == 50 + 256
+    assert after.expected_kv_tokens == 50 + 20
+    assert other_kind.expected_kv_tokens == 50 + 256
 
 
 def test_a_job_that_was_moved_often_claims_all_that_it_may_need() -> None:
@@ -286,10 +286,10 @@ def test_a_job_that_was_moved_often_claims_all_that_it_may_need() -> None:
     moved = held(max_tokens=1000)
     moved.taken = replace(moved.taken, preemptions=3)
     ledger.open(moved, 50)
-    assert moved.claim == moved.most == 50 + 70
+    assert moved.expected_kv_tokens == moved.max_kv_tokens == 50 + 70
     fresh = held(max_tokens=60)
     ledger.open(fresh, 50)
-    assert (fresh.claim, fresh.most) == (50 + 60, 50 + 60)
+    assert (fresh.expected_kv_tokens, fresh.max_kv_tokens) == (50 + 60, 50 + 60)
 
 
 def test_how_long_cache_is_held_is_learned_from_what_ended() -> None:
