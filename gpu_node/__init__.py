@@ -1,7 +1,7 @@
 """The node: an engine that turns prompts into tokens, and the service that feeds it from Redis.
 
-`engine/` schedules (no Redis, no torch), `model/` computes (torch, no Redis), the files beside them speak to Redis.
-Import it as `penstock.gpu_node`; a second copy under the bare name would be a second set of classes.
+`engine/` schedules (no Redis, no torch), `model/` computes (torch, no Redis), the modules beside them talk to Redis.
+Import it as `penstock.gpu_node`; importing it by its bare name would create a second set of classes.
 """
 
 if __name__ != "penstock.gpu_node":

@@ -1,4 +1,4 @@
-"""A clock that one task waits for and others set."""
+"""A timer that one task awaits and others set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Alarm:
-    """Rings at the earliest of the times that it was set to since it rang last. It belongs to the running loop."""
+    """A timer that rings at the earliest time set since its last ring. It belongs to the running event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -14,7 +14,7 @@ class Alarm:
         self._rung = asyncio.Event()
 
     def set(self, delay_s: float) -> None:
-        """Rings after `delay_s` at the latest, at once where that is over."""
+        """Ring after at most `delay_s` seconds; at once if it is not positive."""
         at_s = self._loop.time() + delay_s
         if self._timer is not None:
             if self._timer.when() <= at_s:
@@ -26,7 +26,7 @@ class Alarm:
             self._timer = self._loop.call_at(at_s, self._ring)
 
     async def wait(self) -> None:
-        """Until it rings; a ring that nobody has waited for yet counts."""
+        """Wait until it rings. A ring since the last wait counts."""
         await self._rung.wait()
         self._rung.clear()
 

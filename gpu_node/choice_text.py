@@ -1,4 +1,4 @@
-"""One choice of a held job: what was generated of it, and what of that no chunk carries yet."""
+"""One choice of a held job: its output so far, and the part of it that is in no chunk yet."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.queue.packed_logprobs import Rows
 
 @dataclass(slots=True)
 class ChoiceText:
-    """A choice so far; what is fresh goes into the next chunk.
+    """A choice's output so far. The `fresh_` fields hold what goes into the next chunk.
 
-    `rows` are the log-probabilities that chunks have: one for each token, or none.
+    `rows`: packed log-probabilities of the chunks so far, either one entry per token or none.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -26,7 +26,7 @@ class ChoiceText:
     fresh_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def extend(self, new: Chunk | StepOutput, *, is_fresh: bool = False) -> None:
-        """Take in what an earlier node logged, or what a step gave."""
+        """Append what an earlier node logged or what a step produced. `is_fresh`: the output is in no chunk yet."""
         self.token_ids += new.token_ids
         self.texts.append(new.text)
         self.finish_reason = new.finish_reason
@@ -36,7 +36,7 @@ class ChoiceText:
             self.fresh_logprobs += new.logprobs
 
     def take_fresh(self, job_id: str, index: int, choice: int, usage: Usage | None) -> Chunk:
-        """The next chunk, which nothing is fresh behind."""
+        """Return the next chunk, and clear what is fresh."""
         num_fresh = len(self.fresh_ids)
         chunk = Chunk(
             job_id,

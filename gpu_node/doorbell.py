@@ -1,4 +1,4 @@
-"""What wakes the inbox: the doorbell channel, a job that left while others wait, the clock."""
+"""What wakes the inbox: a message on the doorbell channel, a job that ended while others wait, or a timeout."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from penstock.queue.broker.shared_connection import SharedConnection
 log = logging.getLogger(__name__)
 
 _PING_S = 15.0
-"""How often a silent subscription is asked whether it lives."""
+"""Interval at which a silent subscription is checked with PING."""
 
 
 class Bell:
-    """Rings when there may be something to take. `depth` is how many jobs waited when the queue was last seen."""
+    """An event that there may be jobs to take. `depth`: jobs that waited when the queue was last read."""
 
     def __init__(self) -> None:
         self._rung = asyncio.Event()
         self.depth = 0
         self.is_heard = True
-        """Whether somebody listens at the channel; jobs are found without, but later."""
+        """Whether the doorbell channel is subscribed. Without it new jobs are found by polling, so later."""
 
     def ring(self) -> None:
-        """There may be something new."""
+        """Wake the inbox: there may be a new job."""
         self._rung.set()
 
-    def room_grew(self) -> None:
-        """A job left; worth a look only if somebody waits."""
+    def capacity_freed(self) -> None:
+        """Wake the inbox if jobs wait: a job has freed capacity."""
         if self.depth:
             self._rung.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until it rings, or for this long, since pub/sub may lose a ring."""
+        """Wait until it rings, at most `timeout_s` seconds, since pub/sub may lose a message."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._rung.wait()
@@ -46,7 +46,7 @@ class Bell:
 
 
 async def listen(redis: Redis, channel: str, bell: Bell, on_cancelled: Callable[[str], None]) -> None:
-    """Hears the doorbell until cancelled: empty for something new, a job's id for one that was cancelled."""
+    """Listen to the doorbell channel until canceled. An empty message: a new job; a job's id: that job was canceled."""
 
     def hear(message: bytes) -> None:
         if message:
@@ -62,7 +62,7 @@ async def listen(redis: Redis, channel: str, bell: Bell, on_cancelled: Callable[
                 await line.call("SUBSCRIBE", channel)
                 patience = pauses()
                 bell.is_heard = True
-                # What was rung before we listened.
+                # A message may have been published before the subscription began.
                 bell.ring()
                 while not line.lost.done():
                     await asyncio.wait((line.lost,), timeout=_PING_S)

@@ -1,4 +1,4 @@
-"""The engine's thread: commands in, one batch of outputs a step out. Nothing here knows Redis."""
+"""The engine's thread: it runs commands between steps and delivers each step's outputs. No Redis here."""
 
 from __future__ import annotations
 
@@ -19,69 +19,69 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
-"""Without one that was computed between them: more, and it is not a request but the runner that is broken."""
+"""Failed steps in a row that are tolerated. More mean that the runner is broken, not a single request."""
 MAX_PAUSE_S = 0.1
-"""After a failed step, longer with each in a row: memory that another process took may be back in a moment."""
+"""Longest pause after a failed step; it doubles with each failure in a row, since memory may be freed in a moment."""
 
 
 class EngineLike(Protocol):
-    """What the node needs of an engine."""
+    """The part of an engine's interface that the node uses."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Turns prompts into token ids; safe to call from another thread."""
+        """The tokenizer; safe to call from another thread."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output that a sequence may have."""
+        """Maximum tokens of prompt and output of a sequence."""
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the KV cache can hold."""
+        """Capacity of the KV cache in tokens."""
 
     @property
     def revision(self) -> str:
-        """What must be equal for another node to continue a job token-exact."""
+        """Identifies everything on which exact tokens depend. Only a node with the same revision may continue a job."""
 
     def add(self, request: EngineRequest) -> None:
-        """Queues a request; raises RequestError for one that can never run."""
+        """Queue a request. Raises RequestError for a request that can never run."""
 
     def adapters(self) -> dict[str, str]:
-        """The adapters that requests may name as of now, and their digests; may take long, on any thread."""
+        """Return the available adapters and their digests, by name. It may take long; safe on any thread."""
 
     def prepare(self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = ...) -> object:
-        """Does ahead of `add` what takes long, on any thread; raises RequestError for what could never run.
+        """Prepare grammar and adapter ahead of `add`, since that may take long; safe on any thread.
 
-        It is done as long as the caller keeps the answer.
+        The preparation lasts while the caller keeps the result. Raises RequestError for what can never run.
         """
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request."""
+        """Remove a request."""
 
     def bind_thread(self) -> None:
-        """Told by the thread that steps, which does nothing else."""
+        """Register the calling thread as the one that runs steps; it does nothing else."""
 
     def wait(self) -> None:
-        """Blocks until `step` would not."""
+        """Block until `step` can run without waiting."""
 
     def step(self) -> list[StepOutput]:
-        """What one step gave; the next one may be running when it comes back."""
+        """Return one step's outputs; the next step may already be running by then."""
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
 
     def stats(self) -> EngineStats:
-        """Figures for the pressure record."""
+        """Return statistics for the pressure record."""
 
     def memory_trail(self) -> list[str]:
-        """What the memory went through lately, a line a record."""
+        """Return the recent history of memory use, one line per record."""
 
     def requests_in_flight(self) -> set[str]:
-        """Requests of the step that it is in; may be called from any thread while it hangs there."""
+        """Return the ids of the current step's requests; safe on any thread, also while the step hangs."""
 
 
 class EngineWorker:
-    """Runs an engine on a thread of its own. `deliver` is called there, once per step that produced something."""
+    """An engine's own thread. It calls `deliver` once per step that produced output."""
 
     def __init__(self, engine: EngineLike, deliver: Callable[[list[StepOutput]], None]) -> None:
         self._engine = engine
@@ -94,25 +94,25 @@ class EngineWorker:
         self._num_failed_steps = self._num_steps = 0
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self.stopped: Future[None] = Future()
-        """Done when the thread ends; carries what killed it."""
+        """Completes when the thread ends; carries the exception that killed it."""
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Asks the thread to end after the step it is in."""
+        """Ask the thread to end after its current step."""
         self._stopping = True
         self._may_step.set()
         self._wake.set()
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine is held between two steps."""
+        """Whether the engine is paused between two steps."""
         return not self._may_step.is_set()
 
     def set_paused(self, paused: bool) -> None:
-        """Holds the engine between two steps, or lets it go on."""
+        """Pause the engine between two steps, or resume it."""
         if paused:
             self._may_step.clear()
         else:
@@ -120,12 +120,12 @@ class EngineWorker:
             self._wake.set()
 
     def call(self, command: Callable[[], T]) -> Future[T]:
-        """Runs `command` on the engine's thread between two steps."""
+        """Run `command` on the engine's thread between two steps."""
         future: Future[T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # who asked has given up meanwhile
+                return  # The caller has canceled its wait.
             try:
                 future.set_result(command())
             except Exception as error:
@@ -136,26 +136,26 @@ class EngineWorker:
         return future
 
     def add(self, request: EngineRequest) -> Future[None]:
-        """Queues a request; the future carries the engine's refusal."""
+        """Queue a request. The future carries the engine's refusal."""
         return self.call(lambda: self._engine.add(request))
 
     def prepare(self, params: SamplingParams, adapter: AdapterRef | None, tenant: str) -> object:
-        """Does ahead of `add` what would keep the engine's thread from its steps; on the caller's own.
+        """Prepare grammar and adapter on the caller's thread, so that `add` does not delay the engine's steps.
 
-        It is done as long as the caller keeps the answer.
+        The preparation lasts while the caller keeps the result.
         """
         return self._engine.prepare(params, adapter, tenant=tenant)
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request before the next step."""
+        """Remove a request before the next step."""
         self.call(lambda: self._engine.abort(request_id))
 
     def requests_in_flight(self) -> set[str]:
-        """Requests of the step that the engine is in; for the time when it hangs there."""
+        """Return the ids of the current step's requests, to find out which of them it hangs at."""
         return self._engine.requests_in_flight()
 
     def stats(self) -> Future[EngineStats]:
-        """The engine's figures, read between two steps."""
+        """Read the engine's statistics between two steps."""
         return self.call(self._engine.stats)
 
     def _run(self) -> None:
@@ -164,7 +164,7 @@ class EngineWorker:
             while not self._stopping:
                 self._run_commands()
                 self._engine.wait()
-                self._run_commands()  # what came while a step was running counts for the next one
+                self._run_commands()  # Commands that arrived during a step take effect in the next one.
                 if self._may_step.is_set() and self._engine.has_work():
                     outputs = self._step()
                     if outputs:
@@ -180,7 +180,7 @@ class EngineWorker:
                 self.stopped.set_exception(error)
 
     def _step(self) -> list[StepOutput]:
-        """One step; one that fails is taken again, for the engine finds out whether a single request is to blame."""
+        """Run one step. Retry a failed one later, while the engine isolates the request that makes steps fail."""
         try:
             return self._engine.step()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The node's pulse: every beat carries its pressure record; every fifth one compares what it holds with Redis."""
+"""The node's heartbeat: each one carries its pressure record; every fifth one compares its jobs with Redis."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ log = logging.getLogger(__name__)
 MAX_INTERVAL_S = 2.0
 BEATS_PER_LEASE = 6
 BEATS_PER_CHECK = 5
+"""Every fifth heartbeat compares the ids of all held jobs with Redis."""
 _RATE_HALF_LIFE_S = 10.0
 _INTERVALS_A_LOOK = 3
-"""Waiting for the engine's answer, the beat, and the pause before the next one."""
-_FIGURES = sorted({field.name for field in fields(NodePressure)} & {field.name for field in fields(EngineStats)})
-"""A record has the engine's figures by their names there."""
+"""Longest time between two looks at the engine: its answer, the heartbeat and the pause each take one interval."""
+_SHARED_STATS = sorted({field.name for field in fields(NodePressure)} & {field.name for field in fields(EngineStats)})
+"""Statistics that a pressure record copies from the engine, under the same names."""
 
 
 class RateEstimator:
-    """Rates from counters: an exponentially fading average per second.
+    """A rate per second from a counter: an exponentially fading average.
 
-    One that `keeps` says how fast it goes whenever it goes: a time without gain leaves it.
+    With `keeps`, intervals without gain do not count: the rate then means the speed while there is work.
     """
 
     def __init__(self, now_s: float, *, keeps: bool = True) -> None:
@@ -44,7 +45,7 @@ class RateEstimator:
         self.per_s = 0.0
 
     def update(self, total: float, now_s: float, *, counts: bool = True) -> float:
-        """Takes in a counter's new value; a time that does not count leaves the rate."""
+        """Add a counter's new value and return the rate. An interval that does not count leaves the rate unchanged."""
         elapsed_s, gained = now_s - self._last_s, total - self._last
         self._last_s, self._last = now_s, total
         if counts and elapsed_s > 0 and (gained > 0 or not self._keeps):
@@ -54,7 +55,7 @@ class RateEstimator:
 
 
 class Heartbeat:
-    """Beats for one node; also sweeps, so that any living node notices a dead one."""
+    """The sender of a node's heartbeats. It also sweeps the pool, so that every living node notices dead nodes."""
 
     def __init__(
         self,
@@ -79,49 +80,49 @@ class Heartbeat:
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
         self._num_beats = 0
         self.engine_stats: EngineStats | None = None
-        """The last figures that the engine gave."""
+        """The engine's last statistics; None before the first."""
         self._watchdog = Watchdog(
             stall_after_s=stall_after_s, max_look_s=_INTERVALS_A_LOOK * self._interval_s, now_s=time.monotonic()
         )
-        self._beaten_s, self._late_s = time.monotonic(), 0.0
-        self._turned_s = time.monotonic()
+        self._acknowledged_s, self._late_s = time.monotonic(), 0.0
+        self._attempted_s = time.monotonic()
         self._health = Health()
         self.draining = False
 
     async def run(self) -> None:
-        """Beats until cancelled. Raises SweptError when the pool believes this node dead."""
+        """Send heartbeats until canceled. Raises LeaseLostError if the pool declared this node dead."""
         while True:
             try:
-                await self.beat()
+                await self.send()
                 await self._broker.sweep()
             except UnavailableError as error:
                 log.warning("redis is away", extra={"reason": error.message})
-            self._turned_s = time.monotonic()
-            wake_s = self._turned_s + self._interval_s
+            self._attempted_s = time.monotonic()
+            wake_s = self._attempted_s + self._interval_s
             await asyncio.sleep(self._interval_s)
             self._late_s = time.monotonic() - wake_s
 
     def state(self) -> dict[str, float | bool]:
-        """What a health check is told, in seconds: the age of the last try to beat, and what troubles the node."""
+        """Return the state for health checks: times in seconds, since the last attempt and the last success to send."""
         now_s = time.monotonic()
         return {
-            "heartbeat_age_s": round(now_s - self._turned_s, 1),
-            "redis_silent_s": round(now_s - self._beaten_s, 1),
+            "heartbeat_age_s": round(now_s - self._attempted_s, 1),
+            "redis_silent_s": round(now_s - self._acknowledged_s, 1),
             "engine_stalled_s": round(self._watchdog.stalled_s, 1),
             "draining": self.draining,
         }
 
-    async def beat(self) -> None:
-        """One beat."""
+    async def send(self) -> None:
+        """Send one heartbeat, and act on the answer: drop fenced jobs, end canceled and expired ones."""
         self._end_expired()
         pressure = await self._pressure()
         check = self._num_beats % BEATS_PER_CHECK == 0
-        # In this order: a take that is answered in between belongs to a later call than the one named here.
+        # Read the call number first: a take that is answered in between then belongs to a later call.
         answered_call, held = self._inbox.answered_call, self._ledger.job_ids if check else None
         free = 0 if self.draining else pressure.kv_tokens_unclaimed
         answer = await self._broker.beat(pressure, free=free, answered_call=answered_call, held=held)
         self._num_beats += 1
-        self._beaten_s = time.monotonic()
+        self._acknowledged_s = time.monotonic()
         for job_id in answer.fenced:
             job = self._ledger.get(job_id)
             if job is not None and job.outcome is None:
@@ -132,7 +133,7 @@ class Heartbeat:
             self._outbox.end_as(job_id, "EXPIRED")
 
     def _end_expired(self) -> None:
-        """Jobs past their deadline, also those that the engine has no tokens of to send."""
+        """End jobs past their deadline, including those without new tokens to publish."""
         now_s = time.monotonic()
         for job in self._ledger:
             if job.outcome is None and now_s >= job.expires_s:
@@ -145,30 +146,30 @@ class Heartbeat:
         decode_per_s = self._decode.update(stats.decode_tokens, now_s)
         return replace(
             self._base,
-            **{name: getattr(stats, name) for name in _FIGURES},
+            **{name: getattr(stats, name) for name in _SHARED_STATS},
             num_jobs=len(self._ledger),
             kv_tokens_unclaimed=self._inbox.kv_tokens_unclaimed,
             prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),
             decode_tokens_per_s=decode_per_s,
-            # Only while jobs wait: what an idle node finishes says nothing of how fast it could.
+            # Counted only while jobs wait: an idle node's finished jobs do not show how fast it could work.
             drain_cost_per_s=self._drain.update(self._outbox.num_finished_cost, now_s, counts=self._inbox.has_backlog),
             preemptions_per_s=self._preemptions.update(stats.num_preemptions, now_s),
             num_steps=stats.steps,
             mean_batch=decode_per_s / steps_per_s if steps_per_s else 0.0,
             draining=self.draining,
             predicted_outputs=self._ledger.predicted_outputs,
-            troubles=self._health.look(self._signs(stats, now_s)),
+            troubles=self._health.look(self._health_sample(stats, now_s)),
         )
 
-    def _signs(self, stats: EngineStats, now_s: float) -> HealthSample:
+    def _health_sample(self, stats: EngineStats, now_s: float) -> HealthSample:
         return HealthSample(
             now_s=now_s,
             wall_s=time.time(),
             late_s=self._late_s,
             stats=stats,
             engine_stalled_s=self._watchdog.stalled_s,
-            redis_silent_s=now_s - self._beaten_s,
-            # Who drains takes nothing more, and listens no more.
+            redis_silent_s=now_s - self._acknowledged_s,
+            # A draining node takes no jobs, so it needs no doorbell.
             hears_doorbell=self.draining or self._inbox.hears_doorbell,
             unsent_bytes=self._ledger.unsent_bytes,
             max_unsent_bytes=self._outbox.max_unsent_bytes,
@@ -176,9 +177,9 @@ class Heartbeat:
         )
 
     async def _stats(self) -> EngineStats:
-        """The engine's figures; the last known ones while a long step keeps it busy, because beats must not wait.
+        """Return the engine's statistics; the last known ones while a long step blocks it, so that heartbeats go on.
 
-        Raises UnavailableError before its first ones, InvariantError when it hangs.
+        Raises UnavailableError before the first ones, EngineStalledError if the engine hangs.
         """
         answer: EngineStats | None = None
         with suppress(TimeoutError):
@@ -186,7 +187,7 @@ class Heartbeat:
                 self.engine_stats = answer = await asyncio.wrap_future(self._worker.stats())
         self._watchdog.look(answer, may_step=not self._worker.is_paused, now_s=time.monotonic())
         if self.engine_stats is None:
-            # Said here: who joins a pool tries again without a word, as while Redis is away.
+            # Logged here, because joining retries silently on UnavailableError, as while Redis is unavailable.
             log.warning("the engine has not answered yet", extra={"waited_s": round(self._watchdog.stalled_s, 1)})
             raise UnavailableError("the engine has not answered yet")
         return self.engine_stats

@@ -1,4 +1,4 @@
-"""From Redis to this node: take what fits."""
+"""From Redis to this node: take the jobs that fit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.queue.broker.retry import pauses
 log = logging.getLogger(__name__)
 
 MAX_TAKEN_AT_ONCE = 128
-"""Of take.lua: after a call that reached it there may be more."""
+"""Limit of take.lua. A call that returned this many may have left more in the queue."""
 IDLE_TAKE_S = 1.0
-"""Doorbells may be lost; the queue is looked at this often all the same."""
+"""Interval at which the queue is polled anyway, since pub/sub may lose a doorbell message."""
 
 
 class JobInbox:
-    """Takes jobs for one node."""
+    """The loop that takes jobs from the queue, as many as the node's engine has capacity for."""
 
     def __init__(
         self,
@@ -31,44 +31,44 @@ class JobInbox:
         ledger: Ledger,
         bell: Bell,
         outbox: Outbox,
-        reception: JobIntake,
+        job_intake: JobIntake,
         *,
-        room: tuple[int, int],
+        capacity: tuple[int, int],
     ) -> None:
-        """`room`: KV tokens and sequences of the whole node."""
+        """`capacity`: KV tokens and sequences of the whole node."""
         self._broker = broker
         self._ledger = ledger
-        self._kv_tokens, self._max_num_seqs = room
+        self._kv_tokens, self._max_num_seqs = capacity
         self._outbox = outbox
-        self._reception = reception
+        self._job_intake = job_intake
         self._bell = bell
         self._call = 0
         self._nonce = ""
         self.answered_call = 0
-        """Last take whose answer has arrived: jobs of later ones are not yet known to us."""
+        """Number of the last take call that was answered. Jobs of later calls are not known here yet."""
 
     @property
     def kv_tokens_unclaimed(self) -> int:
-        """KV tokens neither used nor still needed by jobs already taken."""
-        return self._room().kv_tokens[-1]
+        """KV tokens that no taken job uses or is expected to use."""
+        return self._capacity().kv_tokens[-1]
 
     @property
     def hears_doorbell(self) -> bool:
-        """Whether the queue can ring."""
+        """Whether the doorbell channel is subscribed."""
         return self._bell.is_heard
 
     @property
     def has_backlog(self) -> bool:
-        """Whether jobs waited when the queue was last seen."""
+        """Whether jobs were waiting when the queue was last read."""
         return self._bell.depth > 0
 
     @property
     def num_tokenizer_failures(self) -> int:
-        """Prompts at which the tokenizer failed, other than by refusing them."""
-        return self._reception.num_tokenizer_failures
+        """Prompts that the tokenizer failed at, not counting those that it refused as invalid."""
+        return self._job_intake.num_tokenizer_failures
 
     async def run(self) -> None:
-        """Takes until cancelled. Raises SweptError when the pool believes this node dead."""
+        """Take jobs until canceled. Raises LeaseLostError if the pool declared this node dead."""
         patience = pauses()
         wait_s = 0.0
         try:
@@ -81,32 +81,35 @@ class JobInbox:
                     log.warning("redis is away", extra={"reason": error.message})
                     wait_s = next(patience)
         finally:
-            await self._reception.close()
+            await self._job_intake.close()
 
     async def _take(self) -> float:
-        """One call; the same call again until its answer has arrived. Answers how long to sleep."""
+        """Take jobs once, and return how many seconds to wait before the next call.
+
+        A call without an answer is repeated with the same number and nonce, so that Redis gives the same jobs again.
+        """
         if self._call == self.answered_call:
             self._call += 1
             self._nonce = secrets.token_hex(16)
-        answer = await self._broker.take(self._call, self._nonce, self._room(), hold_ms=self._ledger.hold_ms)
+        answer = await self._broker.take(self._call, self._nonce, self._capacity(), hold_ms=self._ledger.hold_ms)
         jobs = self._hold(answer)
         self._bell.depth = sum(answer.depth)
         for job in jobs:
-            self._reception.admit(job)
+            self._job_intake.admit(job)
         if len(jobs) == MAX_TAKEN_AT_ONCE:
             return 0.0
         return min(IDLE_TAKE_S, answer.again_in_ms / 1000) if answer.again_in_ms else IDLE_TAKE_S
 
-    def _room(self) -> Capacity:
-        """What each class could have: less urgent jobs would give way to it."""
-        tokens, sequences = self._ledger.claims()
+    def _capacity(self) -> Capacity:
+        """The free capacity for each class. A class may also use what less urgent jobs hold, by preempting them."""
+        tokens, sequences = self._ledger.expected_usage()
         return Capacity(
             *(_left_of(self._kv_tokens, tokens), _left_of(self._max_num_seqs, sequences)),
             *(self._kv_tokens, self._max_num_seqs),
         )
 
     async def close(self) -> None:
-        """Learns what a call that was cut short had taken, so that it can be given back."""
+        """Learn which jobs an interrupted take call has assigned to this node, so that they can be given back."""
         if self._call != self.answered_call:
             nothing = Capacity((0,) * 3, (0,) * 3, self._kv_tokens, self._max_num_seqs)
             self._hold(await self._broker.take(self._call, self._nonce, nothing))
@@ -126,6 +129,6 @@ class JobInbox:
         return jobs
 
 
-def _left_of(whole: int, claims: tuple[int, int, int]) -> tuple[int, int, int]:
-    first, second, third = (max(0, whole - claimed) for claimed in claims)
+def _left_of(whole: int, used: tuple[int, int, int]) -> tuple[int, int, int]:
+    first, second, third = (max(0, whole - one) for one in used)
     return first, second, third

@@ -1,4 +1,4 @@
-"""From a job that was taken to a request in the engine: read it, turn it into tokens, hand it over."""
+"""From a taken job to a request in the engine: decode it, tokenize it, prepare its grammar or adapter, queue it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,20 @@ from penstock.runtime.cooperative import CooperativeTurns
 log = logging.getLogger(__name__)
 
 MAX_BYTES_ON_LOOP = 1 << 15
-"""A longer request is read on a thread."""
+"""A longer request is decoded on a thread."""
 MAX_CHARS_ON_LOOP = 2048
-"""A longer prompt is tokenized on a thread: what takes above half a millisecond would hold up the tokens of others."""
+"""A longer prompt is tokenized on a thread. Above half a millisecond it would delay the tokens of other jobs."""
 MAX_TRIALS_AWAITED = 64
+"""Grammar trials that this node may wait for at once."""
 MAX_TRIALS_OF_TENANT = 4
+"""The same for the trials of one tenant."""
 
 
 class JobIntake:
-    """Receives each job by itself, so that none waits for another's grammar, adapter or long prompt.
+    """The step from a taken job to an engine request. Each job has a task of its own.
 
-    Jobs without these get into the engine in the order in which they were taken. What cannot run goes straight to the
-    outbox, or to a node where it might.
+    No job waits for another job's grammar, adapter or long prompt; jobs without these reach the engine in the order in
+    which they were taken. A job that cannot run ends in the outbox; one that lacks its adapter goes to another node.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class JobIntake:
         worker: EngineWorker,
         tokenizer: Tokenizer,
         outbox: Outbox,
-        relief: LoadShedder,
+        load_shedder: LoadShedder,
         threads: Threads,
     ) -> None:
         self._broker = broker
@@ -60,61 +62,61 @@ class JobIntake:
         self._worker = worker
         self._tokenizer = tokenizer
         self._outbox = outbox
-        self._relief = relief
+        self._load_shedder = load_shedder
         self._threads = threads
         self._turns = CooperativeTurns()
-        self._trying = Threads(MAX_TRIALS_AWAITED)
-        """Those that wait for a grammar's trial, so that none of them keeps a long prompt waiting."""
+        self._trial_threads = Threads(MAX_TRIALS_AWAITED)
+        """Threads that wait for grammar trials; separate, so that trials do not delay long prompts."""
         self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        """By tenant: so that one tenant's grammars keep no other tenant's waiting."""
+        """Semaphores by tenant, so that one tenant's grammars do not delay another tenant's."""
         self._receiving: set[asyncio.Task[None]] = set()
         self.num_tokenizer_failures = 0
-        """Prompts at which the tokenizer failed, other than by refusing them."""
+        """Prompts that the tokenizer failed at, not counting those that it refused as invalid."""
 
     def admit(self, job: HeldJob) -> None:
-        """Receives a job that the ledger has just begun to hold."""
-        task = asyncio.create_task(self._receive(job), name=f"penstock reception {job.job_id}")
+        """Start the intake of a job that the ledger has just begun to hold."""
+        task = asyncio.create_task(self._receive(job), name=f"penstock intake {job.job_id}")
         self._receiving.add(task)
-        task.add_done_callback(partial(self._received, job))
+        task.add_done_callback(partial(self._on_received, job))
 
     async def close(self) -> None:
-        """Leaves the jobs that are not in the engine yet to whoever gives them back."""
+        """Cancel all intakes. The jobs stay in the ledger for the caller to give back."""
         await cancel_until_done(self._receiving)
 
-    def _received(self, job: HeldJob, task: asyncio.Task[None]) -> None:
+    def _on_received(self, job: HeldJob, task: asyncio.Task[None]) -> None:
         self._receiving.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._refuse_for(job, error)  # or it would be held by nobody's doing for ever
+            self._fail(job, error)  # Otherwise the node would hold the job forever.
 
     async def _receive(self, job: HeldJob) -> None:
         crash_points.point("before", "admission")
         try:
             request = await self._open(job)
             if request is None:
-                # Between take and read; finish will be told so.
+                # The job was canceled between take and read. Redis answers the finish call accordingly.
                 self._outbox.end(job, Outcome("cancelled", "cancelled", "the job was cancelled"))
                 return
             prepared = await self._prepare(request, job.taken.tenant)
             token_ids = await self._encode(request)
         except Exception as error:
-            # Whatever a library raises concerns this job alone.
-            await self._turn_away(job, error)
+            # A library may raise anything; the error concerns this job alone.
+            await self._reject(job, error)
         else:
             self._start(job, request, token_ids, prepared)
         crash_points.point("after", "admission")
 
-    async def _turn_away(self, job: HeldJob, error: Exception) -> None:
+    async def _reject(self, job: HeldJob, error: Exception) -> None:
         if self._ledger.get(job.job_id) is not job:
             return
         if isinstance(error, PenstockError) and error.param == "adapter":
-            # It is not here, another one by now, or cannot be read: another node may have it.
-            if await patiently(lambda: self._relief.give_back([job], "lacking"), math.inf):
-                self._refuse_for(job, error)
+            # The adapter is missing, has changed or is unreadable here. Another node may have it.
+            if await patiently(lambda: self._load_shedder.give_back([job], "lacking"), math.inf):
+                self._fail(job, error)
             return
-        self._refuse_for(job, error)
+        self._fail(job, error)
 
     async def _open(self, job: HeldJob) -> Request | None:
-        """A job's request, once what an earlier node logged is read; None when it was cancelled."""
+        """Return a job's request, with the log of earlier nodes applied; None if the job was canceled."""
         data: bytes | None = job.taken.request
         if not data:
             (data,) = await patiently(lambda: self._broker.requests([job.job_id]), math.inf)
@@ -131,7 +133,7 @@ class JobIntake:
         return request
 
     async def _sealed(self, logged: Sequence[Chunk]) -> list[SealedChunk]:
-        """Chunks packed again. Log-probabilities take long: behind each such chunk the event loop is left to others."""
+        """Pack logged chunks again. Log-probabilities take long, so each chunk with them yields to the event loop."""
         sealed = list[SealedChunk]()
         for chunk in logged:
             sealed.append(seal(chunk))
@@ -140,17 +142,17 @@ class JobIntake:
         return sealed
 
     async def _prepare(self, request: Request, tenant: str) -> object:
-        """What the engine needs of a request besides its tokens, as long as the answer is kept."""
+        """Prepare what the engine needs besides tokens: grammar and adapter. They stay ready while the result lives."""
         if request.params.structured_outputs is None and request.adapter is None:
             return None
         prepare = partial(self._worker.prepare, request.params, request.adapter, tenant)
         if request.params.structured_outputs is None:
             return await self._threads.run(prepare)
         async with self._trials_of.setdefault(tenant, asyncio.Semaphore(MAX_TRIALS_OF_TENANT)):
-            return await self._trying.run(prepare)
+            return await self._trial_threads.run(prepare)
 
     async def _encode(self, request: Request) -> list[int]:
-        """A request's tokens; what takes long is done on threads."""
+        """Tokenize a request's prompt; a long prompt on a thread."""
         try:
             if _num_chars(request) <= MAX_CHARS_ON_LOOP:
                 return _encode(self._tokenizer, request)
@@ -165,7 +167,7 @@ class JobIntake:
             self._outbox.end(job, outcome_of(job))
             return
         if self._ledger.get(job.job_id) is not job or job.outcome is not None:
-            return  # lost or cancelled while it was being read
+            return  # The job was lost or canceled during its intake.
         params, taken = request.params, job.taken
         job.is_in_engine = True
         added = self._worker.add(
@@ -180,15 +182,15 @@ class JobIntake:
             )
         )
         # Not awaited: the engine answers between two steps, and the next job need not wait for that.
-        asyncio.wrap_future(added).add_done_callback(partial(self._heed_answer, job, prepared))
+        asyncio.wrap_future(added).add_done_callback(partial(self._on_engine_answer, job, prepared))
 
-    def _heed_answer(self, job: HeldJob, prepared: object, answer: asyncio.Future[None]) -> None:
-        """`prepared` is kept until here."""
+    def _on_engine_answer(self, job: HeldJob, prepared: object, answer: asyncio.Future[None]) -> None:
+        """End a job that the engine refused. The argument keeps `prepared` alive until the engine has answered."""
         if answer.cancelled() or (error := answer.exception()) is None:
             return
-        self._refuse_for(job, error)
+        self._fail(job, error)
 
-    def _refuse_for(self, job: HeldJob, error: BaseException) -> None:
+    def _fail(self, job: HeldJob, error: BaseException) -> None:
         if isinstance(error, PenstockError):
             if not isinstance(error, RequestError):
                 log.error("job cannot be run", extra={"job_id": job.job_id}, exc_info=error)
@@ -199,11 +201,11 @@ class JobIntake:
 
 
 def _num_chars(request: Request) -> int:
-    """Of text that is to be tokenized."""
+    """Number of characters to tokenize."""
     messages = request.messages or ()
-    turns = sum(len(message.content) for message in messages)
+    texts = sum(len(message.content) for message in messages)
     calls = sum(len(call.arguments) for message in messages for call in message.tool_calls)
-    return len(request.prompt or "") + turns + calls + len(request.tools or "")
+    return len(request.prompt or "") + texts + calls + len(request.tools or "")
 
 
 def _encode(tokenizer: Tokenizer, request: Request) -> list[int]:

@@ -1,4 +1,4 @@
-"""The jobs a node holds: what was taken, what was generated, what Redis has acknowledged. Pure data, no I/O."""
+"""The jobs that a node holds: what it took, what it generated, and what Redis has acknowledged. Pure data, no I/O."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from penstock.queue.packed_logprobs import joined
 from penstock.queue.policy import HOLD_MS, learned_hold_ms
 
 RESERVED_QUANTILE = 0.9
-"""So many outputs stay within what is held free for them; for the others somebody may have to give way."""
+"""Quantile of output lengths that is reserved for a job. Longer outputs may cause preemptions."""
 
 
 class HeldJob:
     """One job of this node. Its chunks are kept until it ends, because a Redis that lost writes asks for them again.
 
-    0 <= num_acknowledged <= len(chunks): chunks from there on are not known to be in the log.
+    0 <= num_acknowledged <= len(chunks): chunks from `num_acknowledged` on may be missing in the job's log in Redis.
     """
 
     def __init__(self, taken: Taken) -> None:
         self.taken = taken
         self.params = SamplingParams()
         self.num_prompt_tokens = 0
-        """0 until the prompt is tokenized."""
+        """0 until the prompt has been tokenized."""
         self.predicted_tokens = PREDICTED_OUTPUT_TOKENS
-        """Output that each choice will probably not exceed."""
-        self.most_tokens = MAX_TOKENS_LIMIT
-        """Output that no choice can exceed."""
+        """Predicted upper bound of each choice's output."""
+        self.max_output_tokens = MAX_TOKENS_LIMIT
+        """Largest possible output of each choice."""
         self.expires_s = math.inf
-        """When its deadline passes, on this process's monotonic clock."""
+        """Deadline on this process's monotonic clock."""
         self.kv_ms = 0.0
-        """KV-token-milliseconds of the choices that have ended."""
+        """KV-token-milliseconds of the choices that have ended, for the fair queue."""
         self.num_acknowledged = 0
         self.is_in_engine = False
         self.outcome: Outcome | None = None
-        """Set when this node has decided the job's end; finish is then owed to Redis."""
+        """Set once this node has decided how the job ends; finish is then due in Redis."""
         self.usage: Usage | None = None
         self.error: PenstockError | None = None
-        """Why a choice failed, where the request itself is the reason."""
+        """Why a choice failed, when the request itself is the cause."""
         self._chunks: list[bytes] = []
         self._cuts: list[tuple[int, int, int]] = []
         self._choices: list[ChoiceText] = [ChoiceText()]
@@ -63,25 +63,25 @@ class HeldJob:
 
     @property
     def has_failed_choice(self) -> bool:
-        """Whether the model failed at a choice."""
+        """Whether a choice ended because the model failed at it."""
         return any(c.finish_reason == "error" for c in self._choices)
 
     @property
     def num_sequences(self) -> int:
-        """Choices that have not ended."""
+        """Number of choices that have not ended; 1 until the prompt has been tokenized."""
         return sum(c.finish_reason is None for c in self._choices) if self.num_prompt_tokens else 1
 
     @property
-    def claim(self) -> int:
-        """KV tokens it uses or will need: its prompt; per open choice, what it has or is predicted to write."""
+    def expected_kv_tokens(self) -> int:
+        """KV tokens that it is expected to use: its prompt, and for each open choice its actual or predicted output."""
         if not self.num_prompt_tokens:
             return self.taken.cost
         return self._kv_tokens_with(min(self.max_tokens, self.predicted_tokens))
 
     @property
-    def most(self) -> int:
-        """KV tokens that it uses or may need, however long it gets."""
-        return self._kv_tokens_with(self.most_tokens) if self.num_prompt_tokens else self.taken.cost
+    def max_kv_tokens(self) -> int:
+        """KV tokens that it can use at most, if each open choice reaches its longest possible output."""
+        return self._kv_tokens_with(self.max_output_tokens) if self.num_prompt_tokens else self.taken.cost
 
     def _kv_tokens_with(self, output_tokens: int) -> int:
         open_choices = [c for c in self._choices if c.finish_reason is None]
@@ -89,22 +89,22 @@ class HeldJob:
 
     @property
     def urgency(self) -> int:
-        """The class that it was taken as."""
+        """The priority class that the job counted as when it was taken; 0 is the most urgent."""
         return self.taken.urgency
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens that a choice may have."""
+        """Maximum number of output tokens of each choice."""
         return self.params.max_tokens or MAX_TOKENS_LIMIT
 
     @property
     def kv_ms_used(self) -> float | None:
-        """What its tenant pays in KV-token-milliseconds; None where it was stopped on its way: as was predicted."""
+        """KV-token-milliseconds to charge its tenant; None if it was cut short: the predicted charge then stays."""
         return self.kv_ms if self.is_complete or not self.is_in_engine else None
 
     @property
     def ended_lengths(self) -> list[int]:
-        """Tokens of the choices that came to their own end."""
+        """Output lengths of the choices that ended by themselves, in tokens."""
         return [len(c.token_ids) for c in self._choices if c.finish_reason in ("stop", "length")]
 
     @property
@@ -117,11 +117,11 @@ class HeldJob:
     @property
     def is_complete(self) -> bool:
         """Whether every choice has ended."""
-        # Not all(): this is asked at every token, and a generator costs three times as much.
+        # Not all(): this runs for every token, and a generator costs three times as much.
         return None not in [c.finish_reason for c in self._choices]
 
     def open(self, params: SamplingParams, logged: Sequence[Chunk] = (), sealed: Sequence[SealedChunk] = ()) -> None:
-        """Opens the job's choices, as far as earlier nodes have got with them. `sealed`: what they logged, packed."""
+        """Create the job's choices, with what earlier nodes logged of them. `sealed`: the same chunks, packed."""
         self.params = params
         self._choices = [ChoiceText() for _ in range(params.n)]
         for chunk, one in zip(logged, sealed or map(seal, logged), strict=True):
@@ -131,50 +131,50 @@ class HeldJob:
         self.num_acknowledged = len(self._chunks)
 
     def choice_so_far(self, choice: int) -> tuple[tuple[int, ...], str, FinishReason | None]:
-        """(token ids, text, finish reason) of one choice."""
+        """Return (token ids, text, finish reason) of one choice."""
         c = self._choices[choice]
         return tuple(c.token_ids), "".join(c.texts), c.finish_reason
 
     def add_tokens(self, output: StepOutput) -> None:
-        """Takes in what a choice gained in a step; it becomes a chunk when it is sent."""
+        """Add a choice's output of one step. It becomes a chunk when it is sent."""
         c = self._choices[output.choice]
         if output.position != len(c.token_ids):
-            said = f"token {output.position} after {len(c.token_ids)} tokens"
-            raise InvariantError(f"{self.job_id} choice {output.choice}: {said}")
+            problem = f"token {output.position} after {len(c.token_ids)} tokens"
+            raise InvariantError(f"{self.job_id} choice {output.choice}: {problem}")
         c.extend(output, is_fresh=True)
         self.error = self.error or output.error
         self._prompt_rows.take(output.prompt_logprobs)
         if len(c.fresh_logprobs) >= PROMPT_TOKENS_PER_CHUNK:
-            # While Redis is away; a chunk of all of them would take a reader's event loop long.
+            # Happens while Redis is unavailable. One chunk with all of them would block a reader's event loop.
             self._seal(msgpack_codec.pack)
 
     @property
     def has_unsealed_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are in no chunk yet."""
+        """Whether prompt log-probabilities wait to be packed into a chunk."""
         return self._prompt_rows.is_pending
 
     def seal_part(self, pack: Pack = msgpack_codec.pack) -> None:
-        """Makes a chunk of the next of these, which takes about a millisecond."""
+        """Pack the next part of the prompt's log-probabilities into a chunk; takes about a millisecond."""
         chunk = self._prompt_rows.next_chunk(self.job_id, len(self._chunks))
         self._append(chunk, seal(chunk, pack))
 
     def emission(self, pack: Pack = msgpack_codec.pack) -> Emission:
-        """All that Redis has not acknowledged; steps that piled up become one chunk per choice."""
+        """Return all that Redis has not acknowledged. Steps that accumulated become one chunk per choice."""
         self._seal(pack)
         chunks = tuple(self._chunks[self.num_acknowledged :])
         return Emission(self.taken.job_id, self.taken.lease, self.num_acknowledged, chunks)
 
     def acknowledge(self, emission: Emission) -> None:
-        """Redis has this emission."""
+        """Note that Redis has stored this emission."""
         self.num_acknowledged = max(self.num_acknowledged, emission.index + len(emission.chunks))
 
     def send_again_from(self, index: int) -> None:
-        """Redis has lost the log from `index` on."""
+        """Mark the log from `index` on as lost, so that the next emission carries it again."""
         self.num_acknowledged = min(self.num_acknowledged, index)
 
     def result(self) -> bytes:
-        """The packed result, as far as the job got; nothing while it is not known what earlier nodes logged of it."""
-        if not self._is_known:
+        """Return the packed result so far; empty if this node has not read what earlier nodes logged."""
+        if not self._has_whole_log:
             return b""
         choices = tuple(
             Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason) for i, c in enumerate(self._choices)
@@ -183,14 +183,14 @@ class HeldJob:
         return results.encode_result(choices, self._usage(), self._cuts, self._prompt_rows.packed, rows)
 
     @property
-    def _is_known(self) -> bool:
-        """Whether this node knows all of the job, what earlier nodes logged of it too."""
+    def _has_whole_log(self) -> bool:
+        """Whether this node has the job's whole log, including what earlier nodes wrote."""
         return bool(self._chunks) or not self.taken.num_chunks
 
     @property
     def used(self) -> UsedTokens:
-        """What the job used by its end."""
-        if not self._is_known:
+        """The resources that the job used up to its end."""
+        if not self._has_whole_log:
             return UsedTokens(kv_ms=self.kv_ms_used)
         return UsedTokens(kv_ms=self.kv_ms_used, usage=self._usage(), log_bytes=sum(map(len, self._chunks)))
 
@@ -218,7 +218,7 @@ class HeldJob:
 
 
 class Ledger:
-    """All jobs of a node. The engine knows a job by its lease, so that an older lease's tokens are never mixed in."""
+    """All jobs of a node. The engine knows a job by its lease, so tokens computed under an older lease never mix in."""
 
     def __init__(self, max_model_len: int = MAX_TOKENS_LIMIT) -> None:
         self._max_model_len = max_model_len
@@ -227,7 +227,7 @@ class Ledger:
         self._by_lease: dict[str, HeldJob] = {}
         self._predictor = LengthPredictor(RESERVED_QUANTILE)
         self.hold_ms = HOLD_MS
-        """How long a KV token of a job's cost was held, an average over the jobs that ended here."""
+        """How long each KV token of a job's cost was held, in milliseconds; an average over jobs that ended here."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -241,15 +241,15 @@ class Ledger:
         return list(self._jobs)
 
     def get(self, job_id: str) -> HeldJob | None:
-        """The job, or None when it is not (or no longer) held."""
+        """Return the job, or None if the node does not hold it."""
         return self._jobs.get(job_id)
 
     def of_lease(self, lease: str) -> HeldJob | None:
-        """The job held under this very lease, or None."""
+        """Return the job held under exactly this lease, or None."""
         return self._by_lease.get(lease)
 
     def add(self, job: HeldJob) -> None:
-        """Holds a job from now on; a job taken anew replaces what an older lease left behind."""
+        """Hold a job. It replaces the same job under an older lease."""
         older = self._jobs.get(job.job_id)
         if older is not None:
             self.remove(older)
@@ -257,44 +257,44 @@ class Ledger:
         self._by_lease[job.taken.lease] = job
 
     def remove(self, job: HeldJob) -> None:
-        """Lets go of a job; nothing happens when it is not held under this lease."""
+        """Remove a job; no effect if it is not held under this lease."""
         if self._by_lease.pop(job.taken.lease, None) is not None:
             del self._jobs[job.job_id]
 
     def open(self, job: HeldJob, num_prompt_tokens: int) -> None:
-        """Notes a job's prompt, now that it is in tokens, and what output is to be expected."""
+        """Set a job's prompt length and predict its output length."""
         job.num_prompt_tokens = num_prompt_tokens
         known = self._predictor.predict(job.taken.tenant, num_prompt_tokens, job.max_tokens)
         if known is not None:
             job.predicted_tokens = known
-        job.most_tokens = max(1, min(job.max_tokens, self._max_model_len - num_prompt_tokens))
+        job.max_output_tokens = max(1, min(job.max_tokens, self._max_model_len - num_prompt_tokens))
         if job.taken.preemptions >= MAX_PREEMPTIONS:
-            # It was moved often enough: this time there shall be room for it to its end.
-            job.predicted_tokens = job.most_tokens
+            # It was moved too often: reserve its longest possible output, so that it can finish here.
+            job.predicted_tokens = job.max_output_tokens
 
     @property
     def predicted_outputs(self) -> tuple[tuple[int, int, int], ...]:
-        """How long outputs are, for those who estimate what a new job will need; see `NodePressure`."""
+        """Predicted output lengths, for the admission of new jobs; see `NodePressure`."""
         return self._predictor.of_all_tenants()
 
     def learn(self, job: HeldJob) -> None:
-        """Learns from a job whose choices have all ended how long outputs are and how long the cache is held."""
+        """Update the length predictor and `hold_ms` with a job that has no open choice left."""
         for length in job.ended_lengths:
             prompt, predicted = job.num_prompt_tokens, min(job.max_tokens, job.predicted_tokens)
             self._predictor.ended(job.taken.tenant, prompt, job.max_tokens, length, predicted)
         self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_ms, job.taken.cost)
 
-    def claims(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """KV tokens and sequences that jobs of each class, and of more urgent ones, use or will still need."""
+    def expected_usage(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Return expected KV tokens and sequences, each per class: sums over jobs of that or a more urgent class."""
         tokens, sequences = [0, 0, 0], [0, 0, 0]
         for job in self._jobs.values():
             if job.outcome is None:
                 for urgency in range(job.taken.urgency, NUM_PRIORITIES):
-                    tokens[urgency] += job.claim
+                    tokens[urgency] += job.expected_kv_tokens
                     sequences[urgency] += job.num_sequences
         return (tokens[0], tokens[1], tokens[2]), (sequences[0], sequences[1], sequences[2])
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that wait for Redis."""
+        """Bytes of encoded chunks that Redis has not acknowledged, over all jobs."""
         return sum(job.unsent_bytes for job in self._jobs.values())

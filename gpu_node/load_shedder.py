@@ -1,8 +1,7 @@
-"""Jobs that this node gives back to the queue: when it leaves, when another node has more room for them, and when
-one may have the adapter that they ask for.
+"""Jobs that a node gives back to the queue: when it leaves, when it is overloaded, and when it lacks their adapter.
 
-A node takes what will probably fit. Where outputs get longer than predicted, or urgent jobs came on top, the least
-urgent and newest jobs lose their places in the engine; they go to a node that has room, if there is one.
+A node takes the jobs that will probably fit. If outputs become longer than predicted, or urgent jobs arrive, the engine
+preempts the least urgent and newest jobs. Those jobs move to a node with free capacity, if there is one.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from penstock.queue.policy import in_order_of_retreat
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+"""Interval between two checks for overload."""
 
 
 class LoadShedder:
-    """Gives jobs back for one node, whose engine has room for so many KV tokens and sequences."""
+    """Gives a node's jobs back. The node's capacity is `kv_tokens` KV tokens and `max_num_seqs` sequences."""
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class LoadShedder:
         self._max_num_seqs = max_num_seqs
 
     async def run(self) -> None:
-        """Looks every now and then until cancelled."""
+        """Shed load once a second until canceled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self.relieve()
+                await self.shed_load()
             except UnavailableError as error:
                 log.warning("redis is away", extra={"reason": error.message})
 
-    async def relieve(self) -> None:
-        """Gives back what this node has no room for and another has, where somebody waits inside the engine."""
+    async def shed_load(self) -> None:
+        """If sequences wait inside the engine, give back the jobs that exceed its capacity and fit on another node."""
         surplus = self._surplus()
         if not surplus:
             return
@@ -62,12 +62,14 @@ class LoadShedder:
             await self.give_back(surplus, "pressure")
 
     async def give_back(self, jobs: Sequence[HeldJob], why: Why = "drain") -> list[HeldJob]:
-        """Queues jobs again, and answers those that nobody else would take: they are still held here.
+        """Queue jobs again. Return the jobs that no other node would take; this node still holds them.
 
-        Tokens that Redis does not have yet are lost; whoever takes the job makes the same again.
+        Tokens that Redis does not have yet are lost; the next node generates the same tokens again.
         """
         wanted = [job for job in jobs if job.outcome is None]
-        returns = [GivenBackJob(job.job_id, job.taken.lease, job.claim, job.most) for job in wanted]
+        returns = [
+            GivenBackJob(job.job_id, job.taken.lease, job.expected_kv_tokens, job.max_kv_tokens) for job in wanted
+        ]
         answers = await self._broker.give_back(returns, why)
         kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "NOBODY"]
         given = [job for job in wanted if job not in kept]
@@ -79,13 +81,13 @@ class LoadShedder:
         return kept
 
     def _surplus(self) -> list[HeldJob]:
-        """Who would have to give way for the rest to fit, in order."""
-        (*_, tokens), (*_, sequences) = self._ledger.claims()
+        """Return the jobs to preempt so that the rest fits, in the order of preemption."""
+        (*_, tokens), (*_, sequences) = self._ledger.expected_usage()
         surplus = []
         for job in in_order_of_retreat([job for job in self._ledger if job.is_in_engine and job.outcome is None]):
             if tokens <= self._kv_tokens and sequences <= self._max_num_seqs:
                 break
             surplus.append(job)
-            tokens -= job.claim
+            tokens -= job.expected_kv_tokens
             sequences -= job.num_sequences
         return surplus

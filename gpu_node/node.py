@@ -1,4 +1,4 @@
-"""A node: one engine, one place in a pool. Joins, takes, runs, emits, drains, leaves."""
+"""A node: joins a pool, takes jobs for its engine, publishes their tokens, and drains before it leaves."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ from penstock.runtime.cancellation import cancel_until_done
 log = logging.getLogger(__name__)
 
 JOIN_PATIENCE_S = 60.0
+"""How long joining the pool is retried while Redis is unavailable."""
 LEAVE_PATIENCE_S = 5.0
+"""How long each step of the drain is retried while Redis is unavailable, and how long the engine may take to end."""
 ANNOUNCE_S = 2.0
-"""How often the folder of adapters is looked at."""
+"""Interval at which the adapter folder is scanned for changes."""
 
 
 class Node:
-    """The Redis side of one engine: asyncio here, the engine on its own thread. `stop` begins the drain."""
+    """The service around one engine: asyncio code for Redis, and the engine on its own thread. It serves one pool."""
 
     def __init__(self, settings: NodeSettings, engine: EngineLike, seats: Seats = NO_SEATS) -> None:
         self._settings = settings
@@ -56,7 +58,7 @@ class Node:
         self.ledger = Ledger(engine.max_model_len)
         self._redis = connect(settings.redis_url)
         self._broker = NodeBroker(self._redis, settings.pool_name, self.node_id, engine.revision)
-        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
         self._worker = EngineWorker(engine, self._deliver)
         self._outbox = Outbox(
@@ -64,18 +66,19 @@ class Node:
             max_unsent_bytes=settings.max_unsent_bytes,
             pace=Pace(settings.stream_interval_ms / 1000),
         )
-        self._relief = LoadShedder(
+        self._load_shedder = LoadShedder(
             *(self._broker, self.ledger, self._worker, self._outbox),
             kv_tokens=engine.num_kv_tokens,
             max_num_seqs=settings.max_num_seqs,
         )
         self._threads = Threads()
-        self._reception = JobIntake(
-            *(self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._relief, self._threads)
+        self._job_intake = JobIntake(
+            *(self._broker, self.ledger, self._worker, engine.tokenizer),
+            *(self._outbox, self._load_shedder, self._threads),
         )
         self._inbox = JobInbox(
-            *(self._broker, self.ledger, self._bell, self._outbox, self._reception),
-            room=(engine.num_kv_tokens, settings.max_num_seqs),
+            *(self._broker, self.ledger, self._bell, self._outbox, self._job_intake),
+            capacity=(engine.num_kv_tokens, settings.max_num_seqs),
         )
         self._heartbeat = Heartbeat(
             *(self._broker, self.ledger, self._worker, self._inbox, self._outbox),
@@ -86,21 +89,21 @@ class Node:
 
     @property
     def engine_stats(self) -> EngineStats | None:
-        """The engine's figures as of the last beat."""
+        """The engine's statistics as of the last heartbeat; None before the first one."""
         return self._heartbeat.engine_stats
 
     def stop(self) -> None:
-        """Takes nothing more; what runs may end within the grace time, the rest is given back. Again: at once."""
+        """Stop taking jobs; running jobs may finish within `drain_s`. A second call ends that grace period."""
         if self._stop.is_set():
-            self._hurry.set()
+            self._end_grace.set()
         self._stop.set()
 
-    async def relieve(self) -> None:
-        """Gives back what this node has no room for and another has; it does so by itself every second."""
-        await self._relief.relieve()
+    async def shed_load(self) -> None:
+        """Give back jobs that do not fit here and fit on another node. The load shedder also does this every second."""
+        await self._load_shedder.shed_load()
 
     async def run(self, ready: asyncio.Event | None = None) -> None:
-        """Serves until `stop`, then drains. Raises what killed the engine; its jobs are then left to other nodes."""
+        """Serve until `stop`, then drain. Raises what killed the engine; other nodes take over its jobs."""
         self._worker.start()
         try:
             await patiently(self._join, JOIN_PATIENCE_S)
@@ -112,7 +115,7 @@ class Node:
                 answering(self._settings.name, self._state),
                 _background(self._heartbeat_forever(), self._outbox.run()),
             ):
-                serving = [self._take_forever(), self._listen(), self._relief.run()]
+                serving = [self._take_forever(), self._listen(), self._load_shedder.run()]
                 serving.append(declare_dead(self._broker, self._seats, has_joined=True))
                 if self._settings.has_adapters:
                     serving.append(self._announce_forever())
@@ -141,16 +144,16 @@ class Node:
             revision=engine.revision,
             adapters=await self._threads.run(engine.adapters),
         )
-        # Where two nodes' limits differ, one would fail what the other has accepted.
+        # Nodes of a pool must agree on their limits: otherwise one node would fail a job that another has accepted.
         schema = settings.schema_fields | {"max_model_len": engine.max_model_len}
         await self._broker.join(schema, self._record)
         if self._seats.names:
             await self._broker.succeed(self._seats.names, has_joined=True)
-        await self._heartbeat.beat()
+        await self._heartbeat.send()
         await self._broker.sweep()
 
     async def _rejoin(self) -> None:
-        """The pool believed us dead: all we held belongs to others."""
+        """Drop all jobs and join again: the pool declared this node dead and gave its jobs to other nodes."""
         log.error("this node was swept; it drops all its jobs", extra={"node_id": self.node_id})
         for job in self.ledger:
             self._outbox.drop(job)
@@ -162,15 +165,15 @@ class Node:
                 with suppress(LeaseLostError):
                     await self._heartbeat.run()
             except EngineStalledError:
-                await self._spare_bystanders()
+                await self._give_back_unaffected()
                 raise
             with suppress(LeaseLostError):
                 await self._rejoin()
 
-    async def _spare_bystanders(self) -> None:
-        """Gives back the jobs that the hung step does not compute, so that its loss does not count against them."""
+    async def _give_back_unaffected(self) -> None:
+        """Give back the jobs outside the stalled step, so that this node's end does not count as their loss."""
         if not (in_flight := self._worker.requests_in_flight()):
-            return  # it hangs elsewhere: any job may be at fault
+            return  # The engine hangs outside a step, so any job may be the cause.
         hung = [job.job_id for job in self.ledger if job.taken.lease in in_flight]
         log.error("a step hangs", extra={"jobs": hung})
         with suppress(UnavailableError, LeaseLostError):
@@ -181,11 +184,11 @@ class Node:
             try:
                 await self._inbox.run()
             except LeaseLostError:
-                # The heartbeat finds out too, and rejoins.
+                # The heartbeat learns of it too, and rejoins.
                 await asyncio.sleep(0.1)
 
     async def _announce_forever(self) -> None:
-        """Adapters may be put into their folder, or taken out of it, at any time."""
+        """Announce adapters as they are added to their folder or removed from it."""
         while True:
             await asyncio.sleep(ANNOUNCE_S)
             adapters = await self._threads.run(self._engine.adapters)
@@ -201,21 +204,22 @@ class Node:
         died = asyncio.wrap_future(self._worker.stopped)
         await _first_of(self._stop.wait(), _finished(died))
         if died.done():
-            # The trail of the engine's memory names jobs by their leases.
+            # The engine's memory trace names jobs by their leases, so the log line maps leases to job ids.
             held = {job.taken.lease: job.job_id for job in self.ledger}
             log.error("the engine died with jobs", extra={"jobs": held})
             died.result()
 
     async def _drain(self) -> None:
-        """Lets jobs end for a while, then gives the rest back with all their tokens in the log."""
+        """Let jobs finish for `drain_s`, then give the rest back. Their tokens are in the job logs by then."""
         self._heartbeat.draining = True
         with suppress(UnavailableError, LeaseLostError):
-            await self._heartbeat.beat()  # at once: whatever becomes of this node now, its jobs are not to blame
+            # Announce the drain first: if the node dies from here on, its jobs do not count it as a loss.
+            await self._heartbeat.send()
         log.info("draining", extra={"num_jobs": len(self.ledger)})
         with suppress(UnavailableError, LeaseLostError):
             await patiently(self._inbox.close, LEAVE_PATIENCE_S)
             await self._give_back([job for job in self.ledger if not job.is_in_engine])
-        await _first_of(self._outbox.until_empty(), self._hurry.wait(), timeout_s=self._settings.drain_s)
+        await _first_of(self._outbox.until_empty(), self._end_grace.wait(), timeout_s=self._settings.drain_s)
         self._worker.stop()
         await asyncio.wait((asyncio.wrap_future(self._worker.stopped),), timeout=LEAVE_PATIENCE_S)
         with suppress(UnavailableError):
@@ -226,18 +230,18 @@ class Node:
         try:
             num_kept = await patiently(self._broker.leave, LEAVE_PATIENCE_S)
         except UnavailableError as error:
-            log.warning("left without a word to the pool", extra={"node_id": self.node_id, "reason": error.message})
+            log.warning("left without telling the pool", extra={"node_id": self.node_id, "reason": error.message})
         else:
             facts = {"num_given_back": self.ledger.counts.given_back_drain, "num_kept": num_kept}
             log.info("left", extra={"node_id": self.node_id, **facts})
 
     async def _give_back(self, jobs: list[HeldJob]) -> None:
-        await patiently(lambda: self._relief.give_back(jobs), LEAVE_PATIENCE_S)
+        await patiently(lambda: self._load_shedder.give_back(jobs), LEAVE_PATIENCE_S)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
-        """On the engine's thread."""
+        """Pass a step's outputs to the outbox. Runs on the engine's thread."""
         crash_points.point("after", "step")
-        with suppress(RuntimeError):  # the loop may be closed already
+        with suppress(RuntimeError):  # The event loop may be closed already.
             self._outbox.deliver(outputs)
 
     def _base_pressure(self) -> NodePressure:
@@ -250,6 +254,7 @@ class Node:
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:
+    """Wait until the first of these is done, then cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -264,7 +269,7 @@ async def _finished(future: asyncio.Future[None]) -> None:
 
 @asynccontextmanager
 async def _background(*services: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs services beside the body; a service that fails ends the body, the end of the body ends them."""
+    """Run services beside the body. A service that fails cancels the body; the end of the body cancels the services."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(service) for service in services]
         try:

@@ -1,7 +1,8 @@
-"""From the engine to Redis: one emit for the whole batch, and one finish per job that ended.
+"""From the engine to Redis: one emit call for the whole batch, and one finish call for each job that ended.
 
-While Redis is away or slow, steps pile up in the ledger, and what piled up leaves as one chunk per choice. So do tokens
-that come faster than anybody reads (`pace.py`): until they leave, the engine's steps wake nobody.
+While Redis is unavailable or slow, outputs accumulate in the ledger; then each choice's output leaves as one chunk.
+Tokens that come faster than readers need them wait too (`publish_pace.py`). Until they leave, the engine's steps do not
+wake the event loop.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from penstock.runtime.cooperative import CooperativeTurns
 log = logging.getLogger(__name__)
 
 MAX_EMIT_BYTES = 4 << 20
-"""Of one emit call, so that a backlog after an outage does not block Redis."""
+"""Limit of one emit call, so that a backlog after an outage does not block Redis."""
 MAX_CALLS_AT_ONCE = 16
+"""Emit and finish calls that may be in flight together."""
 
 
 class Outbox:
-    """Sends what the ledger owes, and rings the bell when a job has left room for others."""
+    """The publisher of a node's tokens and job ends. It rings the inbox's bell when a job has freed capacity."""
 
     def __init__(
         self, broker: NodeBroker, ledger: Ledger, worker: EngineWorker, bell: Bell, *, max_unsent_bytes: int, pace: Pace
@@ -50,23 +52,23 @@ class Outbox:
         self._turns = CooperativeTurns()
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[Sequence[StepOutput]] = deque()
-        self._naps = False
-        """Whether what was delivered may wait for the alarm."""
+        self._sleeping = False
+        """Whether delivered outputs may wait for the alarm, unless a reader waits for one of them."""
         self._alarm = Alarm()
         self._dirty: dict[str, HeldJob] = {}
-        self._is_hurried = False
-        """Whether somebody waits for what is owed: a first token, or an end."""
+        self._reader_waits = False
+        """Whether a reader waits for an unsent first token or an unsent end."""
         self._emptied = asyncio.Event()
         self.num_finished_cost = 0
-        """Cost of all jobs that ended here, in the backlog's measure."""
+        """Total cost of the jobs that finished here, in KV tokens like the queue's backlog."""
 
     def deliver(self, outputs: Sequence[StepOutput]) -> None:
-        """Takes in one step, on the engine's thread. Raises RuntimeError when the loop is closed."""
+        """Accept one step's outputs. Runs on the engine's thread. Raises RuntimeError if the loop is closed."""
         self._delivered.append(outputs)
-        if not self._naps or any(map(_is_urgent, outputs)):
-            self._loop.call_soon_threadsafe(self._heed_steps)
+        if not self._sleeping or any(map(_is_awaited, outputs)):
+            self._loop.call_soon_threadsafe(self._handle_steps)
 
-    def _heed_steps(self) -> None:
+    def _handle_steps(self) -> None:
         self._collect()
         if self._dirty:
             self._set_alarm()
@@ -85,20 +87,20 @@ class Outbox:
             except InvariantError as error:
                 log.exception("engine and ledger disagree", extra={"job_id": job.job_id})
                 self.end(job, Outcome("failed", error.code, error.message))
-            self._note(job)
+            self._mark_dirty(job)
 
-    def _note(self, job: HeldJob) -> None:
+    def _mark_dirty(self, job: HeldJob) -> None:
         self._dirty[job.taken.lease] = job
-        self._is_hurried = self._is_hurried or _is_waited_for(job)
+        self._reader_waits = self._reader_waits or _has_awaited_output(job)
 
-    def _owe(self, job: HeldJob) -> None:
-        self._note(job)
+    def _schedule(self, job: HeldJob) -> None:
+        self._mark_dirty(job)
         self._set_alarm()
 
     def _set_alarm(self) -> None:
-        """For when the next of what is owed, or will be, leaves."""
-        self._alarm.set(self._pace.until_next_s(len(self._dirty), self._loop.time(), hurried=self._is_hurried))
-        self._naps = True
+        """Set the alarm for the time at which the next unsent outputs should leave."""
+        self._alarm.set(self._pace.until_next_s(len(self._dirty), self._loop.time(), reader_waits=self._reader_waits))
+        self._sleeping = True
 
     def _accept(self, job: HeldJob, output: StepOutput) -> None:
         job.add_tokens(output)
@@ -110,57 +112,57 @@ class Outbox:
         if job.is_complete:
             job.outcome = outcome_of(job)
             self._ledger.learn(job)
-            self._bell.room_grew()
+            self._bell.capacity_freed()
 
     def end(self, job: HeldJob, outcome: Outcome) -> None:
-        """Ends a job before its time, with what it has; nothing happens when it is no longer held."""
+        """End a job early, with the output so far; no effect if it is no longer held."""
         if self._ledger.of_lease(job.taken.lease) is None:
             return
         if job.outcome is None:
             job.outcome = outcome
             self._worker.abort(job.taken.lease)
-            self._bell.room_grew()
-        self._owe(job)
+            self._bell.capacity_freed()
+        self._schedule(job)
 
     def end_as(self, job_id: str, answer: str) -> None:
-        """Ends a job for what Redis says of it: CANCEL, EXPIRED or UNHEARD."""
+        """End a job as Redis answered: CANCEL, EXPIRED or UNHEARD."""
         job = self._ledger.get(job_id)
         if job is not None:
             self.end(job, BY_ANSWER[answer])
 
     def forget(self, job: HeldJob) -> None:
-        """Lets go of a job, wherever it was."""
+        """Stop holding a job, and abort it in the engine."""
         self._remove(job)
         self._dirty.pop(job.taken.lease, None)
         self._worker.abort(job.taken.lease)
-        self._bell.room_grew()
+        self._bell.capacity_freed()
 
     def drop(self, job: HeldJob) -> None:
-        """Lets go of a job that turned out not to be ours any more."""
+        """Stop holding a job that belongs to another node now."""
         self.forget(job)
         self._ledger.counts.dropped += 1
-        log.warning("job is no longer ours", extra={"job_id": job.job_id, "lease": job.taken.lease})
+        log.warning("job belongs to another node", extra={"job_id": job.job_id, "lease": job.taken.lease})
 
     async def until_empty(self) -> None:
-        """Until no job is held any more."""
+        """Wait until the node holds no job."""
         while len(self._ledger):
             self._emptied.clear()
             await self._emptied.wait()
 
     async def run(self) -> None:
-        """Sends until cancelled; waits out absences of Redis."""
+        """Publish until canceled; retries while Redis is unavailable."""
         patience = pauses()
         while True:
             await self._alarm.wait()
-            self._naps = False
+            self._sleeping = False
             self._collect()
             if not self._dirty:
-                # The streams of the last departure have ended or wait for the engine, or what it was held for is lost.
+                # The alarm was set for streams that have ended since, have no new tokens yet, or were dropped.
                 self._pause_engine_if_full()
                 continue
-            only_hurried = self._pace.until_next_s(len(self._dirty), self._loop.time()) > 0
+            only_awaited = self._pace.until_next_s(len(self._dirty), self._loop.time()) > 0
             try:
-                await self.flush(only_hurried=only_hurried)
+                await self.flush(only_awaited=only_awaited)
                 patience = pauses()
             except UnavailableError as error:
                 self._ledger.counts.outages += 1
@@ -170,15 +172,15 @@ class Outbox:
             self._pause_engine_if_full()
             self._set_alarm()
 
-    async def flush(self, *, only_hurried: bool = False) -> None:
-        """Sends what is owed now. Raises UnavailableError; what was not acknowledged stays owed."""
+    async def flush(self, *, only_awaited: bool = False) -> None:
+        """Publish all unsent outputs now. Raises UnavailableError; what Redis has not acknowledged stays unsent."""
         self._collect()
-        batch = [job for job in self._dirty.values() if not only_hurried or _is_waited_for(job)]
-        # Also where nothing leaves: what was waited for when it was noted may have been on its way, or given up since.
-        self._is_hurried = False
+        batch = [job for job in self._dirty.values() if not only_awaited or _has_awaited_output(job)]
+        # Also cleared when nothing leaves now: the awaited output may be in flight, or its job dropped.
+        self._reader_waits = False
         if not batch:
             return
-        self._pace.note(self._loop.time(), num_streams=None if only_hurried else len(batch))
+        self._pace.note(self._loop.time(), num_streams=None if only_awaited else len(batch))
         for job in batch:
             del self._dirty[job.taken.lease]
         try:
@@ -196,7 +198,7 @@ class Outbox:
             raise
 
     async def _seal(self, job: HeldJob) -> None:
-        """Packs a prompt's log-probabilities, and leaves the event loop to others behind each part."""
+        """Pack a prompt's log-probabilities, and yield to the event loop after each part."""
         while job.has_unsealed_prompt:
             job.seal_part(self._pack)
             await self._turns.wait()
@@ -209,9 +211,9 @@ class Outbox:
             answers = await self._broker.emit([emission for _, emission in part])
             self._ledger.counts.emits.note(self._loop.time() - began_s)
             for (job, emission), answer in zip(part, answers, strict=True):
-                self._heed(job, emission, answer)
+                self._handle_answer(job, emission, answer)
 
-    def _heed(self, job: HeldJob, emission: Emission, answer: str) -> None:
+    def _handle_answer(self, job: HeldJob, emission: Emission, answer: str) -> None:
         kind, _, rest = answer.partition(" ")
         if kind in ("FENCED", "GONE"):
             self.drop(job)
@@ -234,7 +236,7 @@ class Outbox:
         try:
             answer = await self._broker.finish(emission, job.outcome, job.result(), **job.used)
         except InvariantError as error:
-            # This job's keys are damaged; the others' are not.
+            # This job's keys are damaged; other jobs' keys are not.
             log.error("finish failed", extra={"job_id": job.job_id, "reason": error.message})
             answer = "GONE"
         kind, _, rest = answer.partition(" ")
@@ -250,30 +252,30 @@ class Outbox:
     def _send_again(self, job: HeldJob, index: int) -> None:
         self._ledger.counts.rewinds += 1
         job.send_again_from(index)
-        self._owe(job)
+        self._schedule(job)
 
     def _remove(self, job: HeldJob) -> None:
         self._ledger.remove(job)
         if not len(self._ledger):
             self._emptied.set()
-            self._bell.room_grew()  # a suspect may wait for a node that holds nothing
+            self._bell.capacity_freed()  # A suspect job may be waiting for a node that holds no other job.
 
     def _pause_engine_if_full(self) -> None:
         self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)
 
 
-def _is_urgent(output: StepOutput) -> bool:
-    """Whether somebody waits for what this tells."""
+def _is_awaited(output: StepOutput) -> bool:
+    """Whether a reader waits for this output: a first token or an end."""
     return output.position == 0 or output.finish_reason is not None
 
 
-def _is_waited_for(job: HeldJob) -> bool:
-    """Whether a first token of it is owed, or its end."""
+def _has_awaited_output(job: HeldJob) -> bool:
+    """Whether a reader waits for this job: for its first token or its end."""
     return not job.num_acknowledged or job.outcome is not None
 
 
 def _parts(pairs: list[tuple[HeldJob, Emission]]) -> list[list[tuple[HeldJob, Emission]]]:
-    """Splits by number of jobs and by bytes."""
+    """Split emissions into calls, by number of jobs and by bytes."""
     parts: list[list[tuple[HeldJob, Emission]]] = []
     num_bytes = 0
     for pair in pairs:
@@ -287,9 +289,9 @@ def _parts(pairs: list[tuple[HeldJob, Emission]]) -> list[list[tuple[HeldJob, Em
 
 
 async def _all(*calls: Coroutine[Any, Any, None]) -> None:
-    """Awaits all, then raises the first error: one job's failed call must not cancel another's."""
+    """Await all calls, then raise the first error: one job's failed call must not cancel another job's."""
     if len(calls) == 1:
-        return await calls[0]  # mostly, and a task would cost a first token a twentieth of a millisecond
+        return await calls[0]  # The common case. A task would delay a first token by 0.05 ms.
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome

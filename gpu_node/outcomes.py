@@ -1,4 +1,4 @@
-"""How jobs end: by what Redis answered, or by what became of their choices."""
+"""How jobs end: by the answer of a Redis script, or by how their choices ended."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ BY_ANSWER = {
     "UNHEARD": Outcome("cancelled", "unread", "nobody reads this job any more"),
     "EXPIRED": Outcome("expired", "deadline_exceeded", "the deadline passed before the job was done"),
 }
-"""Ends that a script's answer says."""
+"""Outcomes by the answer of a Redis script."""
 _NO_TOKEN_LEFT = "bad_words: no token was left; they exclude every token that structured_outputs allows next"
 _MODEL_ERROR = (
-    "the model's output was not finite, no token fitted the form that is asked for, "
-    "or its steps failed or were slow where those of others were not"
+    "the model produced NaN or infinity, no token fitted the requested output format, "
+    "or the engine's steps with this request failed or were too slow"
 )
 
 
 def outcome_of(job: HeldJob) -> Outcome:
-    """How a job ends whose choices have all ended."""
+    """Return the outcome of a job that has no open choice."""
     if not job.has_failed_choice:
         return Outcome("done")
     if (error := job.error) is not None:

@@ -1,6 +1,6 @@
-"""Chunks as they go into a job's log. Log-probabilities are packed once: the log and the result have the same bytes.
+"""Chunks as bytes of a job's log. Log-probabilities are packed once; the log and the result share these bytes.
 
-A long prompt's are packed a part at a time, because all of them would hold the event loop for tens of milliseconds.
+A long prompt's log-probabilities are packed in parts, since all at once would block the event loop for tens of ms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.queue.packed_logprobs import NO_ROWS, Rows, joined, rows_of
 
 
 class SealedChunk(NamedTuple):
-    """A chunk's bytes, and those of its log-probabilities."""
+    """A packed chunk, and the packed log-probabilities in it."""
 
     data: bytes
     rows: Rows = NO_ROWS
@@ -32,7 +32,7 @@ def seal(chunk: Chunk, pack: Pack = msgpack_codec.pack) -> SealedChunk:
 
 
 class PromptRows:
-    """A prompt's log-probabilities: those that chunks have, packed, and those that the engine gave since."""
+    """A prompt's log-probabilities: the packed ones in chunks, and the ones that no chunk has yet."""
 
     def __init__(self) -> None:
         self._packed: list[Rows] = []
@@ -40,27 +40,27 @@ class PromptRows:
         self._pending: list[TokenLogprobs] = []
 
     def take(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Take in the whole prompt's; an earlier node may have logged the first of these."""
+        """Add the whole prompt's entries. Those that an earlier node has logged are skipped."""
         self._pending += entries[self._num_packed + len(self._pending) :]
 
     @property
     def is_pending(self) -> bool:
-        """Whether some are in no chunk yet."""
+        """Whether entries wait for a chunk."""
         return bool(self._pending)
 
     def next_chunk(self, job_id: str, index: int) -> Chunk:
-        """The next of the chunks that they go into."""
+        """Return the next chunk of log-probabilities, at most `PROMPT_TOKENS_PER_CHUNK` of them."""
         entries = tuple(self._pending[:PROMPT_TOKENS_PER_CHUNK])
         del self._pending[: len(entries)]
         return Chunk(job_id, index, position=self._num_packed, prompt_logprobs=entries)
 
     def note(self, rows: Rows) -> None:
-        """Keep what a chunk has of them, if anything."""
+        """Keep a chunk's packed prompt log-probabilities, if it has any."""
         if rows.num_rows:
             self._packed.append(rows)
             self._num_packed += rows.num_rows
 
     @property
     def packed(self) -> Rows:
-        """All that chunks have."""
+        """The packed log-probabilities of all chunks."""
         return joined(self._packed)

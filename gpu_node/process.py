@@ -1,4 +1,4 @@
-"""A node as a process: loads the model, serves until a signal, tells a supervisor how far it is."""
+"""A node as a process: it loads the model, serves until a signal, and reports its progress to a supervisor."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 
 async def run_node(settings: NodeSettings) -> None:
-    """Loads the model, serves, and returns after SIGTERM's or SIGINT's drain; a second signal ends the grace time.
+    """Load the model and serve until SIGTERM or SIGINT, then drain and return. A second signal ends the grace period.
 
-    Raises ConfigError for settings that contradict each other and for models that cannot be run.
+    Raises ConfigError for settings that contradict each other and for models that cannot run.
     """
     shared = EngineConfig.model_fields.keys() & NodeSettings.model_fields.keys()
     try:
@@ -45,14 +45,14 @@ async def run_node(settings: NodeSettings) -> None:
     finally:
         await cancel_until_done([looking])
     if settings.tool_parser not in (None, "none") and not engine.tokenizer.takes_tools:
-        said = f"tool_parser is {settings.tool_parser}, but the model's chat template takes no tools"
-        raise ConfigError(said, param="tool_parser")
+        problem = f"tool_parser is {settings.tool_parser}, but the model's chat template takes no tools"
+        raise ConfigError(problem, param="tool_parser")
     settle()
     await serve_engine(settings, engine, seats)
 
 
 async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats | None = None) -> None:
-    """Serves a loaded engine until a signal, on these seats of the host or on new ones."""
+    """Serve a loaded engine until a signal. `seats`: seats that this process already holds; None: take them here."""
     node = Node(settings, engine, take_seats(settings) if seats is None else seats)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -77,7 +77,7 @@ async def serve_engine(settings: NodeSettings, engine: EngineLike, seats: Seats 
 
 
 def _only_error_of(error: BaseException) -> BaseException:
-    """The one error in groups of groups; the group where there are several."""
+    """Unwrap nested groups of one exception; a group of several is returned as it is."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
@@ -86,7 +86,7 @@ def _only_error_of(error: BaseException) -> BaseException:
 def _metrics_of(node: Node, settings: NodeSettings, watch: LoopWatch) -> AbstractContextManager[object]:
     if settings.metrics_port is None:
         return nullcontext()
-    # Only here, because a node that serves no metrics needs no package for them.
+    # Imported here, because a node without metrics does not need the Prometheus package.
     from penstock.gpu_node.monitor.metrics import serving_metrics
 
     return serving_metrics(node, settings.metrics_host, settings.metrics_port, watch)
@@ -102,7 +102,7 @@ def _report_progress(stage: str, fraction: float) -> None:
 
 
 def _report(event: dict[str, object]) -> None:
-    """One JSON line for a supervisor, when there is one that asked for it."""
+    """Write one JSON line for a supervisor, if the environment asks for it."""
     if os.environ.get("PENSTOCK_NODE_PROGRESS") == "json":
         sys.stdout.write(json.dumps(event) + "\n")
         sys.stdout.flush()

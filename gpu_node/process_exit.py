@@ -1,7 +1,7 @@
 """The end of a node's process while threads still compute.
 
-Python frees memory when it ends, but a step in a library goes on writing to it: the process died with status 139. So
-where a thread does not end, the process ends without that.
+Python frees memory at its exit, but a thread inside a library may go on writing to it. The process then died with
+status 139 (SIGSEGV). So if a thread does not end, the process ends without Python's cleanup.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from penstock.contract.errors import PenstockError
 
 THREAD_PATIENCE_S = 1.0
-"""A step that is nearly done may end."""
+"""How long a running step may take to finish."""
 
 
 @contextmanager
 def leaving_whatever_computes(exit_code_of: Callable[[PenstockError], int]) -> Iterator[None]:
-    """Ends the process behind the block if a thread that began in it goes on; otherwise the block ends as it does.
+    """End the process after the block, without cleanup, if a thread that the block started is still running.
 
-    `exit_code_of` gives the exit status of an error that is told in one line.
+    If all threads have ended, the block ends normally. `exit_code_of`: exit status of an error reported in one line.
     """
     before = set(threading.enumerate())
     error: BaseException | None = None
@@ -35,7 +35,7 @@ def leaving_whatever_computes(exit_code_of: Callable[[PenstockError], int]) -> I
         error = raised
         raise
     finally:
-        # After an error a pool's idle threads are not told from those that hang.
+        # After an error, idle pool threads cannot be told from hung ones, so any living thread counts.
         if _go_on(set(threading.enumerate()) - before, daemons_only=error is None):
             _end(_say(error, exit_code_of))
 
@@ -49,7 +49,7 @@ def _go_on(threads: set[threading.Thread], *, daemons_only: bool) -> bool:
 
 
 def _say(error: BaseException | None, exit_code_of: Callable[[PenstockError], int]) -> int:
-    """Writes what the command would write of an error; its exit status."""
+    """Report an error as the command line would, and return the exit status."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):

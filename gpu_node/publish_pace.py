@@ -1,9 +1,9 @@
-"""When the tokens of running jobs leave: those of all streams together, the less often the more streams there are.
+"""When the tokens of running jobs are published: for all streams together, and less often the more streams there are.
 
-Each departure costs time that the engine could use: the node, Redis and whoever reads wake up, on cold caches where the
-engine computes on the same cores. So a node sends about MAX_CHUNKS_PER_S however many streams it has, within the times
-that a token may wait at least and at most. First tokens and ends, for which somebody waits, leave at once, unless so
-many have left just before that they would again wake everybody all the time.
+Each publication wakes the node, Redis and the readers. That costs processor time and cache space of the cores on which
+the engine computes. So a node publishes about MAX_CHUNKS_PER_S chunks per second, whatever its number of streams,
+within the shortest and longest interval allowed. First tokens and ends leave at once, since readers wait for them. The
+exception is a burst of them, which would wake all processes continuously.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ import math
 
 MAX_CHUNKS_PER_S = 200
 MIN_INTERVAL_S = 0.02
-"""Faster than a screen shows them."""
+"""Faster than a screen displays tokens."""
 MAX_SHARE_S = 0.01
-"""So much time a departure takes up, hurried or not: 100 hurried ones a second at most, and more where streams are few,
-as there is little then that they could hold up."""
+"""Time that one publication counts for, so that first tokens and ends cause at most 100 a second. With few streams it
+counts for less, since it then delays little."""
 MAX_STREAMS_PER_S = 800
 MAX_AHEAD_S = 0.07
-"""So much may be taken up before what is hurried waits: by eight departures, or more where streams are few."""
+"""First tokens and ends wait once this much time is booked: after eight publications, or more with few streams."""
 
 
 class Pace:
-    """Times of departures on a monotonic clock, in seconds.
+    """Times of publications, in seconds on a monotonic clock.
 
-    What is hurried leaves by the generic cell rate algorithm (ITU-T I.371): each departure takes up its share of time,
-    behind those before it, and a hurried one is too early while more than MAX_AHEAD_S is taken up.
+    First tokens and ends are paced by the generic cell rate algorithm (ITU-T I.371). Each publication books its share
+    of time after the earlier ones. A first token or end waits while more than MAX_AHEAD_S is booked.
     """
 
     def __init__(self, max_interval_s: float) -> None:
-        """No token waits longer than `max_interval_s`."""
+        """`max_interval_s`: longest time that a token waits."""
         self._max_interval_s = max_interval_s
-        self._all_left_s = self._taken_up_s = -math.inf
+        self._all_published_s = self._booked_until_s = -math.inf
         self._num_streams = 0
 
-    def until_next_s(self, num_owed: int, now_s: float, *, hurried: bool = False) -> float:
-        """How long the tokens of so many streams wait until all leave together, at most 0: not any more; `hurried`: how
-        long those wait that somebody waits for.
+    def until_next_s(self, num_pending: int, now_s: float, *, reader_waits: bool = False) -> float:
+        """Return the seconds until `num_pending` streams are published together; 0 or less: now.
 
-        As long as few are owed any yet, the streams of the last departure count: they go on.
+        `reader_waits`: until first tokens and ends may be published. The streams of the last publication count too,
+        even if only few have new tokens yet, since the others will have some soon.
         """
-        num_streams = max(num_owed, self._num_streams)
+        num_streams = max(num_pending, self._num_streams)
         interval_s = min(self._max_interval_s, max(MIN_INTERVAL_S, num_streams / MAX_CHUNKS_PER_S))
-        due_s = self._all_left_s + interval_s
-        if hurried:
-            due_s = min(due_s, self._taken_up_s - MAX_AHEAD_S)
+        due_s = self._all_published_s + interval_s
+        if reader_waits:
+            due_s = min(due_s, self._booked_until_s - MAX_AHEAD_S)
         return due_s - now_s
 
     def note(self, now_s: float, *, num_streams: int | None) -> None:
-        """All that was owed leaves now, to so many streams; None: only what somebody waits for."""
+        """Note a publication to `num_streams` streams; None: only of first tokens and ends."""
         if num_streams is not None:
-            self._all_left_s = now_s
+            self._all_published_s = now_s
             self._num_streams = num_streams
         share_s = min(MAX_SHARE_S, self._num_streams / MAX_STREAMS_PER_S)
-        self._taken_up_s = min(max(self._taken_up_s, now_s), now_s + MAX_AHEAD_S) + share_s
+        self._booked_until_s = min(max(self._booked_until_s, now_s), now_s + MAX_AHEAD_S) + share_s

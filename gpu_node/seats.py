@@ -1,14 +1,14 @@
-"""Seats of a host: each is held by one process at a time, and the kernel frees it when that process ends.
+"""Seats of a host: one process at a time holds a seat, and the kernel frees it when that process ends.
 
-The process that gets a seat therefore knows that the one which held it before is dead. Its pool need not wait for a
-lease. Two kinds of seats survive a restart, each in other surroundings:
+A process that gets a seat therefore knows that the seat's previous holder is dead. Its pool need not wait for a lease
+to expire. Two kinds of seats survive a restart, each in other environments:
 
 - A locked file in the cache folder: on a machine, and in a container whose cache folder is a volume.
 - A Unix socket in the abstract namespace: on a machine, and in a pod, whose containers keep their network namespace.
 
-The name of a seat stands for the kernel's boot id and for the file or the network namespace. So two hosts never have
-the same seat, also where they share the cache folder over a network whose locks reach only one of them. A living node's
-seat is never free: a second node of the same name takes the next number.
+A seat's name includes the kernel's boot id, and the file or the network namespace. So two hosts never share a seat,
+even if they share the cache folder over a network whose locks reach only one of them. A living node's seat is never
+free: a second node of the same name takes the next number.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from penstock.runtime.cache_folders import cache_folder
 _LOG = logging.getLogger(__name__)
 
 MAX_NODES = 64
-"""Nodes of one name in one pool that a host can tell apart."""
+"""Nodes of one name in one pool that a host can distinguish."""
 LOOK_PATIENCE_S = 60.0
+"""How long predecessors are looked for after a start."""
 _PAUSE_S = 0.1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
@@ -46,10 +47,10 @@ class Seats:
 
     names: tuple[str, ...] = ()
     _held: tuple[int, ...] = ()
-    """Descriptors. They stay open until the process ends, whatever becomes of this record."""
+    """File descriptors. They stay open until the process ends, even if this record is freed."""
 
     def release(self) -> None:
-        """Frees the seats before the process ends."""
+        """Free the seats before the process ends."""
         for held in self._held:
             os.close(held)
 
@@ -58,19 +59,23 @@ NO_SEATS = Seats()
 
 
 def take_seats(settings: NodeSettings) -> Seats:
-    """A seat of each kind, as far as this host has them."""
+    """Take a seat of each kind that this host supports."""
     try:
         boot_id = _BOOT_ID.read_text().strip()
     except OSError:
         return Seats()
-    # The same node after a restart: its name, for its pool of its Redis.
+    # The identity of a node across restarts: its name, pool and Redis.
     node = _digest(settings.name, settings.pool_name, settings.redis_url)
     taken = [seat for seat in (_file_seat(node, boot_id), _socket_seat(node, boot_id)) if seat is not None]
     return Seats(tuple(name for name, _ in taken), tuple(held for _, held in taken))
 
 
 async def declare_dead(broker: NodeBroker, seats: Seats, *, has_joined: bool = False) -> None:
-    """Returns when no predecessor is left in the pool. It waits until each has been silent for longer than a beat."""
+    """Declare the previous holders of these seats dead. Return when none of them is left in the pool.
+
+    A predecessor is declared dead once it has been silent for longer than the interval of its heartbeats. This call
+    returns after LOOK_PATIENCE_S at the latest.
+    """
     deadline_s = asyncio.get_running_loop().time() + LOOK_PATIENCE_S
     while seats.names and asyncio.get_running_loop().time() < deadline_s:
         try:
@@ -84,12 +89,12 @@ async def declare_dead(broker: NodeBroker, seats: Seats, *, has_joined: bool = F
 
 
 async def declare_dead_before_loading(settings: NodeSettings, seats: Seats) -> None:
-    """The same as long as the model is being loaded: other nodes need not wait for that."""
+    """Declare predecessors dead while the model loads, so that other nodes take over their jobs sooner."""
     try:
         async with connect(settings.redis_url) as redis:
             await declare_dead(NodeBroker(redis, settings.pool_name, "", ""), seats)
     except PenstockError as error:
-        # It is raised again, and then seen, when the node joins.
+        # Joining the pool raises the same error again, where it is reported.
         _LOG.info("predecessors are looked for later", extra={"reason": error.message})
 
 
@@ -107,7 +112,7 @@ def _socket_seat(node: str, boot_id: str) -> tuple[str, int] | None:
         try:
             holder.bind(f"\0penstock-seat-{node}-{number}")
         except OSError:
-            # Another process lives there, or this system has no such names.
+            # Another process has this name, or the system has no abstract namespace.
             holder.close()
         else:
             where = (boot_id, str(network.st_dev), str(network.st_ino))
@@ -132,11 +137,11 @@ def _candidates(folder: Path, node: str) -> Iterator[Path]:
 
 
 def _locked(path: Path) -> int | None:
-    """The open file, locked until this process ends; None while another one holds it."""
+    """Return the open file, locked until this process ends; None if another process holds the lock."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Between the opening and the lock the file may have been removed, and another node may have made a new one.
+        # Another process may have removed the file before the lock, and a third may have created a new one.
         if os.path.samestat(os.fstat(file), path.stat()):
             return file
     except (BlockingIOError, FileNotFoundError):
@@ -146,7 +151,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _name_in(file: int, boot_id: str) -> str:
-    """The seat's name, which the file keeps as long as this kernel runs."""
+    """Return the seat's name. The file keeps it until the machine reboots."""
     known = os.pread(file, 200, 0).decode(errors="replace").split()
     if len(known) == 2 and known[0] == boot_id:
         return known[1]

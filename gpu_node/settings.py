@@ -1,4 +1,4 @@
-"""What a node may be told: one frozen record, from flags and PENSTOCK_NODE_* variables."""
+"""A node's settings: one frozen record, from flags and PENSTOCK_NODE_* variables."""
 
 from __future__ import annotations
 
@@ -23,181 +23,186 @@ from penstock.runtime.settings import Settings
 PROTOCOL_VERSION = 1
 
 
-VLLM_NAMES = {ours: theirs for theirs, ours in THEIR_NAMES.items()}
-"""By ours, where these are other ones."""
+VLLM_NAMES = {name: vllm_name for vllm_name, name in THEIR_NAMES.items()}
+"""vLLM's names of settings that have another name here; the keys are this project's names."""
 POOL_WIDE = (
     *("scheduling_policy", "aging_ms", "bypass_ms", "lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms"),
     *("share_window_ms", "tenant_memory_percent"),
     *("result_ttl_ms", "idem_ttl_ms", "max_open_jobs", "max_queued_cost", "max_losses", "progress_chunks", "avoid_ms"),
 )
-"""Settings that must be the same for all nodes of a pool, as scripts read them."""
+"""Settings that all nodes of a pool must share, because Redis scripts read them."""
 
 
 class NodeSettings(Settings):
-    """A node's model, cache, place in the pool, and the pool's times and limits."""
+    """Settings of a node: its model, KV cache, scheduling and pool, and the limits that its pool enforces."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_NODE_")
 
     model: str = Field(min_length=1)
-    """Hub id with optional :FILE.gguf and @revision, a folder, or a .gguf file."""
+    """Model to serve: a hub id with optional :FILE.gguf and @revision, a folder, or a .gguf file."""
     revision: str | None = None
-    """Of a model of the hub: branch, tag or commit."""
+    """Branch, tag or commit of a hub model; default: the hub's default branch."""
     redis_url: str = Field(min_length=1)
-    """Redis of the pool."""
+    """URL of the pool's Redis."""
     name: str = Field(default_factory=lambda: slug(socket.gethostname()), pattern=NAME_PATTERN)
-    """This node's name in logs and records; else the machine's."""
+    """Name of this node in logs and records; default: the host name."""
     pool: str | None = Field(default=None, pattern=NAME_PATTERN)
-    """Pool to work for; else made from the model's name."""
+    """Pool to serve; default: a name made from the model's name."""
     aliases: tuple[str, ...] = ()
-    """Further names under which clients may ask for the model."""
+    """Further names under which clients may request the model."""
     tool_parser: ToolParserName | None = None
-    """The form in which the model writes tool calls; else what its chat template shows."""
+    """Syntax of the model's tool calls; default: detected from its chat template."""
     reasoning_parser: ReasoningParserName | None = None
-    """The form in which it writes reasoning; think_open: the chat template opens it; else what that shows."""
+    """Syntax of the model's reasoning; think_open: the chat template opens it. Default: detected from the template."""
 
     runner: Literal["auto", "gpu", "native", "torch"] = "auto"
-    """gpu: a CUDA device; native: the C++ kernels; auto: a device where there is one, else those, else torch."""
+    """What computes the model. gpu: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU. auto: a GPU
+    if there is one, else native, else torch."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """What torch computes in."""
+    """Compute type. The native runner has bfloat16 only. auto: the stored type if runner and machine support it,
+    else float32."""
     quantization: Literal["auto", "none", "int8", "int8_group", "int4", "fp8"] = "auto"
-    """How matrices are kept; auto: as stored. int8_group is for the native runner, fp8 for a card."""
+    """Format of the weight matrices; auto: as stored. int8_group needs the native runner, fp8 needs a GPU."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
-    """The native runner keeps keys and values in bfloat16 or int8; a card in what it computes in, int8 or fp8."""
+    """Type of the KV cache. native: bfloat16 or int8; a GPU: its compute type, int8 or fp8."""
     block_size: Literal[8, 16, 32] = 16
-    """Tokens of a block of the KV cache; 8 on torch only."""
+    """Tokens per KV block; 8 is for the torch runner only."""
     kv_cache_gib: float = Field(default=1.0, gt=0.0)
-    """Memory for the KV cache."""
+    """Memory for the KV cache in GiB, on the CPU; on a GPU gpu_memory_utilization sets it."""
     num_kv_blocks: int | None = Field(default=None, ge=1)
-    """Blocks of the KV cache, instead of a size."""
+    """Number of KV blocks, instead of a size in GiB."""
     swap_space_gib: float = Field(default=0.0, ge=0.0)
-    """Host memory for preempted sequences, evicted prefixes and what the KV cache alone cannot hold."""
+    """Host memory in GiB for preempted sequences, evicted prefixes and sequences larger than the KV cache."""
     num_swap_blocks: int | None = Field(default=None, ge=0)
-    """Blocks of host memory, instead of a size."""
+    """Number of KV blocks in host memory, instead of a size in GiB."""
     preemption: PreemptionName = "auto"
-    """What happens to a preempted sequence's blocks; auto: what costs less."""
+    """How a preempted sequence resumes: its blocks are swapped or recomputed; auto: the cheaper of both."""
     enable_prefix_caching: bool = True
-    """Keep what was computed of prompts for others that begin alike."""
+    """Keep the KV blocks of prompts for later prompts with the same prefix."""
     prefix_eviction: EvictionName = "lru"
-    """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
+    """Which cached prefixes are evicted first: lru: least recently used; lfu: least often used; length: shortest."""
     prefix_cache_salt: Literal["none", "tenant"] = "none"
-    """tenant: tenants do not share cached prefixes."""
+    """none: all tenants share cached prefixes; tenant: each tenant has its own."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Of a card's memory."""
+    """Fraction of the GPU's memory to use; the KV cache gets what weights and the largest step leave. Default: 0.9."""
     cpu_offload_gib: float = Field(default=0.0, ge=0.0)
-    """Of the weights, streamed to a card from host memory."""
+    """GiB of weights that stay in host memory and are streamed to the GPU in each step."""
     deterministic: bool = False
-    """Sums on a card in one order whatever the batch, some percent slower."""
+    """Make results on a GPU independent of the batch, at a cost of some percent in speed."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and answer together."""
+    """Maximum tokens of prompt and output together; default: the model's limit."""
     max_num_seqs: int = Field(default=64, ge=1, le=512)
-    """Most sequences in one step."""
+    """Maximum sequences in one step."""
     max_num_batched_tokens: int = Field(default=512, ge=1)
-    """Most tokens in one step."""
+    """Maximum tokens in one step."""
     max_prefill_beside_decode: int | None = Field(default=None, ge=1)
-    """Most prompt tokens in a step in which other sequences decode."""
+    """Maximum prompt tokens in a step in which other sequences decode; default: no limit but that of every step."""
     max_prefill_ms_beside_decode: float | None = Field(default=30.0, gt=0.0)
-    """Most milliseconds that prompts add to a step in which other sequences decode; more where decoding itself takes
-    longer, or where only the tenant of a backlog of prompts waits for it."""
+    """Maximum milliseconds that prefill adds to a step in which other sequences decode. The limit is higher if decoding
+    itself takes longer, or if one tenant owns all running and waiting sequences."""
     lora: tuple[Annotated[str, StringConstraints(pattern=LORA_PATTERN)], ...] = ()
-    """NAME=PATH of a low-rank adapter in PEFT's format, checked at the start; may be repeated."""
+    """LoRA adapter in PEFT's format, as NAME=PATH; checked at startup; may be repeated."""
     lora_dir: Path | None = None
-    """Folder of more of them, each in a folder of its name; one is read when it is first asked for."""
+    """Folder of further LoRA adapters, each in a folder of its name; an adapter is loaded at its first request."""
     max_loras: int = Field(default=8, ge=1)
-    """Adapters that one step may compute with; the least recently used one gives its place to another."""
+    """Maximum LoRA adapters in one step; a further adapter replaces the least recently used one."""
     max_lora_rank: int = Field(default=16, ge=1, le=512)
-    """Highest rank of an adapter."""
+    """Maximum rank of a LoRA adapter."""
     speculative: Literal["ngram", "off"] = "off"
-    """ngram: compute ahead what followed when a text last said the same, as far as that pays; never changes tokens."""
+    """Speculative decoding. ngram: draft what followed when the sequence last contained the same tokens, where that is
+    faster. It does not change the output."""
     max_draft_tokens: int = Field(default=8, ge=1, le=64)
-    """Most tokens that a sequence has computed ahead in one step."""
+    """Maximum draft tokens per sequence and step."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the model; else one for each core that the process may use, by its affinity and its CPU quota."""
+    """CPU threads that compute the model; default: one per core that CPU affinity and quota allow."""
     reserved_cores: int = Field(default=0, ge=0)
-    """Cores to leave to other processes, where num_threads is not given; one thread always computes."""
+    """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
     weight_cache: bool = True
-    """Whether the native runner's packed weights lie in a file of the cache folder that the machine's nodes map."""
+    """Keep the native runner's packed weights in a cache file that all nodes of the machine map."""
 
     drain_s: float = Field(default=20.0, ge=0.0)
-    """After SIGTERM: how long running jobs may go on before the rest is given back."""
+    """Seconds that running jobs may continue after SIGTERM before they are given back."""
     stall_after_s: float = Field(default=120.0, gt=0.0)
-    """An engine that has not answered, or has work and made no step, this long hangs; its node ends, others go on."""
+    """Seconds without an answer or a step after which a busy engine counts as hung; the node then exits, and other
+    nodes take over its jobs."""
     stream_interval_ms: float = Field(default=100.0, ge=0.0, le=1000.0)
-    """How long a token may wait for others to leave with; it does so only where streams are many. 0: each step's tokens
-    leave at once."""
-    max_unsent_bytes: int = Field(default=64 << 20, ge=1 << 10)
-    """Chunks kept while Redis is away; past it the engine pauses."""
+    """Maximum milliseconds that a token waits to be sent together with others; it waits only if many streams are open.
+    0: send after every step."""
+    max_unsent_bytes: int = Field(64 << 20, ge=1 << 10)
+    """Bytes of unsent chunks to buffer while Redis is unavailable; above this the engine pauses."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Where this node's figures are served for Prometheus; 0: on a free port, which the log tells; else nowhere."""
+    """Port for Prometheus metrics; 0: a free port, named in the log. Default: metrics are off."""
     metrics_host: str = "127.0.0.1"
-    """The address that they are served at."""
+    """Address on which metrics are served."""
 
     scheduling_policy: PolicyName = "fair"
-    """In which order jobs are taken and run: fcfs, priority, sjf (by predicted cost) or fair (tenants take turns)."""
+    """Order in which jobs are taken and run. fcfs: oldest first; priority: most urgent class first; sjf: cheapest
+    first, by predicted cost; fair: equal shares for all tenants."""
     aging_ms: int = Field(default=60_000, ge=1)
-    """The first job of a class counts as one class higher for each time it has waited this long."""
+    """Milliseconds of waiting after which the first job of a class counts as one class more urgent."""
     bypass_ms: int = Field(default=2_000, ge=0)
-    """A job that does not fit may be passed by others until it is this old."""
+    """Age in milliseconds up to which other jobs may overtake a job that does not fit."""
     share_window_ms: int = Field(default=SHARE_WINDOW_MS, ge=1_000, le=3_600_000)
-    """Under fair, interactive work goes before standard work only while its tenant used no more than its share in this
-    window of time and the last one."""
+    """Window in milliseconds over which a tenant's share is measured under fair. Interactive work goes before standard
+    work only while its tenant used no more than its share in this window and the last one."""
     tenant_memory_percent: int = Field(default=50, ge=1, le=90)
-    """Percent of Redis's memory that one tenant's jobs and results may take; an API key may say otherwise."""
+    """Percent of Redis's memory that one tenant's jobs and results may take; an API key can set another limit."""
     lease_ms: int = Field(default=15_000, ge=3_000, le=600_000)
-    """A node silent for this long is dead; another takes its jobs."""
+    """Milliseconds without a heartbeat after which a node counts as dead and other nodes take over its jobs."""
     abandon_after_ms: int = Field(default=30_000, ge=1_000)
-    """A reading process silent for this long is gone; jobs that run for it alone are cancelled."""
+    """Milliseconds of silence after which a reading process counts as gone; jobs that only it reads are canceled."""
     reattach_grace_ms: int = Field(default=5_000, ge=0)
-    """How long a job whose last reader left goes on."""
+    """Milliseconds that a job continues after its last reader left."""
     log_ttl_ms: int = Field(default=120_000, ge=1_000)
-    """How long an ended job's log of chunks can be read."""
+    """Milliseconds for which the chunk log of an ended job can be read."""
     result_ttl_ms: int = Field(default=86_400_000, ge=1_000)
-    """How long its result can be."""
+    """Milliseconds for which the result of an ended job can be read."""
     idem_ttl_ms: int = Field(default=86_400_000, ge=1_000)
-    """How long an idempotency key is known."""
+    """Milliseconds for which an idempotency key is remembered."""
     max_open_jobs: int = Field(default=200_000, ge=1)
-    """Jobs queued and running; more are refused."""
-    max_queued_cost: int = Field(default=1 << 31, ge=1)
-    """KV tokens that queued jobs will probably need; more are refused."""
+    """Maximum jobs in the pool, queued and running; further jobs are refused."""
+    max_queued_cost: int = Field(1 << 31, ge=1)
+    """Maximum expected KV tokens of all queued jobs; further jobs are refused."""
     max_losses: int = Field(default=3, ge=1)
-    """A job that lost its node so often without progress fails."""
+    """Number of lost nodes without progress between them after which a job fails."""
     progress_chunks: int = Field(default=64, ge=1)
-    """A job whose log grew by so many chunks made progress."""
+    """Number of new chunks in a job's log that counts as progress."""
     loop_watch_ms: float = Field(default=20.0, ge=1, le=1000)
-    """How often the event loop is asked how late it comes."""
+    """Interval in milliseconds at which the event loop's delay is measured."""
     loop_debug: bool = False
-    """Log what runs while the event loop is held for 50 ms and more."""
+    """Log what runs while the event loop is blocked for 50 ms or longer."""
     avoid_ms: int = Field(default=2_000, ge=0)
-    """How long a node that gave a job back does not take it again."""
+    """Milliseconds for which a node does not take a job that it gave back."""
 
     @property
     def has_adapters(self) -> bool:
-        """Whether there are adapters, or a place where some may come to be."""
+        """Whether requests may name adapters: some are given, or there is a folder for them."""
         return bool(self.lora) or self.lora_dir is not None
 
     @property
     def pool_name(self) -> str:
-        """The pool this node serves."""
+        """The pool that this node serves."""
         return self.pool or pool_of_model(self.model)
 
     @property
     def model_name(self) -> str:
-        """The model as clients see it; a path on this machine would say nothing to them."""
+        """The model's name as clients see it: the pool's name for a local path, which would mean nothing to them."""
         return self.pool_name if Path(self.model).expanduser().exists() else self.model
 
     @property
     def schema_fields(self) -> dict[str, int | str]:
-        """What every node of the pool must agree on, as the scripts read it."""
+        """What all nodes of the pool must agree on, under the names that the scripts use."""
         given = {name: getattr(self, name) for name in POOL_WIDE}
         return {"version": PROTOCOL_VERSION, "policy": given.pop("scheduling_policy"), **given}
 
 
 def slug(text: str) -> str:
-    """`text` as a pool's or node's name."""
+    """Return `text` with only the characters that pool and node names may have."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:64] or "node"
 
 
 def pool_of_model(model: str) -> str:
-    """A pool's name for a model: the last part of its id or path, without revision, suffix and quantisation."""
+    """Return a model's pool name: the last part of its id or path, without revision and suffix."""
     name = PurePath(model.partition("@")[0]).name
     return slug(re.sub(r"\.(gguf)$", "", name))

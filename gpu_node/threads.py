@@ -1,4 +1,4 @@
-"""What takes long, on threads that end with the process: nobody waits there for a call that hangs in a library."""
+"""Blocking calls on daemon threads, which do not delay the end of the process if a call hangs in a library."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MAX_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
-"""As `asyncio.to_thread` has it, whose own threads a process waits for before it ends."""
+"""The limit of `asyncio.to_thread`. Its own threads are not used, because a process waits for them at its end."""
 
 
 class Threads:
-    """Runs calls beside the event loop, some at once; the others wait."""
+    """A pool for blocking calls beside the event loop: at most `max_at_once` run, further calls wait."""
 
     def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
-        self._room = asyncio.Semaphore(max_at_once)
+        self._semaphore = asyncio.Semaphore(max_at_once)
 
     async def run(self, call: Callable[[], T]) -> T:
-        """What a call gives, or raises. One that nobody waits for any more goes on unheard."""
-        async with self._room:
+        """Return what the call returns, or raise what it raises. Cancellation does not stop a call that has begun."""
+        async with self._semaphore:
             answer: Future[T] = Future()
             answer.set_running_or_notify_cancel()
-            # `Thread.start` waits until the new thread runs: up to 80 ms of the event loop where all cores are busy.
+            # `Thread.start` waits until the new thread runs: up to 80 ms of the event loop if all cores are busy.
             _thread.start_new_thread(_run, (call, answer))
             return await asyncio.wrap_future(answer)
 

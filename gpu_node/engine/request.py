@@ -218,7 +218,7 @@ def _guide_of(asked: EngineRequest, resumed: ResumedChoice, guides: GrammarCompi
     if asked.params.structured_outputs is None:
         return None
     guide = guides.new_guide(asked.params.structured_outputs, asked.tenant)
-    guide.take(guide.news_of(np.array(resumed.token_ids, dtype=np.int32)))
+    guide.take(guide.new_tokens_of(np.array(resumed.token_ids, dtype=np.int32)))
     return guide
 
 

@@ -1,1 +1,1 @@
-"""What watches a node: health checks, metrics, counters and the watchdog."""
+"""Observes a node: health checks, metrics, counters and the watchdog."""

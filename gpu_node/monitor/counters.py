@@ -1,4 +1,4 @@
-"""What a node counts of itself, in plain numbers: an increment a call costs nothing beside the call."""
+"""A node's counters, as plain numbers: an increment costs next to nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class Latencies:
-    """How long calls took, in classes: `counts[i]` took at most `BOUNDS_S[i]`, the last one longer than all."""
+    """A histogram of durations: `counts[i]` took at most `BOUNDS_S[i]` seconds; the last count has no bound."""
 
     BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
@@ -16,33 +16,33 @@ class Latencies:
         self.total_s = 0.0
 
     def note(self, seconds: float) -> None:
-        """One call took so long."""
+        """Count one call of this duration."""
         self.counts[bisect_left(self.BOUNDS_S, seconds)] += 1
         self.total_s += seconds
 
 
 @dataclass(slots=True)
 class NodeCounts:
-    """Since the process began."""
+    """A node's counters since its process started."""
 
     taken: int = 0
-    """Jobs."""
+    """Jobs taken."""
     taken_over: int = 0
-    """Jobs that another node had begun, or was lost with."""
+    """Jobs taken that had run on another node, or were lost with it."""
     finished: int = 0
-    """Jobs whose end Redis has."""
+    """Jobs ended, as acknowledged by Redis."""
     dropped: int = 0
-    """Jobs that turned out to be no longer this node's."""
+    """Jobs dropped because they belonged to another node by then."""
     given_back_drain: int = 0
     given_back_pressure: int = 0
     given_back_lacking: int = 0
     rewinds: int = 0
-    """Times that Redis asked for chunks again, because it had lost them."""
+    """Times that Redis had lost chunks and asked for them again."""
     outages: int = 0
-    """Times that a send failed because Redis was away."""
+    """Times that publishing failed because Redis was unavailable."""
     emits: Latencies = field(default_factory=Latencies)
 
     def gave_back(self, why: str, num_jobs: int) -> None:
-        """Jobs went back to the queue, for one of the reasons above."""
+        """Count jobs that were given back. `why`: drain, pressure or lacking."""
         name = f"given_back_{why}"
         setattr(self, name, getattr(self, name) + num_jobs)

@@ -1,4 +1,4 @@
-"""Whether the nodes of this container live: they are asked over a Unix socket without a file, and without Redis."""
+"""Health checks of a container's nodes, asked over abstract Unix sockets, so without files and without Redis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
 MAX_NODES = 64
-"""Nodes of one name in one container that can be told apart."""
+"""Nodes of one name in one container that can be distinguished."""
 _MAX_ANSWER_BYTES = 65536
 _SOCKETS = Path("/proc/net/unix")
 _PROCESSES = "/proc/self/ns/pid"
@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 @asynccontextmanager
 async def answering(name: str, state: Callable[[], State]) -> AsyncIterator[None]:
-    """Gives `state` to health checks that ask for nodes of this name. An answer shows that the event loop turns."""
+    """Answer health checks for nodes of this name with `state`. An answer shows that the event loop is running."""
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(json.dumps(state()).encode())
@@ -43,14 +43,14 @@ async def answering(name: str, state: Callable[[], State]) -> AsyncIterator[None
 
 
 def states_of(name: str) -> list[State]:
-    """What the nodes of this name in this container say, those that answer."""
+    """Return the states of this container's nodes of this name, as far as they answer."""
     found = _SOCKETS.read_text().split() if _SOCKETS.exists() else ()
     addresses = sorted({word for word in found if word.startswith(f"@{_prefix(name)}")})
     return [state for address in addresses if (state := _asked(address)) is not None]
 
 
 def _prefix(name: str) -> str:
-    """Of the addresses of the nodes of a name. Containers may share a network, but hardly ever processes."""
+    """Return the addresses' prefix. It depends on the PID namespace, since containers may share a network."""
     try:
         processes = str(os.stat(_PROCESSES).st_ino)
     except OSError:
@@ -65,7 +65,7 @@ def _listener(name: str) -> socket.socket | None:
         try:
             listener.bind(address)
         except OSError:
-            # Another node's, or this system has no such addresses.
+            # Another node has this address, or the system has no abstract sockets.
             listener.close()
         else:
             return listener
@@ -81,8 +81,8 @@ def _asked(address: str) -> State | None:
         connection.settimeout(ANSWER_TIMEOUT_S)
         try:
             connection.connect(f"\0{address[1:]}")
-            said = b"".join(iter(lambda: connection.recv(_MAX_ANSWER_BYTES), b""))
-            state = json.loads(said)
+            answer = b"".join(iter(lambda: connection.recv(_MAX_ANSWER_BYTES), b""))
+            state = json.loads(answer)
         except (OSError, ValueError):
             return None
     return state if isinstance(state, dict) else None

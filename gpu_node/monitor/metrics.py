@@ -1,4 +1,4 @@
-"""A node's figures for Prometheus, on a port of their own. Nothing is gathered but when somebody asks."""
+"""A node's metrics for Prometheus, on their own port. They are collected at each scrape."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ log = logging.getLogger(__name__)
 
 _COUNTED = {
     "taken": "Jobs taken.",
-    "taken_over": "Jobs taken that another node had begun, or was lost with.",
-    "finished": "Jobs whose end Redis has.",
-    "dropped": "Jobs that turned out to be no longer this node's: its writes were fenced.",
-    "given_back_drain": "Jobs given back because the node was told to go.",
-    "given_back_pressure": "Jobs given back so that another node may run them.",
-    "given_back_lacking": "Jobs given back for want of their adapter.",
-    "rewinds": "Times that Redis asked for chunks again, because it had lost them.",
-    "outages": "Times that a send failed because Redis was away.",
+    "taken_over": "Jobs taken that had run on another node, or were lost with it.",
+    "finished": "Jobs ended, as acknowledged by Redis.",
+    "dropped": "Jobs dropped because they belonged to another node by then: this node's writes were fenced.",
+    "given_back_drain": "Jobs given back because the node was draining.",
+    "given_back_pressure": "Jobs given back because they did not fit here and did on another node.",
+    "given_back_lacking": "Jobs given back because this node lacks their adapter.",
+    "rewinds": "Times that Redis had lost chunks and asked for them again.",
+    "outages": "Times that publishing failed because Redis was unavailable.",
 }
 _ENGINE_COUNTS = {
-    "steps": "Steps of the engine.",
+    "steps": "Engine steps.",
     "prefill_tokens": "Prompt tokens computed.",
     "decode_tokens": "Tokens sampled.",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache.",
-    "drafted_tokens": "Tokens computed ahead because a sequence would probably say them.",
-    "accepted_tokens": "Those of them that it said.",
-    "num_preemptions": "Sequences that gave way to others.",
+    "drafted_tokens": "Draft tokens computed.",
+    "accepted_tokens": "Draft tokens accepted.",
+    "num_preemptions": "Preempted sequences.",
     "grammar_trials": "New grammars that were tried out.",
     "grammar_refusals": "New grammars that were refused.",
     "grammar_costly_refusals": "New grammars that a limit of time, memory or work refused.",
     "grammar_kills": "Grammar processes that a limit killed.",
-    "grammar_restarts": "Grammar processes that were started in the place of one that ended.",
+    "grammar_restarts": "Grammar processes started to replace one that ended.",
     "late_masks": "Times that a sequence sat out a step because its mask was not ready.",
     "failed_guides": "Choices that ended because of their grammar.",
 }
 _ENGINE_GAUGES = {
     "kv_blocks_total": "KV blocks.",
-    "kv_blocks_free": "KV blocks that nobody holds.",
-    "num_running": "Sequences in the batch.",
+    "kv_blocks_free": "Free KV blocks.",
+    "num_running": "Sequences in the running batch.",
     "num_waiting": "Sequences that wait inside the engine.",
-    "num_swapped": "Preempted sequences whose blocks are on the host.",
+    "num_swapped": "Preempted sequences with their blocks in host memory.",
     "step_ms_p50": "Milliseconds of a step, median of the last few hundred.",
     "step_ms_p99": "Milliseconds of a step, 99th percentile of the last few hundred.",
 }
 
 
 class NodeCollector(Collector):
-    """Reads a node's counts where they stand; the engine's are those of its last beat."""
+    """A Prometheus collector of a node's counters, and of its engine's statistics as of the last heartbeat."""
 
     def __init__(self, node: Node, loop_watch: LoopWatch | None = None) -> None:
         self._node = node
         self._loop_watch = loop_watch
 
     def describe(self) -> list[Metric]:
-        """Nothing is looked at when it is registered."""
+        """Return nothing, so that registration does not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all metric families."""
         ledger, stats = self._node.ledger, self._node.engine_stats
         yield GaugeMetricFamily("penstock_node_jobs", "Jobs held.", value=len(ledger))
         text = "Bytes of chunks that Redis has not acknowledged."
@@ -90,7 +90,7 @@ def _of_counts(counts: NodeCounts) -> Iterator[Metric]:
     latencies = counts.emits
     bounds = [str(bound) for bound in Latencies.BOUNDS_S] + ["+Inf"]
     buckets = list(zip(bounds, accumulate(latencies.counts), strict=True))
-    text = "How long a call took that sends a step's chunks."
+    text = "Seconds that an emit call took, which publishes a step's chunks."
     yield HistogramMetricFamily("penstock_node_emit_seconds", text, buckets=buckets, sum_value=latencies.total_s)
 
 
@@ -103,7 +103,7 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
 
 @contextmanager
 def serving_metrics(node: Node, host: str, port: int, loop_watch: LoopWatch | None = None) -> Iterator[int]:
-    """While the node's figures are served, on a thread; the port, which 0 leaves to the system. Raises ConfigError."""
+    """Serve the node's metrics on a thread; yields the port, which 0 leaves to the system. Raises ConfigError."""
     registry = CollectorRegistry()
     registry.register(NodeCollector(node, loop_watch))
     try:

@@ -1,4 +1,4 @@
-"""Whether the engine hangs: it gives no answer, or it has work and its step counter stands still."""
+"""Detects a hung engine: it does not answer, or it has work and its step counter does not move."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from penstock.gpu_node.engine.records import EngineStats
 
 
 class EngineStalledError(InvariantError):
-    """The engine hangs: its node must end, so that others get its jobs."""
+    """The engine hangs. Its node must end, so that other nodes take over its jobs."""
 
     code = "engine_stalled"
 
 
 class Watchdog:
-    """Adds up the time without progress. Of a look that comes late, for this process stood still itself, only
-    `max_look_s` counts.
+    """The time that an engine has made no progress.
+
+    A look may be late because the whole process was paused. Such an interval counts for at most `max_look_s`.
     """
 
     def __init__(self, *, stall_after_s: float, max_look_s: float, now_s: float) -> None:
@@ -23,11 +24,12 @@ class Watchdog:
         self._looked_s = now_s
         self._num_steps = -1
         self.stalled_s = 0.0
-        """Time without progress, as far as it is known."""
+        """Seconds without progress, as known at the last look."""
 
     def look(self, stats: EngineStats | None, *, may_step: bool, now_s: float) -> None:
-        """Takes in the engine's figures, None for no answer. Raises EngineStalledError when it hangs: a node that only
-        seems to live would keep its jobs for ever.
+        """Check the engine's statistics; None: it did not answer. Raises EngineStalledError when it hangs.
+
+        A node that only seemed to live would keep its jobs forever.
         """
         elapsed_s = min(now_s - self._looked_s, self._max_look_s)
         self._looked_s = now_s

@@ -61,9 +61,11 @@ def test_a_nodes_troubles_are_named_each_by_its_part() -> None:
     well = NodePressure("n1", num_jobs=3, kv_blocks_total=100, kv_blocks_free=40)
     (check,) = judge_node(well)
     assert (check.level, check.finding) == ("ok", "n1: 3 jobs, 60 of 100 KV blocks held")
-    checks = list(judge_node(replace(well, troubles={"memory": "3 steps found none", "redis": "has not answered"})))
+    checks = list(
+        judge_node(replace(well, troubles={"memory": "3 steps ran out of memory", "redis": "has not answered"}))
+    )
     assert [check.level for check in checks] == ["warn", "warn"]
-    assert checks[0].finding == "n1: memory 3 steps found none"
+    assert checks[0].finding == "n1: memory 3 steps ran out of memory"
 
 
 def test_it_asks_the_live_nodes_and_names_pools_without_one(redis_url: str) -> None:

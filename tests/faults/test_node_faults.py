@@ -69,7 +69,7 @@ async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(re
             assert client.stats.chunks == num_chunks, "nothing was published twice"
         # Those of half a second between its last beat and its sleep, the one it was in, and the one it was told in.
         assert idle.num_steps - fresh.num_steps <= 0.5 / SLOW_STEP_S + 2
-        assert "no longer ours" in zombie.log
+        assert "job belongs to another node" in zombie.log
         for work in works:
             work.check()
         await check_logs(redis, works)

@@ -61,12 +61,12 @@ def test_a_step_that_does_not_follow_the_last_one_is_an_invariant_error() -> Non
 
 def test_a_claim_is_the_estimate_until_the_prompt_is_known_then_grows_past_the_prediction() -> None:
     job = HeldJob(Taken(JOB_ID, "1:x:1", losses=0, num_chunks=0, cost=777, deadline_in_ms=0))
-    assert job.claim == 777
+    assert job.expected_kv_tokens == 777
     job.open(SamplingParams(n=2, max_tokens=3))
     job.num_prompt_tokens = 5
-    assert (job.claim, job.num_sequences) == (5 + 2 * 3, 2)
+    assert (job.expected_kv_tokens, job.num_sequences) == (5 + 2 * 3, 2)
     job.add_tokens(StepOutput("", 0, 0, (1,), "a", "stop"))
-    assert (job.claim, job.num_sequences) == (5 + 3, 1), "an ended choice needs nothing"
+    assert (job.expected_kv_tokens, job.num_sequences) == (5 + 3, 1), "an ended choice needs nothing"
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 3), st.sampled_from(["send", "wait", "lose"]))))

@@ -101,7 +101,7 @@ async def test_a_node_takes_only_what_its_kv_cache_can_hold(redis_url: str, brok
         largest = 0
         for job in jobs:
             while (await broker.status(job.id, "default")).outcome is None:
-                largest = max(largest, node.ledger.claims()[0][-1])
+                largest = max(largest, node.ledger.expected_usage()[0][-1])
                 await asyncio.sleep(0.001)
         assert 80 <= largest <= 160
         assert max(engine.batches) <= 4

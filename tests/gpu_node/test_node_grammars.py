@@ -90,5 +90,5 @@ async def test_a_stream_goes_on_token_exact_when_its_grammar_processes_are_kille
 async def test_what_a_prompt_cannot_be_is_refused_beside_it(redis_url: str, engine: Engine) -> None:
     async with running_node(redis_url, engine, pool=POOL), AsyncClient(redis_url) as client:
         job = await client.submit(PROMPT, params=SamplingParams(structured_outputs={"regex": "(a"}))
-        with pytest.raises(RequestError, match="cannot be kept to"):
+        with pytest.raises(RequestError, match="cannot be enforced"):
             await job.result()

@@ -157,7 +157,7 @@ async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobody
             await until(broker, job, "running", 1)
         async with running(redis_url, roomy, lease_ms=15_000) as other:
             while not len(other.ledger):
-                await node.relieve()
+                await node.shed_load()
                 await asyncio.sleep(0.005)
             assert other.ledger.job_ids == [patient.id]
             pace.step_s = 0.0
@@ -196,8 +196,8 @@ async def test_without_a_node_that_has_room_nobody_is_sent_away(redis_url: str, 
     async with running(redis_url, engine, drain_s=0) as node:
         for job in batch:
             await until(broker, job, "running", 1)
-        assert sum(job.claim for job in node.ledger) > 160
-        await node.relieve()
+        assert sum(job.expected_kv_tokens for job in node.ledger) > 160
+        await node.shed_load()
         engine.may_end = True
         for job in batch:
             await until(broker, job, "done")
@@ -271,14 +271,14 @@ def test_a_claim_is_what_outputs_of_this_kind_need_once_that_is_known() -> None:
     ledger = Ledger()
     before = held()
     ledger.open(before, 50)
-    assert before.claim == 50 + 200, "worst case"
+    assert before.expected_kv_tokens == 50 + 200, "worst case"
     for _ in range(30):
         ended(ledger, 20, 0)
     after, other_kind = held(), held(max_tokens=1000)
     ledger.open(after, 50)
     ledger.open(other_kind, 50)
-    assert after.claim == 50 + 20
-    assert other_kind.claim == 50 + 256
+    assert after.expected_kv_tokens == 50 + 20
+    assert other_kind.expected_kv_tokens == 50 + 256
 
 
 def test_a_job_that_was_moved_often_claims_all_that_it_may_need() -> None:
@@ -286,10 +286,10 @@ def test_a_job_that_was_moved_often_claims_all_that_it_may_need() -> None:
     moved = held(max_tokens=1000)
     moved.taken = replace(moved.taken, preemptions=3)
     ledger.open(moved, 50)
-    assert moved.claim == moved.most == 50 + 70
+    assert moved.expected_kv_tokens == moved.max_kv_tokens == 50 + 70
     fresh = held(max_tokens=60)
     ledger.open(fresh, 50)
-    assert (fresh.claim, fresh.most) == (50 + 60, 50 + 60)
+    assert (fresh.expected_kv_tokens, fresh.max_kv_tokens) == (50 + 60, 50 + 60)
 
 
 def test_how_long_cache_is_held_is_learned_from_what_ended() -> None:
@@ -306,7 +306,7 @@ def test_claims_of_a_class_are_its_own_and_those_of_more_urgent_ones() -> None:
         job = held(urgency=urgency, n=n)
         ledger.add(job)
         ledger.open(job, 10)
-    assert ledger.claims() == ((210, 210, 210 + 610), (1, 1, 4))
+    assert ledger.expected_usage() == ((210, 210, 210 + 610), (1, 1, 4))
 
 
 def test_a_job_that_was_stopped_on_its_way_pays_what_was_predicted_and_one_that_never_ran_nothing() -> None:

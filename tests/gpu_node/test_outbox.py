@@ -45,9 +45,9 @@ class CountingPace(Pace):
 
     num_asked = 0
 
-    def until_next_s(self, num_owed: int, now_s: float, *, hurried: bool = False) -> float:
+    def until_next_s(self, num_pending: int, now_s: float, *, reader_waits: bool = False) -> float:
         self.num_asked += 1
-        return super().until_next_s(num_owed, now_s, hurried=hurried)
+        return super().until_next_s(num_pending, now_s, reader_waits=reader_waits)
 
 
 def step(position: int, text: str = "a") -> list[StepOutput]:

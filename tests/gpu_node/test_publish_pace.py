@@ -58,7 +58,7 @@ def test_what_somebody_waits_for_does_not_put_off_the_others(num_streams: int, l
     pace = Pace(max_interval_s=0.1)
     pace.note(5.0, num_streams=num_streams)
     interval_s = pace.until_next_s(num_streams, 5.0)
-    assert pace.until_next_s(num_streams, 5.0, hurried=True) <= 0
+    assert pace.until_next_s(num_streams, 5.0, reader_waits=True) <= 0
     pace.note(5.0 + late_s, num_streams=None)
     assert pace.until_next_s(num_streams, 5.0 + late_s) == pytest.approx(interval_s - late_s)
 
@@ -77,11 +77,11 @@ def test_what_somebody_waits_for_leaves_soon_and_of_many_streams_not_all_the_tim
         now_s += wait_s
         if pace.until_next_s(num_streams, now_s) <= 0:
             pace.note(now_s, num_streams=num_streams)
-        hurried_s = max(0.0, pace.until_next_s(num_streams, now_s, hurried=True))
-        assert hurried_s <= MAX_SHARE_S + EPSILON_S
-        assert num_streams > 1 or hurried_s < 0.002
-        if pace.until_next_s(num_streams, now_s + hurried_s) > 0:
-            now_s += hurried_s
+        awaited_s = max(0.0, pace.until_next_s(num_streams, now_s, reader_waits=True))
+        assert awaited_s <= MAX_SHARE_S + EPSILON_S
+        assert num_streams > 1 or awaited_s < 0.002
+        if pace.until_next_s(num_streams, now_s + awaited_s) > 0:
+            now_s += awaited_s
             pace.note(now_s, num_streams=None)
             left_at.append(now_s)
     for i, began_s in enumerate(left_at if num_streams >= 8 else []):
@@ -95,7 +95,7 @@ def test_a_few_leave_at_once_and_many_do_not(num_streams: int, at_once: int) -> 
     pace.note(5.0, num_streams=num_streams)
     pace.note(6.0, num_streams=num_streams)
     num_left = 1
-    while pace.until_next_s(num_streams, 6.0 + EPSILON_S, hurried=True) <= 0 and num_left < 100:
+    while pace.until_next_s(num_streams, 6.0 + EPSILON_S, reader_waits=True) <= 0 and num_left < 100:
         pace.note(6.0, num_streams=None)
         num_left += 1
     assert num_left == at_once

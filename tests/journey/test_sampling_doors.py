@@ -87,6 +87,6 @@ async def test_a_job_keeps_to_its_form_and_a_form_that_cannot_be_kept_to_is_refu
             result = await (await client.submit("the gate opens", **options)).result()
             assert all(re.fullmatch("[ab]{3,6}!", choice.text) for choice in result.choices)
             impossible = await client.submit("the gate opens", structured_outputs={"json": {"not": {}}})
-            with pytest.raises(RequestError, match="cannot be kept to") as caught:
+            with pytest.raises(RequestError, match="cannot be enforced") as caught:
                 await impossible.result()
     assert caught.value.param == "structured_outputs.json_schema"

@@ -203,7 +203,7 @@ class InputBatch:
     def _masks_of(self, seqs: list[Sequence]) -> GuidedMasks:
         for seq in seqs:
             if seq.guide is not None:
-                seq.guide.take(seq.guide.news_of(self.tokens_of(seq)[seq.num_prompt_tokens :]))
+                seq.guide.take(seq.guide.new_tokens_of(self.tokens_of(seq)[seq.num_prompt_tokens :]))
         return GuidedMasks([seq.guide for seq in seqs])
 
     def _settings_for(self, seqs: list[Sequence], rows: Rows) -> _Settings:

@@ -1,6 +1,6 @@
-"""Texts with tool calls as grammars, in llguidance's notation (docs/syntax.md of github.com/guidance-ai/llguidance).
+"""Grammars of texts with tool calls, in llguidance's notation (docs/syntax.md of github.com/guidance-ai/llguidance).
 
-What such a grammar derives is what models of each form write by themselves, and what doors read as calls.
+Such a grammar derives what models of each call format write unprompted, and what the gateways parse as calls.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _ANY = r"(.|\n)"
 _BLANK = r"BLANK: /\n{1,2}/"
 _THINK, _THOUGHT = "<think>", "</think>"
 _LLAMA_BEGINS = r'\s*(<\|python_tag\|>|\{\s*"name"\s*:|\{\s*"type"\s*:\s*"function")' + _ANY + "*"
-"""What its readers take for calls where a text begins so."""
+"""The start of a text that the parsers of this format take for calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CallFormat:
-    """One family's way: `mark` stands before each call where there is a `close`, else before a list of all."""
+    """How one model family writes calls. `mark` starts each call if there is a `close`, else the list of all calls."""
 
     mark: str
     close: str
     arguments: str
-    """The key of a call's arguments."""
+    """The JSON key of a call's arguments."""
     between: str
 
 
-_FORMS: dict[CallFormName, _CallFormat] = {
+_FORMATS: dict[CallFormName, _CallFormat] = {
     "hermes": _CallFormat("<tool_call>", "</tool_call>", "arguments", "\n"),
     "llama3_json": _CallFormat("", "", "parameters", "; "),
     "mistral": _CallFormat("[TOOL_CALLS]", "", "arguments", ", "),
@@ -40,18 +40,18 @@ _FORMS: dict[CallFormName, _CallFormat] = {
 
 
 class CallGrammar:
-    """Writes one grammar. `token_of` tells the token of a mark which a text does not spell, if there is one."""
+    """Writes one grammar. `token_of` returns the special token of a mark, or None if the mark is ordinary text."""
 
     def __init__(
         self, wanted: WantedCalls, token_of: Callable[[str], int | None], json_options: Mapping[str, Any]
     ) -> None:
         self._wanted = wanted
-        self._form = _FORMS[wanted.form]
+        self._format = _FORMATS[wanted.form]
         self._token_of = token_of
         self._json_options = json_options
 
     def lark(self) -> str:
-        """The grammar. Raises RequestError for parameters that are no object."""
+        """Return the grammar. Raises RequestError for a function with parameters that are not an object."""
         functions = [self._function(i, function) for i, function in enumerate(self._wanted.functions)]
         rules = [f"start: {self._reasoning()} {self._body()}", *self._lexemes(), *functions]
         if self._wanted.answer is not None:
@@ -59,7 +59,7 @@ class CallGrammar:
         return "\n".join([*rules, "function: " + " | ".join(f"f{i}" for i in range(len(functions)))])
 
     def _reasoning(self) -> str:
-        """What stands before all else, as the model's template has it."""
+        """Return the rule for the reasoning before the answer, as the model's template expects it."""
         if self._wanted.reasoning == "none":
             return ""
         thought = self._up_to(_THOUGHT, "THOUGHT", "thought")
@@ -68,38 +68,38 @@ class CallGrammar:
         return thought if self._wanted.reasoning == "think_open" else f"({self._mark(_THINK)} {thought})?"
 
     def _body(self) -> str:
-        wanted, mark = self._wanted, self._form.mark
+        wanted, mark = self._wanted, self._format.mark
         if wanted.required:
             return self._calls(self._mark(mark))
         if wanted.answer is not None:
             return f"({self._calls(self._mark(mark))} | answer)"
         opening = self._up_to(mark, "TEXT", "opening")
-        if self._form.close:
+        if self._format.close:
             return f"({self._marked(opening)}){{0,{MAX_CALLS if wanted.parallel else 1}}} TEXT?"
         return f"({self._calls(opening)} | TEXT?)"
 
     def _calls(self, opening: str) -> str:
-        form = self._form
+        form = self._format
         if form.close:
             return self._several(self._marked(opening), form.between)
         calls = self._several("function", form.between)
         return f'{opening} " "? "[" {calls} "]"' if form.mark else calls
 
     def _marked(self, opening: str) -> str:
-        return f'{opening} "\\n" function "\\n" {self._mark(self._form.close)}'
+        return f'{opening} "\\n" function "\\n" {self._mark(self._format.close)}'
 
     def _several(self, call: str, between: str) -> str:
         return f"{call} ({_quoted(between)} {call}){{0,{MAX_CALLS - 1}}}" if self._wanted.parallel else call
 
     def _lexemes(self) -> list[str]:
-        mark = self._form.mark
+        mark = self._format.mark
         call = f"{_ANY}*{_escaped(mark)}{_ANY}*" if mark else _LLAMA_BEGINS
         lexemes = [_without("TEXT", call), _without("THOUGHT", f"{_ANY}*{_escaped(_THOUGHT)}{_ANY}*"), _BLANK]
         ends = (("thought", _THOUGHT), ("opening", mark))
         return lexemes + [f"{name}[lazy]: /{_ANY}*{_escaped(end)}/" for name, end in ends if end]
 
     def _up_to(self, mark: str, text: str, whole: str) -> str:
-        """Any text, and the first mark behind it."""
+        """Return a rule for any text up to and including the first mark."""
         return whole if self._token_of(mark) is None else f"{text}? {self._mark(mark)}"
 
     def _mark(self, mark: str) -> str:
@@ -107,7 +107,7 @@ class CallGrammar:
         return _quoted(mark) if token_id is None else f"<[{token_id}]>"
 
     def _function(self, i: int, function: WantedFunction) -> str:
-        head = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self._form.arguments}": '
+        head = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{self._format.arguments}": '
         return f'f{i}: {_quoted(head)} p{i} "}}"\np{i}: {self._json(_of_objects(function))}'
 
     def _json(self, schema: dict[str, Any]) -> str:
@@ -115,7 +115,7 @@ class CallGrammar:
 
 
 def _of_objects(function: WantedFunction) -> dict[str, Any]:
-    """The schema of a function's parameters, which allows nothing but objects."""
+    """Return the schema of a function's parameters, restricted to objects."""
     schema: dict[str, Any] = json.loads(function.parameters)
     kinds = schema.get("type", "object")
     if "object" not in (kinds if isinstance(kinds, list) else [kinds]):

@@ -1,7 +1,7 @@
-"""Structured outputs: what a request asks for becomes a grammar, which is tried out once and guides its choices.
+"""Structured outputs: a request's schema becomes a grammar, which is tried out once and then guides its choices.
 
-Grammars are compiled and masks are computed in processes of their own (`structured/`). The state of a choice is a
-function of its tokens alone, so any node can go on with it.
+Separate processes compile grammars and compute masks. The state of a choice is a function of its tokens alone, so any
+node can continue it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.protocol import TokenMasks
 
 MAX_CACHED_BYTES = 32 << 20
-"""Of the grammars, and of the refusals, that are remembered."""
+"""Limit of the cache of grammars and refusals."""
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _DEFAULT_TENANT = "default"
 
 
 class _Refusal(NamedTuple):
-    """A grammar that was refused, as long as it is remembered."""
+    """A refused grammar in the cache."""
 
     error: PenstockError
 
@@ -44,7 +44,7 @@ class _Refusal(NamedTuple):
 
 
 class GrammarCompiler:
-    """Makes guides for one model. Any thread may call it."""
+    """Makes guides from the structured output that requests ask for, for one model. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -52,26 +52,26 @@ class GrammarCompiler:
         self._host = MaskHost(tokenizer.to_json, vocab_size, self._eos_token_ids)
         self._known: LRUCache[bytes, Grammar | _Refusal] = LRUCache(MAX_CACHED_BYTES, getsizeof=lambda one: one.size)
         self._used: weakref.WeakValueDictionary[bytes, Grammar] = weakref.WeakValueDictionary()
-        """Those that a caller of `prepare` or a guide holds, whatever the cache forgets."""
+        """Grammars that a caller of `prepare` or a guide holds, even after the cache has dropped them."""
         self._pending: dict[bytes, Future[Grammar]] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, self._host.close)
 
     @property
     def counts(self) -> GrammarCounts:
-        """What grammars have cost so far."""
+        """Counters of grammars and their processes."""
         return self._host.counts
 
     @property
     def process_ids(self) -> list[int]:
-        """The processes that this one has started."""
+        """The processes that this object has started."""
         return self._host.process_ids
 
     def prepare(self, wanted: StructuredOutputs, tenant: str = _DEFAULT_TENANT) -> Grammar:
-        """Try a grammar out, unless that was done. `new_guide` has it at hand as long as the caller keeps the answer.
+        """Try a grammar out, unless that was done. It stays ready for `new_guide` while the caller keeps the result.
 
-        It may take seconds. Raises RequestError for one that cannot be kept to, TooCostlyError for one that got past
-        a limit.
+        This may take seconds. Raises RequestError for a grammar that cannot be enforced, TooCostlyError for one that
+        exceeds a limit.
         """
         key = _key_of(wanted)
         with self._lock:
@@ -83,18 +83,18 @@ class GrammarCompiler:
             raise known.error
         if known is not None:
             return known
-        # Callers who want the same grammar at once wait for one trial.
+        # Concurrent callers with the same grammar wait for one trial.
         return pending.result() if pending is not None else self._try_out(key, wanted, tenant, mine)
 
     def new_guide(self, wanted: StructuredOutputs, tenant: str = _DEFAULT_TENANT) -> Guide:
-        """A guide at the start of a text. Raises what `prepare` does, and takes as long for what was not prepared."""
+        """Return a guide at the start of a text. For a grammar that is not prepared, it acts as `prepare` first."""
         grammar = self.prepare(wanted, tenant)
         if grammar.refusal is not None:
             raise grammar.refusal
         return self._host.new_guide(grammar)
 
     def write(self, masks: TokenMasks | None) -> None:
-        """Have a step's masks written while the step runs."""
+        """Request a step's masks; they are written while the step runs."""
         if isinstance(masks, GuidedMasks):
             self._host.begin(masks)
 
@@ -149,7 +149,7 @@ class GrammarCompiler:
         result = self._host.try_out("lark", texts, tenant)
         if result.is_too_costly or result.problem:
             name = f"the parameters of {calls.functions[result.part - 1].name!r}" if result.part else "they"
-            # The lines behind the first show a grammar that the caller does not know.
+            # Further lines show parts of the generated grammar, which the caller does not know.
             first = TrialResult(result.problem.partition("\n")[0], is_too_costly=result.is_too_costly)
             raise _refusal(f"tools: {name}", "tools", first)
         return Grammar("lark", texts[0], "tools", result.is_costly)
@@ -157,9 +157,9 @@ class GrammarCompiler:
 
 def _refusal(what: str, param: str, result: TrialResult) -> RequestError:
     if not result.is_too_costly:
-        return RequestError(f"{what} cannot be kept to: {result.problem}", param=param)
-    most = f"to compile it takes more than {TRIAL_CPU_S:g} s of processor time or {TRIAL_MEMORY_MIB} MiB"
-    return TooCostlyError(f"{what} cannot be kept to: it is too costly: {result.problem or most}", param=param)
+        return RequestError(f"{what} cannot be enforced: {result.problem}", param=param)
+    limit = f"to compile it takes more than {TRIAL_CPU_S:g} s of processor time or {TRIAL_MEMORY_MIB} MiB"
+    return TooCostlyError(f"{what} cannot be enforced: it is too costly: {result.problem or limit}", param=param)
 
 
 def _key_of(wanted: StructuredOutputs) -> bytes:
@@ -167,11 +167,11 @@ def _key_of(wanted: StructuredOutputs) -> bytes:
 
 
 def _text_of(wanted: StructuredOutputs) -> tuple[Kind, str, str]:
-    """The notation, the field and the text of a grammar."""
+    """Return a grammar's notation, the request field that it comes from, and its text."""
     if wanted.regex is not None:
         return "regex", "regex", wanted.regex
     if wanted.choice is not None:
-        # Within one terminal the texts' common beginnings are followed once, not once for each text.
+        # One terminal for all texts: common prefixes are then matched once, not once for each text.
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
         return "lark", "choice", f"start: CHOICE\nCHOICE: {texts}"
     if wanted.grammar is not None:

@@ -1,4 +1,4 @@
-"""From the text of a grammar to llguidance's matcher, inside a grammar worker."""
+"""From the text of a grammar to an llguidance matcher, inside a grammar worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 COMPACT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as most models write it by themselves; where any space is allowed, some write nothing else to the limit."""
+"""JSON as most models write it. If any whitespace is allowed, some models write nothing else until the limit."""
 
 _LIMIT_REASONS = ("ParserTooComplex", "LexerTooComplex")
 _LIMIT_WORDS = ("too many", "too large", "too complex", "max is", "fuel exhausted")
@@ -22,11 +22,11 @@ _TRIAL_MASKS = 4
 
 
 class LimitError(ValueError):
-    """A grammar got past a limit of work."""
+    """A grammar exceeded a limit of work."""
 
 
 class Compiler:
-    """The compiled grammars of one worker, by the number that the node gives them."""
+    """The compiled grammars of one worker, by the grammar's number."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -40,7 +40,7 @@ class Compiler:
         )
 
     def compile(self, grammar_id: int, kind: str, text: str) -> str:
-        """Keep a grammar's matcher; why it has none, or nothing."""
+        """Compile and keep a grammar; return the error, or an empty string."""
         try:
             self._compiled[grammar_id] = self.matcher(kind, text)
         except ValueError as error:
@@ -48,18 +48,18 @@ class Compiler:
         return ""
 
     def copy(self, grammar_id: int) -> LLMatcher | None:
-        """A matcher at the start of a text; None for a grammar that is not kept."""
+        """Return a new matcher at the start of a text; None for an unknown grammar."""
         matcher = self._compiled.get(grammar_id)
         return None if matcher is None else matcher.deep_copy()
 
     def forget(self, grammar_id: int) -> None:
-        """Let go of a grammar."""
+        """Drop a grammar."""
         self._compiled.pop(grammar_id, None)
 
     def matcher(self, kind: str, text: str) -> LLMatcher:
-        """A matcher at the start of a text.
+        """Return a matcher at the start of a text.
 
-        Raises ValueError for a grammar that cannot be kept to, LimitError for one that is too much work.
+        Raises ValueError for a grammar that cannot be enforced, LimitError for one that takes too much work.
         """
         matcher = LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0, limits=self._limits)
         if matcher.is_error():
@@ -68,16 +68,16 @@ class Compiler:
 
 
 class Trial:
-    """Tries out a new grammar: whether it compiles, and what its first masks cost."""
+    """A trial of a new grammar: whether it compiles, and what its first masks cost."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         self._worst_s = 0.0
 
     def run(self, kind: str, texts: list[str]) -> tuple[str, int, bool, float]:
-        """What is wrong, with which text, whether a limit says so, and the processor time of the costliest mask.
+        """Return (error, index of the faulty text, whether a limit caused it, costliest mask's processor time).
 
-        The first text is tried. Where it is wrong, the others are its parts, of which the first wrong one is named.
+        Only the first text is tried. If it fails, the other texts are its parts, and the first faulty part is named.
         """
         try:
             self._try(kind, texts[0])
@@ -98,34 +98,34 @@ class Trial:
             mask = matcher.compute_bitmask()
             self._worst_s = max(self._worst_s, time.process_time() - began_s)
             if matcher.is_error() and not i:
-                # A grammar of which nothing can be derived, or with a beginning that is past the limits.
-                raise problem_of(matcher, "no text can begin so: ")
+                # No text matches the grammar, or its beginning exceeds the limits.
+                raise problem_of(matcher, "no text can match its beginning: ")
             if matcher.is_error() or matcher.is_stopped() or not matcher.try_consume_tokens([_some_bit(mask, i)]):
                 return
 
 
-def problem_of(matcher: LLMatcher, said: str = "") -> ValueError:
-    """What is wrong with a matcher that has failed."""
+def problem_of(matcher: LLMatcher, prefix: str = "") -> ValueError:
+    """Return the error of a failed matcher; with a prefix, only its first line."""
     message = matcher.get_error().strip()
     kind = LimitError if is_past_limits(matcher) else ValueError
-    return kind(said + (message.splitlines()[0] if said else message))
+    return kind(prefix + (message.splitlines()[0] if prefix else message))
 
 
 def is_past_limits(matcher: LLMatcher) -> bool:
-    """Whether a matcher has failed for the work that its grammar takes; not all of its failures have their reason."""
+    """Whether a matcher failed because of a limit. Not every failure has a stop reason, so messages count too."""
     message = matcher.get_error()
     return matcher.stop_reason() in _LIMIT_REASONS or any(words in message for words in _LIMIT_WORDS)
 
 
 def _some_bit(mask: bytes, i: int) -> int:
-    """A token that a mask allows, always the same."""
+    """Return a token that the mask allows; the same one every time."""
     set_bytes = [at for at, byte in enumerate(mask) if byte]
     at = set_bytes[len(set_bytes) * (i + 1) // (_TRIAL_MASKS + 2)] if set_bytes else 0
     return at * 8 + mask[at].bit_length() - 1 if set_bytes else 0
 
 
 def _grammar(kind: str, text: str) -> Any:
-    """A text in llguidance's notation. Raises ValueError for a schema that is nested too deeply."""
+    """Return a grammar in llguidance's notation. Raises ValueError for a schema that is nested too deeply."""
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "lark":

@@ -1,4 +1,4 @@
-"""Messages between the node and its grammar processes: msgpack behind its length."""
+"""Messages between the node and its grammar processes: msgpack after a four-byte length."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ MAX_FRAME_BYTES = 1 << 28
 
 
 def frame(message: Any) -> bytes:
-    """A message as it is sent."""
+    """Encode a message."""
     body: bytes = msgpack.packb(message)
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
 class FrameReader:
-    """Cuts a stream of bytes into messages."""
+    """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that these bytes complete. Raises ValueError for a stream that cannot be one of messages."""
+        """Yield the messages that these bytes complete. Raises ValueError for an impossible length."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH_BYTES:
             end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "little")

@@ -1,4 +1,4 @@
-"""A grammar as the node knows it: its text, what its trial said, and what it has cost since."""
+"""A grammar as the node knows it: its text, the result of its trial, and what it has cost since."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Grammar:
-    """A grammar that passed its trial. Guides hold it; the cache may forget it before they do."""
+    """A grammar that passed its trial. Guides keep it alive, even after the cache has dropped it."""
 
     kind: Kind
     text: str
     field_name: str
-    """The request's field, for errors."""
+    """The request's field, for error messages."""
     is_costly: bool
     """Whether the worker for costly grammars serves it."""
     number: int = field(default_factory=lambda: next(_numbers))
     num_guides: int = 0
-    """Choices that use it now."""
+    """Number of choices that use it now."""
     memory: int = 0
-    """Bytes that its worker grew by in its tasks."""
+    """Bytes that its worker grew by during its tasks."""
     num_masks: int = 0
-    """Masks since that was 0."""
+    """Masks computed since `memory` was 0."""
     num_kills: int = 0
-    """Workers that were killed from outside in its tasks."""
+    """Workers that were killed from outside during its tasks."""
     refusal: PenstockError | None = None
-    """Why no choice may go on with it."""
+    """Why no choice may continue with it."""
 
     @property
     def size(self) -> int:
@@ -43,10 +43,10 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """What a trial gave: nothing wrong, or what is wrong with which of the texts."""
+    """The result of a trial: the error, if any, and the index of the text at fault."""
 
     problem: str = ""
     part: int = 0
     is_costly: bool = False
     is_too_costly: bool = False
-    """Whether a limit is the reason; without a problem, one that killed the trial."""
+    """Whether a limit is the reason. Without a `problem`, the limit killed the trial's worker."""

@@ -1,7 +1,7 @@
-"""The node's side of its grammar processes: asks for masks, hands them to the step, and never lets a step wait long.
+"""The node's side of its grammar processes: request masks, pass them to the step, and never delay a step for long.
 
-One thread reads the replies. The engine's thread only sends. A worker holds nothing that cannot be rebuilt: what it
-held is sent again, with the choices' tokens, to its successor.
+One thread reads the replies; the engine's thread only sends. All state of a worker can be rebuilt: its successor gets
+the grammars and the choices' tokens again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from penstock.gpu_node.engine.structured.trials import Trial
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.02
-"""From a step's start: so long it waits for the masks of some rows while others are ready to be sampled."""
+"""From its start, a step waits this long for late masks while other rows are ready to sample."""
 SLOW_PATIENCE_S = 0.004
-"""The same where all that it waits for took long the last time."""
+"""The same if every late row's previous mask took long too."""
 LONELY_PATIENCE_S = 0.1
-"""The same where no other row is ready."""
+"""The same if no other row is ready."""
 _GONE = "the grammar processes have ended"
 _END_S = 5.0
 _POLL_S = 0.01
@@ -40,20 +40,20 @@ _IDLE_AFTER_S = 1.0
 
 
 class MaskHost:
-    """Keeps the grammar processes of one model. Any thread may call it."""
+    """The grammar processes of one model. Thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer` gives the text of tokenizer.json. Nothing is started before the first grammar."""
+        """`tokenizer` returns the text of tokenizer.json. The processes start with the first grammar."""
         self.counts = GrammarCounts()
         self.vocab_size = vocab_size
         self._processes = GrammarProcesses(tokenizer, vocab_size, eos_token_ids, self.counts)
         self._lock = threading.Lock()
         self._ended: deque[tuple[Worker | None, int, Grammar]] = deque()
         self._masks: GuidedMasks | None = None
-        """Of the step that waits."""
+        """Masks of the step that is waiting."""
         self._due_s = self._active_s = 0.0
         self._is_idle = False
-        """Whether the thread sleeps until it is woken."""
+        """Whether the thread sleeps without a timeout, until it is woken."""
         self._is_closed = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._processes.selector.register(self._wake_fd, selectors.EVENT_READ)
@@ -61,23 +61,23 @@ class MaskHost:
 
     @property
     def process_ids(self) -> list[int]:
-        """The process that all others are children of, while it runs."""
+        """The template process, whose children are the workers; empty if it is not running."""
         template = self._processes.template
         return [] if template is None else [template.pid]
 
     def special_tokens(self) -> frozenset[int]:
-        """The tokens that stand for themselves and not for text; starts the processes.
+        """Return the special tokens, which stand for themselves and not for text. Starts the processes.
 
-        Raises RequestError for a tokenizer that cannot be guided.
+        Raises RequestError for a tokenizer that llguidance cannot use.
         """
         self._start_thread()
         try:
             return self._processes.special_tokens.result(limits.TEMPLATE_WALL_S)
         except TimeoutError:
-            raise UnavailableError("the grammar processes do not start", code="internal_error") from None
+            raise UnavailableError("the grammar processes did not start", code="internal_error") from None
 
     def try_out(self, kind: Kind, texts: list[str], tenant: str) -> TrialResult:
-        """Whether a new grammar compiles within the limits: the first text, or which of the others it fails for."""
+        """Try the first text as a grammar, within the limits. If it fails, find the faulty one of the other texts."""
         self.special_tokens()
         trial = Trial(kind, texts)
         with self._lock:
@@ -88,14 +88,14 @@ class MaskHost:
         return trial.result.result()
 
     def new_guide(self, grammar: Grammar) -> Guide:
-        """A choice at the start of its text."""
+        """Return a guide for a choice at the start of its text."""
         self._start_thread()
         with self._lock:
             grammar.num_guides += 1
         return Guide(grammar, self.vocab_size, self._forget)
 
     def begin(self, masks: GuidedMasks) -> None:
-        """Ask for a step's masks. They are finished when all are there, or when the step has waited long enough."""
+        """Request a step's masks. `masks` completes when all have arrived, or when the step has waited long enough."""
         with self._lock:
             self._active_s = time.monotonic()
             self._give_up_waiting()
@@ -116,7 +116,7 @@ class MaskHost:
     def close(self) -> None:
         """End all processes."""
         if threading.current_thread() is self._thread:
-            # Garbage collection may call this in the middle of anything that the thread does.
+            # Garbage collection may call this at any point of the thread's work.
             self._is_closed = True
             return
         with self._lock:
@@ -130,7 +130,7 @@ class MaskHost:
         self._thread.join(_END_S)
 
     def _forget(self, guide: Guide) -> None:
-        # It is called wherever Python collects garbage, so it must take no lock.
+        # Called by garbage collection on any thread, so it must not take a lock.
         self._ended.append((guide.worker, guide.number, guide.grammar))
 
     def _start_thread(self) -> None:
@@ -146,14 +146,14 @@ class MaskHost:
     def _run(self) -> None:
         try:
             while not self._is_closed:
-                self._turn()
+                self._run_once()
         except Exception:
             log.exception("the grammar processes cannot be served")
         with self._lock:
             self._is_closed = True
             self._end()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         template = self._processes.start_template()
         with self._lock:
             if template is not None:
@@ -163,38 +163,38 @@ class MaskHost:
         with self._lock:
             if self._is_closed:
                 return
-            concerned: list[Guide] = []
+            affected: list[Guide] = []
             for key, _ in events:
                 if key.data is not None:
-                    concerned += self._processes.hear(key.data)
+                    affected += self._processes.handle_messages(key.data)
                 else:
                     with suppress(BlockingIOError):
                         os.eventfd_read(self._wake_fd)
             while self._ended:
                 self._processes.lanes.close(*self._ended.popleft())
-            concerned += self._processes.look_after()
-            self._hand_over(concerned)
+            affected += self._processes.maintain()
+            self._hand_over(affected)
 
-    def _hand_over(self, concerned: Sequence[Guide] | None = None) -> bool:
-        """Give the waiting step the masks that are there, ask again for lost ones, and end its waiting in time.
+    def _hand_over(self, affected: Sequence[Guide] | None = None) -> bool:
+        """Pass arrived masks to the waiting step, request lost ones again, and end its wait in time.
 
-        Whether no step waits afterwards.
+        Returns whether no step waits afterwards. `affected`: guides that changed; None: check all.
         """
         masks = self._masks
         if masks is None:
             return True
-        waiting = list(masks.waiting) if concerned is None else [one for one in concerned if one in masks.waiting]
+        waiting = list(masks.waiting) if affected is None else [one for one in affected if one in masks.waiting]
         lost = []
         for guide in waiting:
             if guide.failure is not None:
                 del masks.waiting[guide]
             elif guide.mask_at == len(guide.tokens):
                 masks.put(masks.waiting.pop(guide), guide.mask)
-            elif concerned is not None and guide.asked_at < len(guide.tokens):
+            elif affected is not None and guide.asked_at < len(guide.tokens):
                 lost.append(guide)
         if lost:
             self._processes.ask(lost)
-        if not masks.waiting or (concerned is not None and time.monotonic() >= self._due_s):
+        if not masks.waiting or (affected is not None and time.monotonic() >= self._due_s):
             self._give_up_waiting()
         return self._masks is None
 

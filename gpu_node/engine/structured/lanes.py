@@ -1,6 +1,6 @@
-"""The workers that serve choices: one for cheap grammars, one for costly ones, each started when it is needed.
+"""The workers that serve choices: one for cheap grammars, one for costly grammars, each started when needed.
 
-It is not safe for threads; the host's lock is.
+Not thread-safe; the host's lock protects it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MASKS_OF_LONG_USE = 2_000
 
 
 class Forks(Protocol):
-    """Starts workers."""
+    """The source of new workers."""
 
     def fork(self, task_cpu_s: float, niceness: int = 0, memory_mib: int = ...) -> Worker:
-        """A new worker. Raises OSError."""
+        """Fork a worker. Raises OSError."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Task:
 
 
 class Lanes:
-    """Sends tasks to workers, takes their answers, and accounts for what they cost."""
+    """The workers' task lists: sends tasks, handles replies, accounts for processor time and memory."""
 
     def __init__(self, counts: GrammarCounts) -> None:
         self.workers: dict[LaneName, Worker] = {}
@@ -54,7 +54,7 @@ class Lanes:
         self._started: set[LaneName] = set()
 
     def ask(self, guides: Iterable[Guide], forks: Forks) -> list[Worker]:
-        """Ask for the masks behind all tokens of some choices; the workers that were started for it. Raises OSError."""
+        """Request the next masks of some choices; return the workers started for it. Raises OSError."""
         started = []
         batches: dict[LaneName, list[Any]] = {}
         for guide in sorted(guides, key=lambda one: one.is_slow):
@@ -72,13 +72,13 @@ class Lanes:
         return started
 
     def close(self, worker: Worker | None, guide_number: int, grammar: Grammar) -> None:
-        """Let go of a choice."""
+        """Release a choice's matcher."""
         grammar.num_guides -= 1
         if worker is not None and worker in self.workers.values():
             worker.send([[0, "close", guide_number]])
 
-    def heed(self, worker: Worker, replies: list[Any]) -> list[Guide]:
-        """Take a worker's answers in; the choices that have their mask now, or have failed."""
+    def handle_replies(self, worker: Worker, replies: list[Any]) -> list[Guide]:
+        """Handle a worker's replies; return the choices that got their mask or failed."""
         answered = []
         worker.progress_s = time.monotonic()
         for number, answer, cpu_s, memory in replies:
@@ -90,12 +90,12 @@ class Lanes:
                 if answer and task.grammar.refusal is None:
                     task.grammar.refusal = refusal_of(task.grammar, answer)
                 continue
-            self._heed_mask(task.guide, task.num_tokens, answer, cpu_s)
+            self._handle_mask(task.guide, task.num_tokens, answer, cpu_s)
             answered.append(task.guide)
         return answered
 
     def died(self, worker: Worker, current: int, exit_status: int | None) -> list[Guide]:
-        """Note that a worker has ended, and how; the choices that waited for it, to be asked for again."""
+        """Note how a worker ended. Return the choices with unanswered masks, which the caller requests again."""
         lane = self._lane_of.pop(worker, None)
         culprit: _Task | None = worker.tasks.get(current)
         if culprit is not None and blames_task(exit_status, culprit.grammar):
@@ -111,16 +111,16 @@ class Lanes:
         return waiting
 
     def remove(self, worker: Worker) -> None:
-        """Send a worker nothing more; `died` says later how it ended."""
+        """Send a worker no more tasks. `died` is called later with its exit status."""
         self.workers = {lane: known for lane, known in self.workers.items() if known is not worker}
 
     def too_large(self) -> list[Worker]:
-        """Workers without a task that should start anew for their size: what they hold is rebuilt as it is needed."""
-        most = limits.MAX_WORKER_MIB * _MIB
-        return [one for one in self.workers.values() if not one.tasks and one.memory - one.base_memory > most]
+        """Return idle workers that take too much memory and should be replaced."""
+        limit = limits.MAX_WORKER_MIB * _MIB
+        return [one for one in self.workers.values() if not one.tasks and one.memory - one.base_memory > limit]
 
     def fail(self, guide: Guide, error: PenstockError) -> None:
-        """End a choice with the next step."""
+        """Mark a choice as failed; it ends with the next step."""
         if guide.failure is None:
             guide.failure = error
             self._counts.failed_guides += 1
@@ -132,10 +132,10 @@ class Lanes:
             number = self._note(worker, _Task(grammar))
             tasks.append([number, "compile", grammar.number, grammar.kind, grammar.text])
         is_new = guide.worker is not worker
-        told = guide.tokens if is_new else guide.tokens[guide.asked_at :]
+        tokens = guide.tokens if is_new else guide.tokens[guide.asked_at :]
         guide.worker, guide.asked_at = worker, len(guide.tokens)
         number = self._note(worker, _Task(grammar, guide, guide.asked_at))
-        tasks.append([number, "mask", guide.number, grammar.number, is_new, told.tobytes()])
+        tasks.append([number, "mask", guide.number, grammar.number, is_new, tokens.tobytes()])
         return tasks
 
     def _note(self, worker: Worker, task: _Task) -> int:
@@ -145,7 +145,7 @@ class Lanes:
         worker.tasks[self._num_tasks] = task
         return self._num_tasks
 
-    def _heed_mask(self, guide: Guide, num_tokens: int, answer: Any, cpu_s: float) -> None:
+    def _handle_mask(self, guide: Guide, num_tokens: int, answer: Any, cpu_s: float) -> None:
         status, data = answer
         guide.cpu_s += cpu_s
         guide.is_slow = cpu_s > _SLOW_MASK_S
@@ -162,10 +162,10 @@ class Lanes:
             self.fail(guide, refusal_of(guide.grammar, f"its masks took {guide.cpu_s:.1f} s for {num_tokens} tokens"))
 
     def _rebuild(self, guide: Guide, num_tokens: int) -> None:
-        """Have a choice rebuilt from its tokens with a fresh matcher, before a limit ends it.
+        """Rebuild a choice's matcher from its tokens before a limit may end the choice.
 
-        Choices share what their matchers have built. On its own, whether a choice passes the limits depends on grammar
-        and tokens alone, so that every node decides the same.
+        The matchers of a grammar's choices share caches, and those count toward the limits. A matcher of its own
+        depends on the grammar and the tokens alone, so that every node decides alike.
         """
         guide.rebuilt_at = num_tokens
         if guide.worker is not None:
@@ -183,7 +183,7 @@ class Lanes:
         if grammar.memory <= limits.MAX_GRAMMAR_MIB * _MIB:
             return
         if grammar.num_masks > _MASKS_OF_LONG_USE:
-            # Long use fills caches, which a fresh start empties.
+            # Long use fills the caches. A restart empties them.
             worker.grammars.discard(grammar.number)
             grammar.memory = grammar.num_masks = 0
         elif grammar.refusal is None:

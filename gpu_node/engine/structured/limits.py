@@ -1,39 +1,38 @@
-"""What one grammar may cost. Units of work come first, because every node counts the same; time and memory kill."""
+"""Limits of what a grammar may cost. Limits of work apply first and are equal on every node; time and memory kill."""
 
 from __future__ import annotations
 
 STEP_LEXER_FUEL = 20_000
-"""Regular expressions that one mask may build. Ordinary schemas need fewer than 5,000, for any token."""
+"""Regular expressions that one mask may build. Ordinary schemas need fewer than 5,000 at any token."""
 INITIAL_LEXER_FUEL = 200_000
-"""The same for compilation, where ordinary grammars need fewer than 50,000."""
+"""The same for the compilation. Ordinary grammars need fewer than 50,000."""
 MAX_LEXER_STATES = 50_000
-"""States of a grammar's lexer, over all of its choices."""
+"""Lexer states of a grammar, over all of its choices."""
 STEP_MAX_ITEMS = 20_000
-"""Parser items that one mask may make."""
+"""Parser items that one mask may create."""
 
 TRIAL_CPU_S = 1.0
-"""Processor time in which a new grammar must compile and compute its first masks."""
+"""Processor time in which a new grammar must compile and compute its first masks, in seconds."""
 TRIAL_MEMORY_MIB = 256
 CHEAP_TRIAL_CPU_S = 0.06
 CHEAP_MASK_CPU_S = 0.02
-"""A grammar whose trial or one of whose first masks took longer is served by the worker for costly grammars."""
+"""A grammar is costly if its trial or one of its first masks took longer: the worker for costly grammars serves it."""
 FAST_TASK_CPU_S = 0.1
-"""A task that takes longer kills the worker for cheap grammars, and its grammar counts as costly from then on."""
+"""A longer task kills the worker for cheap grammars, and its grammar counts as costly from then on."""
 SLOW_TASK_CPU_S = 1.0
-"""A task that takes longer kills the worker for costly grammars, and the choices of its grammar fail."""
+"""A longer task kills the worker for costly grammars, and the choices of its grammar fail."""
 GUIDE_CPU_S = 5.0
-"""Processor time that the masks of one choice may take,"""
+"""Processor time that the masks of one choice may take, besides GUIDE_CPU_PER_TOKEN_S for each of its tokens."""
 GUIDE_CPU_PER_TOKEN_S = 0.02
-"""and what each of its tokens adds to that."""
 MAX_GRAMMAR_MIB = 64
 """Memory that a grammar and its choices may take in a worker."""
 WORKER_MEMORY_MIB = 384
-"""Address space that a worker may add to what it was forked with."""
+"""Address space that a worker may add to what it had when it was forked."""
 MAX_WORKER_MIB = 192
-"""A worker whose grammars take more forgets those that no choice uses, and starts anew where that is not enough."""
+"""A worker with more memory in use is replaced when it is idle. What it held is rebuilt on demand."""
 TASK_WALL_S = 15.0
-"""Longest that a worker may take for what it was asked: the last line, for one that is stopped or starved."""
+"""Longest time without a reply from a busy worker; the last defense, for a worker that is stopped or starved."""
 TEMPLATE_WALL_S = 120.0
-"""Longest that loading the tokenizer may take."""
+"""Longest time that loading the tokenizer may take."""
 SLOW_NICENESS = 10
-"""Of trials and of the worker for costly grammars, so that they take no time from steps and cheap masks."""
+"""Niceness of trials and of the worker for costly grammars, so that they do not slow down steps and cheap masks."""

@@ -1,4 +1,4 @@
-"""Which tokens may come next in each choice, inside a grammar worker."""
+"""Masks of the tokens that a choice may continue with, inside a grammar worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORD_BYTES = 4
 
 
 class Matching:
-    """The choices of one worker, by the number that the node gives them."""
+    """The matchers of one worker's choices, by the choice's number."""
 
     def __init__(self, tokenizer: LLTokenizer, compiler: Compiler) -> None:
         self._tokenizer = tokenizer
@@ -26,9 +26,9 @@ class Matching:
         self._words = (ctypes.c_uint32 * self._num_words)()
 
     def mask(self, guide_id: int, grammar_id: int, is_new: bool, token_ids: bytes) -> tuple[int, bytes]:
-        """Go on by some tokens (int32); what became of the mask behind them, and the mask or the reason.
+        """Advance a choice by some tokens (int32); return a mask status, and the next mask or the reason for none.
 
-        A choice that is new here is at the start of its text.
+        `is_new`: the choice has no matcher here yet, so it starts at the beginning of its text.
         """
         matcher = self._compiler.copy(grammar_id) if is_new else self._matchers.get(guide_id)
         if matcher is None:
@@ -46,23 +46,23 @@ class Matching:
         return WRITTEN, self._spelled(matcher) if only is not None and self._is_mistaken(matcher, only) else mask
 
     def close(self, guide_id: int) -> None:
-        """Let go of a choice."""
+        """Drop a choice's matcher."""
         self._matchers.pop(guide_id, None)
 
     def _is_mistaken(self, matcher: LLMatcher, token_id: int) -> bool:
-        """Whether the only token that is offered is one which does not fit."""
+        """Whether the only token that the mask allows does not fit."""
         return (
             self._tokenizer.is_special_token(token_id)
-            # Where a text may end, the offer of the end is right, though the end is not among the tokens that fit.
+            # Where a text may end, allowing the end token is right, though validation does not accept it.
             and not matcher.is_accepting()
             and not matcher.validate_tokens([token_id])
         )
 
     def _spelled(self, matcher: LLMatcher) -> bytes:
-        """A mask of the ordinary token with which the text goes on that must come next.
+        """Return a mask of the ordinary token that continues the forced text.
 
-        llguidance cuts such text as a tokenizer cuts prompts, where the name of a special token is that token. A
-        special token says nothing, and may end the text half way.
+        llguidance tokenizes forced text like a prompt, so the name of a special token becomes that token. A special
+        token adds no text, and may end the text early.
         """
         forced = matcher.compute_ff_bytes().decode(errors="ignore")
         mask = bytearray(self._num_words * _WORD_BYTES)
@@ -76,6 +76,6 @@ def _reason(matcher: LLMatcher) -> bytes:
 
 
 def _only_bit(mask: bytes) -> int | None:
-    """The place of the only bit that is set; None where it is not the only one."""
+    """Return the position of the only set bit; None if there is not exactly one."""
     whole = int.from_bytes(mask, "little")
     return None if not whole or whole & (whole - 1) else whole.bit_length() - 1

@@ -1,4 +1,4 @@
-"""What it means that a task failed or that its worker died, and how often that happened."""
+"""What failed tasks and dead workers mean for their grammars and choices, and the counters of both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.gpu_node.engine.structured.grammar import Grammar
 from penstock.gpu_node.engine.structured.mask_status import EMPTY, MISFIT, PAST_LIMITS
 
 MAX_KILLS_FROM_OUTSIDE = 3
-"""A system that is short of memory kills without saying why. A grammar in whose tasks it did so often is blamed."""
+"""A system short of memory kills without a reason. After this many kills in its tasks a grammar is refused."""
 
 
 @dataclass(slots=True)
@@ -20,13 +20,13 @@ class GrammarCounts:
 
     grammar_trials: int = 0
     grammar_refusals: int = 0
-    """New grammars that were refused,"""
+    """New grammars that were refused."""
     grammar_costly_refusals: int = 0
-    """and those of them that a limit of time, memory or work refused."""
+    """Refused grammars that exceeded a limit of time, memory or work."""
     grammar_kills: int = 0
-    """Workers that a limit killed, trials not counted."""
+    """Workers that a limit killed, without trials."""
     grammar_restarts: int = 0
-    """Workers that were started in the place of one that ended."""
+    """Workers started to replace one that had ended."""
     late_masks: int = 0
     """Rows that sat out a step because their mask was not ready."""
     failed_guides: int = 0
@@ -34,27 +34,27 @@ class GrammarCounts:
 
 
 def refusal_of(grammar: Grammar, reason: str) -> TooCostlyError:
-    """Why a choice cannot go on with a grammar that passed a limit."""
+    """Return the error of a choice with a grammar that exceeded a limit."""
     return TooCostlyError(
-        f"{grammar.field_name}: cannot be kept to: it is too costly: {reason}", param=grammar.field_name
+        f"{grammar.field_name}: cannot be enforced: it is too costly: {reason}", param=grammar.field_name
     )
 
 
 def failure_of(grammar: Grammar, status: int, reason: bytes) -> PenstockError:
-    """Why a choice has no mask, as its worker says it."""
-    said = reason.decode(errors="replace")
+    """Return the error of a choice without a mask, from its worker's answer."""
+    detail = reason.decode(errors="replace")
     if status == PAST_LIMITS:
-        return refusal_of(grammar, f"a token got past the limits of work ({said})")
+        return refusal_of(grammar, f"a token exceeded the limits of work ({detail})")
     if status == MISFIT:
-        return RequestError("the logged tokens are not of the form that is asked for", param="resume")
+        return RequestError("the logged tokens do not match the requested structured output", param="resume")
     if status == EMPTY:
         field_name = grammar.field_name
-        return RequestError(f"{field_name}: no token of this model goes on with a text of that form", param=field_name)
+        return RequestError(f"{field_name}: no token of this model can continue the text", param=field_name)
     return refusal_of(grammar, "it could not be compiled again")
 
 
 def blames_task(exit_status: int | None, grammar: Grammar | None) -> bool:
-    """Whether a worker died of the task that it was at. It did not where it was killed from outside."""
+    """Whether a dying worker's current task is at fault. It is not if the worker was killed from outside."""
     if exit_status is None:
         return False
     if exit_status != -signal.SIGKILL:
@@ -65,7 +65,7 @@ def blames_task(exit_status: int | None, grammar: Grammar | None) -> bool:
 
 
 def why_killed(exit_status: int | None, cpu_s: float) -> str:
-    """The limit that a worker died of."""
+    """Return the limit that killed a worker."""
     if exit_status == -signal.SIGPROF:
         return f"a task took more than {cpu_s:g} s of processor time"
     return f"a task took more than {limits.WORKER_MEMORY_MIB} MiB of memory, or broke the compiler"

@@ -1,4 +1,4 @@
-"""The node's ends of its grammar processes: starting, sending without waiting, and killing."""
+"""The node's handles of its grammar processes: start, send without blocking, kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _numbers = itertools.count(1)
 
 
 class Worker:
-    """A grammar worker. `tasks` are those that are not answered, in the order in which it does them."""
+    """A grammar worker. `tasks`: its unanswered tasks, in the order in which it runs them."""
 
     def __init__(self, node: socket.socket, page: mmap.mmap) -> None:
         node.setblocking(False)
@@ -31,23 +31,23 @@ class Worker:
         self.socket = node
         self.tasks: dict[int, Any] = {}
         self.grammars: set[int] = set()
-        """Those that it was sent."""
+        """Numbers of the grammars that were sent to it."""
         self.base_memory = 0
         self.memory = 0
-        """Bytes resident when it last measured them."""
+        """Resident bytes at its last measurement."""
         self.progress_s = time.monotonic()
-        """When it last answered, or was idle."""
+        """When it last replied or was idle, on the monotonic clock."""
         self._page = page
         self._reader = FrameReader()
         self._unsent: deque[bytes] = deque()
 
     def send(self, tasks: Sequence[Any]) -> None:
-        """Send tasks as far as the socket takes them now; `flush` sends the rest."""
+        """Send as much as the socket takes now; `flush` sends the rest."""
         self._unsent.append(frame(tasks))
         self.flush()
 
     def flush(self) -> bool:
-        """Send what waits; whether all is sent. An end that has closed is noticed by `receive`."""
+        """Send what is buffered; return whether all is sent. `receive` notices a closed socket."""
         while self._unsent:
             try:
                 sent = self.socket.send(self._unsent[0])
@@ -62,7 +62,7 @@ class Worker:
         return True
 
     def receive(self) -> list[Any] | None:
-        """The replies that have come; None once the worker has gone."""
+        """Return the replies that have arrived; None once the worker has ended."""
         replies: list[Any] = []
         try:
             while data := self.socket.recv(1 << 20):
@@ -76,76 +76,76 @@ class Worker:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something waits until it reads on."""
+        """Whether data waits until the worker reads more."""
         return bool(self._unsent)
 
     @property
     def current(self) -> int:
-        """The number of the task that is under way, or was when it died; 0 for none."""
+        """The number of the task that the worker is running, or was when it died; 0 for none."""
         return int.from_bytes(self._page[:8], "little")
 
     def close(self) -> None:
-        """Hang up, which ends it after its task."""
+        """Close the socket. The worker ends after its current task."""
         self.socket.close()
         self._page.close()
 
 
 class Template:
-    """The process that forks workers."""
+    """The process that loads the tokenizer and forks workers."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Starts it, and leaves it alone with its tokenizer. Raises OSError."""
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            # It must find what this process finds, and must not look in the current folder.
+        """Start the process and send it the tokenizer. Raises OSError."""
+        self.socket, child_end = socket.socketpair()
+        with child_end:
+            # The child must find the same modules, and must not import from the current folder.
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", _MODULE, str(child_end.fileno())],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
         self.started_s = time.monotonic()
         self.special_tokens: frozenset[int] | None = None
-        """None until it is ready."""
+        """Token ids; None until the process is ready."""
         self._reader = FrameReader()
-        with suppress(OSError):  # one that died at once is noticed by `receive`
+        with suppress(OSError):  # `receive` notices a process that died at once.
             self.socket.sendall(frame([tokenizer, vocab_size, list(eos_token_ids)]))
         self.socket.setblocking(False)
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The process's id."""
         return self._process.pid
 
     def fork(self, task_cpu_s: float, niceness: int = 0, memory_mib: int = limits.WORKER_MEMORY_MIB) -> Worker:
-        """A new worker; what is sent to it waits until it is there. Raises OSError."""
-        ours, theirs = socket.socketpair()
+        """Fork a worker. Messages to it wait until it is ready. Raises OSError."""
+        own_end, child_end = socket.socketpair()
         fd = os.memfd_create("penstock-grammar-page")
         try:
-            with theirs:
+            with child_end:
                 os.ftruncate(fd, mmap.PAGESIZE)
-                worker = Worker(ours, mmap.mmap(fd, mmap.PAGESIZE))
+                worker = Worker(own_end, mmap.mmap(fd, mmap.PAGESIZE))
                 message = frame(["fork", worker.number, [task_cpu_s, memory_mib, niceness]])
-                socket.send_fds(self.socket, [message], [theirs.fileno(), fd])
+                socket.send_fds(self.socket, [message], [child_end.fileno(), fd])
         except OSError:
-            ours.close()
+            own_end.close()
             raise
         finally:
             os.close(fd)
         return worker
 
     def kill(self, worker: Worker) -> None:
-        """End a worker at once."""
+        """Kill a worker with SIGKILL."""
         self._ask("kill", worker)
 
     def ask_how_it_ended(self, worker: Worker) -> None:
-        """Have the exit status of a worker that has gone sent."""
+        """Request the exit status of a worker that has closed its socket."""
         self._ask("wait", worker)
 
     def receive(self) -> list[Any] | None:
-        """The messages that have come; None once the process has gone."""
+        """Return the messages that have arrived; None once the process has ended."""
         messages: list[Any] = []
         try:
             while data := self.socket.recv(1 << 20):
@@ -157,7 +157,7 @@ class Template:
         return messages or None
 
     def close(self) -> None:
-        """End it, and its workers with it."""
+        """End the process and its workers."""
         self.socket.close()
         try:
             self._process.wait(_EXIT_S)

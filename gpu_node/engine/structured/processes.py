@@ -1,6 +1,6 @@
-"""All grammar processes of a model: the template, the workers that serve choices and those that try grammars out.
+"""All grammar processes of a model: the template, the workers that serve choices, and the workers that run trials.
 
-It is not safe for threads, but for `start_template`; the host's lock is.
+Not thread-safe except for `start_template`; the host's lock protects it.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ _TRIAL_TASK = 1
 
 
 class GrammarProcesses:
-    """Starts processes, hears them and buries them."""
+    """The owner of all grammar processes: starts them, handles their messages, and replaces ended ones."""
 
     def __init__(
         self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int], counts: GrammarCounts
     ) -> None:
         self.special_tokens: Future[frozenset[int]] = Future()
-        """Known once the first template is ready."""
+        """Completes when the first template is ready."""
         self.selector = selectors.DefaultSelector()
         self.template: Template | None = None
         self.lanes = Lanes(counts)
         self._trials = TrialQueue()
-        self._trying: dict[Worker, Trial] = {}
+        self._trial_workers: dict[Worker, Trial] = {}
         self._dying: dict[int, tuple[Worker, int]] = {}
-        """Workers that have gone and the task that each was at, until it is known how they ended."""
+        """Ended workers and their last task, by number, until their exit status is known."""
         self._counts = counts
         self._wanted = (tokenizer, vocab_size, list(eos_token_ids))
         self._num_failed_starts = 0
         self._failed_s = -math.inf
         self._is_unusable = False
-        """Whether the tokenizer cannot be guided."""
+        """Whether llguidance cannot use the tokenizer."""
 
     @property
     def workers(self) -> list[Worker]:
-        """All that run."""
-        return [*self.lanes.workers.values(), *self._trying]
+        """All running workers."""
+        return [*self.lanes.workers.values(), *self._trial_workers]
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is due soon."""
+        """Whether a message is expected soon."""
         is_waiting = self._trials.has_any or self._dying or any(worker.tasks for worker in self.workers)
         is_starting = not self._is_unusable and (self.template is None or self.template.special_tokens is None)
         return is_starting or bool(is_waiting)
 
     def start_template(self) -> Template | None:
-        """A new template where there is none; it takes a while, and is installed by `install`."""
-        # The first restart comes at once.
+        """Start a template if there is none and it is time to retry. `install` puts it to use once it has loaded."""
+        # The first restart has no delay.
         pause_s = _RESTART_AFTER_S * (2 ** min(max(0, self._num_failed_starts - 1), _MAX_DOUBLINGS) - 1)
         if self.template is not None or self._is_unusable or time.monotonic() - self._failed_s < pause_s:
             return None
@@ -79,12 +79,12 @@ class GrammarProcesses:
             return None
 
     def install(self, template: Template) -> None:
-        """Use a template from now on."""
+        """Use this template from now on."""
         self.template = template
         self.selector.register(template.socket, selectors.EVENT_READ, template)
 
     def ask(self, guides: Iterable[Guide]) -> None:
-        """Ask for masks; without a template nothing is asked, and the choices stay late."""
+        """Request masks. Without a template nothing is requested, and the masks stay late."""
         if self.template is None:
             return
         try:
@@ -98,24 +98,24 @@ class GrammarProcesses:
         self._counts.grammar_trials += 1
         self._trials.add(tenant, trial)
 
-    def hear(self, speaker: Template | Worker) -> list[Guide]:
-        """Take in what a process has to say; the choices that this concerns."""
-        if isinstance(speaker, Template):
-            return self._hear_template(speaker) if speaker is self.template else []
-        if speaker not in self.workers:
-            return []  # it was let go of in the same moment
-        replies = speaker.receive()
+    def handle_messages(self, sender: Template | Worker) -> list[Guide]:
+        """Handle the messages of a process; return the choices that they affect."""
+        if isinstance(sender, Template):
+            return self._handle_template(sender) if sender is self.template else []
+        if sender not in self.workers:
+            return []  # It was closed after the selector had reported it.
+        replies = sender.receive()
         if replies is None:
-            return self._lost(speaker)
-        if (trial := self._trying.get(speaker)) is not None:
+            return self._lost(sender)
+        if (trial := self._trial_workers.get(sender)) is not None:
             if replies:
-                self._end_trial(speaker, trial, _result_of(replies[0]))
+                self._end_trial(sender, trial, _result_of(replies[0]))
             return []
-        return self.lanes.heed(speaker, replies)
+        return self.lanes.handle_replies(sender, replies)
 
-    def look_after(self) -> list[Guide]:
-        """Start trials, send what is unsent, end what takes too long or too much; the choices that this concerns."""
-        concerned: list[Guide] = []
+    def maintain(self) -> list[Guide]:
+        """Start trials, flush sockets, and end workers that are stuck or too large; return the affected choices."""
+        affected: list[Guide] = []
         while self.template is not None and (trial := self._trials.start()) is not None:
             self._start_trial(trial, self.template)
         overdue = time.monotonic() - limits.TASK_WALL_S
@@ -126,12 +126,12 @@ class GrammarProcesses:
                 self.template.kill(worker)
                 worker.progress_s = time.monotonic()
         for worker in self.lanes.too_large():
-            log.info("a grammar process starts anew for its size", extra={"memory_mib": worker.memory >> 20})
-            concerned += self._lost(worker)
-        return concerned
+            log.info("a grammar process is replaced for its size", extra={"memory_mib": worker.memory >> 20})
+            affected += self._lost(worker)
+        return affected
 
     def close(self) -> None:
-        """Hang up on all; what waits for a trial hears of it."""
+        """Close all processes, and fail the waiting trials."""
         gone = UnavailableError("the grammar processes have ended", code="internal_error")
         for trial in self._trials.clear():
             trial.result.set_exception(gone)
@@ -143,25 +143,25 @@ class GrammarProcesses:
             self.template.close()
         self.selector.close()
 
-    def _hear_template(self, template: Template) -> list[Guide]:
+    def _handle_template(self, template: Template) -> list[Guide]:
         messages = template.receive()
         if messages is None:
             return self._lost_template(template)
-        concerned: list[Guide] = []
-        for kind, *said in messages:
+        affected: list[Guide] = []
+        for kind, *details in messages:
             if kind == "ended":
-                worker, current = self._dying.pop(said[0])
-                concerned += self._bury(worker, current, said[1])
+                worker, current = self._dying.pop(details[0])
+                affected += self._on_ended(worker, current, details[1])
             elif kind == "ready":
-                template.special_tokens = frozenset(said[1])
+                template.special_tokens = frozenset(details[1])
                 self._num_failed_starts = 0
                 if not self.special_tokens.done():
                     self.special_tokens.set_result(template.special_tokens)
             elif not self.special_tokens.done():
                 self._is_unusable = True
-                problem = f"this model's tokenizer cannot be guided: {said[0]}"
+                problem = f"this model's tokenizer does not support structured outputs: {details[0]}"
                 self.special_tokens.set_exception(RequestError(problem, param="structured_outputs"))
-        return concerned
+        return affected
 
     def _lost_template(self, template: Template) -> list[Guide]:
         self.selector.unregister(template.socket)
@@ -170,18 +170,18 @@ class GrammarProcesses:
         if not self._is_unusable:
             self._start_failed()
             log.warning("the grammar processes ended and start anew", extra={"pid": template.pid})
-        # The kernel ends the workers with it, and nobody is left to say how they ended.
-        concerned = [guide for worker in self.workers for guide in self._lost(worker)]
+        # The kernel kills the workers with the template, and no process is left to report their exit status.
+        affected = [guide for worker in self.workers for guide in self._lost(worker)]
         for worker, current in [*self._dying.values()]:
-            concerned += self._bury(worker, current, None)
+            affected += self._on_ended(worker, current, None)
         self._dying.clear()
-        return concerned
+        return affected
 
     def _start_failed(self) -> None:
         self._failed_s = time.monotonic()
         self._num_failed_starts += 1
         if self._num_failed_starts > _MAX_FAILED_STARTS and not self.special_tokens.done():
-            problem = UnavailableError("the grammar processes do not start", code="internal_error")
+            problem = UnavailableError("the grammar processes did not start", code="internal_error")
             self.special_tokens.set_exception(problem)
 
     def _lost(self, worker: Worker) -> list[Guide]:
@@ -190,13 +190,13 @@ class GrammarProcesses:
         worker.close()
         self.lanes.remove(worker)
         if self.template is None:
-            return self._bury(worker, current, None)
+            return self._on_ended(worker, current, None)
         self._dying[worker.number] = worker, current
         self.template.ask_how_it_ended(worker)
         return []
 
-    def _bury(self, worker: Worker, current: int, exit_status: int | None) -> list[Guide]:
-        trial = self._trying.pop(worker, None)
+    def _on_ended(self, worker: Worker, current: int, exit_status: int | None) -> list[Guide]:
+        trial = self._trial_workers.pop(worker, None)
         if trial is None:
             return self.lanes.died(worker, current, exit_status)
         if blames_task(exit_status, None):
@@ -213,12 +213,12 @@ class GrammarProcesses:
             self._trials.retry(trial)
             return
         self.selector.register(worker.socket, selectors.EVENT_READ, worker)
-        self._trying[worker] = trial
+        self._trial_workers[worker] = trial
         worker.tasks[_TRIAL_TASK] = trial
         worker.send([[_TRIAL_TASK, "try", trial.kind, trial.texts]])
 
     def _end_trial(self, worker: Worker, trial: Trial, result: TrialResult) -> None:
-        del self._trying[worker]
+        del self._trial_workers[worker]
         self.selector.unregister(worker.socket)
         worker.close()
         worker.tasks.clear()

@@ -1,10 +1,10 @@
-"""The process that loads the tokenizer and forks grammar workers, so that a new one is there within milliseconds.
+"""The process that loads the tokenizer and forks grammar workers, so that a new worker is ready within milliseconds.
 
     python -P -m penstock.gpu_node.engine.structured.template FD
 
-FD is a socket to the node. The first message brings the tokenizer. Each later one asks for a worker and brings the
-worker's socket and shared page as file descriptors, or asks to kill a worker, or asks how one has ended. The process
-ends when the node's end of the socket closes, and its workers end with it.
+FD is a socket to the node. The first message brings the tokenizer. A later message asks to fork a worker, to kill one,
+or for a worker's exit status. A fork message carries the worker's socket and shared page as file descriptors. The
+process ends when the node closes its end of the socket, and its workers end with it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from penstock.gpu_node.engine.structured.worker import WorkerLimits, serve
 
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = "500"
-"""Where memory runs out, a grammar process is to end rather than the node."""
+"""If memory runs out, the system should kill a grammar process rather than the node."""
 
 
 def _receive(node: socket.socket) -> tuple[Any, list[int]] | None:
-    """The next message with its file descriptors; None once the node has gone."""
+    """Return the next message with its file descriptors; None once the node has closed the socket."""
     head, fds, _, _ = socket.recv_fds(node, 4, 2)
     while head and len(head) < 4:
         head += node.recv(4 - len(head))
@@ -54,7 +54,7 @@ def _load(node: socket.socket) -> LLTokenizer | None:
     try:
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
     except Exception as error:
-        # A tokenizer of unknown origin through a foreign parser: it may fail in any way.
+        # An untrusted tokenizer file in a foreign parser may raise anything.
         node.sendall(frame(["failed", str(error)[:500], []]))
         return None
     special = [token_id for token_id in range(vocab_size) if tokenizer.is_special_token(token_id)]
@@ -94,7 +94,7 @@ def _run(node: socket.socket) -> None:
         if action == "fork":
             pids[worker_id] = _fork(tokenizer, node, limits, fds)
         elif action == "kill" and worker_id in pids:
-            # The pid stays this child's until it is waited for.
+            # The pid cannot be reused before this process has waited for it.
             os.kill(pids[worker_id], signal.SIGKILL)
         elif action == "wait" and worker_id in pids:
             status = os.waitstatus_to_exitcode(os.waitpid(pids.pop(worker_id), 0)[1])
@@ -102,8 +102,8 @@ def _run(node: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve the node until it has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node, whose end ends this process
+    """Serve until the node closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's Ctrl-C is for the node. Its end ends this process.
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
         score.write(_OOM_SCORE)
     with socket.socket(fileno=int(sys.argv[1])) as node:

@@ -1,4 +1,4 @@
-"""Which new grammar is tried out next: tenants in turn, each in its own order."""
+"""The order in which new grammars are tried out: tenants in turn, and each tenant's grammars in order of arrival."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from penstock.gpu_node.engine.structured.grammar import Kind, TrialResult
 
 MAX_AT_ONCE = 2
 MAX_LOSSES = 3
+"""A grammar is refused after its trial's process was lost more often than this."""
 
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """A grammar to be tried out: its text, and behind it the texts of its parts."""
+    """A grammar to try out: its text, followed by the texts of its parts."""
 
     kind: Kind
     texts: list[str]
@@ -23,7 +24,7 @@ class Trial:
 
 
 class TrialQueue:
-    """Trials that wait. At most one of a tenant runs while another tenant waits."""
+    """Waiting trials. A tenant runs at most one trial at a time."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Trial]] = OrderedDict()
@@ -35,15 +36,15 @@ class TrialQueue:
 
     @property
     def has_any(self) -> bool:
-        """Whether a trial waits or runs."""
+        """Whether a trial is waiting or running."""
         return bool(self._waiting or self._running)
 
     def start(self) -> Trial | None:
-        """The next trial, if one may run now."""
+        """Return the next trial, if one may run now."""
         if len(self._running) >= MAX_AT_ONCE or not self._waiting:
             return None
         busy = set(self._running.values())
-        # One slot stays free for the next tenant.
+        # A tenant's second trial waits, so that a slot stays free for the next tenant.
         tenant = next((one for one in self._waiting if one not in busy), None)
         if tenant is None:
             return None
@@ -55,12 +56,12 @@ class TrialQueue:
         return trial
 
     def end(self, trial: Trial, result: TrialResult) -> None:
-        """Tell the result of a trial that ran."""
+        """Set the result of a running trial."""
         self._running.pop(trial, None)
         trial.result.set_result(result)
 
     def retry(self, trial: Trial) -> None:
-        """Queue a trial again whose process was lost through no fault of its own; one that is lost often is refused."""
+        """Queue a trial again after its process was killed from outside; refuse it after too many such losses."""
         tenant = self._running.pop(trial)
         trial.num_losses += 1
         if trial.num_losses > MAX_LOSSES:
@@ -69,7 +70,7 @@ class TrialQueue:
             self.add(tenant, trial)
 
     def clear(self) -> list[Trial]:
-        """Take out everything, because no trial can run."""
+        """Remove and return all trials, because none can run any more."""
         trials = [trial for waiting in self._waiting.values() for trial in waiting] + list(self._running)
         self._waiting.clear()
         self._running.clear()

@@ -1,7 +1,7 @@
-"""A grammar worker: compiles grammars and computes masks, one task after the other, until a limit kills it.
+"""A grammar worker: it compiles grammars and computes masks, one task after the other, until a limit kills it.
 
-The shared page tells the node which task is under way, so that the node knows after a kill which one was to blame.
-Replies leave together, at the end of a message or after a millisecond.
+The worker writes the number of its current task into a shared page, which names the culprit after a kill.
+Replies leave in batches, at the end of a message or after a millisecond.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 _REPLY_WITHIN_S = 0.001
 _MEASURED_CPU_S = 0.001
-"""A cheaper task cannot have taken much memory."""
+"""A task below this processor time cannot have taken much memory, so its memory is not measured."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What kills a worker."""
+    """The limits of a worker: processor time per task in seconds, added address space in MiB, and niceness."""
 
     task_cpu_s: float
     memory_mib: int
@@ -40,7 +40,7 @@ class WorkerLimits:
 
 
 class Worker:
-    """Answers the node's messages. Each is a list of tasks: a number, a name and arguments."""
+    """The loop of a worker process. Each of the node's messages is a list of tasks: number, name, arguments."""
 
     def __init__(self, tokenizer: LLTokenizer, node: socket.socket, page: mmap.mmap, task_cpu_s: float) -> None:
         self._node = node
@@ -64,7 +64,7 @@ class Worker:
                 self._reply()
 
     def _do(self, number: int, name: str, arguments: list[Any]) -> None:
-        # The timer counts processor time of this process, and its signal ends the process.
+        # The timer counts this process's processor time. Its signal ends the process.
         began_s = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, self._task_cpu_s)
         answer = self._answer(name, arguments)
@@ -94,11 +94,11 @@ class Worker:
 
 
 def serve(tokenizer: LLTokenizer, node_fd: int, page_fd: int, limits: WorkerLimits) -> None:
-    """Be a worker, in a process that was just forked."""
+    """Run as a worker, in a process that was just forked."""
     os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + limits.niceness))
-    most = _virtual_bytes() + limits.memory_mib * _MIB
-    with suppress(ValueError):  # the process was started with less
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit = _virtual_bytes() + limits.memory_mib * _MIB
+    with suppress(ValueError):  # The process was started with a lower limit.
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=node_fd) as node, mmap.mmap(page_fd, mmap.PAGESIZE) as page:
         os.close(page_fd)

@@ -1,4 +1,4 @@
-"""What a chat template shows of its model: the form of turns that it wants, and the forms that the model writes."""
+"""What a chat template shows of its model: the messages that it accepts, and the formats that the model writes."""
 
 from __future__ import annotations
 
@@ -12,51 +12,52 @@ from penstock.gpu_node.engine.text.chat_template import ChatTemplate
 _MARKS: tuple[tuple[str, ToolParserName], ...] = (
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
-    ("ipython", "llama3_json"),  # the role under which Llama 3's templates render what a tool gave
+    ("ipython", "llama3_json"),  # The role under which Llama 3's templates render a tool's result.
 )
-_OTHER_FORM = "<function="
-"""Qwen's coders write calls between the same marks as XML, which no parser reads."""
+_UNSUPPORTED_FORMAT = "<function="
+"""Qwen's coder models write calls as XML between hermes' marks. No parser reads these."""
 
 TELLING_MARKS = frozenset({"<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"})
-"""Where a tokenizer has these as special tokens, they stand in the text: without them nobody can read it."""
+"""Marks that stay in the output text even if the tokenizer has them as special tokens, since the parsers need them."""
 
 
 def tool_parser_of(template: ChatTemplate) -> ToolParserName:
-    """By the marks that the template renders earlier calls with."""
-    if not template.takes_tools or _OTHER_FORM in template.source:
+    """Return the parser of the model's tool calls, by the marks with which the template renders earlier calls."""
+    if not template.takes_tools or _UNSUPPORTED_FORMAT in template.source:
         return "none"
     return next((name for mark, name in _MARKS if mark in template.source), "none")
 
 
 def reasoning_parser_of(template: ChatTemplate) -> ReasoningParserName:
-    """By what the template says of `<think>`, and whether it opens it where the assistant speaks."""
+    """Return the reasoning parser, by the template's use of `<think>` and whether it opens it for the assistant."""
     if "<think>" not in template.source:
         return "none"
     try:
         is_open = template.render([{"role": "user", "content": "x"}]).rstrip().endswith("<think>")
     except Exception:
-        # It may want turns of another kind, which it says by raising what it likes.
+        # The template may not accept this message, and may raise anything.
         is_open = False
     return "think_open" if is_open else "think"
 
 
-def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates read them: OpenAI's form, with the arguments of calls as objects, and beside what a call
-    gave the name of its function, which some of them want.
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in the format of chat templates: OpenAI's, with call arguments as objects.
+
+    A tool result also gets the name of its function, which some templates need.
     """
     names = {call["id"]: call["name"] for message in messages for call in message.get("tool_calls", ())}
-    return [_turn(message, names.get(message.get("tool_call_id"))) for message in messages]
+    return [_template_message(message, names.get(message.get("tool_call_id"))) for message in messages]
 
 
-def _turn(message: Mapping[str, Any], name: str | None) -> dict[str, Any]:
-    turn = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
-    if "tool_calls" in turn:
-        turn["tool_calls"] = [
+def _template_message(message: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+    rendered = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
+    if "tool_calls" in rendered:
+        rendered["tool_calls"] = [
             {
                 "id": call["id"],
                 "type": "function",
                 "function": {"name": call["name"], "arguments": json.loads(call["arguments"])},
             }
-            for call in turn["tool_calls"]
+            for call in rendered["tool_calls"]
         ]
-    return turn if name is None else turn | {"name": name}
+    return rendered if name is None else rendered | {"name": name}

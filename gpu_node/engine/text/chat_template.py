@@ -1,6 +1,6 @@
-"""A model's chat template: the Jinja program that turns messages into the text that the model was trained on.
+"""A model's chat template: the Jinja program that turns messages into the text format that the model was trained on.
 
-The dialect is the one that transformers gives templates, so that a checkpoint renders here as it renders there.
+The dialect is that of transformers, so a checkpoint's template renders the same text here.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from penstock.contract.errors import ConfigError, TooCostlyError
 
 MAX_RENDERED_CHARS = 1 << 25
-"""Of a chat with its tools; a request has at most 16 MiB, but a template may say the tools at every turn."""
+"""Limit of a rendered chat with its tools. A request has at most 16 MiB, but a template may repeat the tools."""
 MAX_RENDER_S = 10.0
+"""Limit of the time that rendering a chat may take."""
 
 
 class ChatTemplate:
     """One compiled template. It comes with the model, so it runs in a sandbox."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        """`variables` are the special tokens by name (`bos_token`, …). Raises ConfigError for what does not compile."""
+        """`variables`: the special tokens by name (`bos_token`, …). Raises ConfigError if it does not compile."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -42,9 +43,9 @@ class ChatTemplate:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The chat up to where the assistant speaks. Raises whatever the template raises.
+        """Return the chat as text, up to where the assistant's answer begins. Raises whatever the template raises.
 
-        Raises TooCostlyError for a chat whose text is too long, or takes too long.
+        Raises TooCostlyError if the text becomes too long or takes too much time.
         """
         pieces: list[str] = []
         num_chars, until_s = 0, time.monotonic() + MAX_RENDER_S
@@ -54,14 +55,12 @@ class ChatTemplate:
             num_chars += len(piece)
             if num_chars > MAX_RENDERED_CHARS or time.monotonic() > until_s:
                 limits = f"{MAX_RENDERED_CHARS} characters or {MAX_RENDER_S:g} s"
-                raise TooCostlyError(
-                    f"messages: as the chat template renders them they take more than {limits}", param="messages"
-                )
+                raise TooCostlyError(f"messages: the rendered chat takes more than {limits}", param="messages")
         return "".join(pieces)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant said, for training; here it only stands around its body."""
+    """`{% generation %}` marks assistant messages for training. At inference only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  as Jinja declares it
 
@@ -77,7 +76,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which a model would read literally."""
+    """Encode JSON without escapes for HTML, which Jinja's own filter adds and a model would read literally."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -85,5 +84,5 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,4 +1,4 @@
-"""One choice on its way out: its tokens become text, and something ends it."""
+"""The output of one choice: decodes its tokens to text, and finds its end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _log = logging.getLogger(__name__)
 
 
 class ChoiceOutput:
-    """Turns one choice's tokens into released text and finds its end.
+    """Decodes one choice's tokens to text, and finds the choice's end.
 
-    Pure in its tokens: the same tokens give the same text and the same end, however they are split over steps,
-    processes and resumes. Stop strings are looked for in text that begins once `min_tokens` are there.
+    A pure function of the tokens: text and end do not depend on how the tokens are split over steps, processes and
+    resumes. Stop strings are searched only in text that begins once there are `min_tokens` tokens.
     """
 
     def __init__(
         self, rule: EndRule, stops: tuple[str, ...], detokenizer: Detokenizer, *, includes_stop: bool = False
     ) -> None:
-        """`includes_stop`: what ends the choice, a string or a token, stays in its text."""
+        """`includes_stop`: the stop string or stop token that ends the choice stays in its text."""
         self.num_tokens = 0
         self.finish_reason: EndReason | None = None
         self._rule = rule
@@ -29,19 +29,19 @@ class ChoiceOutput:
         self._includes_stop = includes_stop
         self._stops = StopStrings(stops, included=includes_stop)
         self._num_unstopped = rule.min_tokens - 1 if stops else rule.max_tokens
-        """Leading tokens whose text no stop string can end."""
+        """Number of leading tokens with text that no stop string can end."""
         self._released: list[str] = []
 
     def push(self, token_id: int) -> None:
-        """Take one token; `finish_reason` says afterwards whether it was the last.
+        """Add one token; `finish_reason` is set if it was the last one.
 
-        Where the tokenizer's library fails at it, the choice ends with an error: others wait for theirs.
+        If the tokenizer's library fails at it, this choice ends with an error and others continue.
         """
         self.num_tokens += 1
         try:
             self._take(token_id)
         except Exception:
-            _log.exception("a choice's text cannot be made")
+            _log.exception("a choice's tokens could not be decoded")
             self.finish_reason = "error"
 
     def fail(self) -> None:
@@ -49,7 +49,7 @@ class ChoiceOutput:
         self._finish("error")
 
     def take_text(self) -> str:
-        """The text released since the last call."""
+        """Return the text released since the last call."""
         text = "".join(self._released)
         self._released.clear()
         return text
@@ -74,7 +74,7 @@ class ChoiceOutput:
         return stopped
 
     def _finish(self, reason: EndReason) -> None:
-        """End with all text that is still held, unless that text completes a stop string; an error stays one."""
+        """Release the text held back and end the choice. The reason is stop if that text completes a stop string."""
         stopped = self._stopped_by(self._detokenizer.flush())
         if not stopped:
             self._released.append(self._stops.flush())

@@ -1,4 +1,4 @@
-"""Texts to tokens, where what stands in many of them is encoded once."""
+"""Tokenization with a cache of long pieces, such as system prompts, that many texts share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from cachetools import LRUCache
 from penstock.contract.errors import RequestError
 
 MIN_CACHED_CHARS = 512
-"""A shorter piece is encoded faster than it is worth remembering."""
+"""A shorter piece is encoded faster than it is looked up."""
 MAX_CACHED_TOKENS = 1 << 20
-"""Of all pieces that are remembered."""
+"""Limit of the cache, over all pieces."""
 
 Ids: TypeAlias = tuple[int, ...]
 
 
 def token_ids_of(backend: Any, text: str, *, framed: bool) -> list[int]:
-    """Tokens of a text; `framed`: with those that the model expects around it. `backend` is a tokenizers.Tokenizer.
+    """Encode a text; `framed`: with the special tokens that the model expects. `backend`: a tokenizers.Tokenizer.
 
-    Raises RequestError for half a character.
+    Raises RequestError for lone surrogates.
     """
     try:
-        # The library lets other threads run only while it encodes a batch, and this way works out no offsets besides.
+        # The library releases the GIL only for batches; the fast variant also skips the offsets.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=framed)
     except TypeError:
         raise RequestError("text must be valid Unicode, without lone surrogates", param="prompt") from None
@@ -35,21 +35,20 @@ def token_ids_of(backend: Any, text: str, *, framed: bool) -> list[int]:
 
 
 class ChatEncoder:
-    """Encodes rendered chats piece by piece: an added token parts what stands before it from what stands behind.
+    """Encodes rendered chats piece by piece, cut at added tokens, which no other token crosses.
 
-    Long pieces (system prompts, documents, earlier turns) are remembered, the ones used last. It may be called from any
-    thread.
+    Long pieces (system prompts, documents, earlier messages) are kept in an LRU cache. Thread-safe.
     """
 
     def __init__(self, backend: Any) -> None:
-        """`backend` is a tokenizers.Tokenizer. One whose pieces depend on each other is asked for whole texts."""
+        """`backend`: a tokenizers.Tokenizer. If its pieces depend on their neighbors, whole texts are encoded."""
         self._backend = backend
         self._separator = _separator(backend)
         self._known: LRUCache[str, Ids] = LRUCache(MAX_CACHED_TOKENS, getsizeof=len)
         self._lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, none added."""
+        """Encode a text without adding special tokens."""
         if self._separator is None or len(text) < MIN_CACHED_CHARS:
             return token_ids_of(self._backend, text, framed=False)
         return [token_id for piece in _pieces(self._separator, text) for token_id in self._encode_piece(piece)]
@@ -68,7 +67,7 @@ class ChatEncoder:
 
 
 def _pieces(separator: re.Pattern[str], text: str) -> Iterator[str]:
-    """The text in long pieces and what stands between them; cut only before and behind added tokens."""
+    """Split a text at added tokens, into long pieces and the short text between them."""
     short: list[str] = []
     for part in separator.split(text):
         if len(part) < MIN_CACHED_CHARS:
@@ -83,9 +82,9 @@ def _pieces(separator: re.Pattern[str], text: str) -> Iterator[str]:
 
 
 def _separator(backend: Any) -> re.Pattern[str] | None:
-    """Finds added tokens in a text; None where the tokens of a piece depend on what stands around it.
+    """Return a pattern of the added tokens; None if a piece's tokens may depend on its neighbors.
 
-    Known not to: byte level without a normalizer, with added tokens that take nothing from their neighbours.
+    They do not if the tokenizer is byte-level without a normalizer, and no added token absorbs neighboring spaces.
     """
     added = list(backend.get_added_tokens_decoder().values())
     if not added or backend.normalizer is not None or backend.encode_special_tokens:
@@ -98,6 +97,6 @@ def _separator(backend: Any) -> re.Pattern[str] | None:
     steps: list[dict[str, Any]] = spec["pretokenizers"] if spec["type"] == "Sequence" else [spec]
     if any(step.get("add_prefix_space") for step in steps) or all(step["type"] != "ByteLevel" for step in steps):
         return None
-    # The longest first, as one may begin like another.
+    # Longest first, since one added token may be a prefix of another.
     contents = sorted((re.escape(token.content) for token in added), key=len, reverse=True)
     return re.compile(f"({'|'.join(contents)})")

@@ -1,4 +1,4 @@
-"""When a choice ends by its tokens alone."""
+"""The rule by which tokens alone end a choice."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ EndReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class EndRule:
-    """What ends a choice besides its text. An id of `end_ids` does so once `min_tokens` tokens stand before it."""
+    """Ends a choice at a token of `end_ids` after at least `min_tokens` other tokens, or at `max_tokens` tokens."""
 
     end_ids: frozenset[int]
     min_tokens: int
     max_tokens: int
 
     def reason(self, token_id: int, num_tokens: int) -> EndReason | None:
-        """Why a choice ends with `token_id` as its `num_tokens`-th token, or None when it goes on."""
+        """Return why the choice ends with `token_id` as its `num_tokens`-th token; None if it continues."""
         if token_id in self.end_ids and num_tokens > self.min_tokens:
             return "stop"
         return "length" if num_tokens >= self.max_tokens else None

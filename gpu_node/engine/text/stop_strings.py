@@ -1,13 +1,12 @@
-"""Stop strings over a growing text."""
+"""Stop strings in a growing text."""
 
 from __future__ import annotations
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, holding back what may still become one.
+    """Releases text up to the first stop string, and holds back text that may be the start of one.
 
-    The stop string itself is let through only where it is to be included. With no stop strings everything passes at
-    once.
+    `included`: the stop string itself is released too. Without stop strings all text is released at once.
     """
 
     def __init__(self, stops: tuple[str, ...], *, included: bool = False) -> None:
@@ -17,9 +16,9 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that is now safe to show, and whether a stop string was found behind it."""
+        """Return the text that can be released, and whether a stop string follows it."""
         if not self._held and self._first_chars.isdisjoint(text):
-            return text, False  # no stop string begins here
+            return text, False  # No stop string begins here.
         held = self._held + text
         found = [(at, len(stop)) for at, stop in ((held.find(stop), stop) for stop in self._stops) if at >= 0]
         if found:
@@ -31,12 +30,12 @@ class StopStrings:
         return held[: len(held) - keep], False
 
     def flush(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Return the text held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
     def _num_to_hold(self, text: str) -> int:
-        """Length of the longest tail of `text` that begins some stop string."""
+        """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = min(len(text), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
             tail = text[-length:]

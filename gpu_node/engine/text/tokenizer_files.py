@@ -1,4 +1,4 @@
-"""What the tokenizer files of a folder say, read without transformers."""
+"""Reads the tokenizer files of a model folder without transformers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class TokenizerFiles:
 
     backend: Tokenizer
     special_tokens: Mapping[str, str]
-    """Texts of the tokens that have a part to play, by name: `eos_token`, …"""
+    """Texts of the special tokens, by name: `eos_token`, …"""
     chat_template: str | None
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Reads tokenizer.json and what stands beside it. Raises ConfigError for files that cannot be read."""
+    """Read tokenizer.json and its companion files. Raises ConfigError for files that cannot be read."""
     config = _read_object(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        # Both files were written together until one of them said all.
+        # Older versions of transformers wrote special tokens into a second file, newer ones into the config alone.
         config |= _read_object(folder / "special_tokens_map.json")
     backend = _read_backend(folder / "tokenizer.json")
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -44,16 +44,16 @@ def _read_backend(path: Path) -> Tokenizer:
     try:
         backend: Tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
-        # The library raises plain exceptions for all that is wrong with a file.
+        # The library raises plain exceptions for any problem of the file.
         raise ConfigError(f"no usable tokenizer in {path}: {error}") from error
-    # A tokenizer.json may say how its author trained: prompts must not be cut or filled up by that.
+    # A tokenizer.json may contain the truncation and padding of its training. They must not apply to prompts.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _add_tokens(backend: Tokenizer, config: Mapping[str, Any], named: Mapping[str, _Token]) -> None:
-    """Tokens that the config adds, or describes otherwise than tokenizer.json; special ones that stand in neither."""
+    """Add tokens that the config adds or redefines, and special tokens that neither file lists."""
     listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     if listed:
         backend.add_tokens([_added_token(token) for _, token in listed])
@@ -66,7 +66,7 @@ def _add_tokens(backend: Tokenizer, config: Mapping[str, Any], named: Mapping[st
 
 
 def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, _Token]]:
-    """`eos_token` and its like, as they stand there."""
+    """Yield `eos_token` and other named special tokens, as the config has them."""
     extra = config.get("extra_special_tokens")
     for name, token in (*config.items(), *(extra.items() if isinstance(extra, dict) else ())):
         is_token = isinstance(token, str) or (isinstance(token, dict) and "content" in token)
@@ -75,14 +75,14 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, _Token]]:
 
 
 def _added_token(token: _Token, **flags: bool) -> AddedToken:
-    """A token from its text alone, or from its text and flags."""
+    """Return a token from its text alone, or from its text and flags."""
     if isinstance(token, str):
         return AddedToken(token, normalized=False, **flags)
     return AddedToken(token["content"], **({flag: token[flag] for flag in _FLAGS if flag in token} | flags))
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The default template: of a file of its own, else of the config, where several may stand by name."""
+    """Return the default template: from its own file, else from the config, which may have several by name."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

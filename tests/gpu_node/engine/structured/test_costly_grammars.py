@@ -82,7 +82,7 @@ def test_a_trial_that_takes_too_much_time_or_memory_is_killed(
 ) -> None:
     monkeypatch.setattr(limits, "TRIAL_CPU_S", 0.0001)
     engine = Engine(EngineConfig(model=str(tiny_model), runner="torch", num_kv_blocks=40, weight_cache=False))
-    with pytest.raises(TooCostlyError, match="cannot be kept to: it is too costly"):
+    with pytest.raises(TooCostlyError, match="cannot be enforced: it is too costly"):
         engine.prepare(_params({"grammar": HOSTILE}))
     engine._guides.close()
 
@@ -170,7 +170,7 @@ def test_a_grammar_that_kills_the_worker_of_cheap_ones_goes_on_among_costly_ones
 
 
 def test_a_log_of_another_form_and_a_grammar_that_was_refused_leave_nothing(engine: Engine) -> None:
-    with pytest.raises(RequestError, match="cannot be kept to"):
+    with pytest.raises(RequestError, match="cannot be enforced"):
         engine.add(EngineRequest("x", PROMPT, _params({"regex": "(a"}), seed=1))
     assert drain(engine) == []
     check_idle(engine)

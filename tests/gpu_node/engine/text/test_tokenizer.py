@@ -156,7 +156,7 @@ def test_what_a_template_never_saw_is_not_said_to_be_refused_by_it(
     def broken(_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("penstock.gpu_node.engine.text.tokenizer.turns_of", broken)
+    monkeypatch.setattr("penstock.gpu_node.engine.text.tokenizer.template_messages", broken)
     with pytest.raises(ZeroDivisionError):
         tokenizer.encode_chat(CHAT)
 
@@ -304,5 +304,5 @@ def test_a_chat_that_its_template_blows_up_is_refused(monkeypatch: pytest.Monkey
     for name, least in (("MAX_RENDERED_CHARS", 5_000), ("MAX_RENDER_S", 0.0)):
         with monkeypatch.context() as patched:
             patched.setattr(f"penstock.gpu_node.engine.text.chat_template.{name}", least)
-            with pytest.raises(TooCostlyError, match="messages: as the chat template renders them"):
+            with pytest.raises(TooCostlyError, match="messages: the rendered chat takes more than"):
                 template.render(turns, [])
