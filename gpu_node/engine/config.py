@@ -98,8 +98,8 @@ class EngineConfig(BaseModel):
     weight_cache: bool = True
     """Whether the native runner keeps packed weights in a file that all processes of the machine map."""
     deterministic: bool = False
-    """On GPUs, contexts are split in the same way for any batch and matrix products are not split along their sums,
-    which costs a few percent of speed. On CPUs the order of every sum is always fixed.
+    """On GPUs, split contexts in the same way for any batch, and never split matrix products along their sums. This
+    costs a few percent of speed. On CPUs the order of every sum is always fixed.
     """
 
     @model_validator(mode="before")

@@ -12,7 +12,7 @@ from penstock.gpu_node.model.protocol import Logprobs
 
 
 class PromptScores:
-    """Scores of one request's prompt, shared by its choices, whichever computes it. Scored tokens stay scored.
+    """Scores of one request's prompt, shared by its choices. Scored tokens stay scored.
 
     0 <= num_scored <= num_to_score: the number of tokens with a known log-probability of the next one.
     """

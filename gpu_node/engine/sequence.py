@@ -52,7 +52,7 @@ class Sequence:
     spare: int | None = None
     """A block held for its copy of the last shared block, or for the tokens after that block."""
     num_stored: int = 0
-    """Tokens whose keys and values its blocks hold while it is swapped. While it runs, its row counts them."""
+    """Tokens with keys and values in its blocks while it is swapped. While it runs, its row counts them."""
     forks: list[Sequence] = field(default_factory=list)
     """Choices of the same request that start once this one has computed their prompt."""
     forks_from: Sequence | None = None

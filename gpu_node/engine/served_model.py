@@ -58,9 +58,7 @@ class ServedModel:
 
     @property
     def revision(self) -> str:
-        """Identifies weights, tokenizer and dtype. An engine with the same revision can continue another engine's
-        choices.
-        """
+        """Identifies weights, tokenizer and dtype. Engines of equal revision can continue each other's choices."""
         return self._model.revision
 
     def _find(self, adapter: AdapterRef | None) -> Adapter | None:

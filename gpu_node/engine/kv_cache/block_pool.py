@@ -17,9 +17,7 @@ ROOT_HASH = b""
 
 
 def block_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
-    """Return the hash of a full block: of its tokens and, through `parent`, of all tokens before it. Equal in all
-    processes.
-    """
+    """Return the hash of a full block and, through `parent`, of all tokens before it. Equal in all processes."""
     return hashlib.blake2b(parent + token_ids.tobytes(), digest_size=16).digest()
 
 

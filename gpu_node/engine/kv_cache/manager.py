@@ -173,9 +173,7 @@ class KvCacheManager:
         return copies
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
-        """Raise InvariantError unless reference counts match `held` and both tiers are consistent. O(blocks), for
-        tests.
-        """
+        """Raise InvariantError unless both tiers are consistent and reference counts match `held`. O(blocks)."""
         for pool in (self.device, self.host):
             pool.check_integrity()
             for block in range(pool.first, pool.first + pool.num_total):

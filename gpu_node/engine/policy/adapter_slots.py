@@ -71,9 +71,7 @@ class AdapterSlots:
 
 
 class ByAdapter:
-    """Wraps a policy: a sequence starts only with a slot for its adapter. Others may overtake one that waits for a
-    slot.
-    """
+    """Wraps a policy so that a sequence starts only with a slot for its adapter; others may overtake it meanwhile."""
 
     def __init__(self, inner: SchedulingPolicy, slots: AdapterSlots) -> None:
         self._inner = inner

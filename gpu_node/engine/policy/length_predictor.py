@@ -33,9 +33,7 @@ class LengthPredictor:
         self._windows: OrderedDict[tuple[str, int, int], _Window] = OrderedDict()
 
     def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
-        """Return the tokens, at most `max_tokens`, that a new choice will probably not exceed; None without enough
-        data.
-        """
+        """Return a length, at most `max_tokens`, that a new choice will probably not exceed; None without data."""
         for group in _groups(tenant, num_prompt_tokens, max_tokens):
             window = self._windows.get(group)
             length = window.predict() if window is not None else None
@@ -52,8 +50,8 @@ class LengthPredictor:
     def ended(
         self, tenant: str, num_prompt_tokens: int, max_tokens: int, num_output_tokens: int, predicted: int
     ) -> None:
-        """Learn from a choice that ended by itself or by its limit, and from its prediction. Do not call it for
-        canceled ones.
+        """Learn from a choice that ended by itself or by its limit, and from its prediction. Canceled choices do not
+        count.
         """
         for group in _groups(tenant, num_prompt_tokens, max_tokens):
             window = self._windows.setdefault(group, _Window(self._quantile))

@@ -21,8 +21,8 @@ from penstock.gpu_node.engine.steps import Ints, Step
 from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 _SEQS_PER_PAUSE = 4
-"""With fewer sequences than this, they look for drafts at every step; with this many at every second step, with twice
-as many at every third.
+"""Fewer sequences than this look for drafts at every step. This many look at every second step, twice as many at every
+third.
 """
 
 
@@ -34,7 +34,7 @@ class AcceptedDrafts(NamedTuple):
     samples: Items[int]
     """The indices of the samples that are kept."""
     poisoned: list[Sequence]
-    """Sequences with a rejected draft that produced non-finite values, which now lie in their blocks."""
+    """Sequences with a rejected draft that wrote non-finite values to their blocks."""
 
 
 class Drafts:

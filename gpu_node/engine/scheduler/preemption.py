@@ -59,9 +59,7 @@ class Preemptor:
         return victim
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks. They are swapped to the host where that is possible and cheaper, else
-        freed.
-        """
+        """Take a running sequence's blocks: swap them to the host if that is possible and cheaper, else free them."""
         self.num_preemptions += 1
         num_stored = int(self._batch.table.num_computed[seq.row])
         num_blocks = self._memory.num_to_swap(seq.blocks[: self._batch.num_blocks(num_stored)])

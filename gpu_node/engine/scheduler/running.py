@@ -170,25 +170,19 @@ class RunningBatch:
         self.table.num_cached[seq.row] = num_full * self._block_size
 
     def cache_filled_blocks(self, seqs: list[Sequence], rows: Rows, ends: Ints, cached: list[int]) -> None:
-        """Enter into the prefix cache the blocks that sequences fill by computing up to `ends`; all these tokens are
-        known.
-        """
+        """Enter the blocks that sequences fill up to `ends` into the prefix cache; all these tokens are known."""
         filling = ends - self.table.num_cached[rows] >= self._block_size
         for i in filling.nonzero()[0].tolist():
             if seqs[i].row >= 0:
                 self.cache_full_blocks(seqs[i], int(ends[i]), cached)
 
     def is_intact(self, seq: Sequence, unfilled: AbstractSet[int], uncopied: AbstractSet[int]) -> bool:
-        """Return whether a running sequence still has all it computed, after a failed step left blocks unfilled or
-        uncopied.
-        """
+        """Return whether a running sequence keeps all it computed after a step left blocks unfilled or uncopied."""
         num_full = int(self.table.num_computed[seq.row]) // self._block_size
         return uncopied.isdisjoint(seq.blocks) and unfilled.isdisjoint(seq.blocks[:num_full])
 
     def uncache(self, seq: Sequence) -> None:
-        """Mark blocks that a running sequence has not computed as not cached, so that they are entered again once
-        filled.
-        """
+        """Mark a running sequence's uncomputed blocks as not cached, so that they are cached again once filled."""
         self.table.num_cached[seq.row] = self.table.num_computed[seq.row] // self._block_size * self._block_size
 
     def num_blocks(self, num_tokens: int) -> int:

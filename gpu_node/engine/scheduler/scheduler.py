@@ -90,7 +90,7 @@ class Scheduler:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether fault isolation still suspects sequences of a failed or slow step."""
+        """Whether fault isolation still suspects any sequence of a failed or slow step."""
         return self._isolator.has_any
 
     @property
@@ -110,9 +110,7 @@ class Scheduler:
         return self._table.tokens_of(seq) if seq.row >= 0 else seq.token_ids
 
     def add(self, *choices: Sequence) -> None:
-        """Queue one request's choices. The first one computes the prompt for all; too many for the cache start in
-        groups.
-        """
+        """Queue a request's choices; the first one computes the prompt. Too many for the cache form several groups."""
         num_blocks = max(self._batch.num_blocks(len(seq.token_ids)) for seq in choices)
         group_size = max(1, min(self._limits.max_num_seqs, self._memory.device.num_total - num_blocks + 1))
         for first in range(0, len(choices), group_size):
@@ -142,7 +140,7 @@ class Scheduler:
         if self.running and self.num_preemptions > preemptions_before:
             return self.schedule()  # the sequence that would have used the whole budget was preempted
         if self.running or self.queues:
-            raise InvariantError(f"{len(self.running)} running and {self.queues.num_waiting} waiting ones are stuck")
+            raise InvariantError(f"stuck: {len(self.running)} running, {self.queues.num_waiting} waiting sequences")
         return None
 
     def schedule_ahead(self) -> Step | None:
@@ -294,7 +292,7 @@ class Scheduler:
         )
 
     def _discard(self, seq: Sequence) -> list[int]:
-        """Drop a sequence whose computation failed. Return its blocks that no other sequence holds, now uncached."""
+        """Drop a failed sequence. Return its blocks that no other sequence holds, now uncached."""
         if seq.row >= 0:
             self.remove(seq)
         return self._memory.uncache_unheld(seq.blocks)

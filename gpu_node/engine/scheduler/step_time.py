@@ -25,15 +25,15 @@ class StepWork(NamedTuple):
     num_attended: int
     """Sum, over prompt tokens, of the tokens that are stored before their chunk."""
     num_scored: int
-    """Prompt tokens whose log-probabilities are wanted; each needs a row of logits."""
+    """Prompt tokens with log-probabilities requested; each needs a row of logits."""
 
 
 class StepTime:
     """A linear model of a step's milliseconds with five positive weights.
 
-    The weights are learned by normalized least mean squares on the logarithm of the prediction (Haykin, Adaptive Filter
-    Theory, chapter 7), so they stay positive and need no units. Each weight takes the part of the error that is in
-    proportion to its part of the prediction. The first step sets the scale of all weights.
+    The weights are learned by normalized least mean squares (Haykin, Adaptive Filter Theory, chapter 7). The error is
+    that of the logarithm of the prediction, so the weights stay positive and need no units. Each weight takes the part
+    of the error that is in proportion to its part of the prediction. The first step sets the scale of all weights.
     """
 
     def __init__(self) -> None:

@@ -69,8 +69,8 @@ class Drafter:
         return self.has_match
 
     def chances(self, limit: int) -> list[float]:
-        """Return the chance that the first, the first two, … of up to `limit` tokens are right, down to a minimum
-        chance.
+        """Return the chances that the first, the first two, … of up to `limit` tokens are right, while these are
+        likely.
         """
         chances, chance = [], 1.0
         for length in range(self._length, self._length + limit):

@@ -18,8 +18,8 @@ from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import SamplingParams, seed_of
 from penstock.gpu_node.engine import Engine, StepOutput
 from penstock.gpu_node.engine.records import EngineRequest
+from penstock.gpu_node.engine.scheduler import memory_trace
 from penstock.gpu_node.engine.scheduler.memory_trace import MAX_RECORDS
-from penstock.gpu_node.engine.scheduler.scheduler import memory_trace
 from penstock.gpu_node.model.protocol import StepPlan
 
 PROMPTS = [[5 + i, *range(10 * i + 3, 10 * i + 43 + i)] for i in range(8)]

@@ -51,10 +51,10 @@ class PoolMachine(RuleBasedStateMachine):
                     self.pool.take()
                 break
             blank = {*range(FIRST, FIRST + NUM_BLOCKS)} - set(self.content) - held
-            block, label = self.pool.take()
+            block, entry = self.pool.take()
             assert block in range(FIRST, FIRST + NUM_BLOCKS) and block not in held
-            assert (label is None and block in blank) if blank else label is not None
-            assert (label and label.name) == self.content.pop(block, None)
+            assert (entry is None and block in blank) if blank else entry is not None
+            assert (entry and entry.block_hash) == self.content.pop(block, None)
             blocks.append(block)
         if blocks:
             self.holders.append(blocks)
@@ -83,8 +83,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(FIRST, FIRST + NUM_BLOCKS - 1))
     def uncache(self, block: int) -> None:
-        label = self.pool.uncache(block)
-        assert (label and label.name) == self.content.pop(block, None)
+        entry = self.pool.uncache(block)
+        assert (entry and entry.block_hash) == self.content.pop(block, None)
 
     @invariant()
     def counts_agree(self) -> None:
