@@ -27,7 +27,7 @@ class ServedModel:
     def prepare(
         self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default"
     ) -> object | None:
-        """Do the slow part of `add` in advance, on any thread. The result is reused while the caller keeps the returned
+        """Do the slow part of `add` in advance, on any thread. It lasts as long as the caller keeps the returned
         object.
 
         Raises RequestError for a request that could never run.

@@ -132,10 +132,11 @@ class KvCacheManager:
         return swapped
 
     def own(self, block: int, spare: int) -> int:
-        """Return a writable block with the content of `block`: `block` if it has one reference and is not cached, else
+        """Return a writable block with the content of `block`: the block itself if it is private, else its copy in
         `spare`.
 
-        Takes over the references on both blocks, and leaves one on the returned block.
+        A block is private if it has one reference and is not cached. Takes over the references on both blocks, and
+        leaves one on the returned block.
         """
         unneeded = spare
         if self.ref_count(block) > 1 or self._pool_of(block).is_cached(block):

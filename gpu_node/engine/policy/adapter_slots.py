@@ -52,8 +52,7 @@ class AdapterSlots:
         self._users[slot].update(seqs)
 
     def closed_slot(self, waiting: Iterable[Sequence]) -> int | None:
-        """Return the slot that stops accepting sequences so that a waiting adapter gets it, or None if none has to
-        wait.
+        """Return the slot that stops accepting sequences so that a waiting adapter gets it; None if no adapter waits.
 
         It is the slot with the fewest users.
         """

@@ -68,7 +68,7 @@ class ByPolicy:
 
         Others may pass a sequence that does not fit, until it is old enough that they must wait for it.
         """
-        queued, now_ms = self._looked_at(waiting), self._now_ms()
+        queued, now_ms = self._with_charges(waiting), self._now_ms()
 
         def fits(seq: Sequence, urgency: int) -> bool:
             if not start(seq):
@@ -90,18 +90,18 @@ class ByPolicy:
         # This runs at every step and nearly always ends here.
         if not any(seq.priority < least_urgent or seq.submitted_ms <= old_ms for seq in queued):
             return None
-        first = foremost(self._looked_at(queued), self._config, self._state, now_ms)
+        first = foremost(self._with_charges(queued), self._config, self._state, now_ms)
         if first is None:
             return None
-        newcomer, urgency = first
+        candidate, urgency = first
         victims = victims_of(urgency, running)
-        return (newcomer, victims) if victims else None
+        return (candidate, victims) if victims else None
 
     def victim(self, running: list[Sequence]) -> Sequence:
         """Return the newest of the least urgent running sequences."""
         return in_order_of_retreat(running)[0]
 
-    def _looked_at(self, waiting: Iterable[Sequence]) -> list[Sequence]:
+    def _with_charges(self, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Return the waiting sequences with their charges, after updating each tenant's virtual time."""
         queued = list(waiting)
         present = dict.fromkeys((seq.priority, seq.tenant) for seq in queued)  # in order of arrival

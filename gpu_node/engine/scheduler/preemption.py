@@ -46,9 +46,9 @@ class Preemptor:
         request = self.preemption_request()
         if request is None:
             return
-        newcomer, victims = request
+        candidate, victims = request
         for victim in victims:
-            if self._admission.fits(newcomer):
+            if self._admission.fits(candidate):
                 return
             self.preempt(victim)
 

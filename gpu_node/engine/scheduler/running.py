@@ -66,8 +66,7 @@ class RunningBatch:
         return self._memory.match(seq.block_hashes[: seq.num_reusable // self._block_size])
 
     def num_missing(self, seq: Sequence, held: list[int], *, in_place: bool = False) -> int:
-        """Return the number of blocks that a waiting sequence and its forks need besides `held`, for all of their
-        tokens.
+        """Return how many blocks a waiting sequence and its forks need besides `held`, for all of their tokens.
 
         Blocks held on the host must be copied to the device, so they count as missing unless it runs `in_place`.
         """
@@ -80,8 +79,8 @@ class RunningBatch:
         num_stored = seq.num_stored if is_swapped else len(held) * self._block_size
         if not is_swapped:
             self._memory.hold(held)
-        names = seq.block_hashes[: num_stored // self._block_size]
-        blocks = held if in_place else self._memory.bring_in(held, names)
+        hashes = seq.block_hashes[: num_stored // self._block_size]
+        blocks = held if in_place else self._memory.bring_in(held, hashes)
         seq.blocks = []
         self.table.take(seq)
         self.table.add_blocks(seq, blocks)
@@ -155,11 +154,9 @@ class RunningBatch:
         self._sharing.clear()
 
     def cache_full_blocks(self, seq: Sequence, num_tokens: int, cached: list[int]) -> None:
-        """Enter the blocks that a step fills into the prefix cache at once, so that sequences admitted to it can share
-        them.
+        """Enter the blocks that a step fills into the prefix cache at once, and append them to `cached`.
 
-        They may read these blocks in the same step, because a runner stores all keys before any query attends. Appends
-        the blocks to `cached`.
+        Sequences admitted to the same step can share them, because a runner stores all keys before any query attends.
         """
         tokens = self.table.tokens_of(seq)[:num_tokens]
         num_full = len(tokens) // self._block_size  # drafted tokens may be rejected, so they do not count

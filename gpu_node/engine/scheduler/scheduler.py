@@ -189,8 +189,7 @@ class Scheduler:
         return outcome
 
     def roll_back(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
-        """Record that a step, and any planned ahead, failed. Drop and return the sequence at fault once that is
-        certain.
+        """Record that a step, and any planned ahead, failed. Drop and return the sequence at fault, if that is certain.
 
         The others start over or, after an out-of-memory error, continue in smaller steps.
         """

@@ -69,9 +69,7 @@ class Drafter:
         return self.has_match
 
     def chances(self, limit: int) -> list[float]:
-        """Return the chances that the first, the first two, … of up to `limit` tokens are right, while these are
-        likely.
-        """
+        """Return the chances that the first, the first two, … up to `limit` tokens are right, while that is likely."""
         chances, chance = [], 1.0
         for length in range(self._length, self._length + limit):
             chance *= self._odds(length)

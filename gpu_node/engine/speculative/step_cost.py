@@ -9,16 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ENOUGH = 3
+"""Steps after which the time of a number of rows is known."""
 _FORGOTTEN_AFTER = 4000
+"""Steps without a number of rows after which its time is forgotten."""
 _PACE = 0.02
+"""Least weight of a new time in the usual one."""
 _LEVEL_PACE = 0.1
+"""Weight of a new time in the level of all times."""
 _MAX_SURPRISE = 0.2
 """Largest deviation from the expected log time that counts: other processes may have delayed one step."""
 _FRESH_STEPS = 16
+"""Steps for which the computed needs are reused."""
 _LEAST_MS = 1e-3
 _MARGIN = 2.0
-"""Drafts must be worth this multiple of their cost: a sequence that ends earlier saves the others less than its share.
-"""
+"""Drafts must be worth this multiple of their cost: a sequence that ends early saves the others less than its share."""
 
 
 class Times:
@@ -86,8 +90,7 @@ class StepCost:
         host.note(num_seqs, math.log(max(host_ms, _LEAST_MS)) - self._level, self._now)
 
     def needs(self, num_seqs: int, limit: int) -> list[float]:
-        """Return how many of 1, 2, …, `limit` drafted tokens must be accepted to pay, with `num_seqs` decoding
-        sequences.
+        """Return how many of 1, 2, …, `limit` drafted tokens must be accepted to pay, if `num_seqs` sequences decode.
 
         The list ends with the last number that can pay.
         """
