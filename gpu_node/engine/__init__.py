@@ -1,6 +1,6 @@
-"""The engine: prompts to tokens and text, many at once. No Redis, and no torch outside the model it loads.
+"""The engine: turns prompts into tokens and text, many at once. No Redis, and no torch outside the model that it loads.
 
-The names below are loaded when they are first used: settings name an engine's choices without loading one.
+The exported names are imported at first use, so that reading settings does not load an engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of an engine, read once."""
+"""The settings of an engine, read once."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ THEIR_NAMES = {
     "cpu_offload_gb": "cpu_offload_gib",
     "num_gpu_blocks_override": "num_kv_blocks",
 }
-"""vLLM's names of settings that are called otherwise here."""
+"""vLLM's names of settings that have another name in penstock."""
 
 
 class EngineConfig(BaseModel):
-    """What an engine is built from.
+    """The configuration of an engine.
 
-    The KV cache holds `num_kv_blocks` blocks or `kv_cache_tokens` tokens where one of them is given, else what fits
-    `kv_cache_gib`, but never more than `max_num_seqs` sequences of full length could use. Behind it lies a host pool of
-    `num_swap_blocks` blocks, else of what fits `swap_space_gib`: for sequences that had to give up their blocks, for
-    prefixes that were evicted, and for a sequence that the KV cache cannot hold alone.
+    The KV cache holds `num_kv_blocks` blocks or `kv_cache_tokens` tokens where one of them is set, else as many blocks
+    as fit into `kv_cache_gib`. It never holds more than `max_num_seqs` sequences of full length could use. A host pool
+    holds `num_swap_blocks` blocks, or as many as fit into `swap_space_gib`. It stores the blocks of preempted
+    sequences, evicted prefixes, and the part of a sequence that exceeds the KV cache alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -37,13 +37,14 @@ class EngineConfig(BaseModel):
     model: str = Field(min_length=1)
     """Hub id with optional `:FILE.gguf` and `@revision`, a folder, or a `.gguf` file."""
     revision: str | None = None
-    """Of a model of the hub: branch, tag or commit."""
+    """Branch, tag or commit of a model on the hub."""
     runner: Literal["auto", "gpu", "native", "torch"] = "auto"
-    """`gpu`: a CUDA device; `native`: the C++ kernels; `auto`: a device where there is one, else those or torch."""
+    """`gpu`: a CUDA device; `native`: the C++ kernels; `auto`: a GPU if there is one, else `native`, else `torch`."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     quantization: Literal["auto", "none", "int8", "int8_group", "int4", "fp8"] = "auto"
-    """How matrices are kept; `auto`: as the checkpoint does, `none`: in what is computed in. On the CPU this is for the
-    native runner, and `int8_group` for it alone; `fp8` for a card."""
+    """Storage format of matrices; `auto`: the checkpoint's format, `none`: the dtype of computation. On the CPU only
+    the native runner quantizes, and `int8_group` is for it alone; `fp8` is for GPUs.
+    """
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     block_size: Literal[8, 16, 32] = 16
     num_kv_blocks: int | None = Field(default=None, ge=1)
@@ -52,11 +53,11 @@ class EngineConfig(BaseModel):
     num_swap_blocks: int | None = Field(default=None, ge=0)
     swap_space_gib: float = Field(default=0.0, ge=0.0)
     preemption: PreemptionName = "auto"
-    """What happens to a preempted sequence's blocks; `auto`: what measured rates say is cheaper."""
+    """What happens to the blocks of a preempted sequence; `auto`: whatever costs less at measured rates."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Of a card's memory."""
+    """Fraction of the GPU's memory to use."""
     cpu_offload_gib: float = Field(default=0.0, ge=0.0)
-    """Of the weights, streamed to a card from host memory."""
+    """GiB of weights kept in host memory and streamed to the GPU."""
     max_model_len: int | None = Field(default=None, ge=2)
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=512, ge=1)
@@ -65,38 +66,43 @@ class EngineConfig(BaseModel):
     max_prefill_ms_beside_decode: float | None = Field(default=None, gt=0.0)
     """Most milliseconds that prompts add to a step in which other sequences decode; None: no limit.
 
-    No limit computes the most tokens a second. Nodes have a limit by default, since their callers read along."""
+    Without a limit the engine computes the most tokens a second. Nodes set a limit by default, because their callers
+    read streams while they are generated.
+    """
     enable_prefix_caching: bool = True
     scheduling_policy: PolicyName = "fcfs"
-    """Who starts first and who gives way; `aging_ms` and `bypass_ms`: see `queue/policy.py`."""
+    """Which sequences start first and which are preempted; for `aging_ms` and `bypass_ms` see `queue/policy.py`."""
     aging_ms: int = Field(default=60_000, ge=1)
     bypass_ms: int = Field(default=2_000, ge=0)
     prefix_cache_salt: Literal["none", "tenant"] = "none"
     """`tenant`: tenants do not share cached prefixes."""
     prefix_eviction: EvictionName = "lru"
-    """Which cached prefixes go first: the least recently used, the least used, or the short ones."""
+    """Which cached prefixes are evicted first: the least recently used, the least often used, or the shortest."""
     lora: dict[AdapterName, Path] = {}
-    """Low-rank adapters by name: folders in PEFT's format; NAME=PATH as a text does too."""
+    """LoRA adapters by name: folders in PEFT's format. Each entry may also be given as text, NAME=PATH."""
     lora_dir: Path | None = None
-    """Holds more of them, each in a folder of its name, which is read when it is first asked for."""
+    """A folder with more adapters, each in a subfolder of its name; each is loaded when first requested."""
     max_loras: int = Field(default=8, ge=1)
-    """Adapters that one step may compute with; the least recently used one gives its place to another."""
+    """Adapters that one step may use. When all slots are taken, the least recently used adapter is replaced."""
     max_lora_rank: int = Field(default=16, ge=1, le=512)
     speculative: Literal["ngram", "off"] = "off"
-    """`ngram`: sequences draft what followed when they last said the same, if that pays; tokens stay the same."""
+    """`ngram`: draft the tokens that followed the last occurrence of the newest ones, where that pays. Output tokens
+    stay the same.
+    """
     max_draft_tokens: int = Field(default=8, ge=1, le=64)
-    """Most tokens that a sequence drafts for a step."""
+    """Most tokens that a sequence drafts in one step."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads that compute; None: one for each core that the process may use, by its affinity and its CPU quota."""
     reserved_cores: int = Field(default=0, ge=0)
-    """Cores to leave to other processes when `num_threads` is None; one thread always computes."""
+    """Cores to leave to other processes when `num_threads` is None; at least one thread always computes."""
     stall_after_s: float = Field(default=120.0, gt=0.0)
-    """How long a step may take before a node ends itself; requests whose steps take a tenth of it are isolated."""
+    """A node exits when a step takes longer. Requests in steps that take a tenth of it are isolated."""
     weight_cache: bool = True
-    """Whether the native runner's packed weights lie in a file that all processes of the machine map."""
+    """Whether the native runner keeps packed weights in a file that all processes of the machine map."""
     deterministic: bool = False
-    """On a card contexts are cut in one way whatever the batch, and products not split along their sums, some percent
-    slower; on the CPU every sum is in one order in any case."""
+    """On GPUs, split contexts in the same way for any batch, and never split matrix products along their sums. This
+    costs a few percent of speed. On CPUs the order of every sum is always fixed.
+    """
 
     @classmethod
     def of(cls, model: ModelOrConfig, settings: Mapping[str, Any]) -> EngineConfig:
@@ -144,13 +150,13 @@ class EngineConfig(BaseModel):
         return self
 
     @property
-    def num_adapter_places(self) -> int:
-        """Adapters that the runner keeps; none where it could never get one."""
+    def num_adapter_slots(self) -> int:
+        """Adapter slots of the runner; 0 if no adapters are configured."""
         return self.max_loras if self.lora or self.lora_dir is not None else 0
 
     @property
     def wanted_blocks(self) -> int | None:
-        """Blocks asked for by number or by tokens; None leaves it to `kv_cache_gib`."""
+        """Configured number of blocks, given directly or in tokens; None leaves it to `kv_cache_gib`."""
         if self.kv_cache_tokens is not None:
             return max(1, self.kv_cache_tokens // self.block_size)
         return self.num_kv_blocks

@@ -17,7 +17,7 @@ from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.logprobs import logprobs_of, make_records, note_scores, scored_tokens
 from penstock.gpu_node.engine.offline import Adapters, Params, Prompt, gather, run, spread
 from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots
-from penstock.gpu_node.engine.policy.by_policy import discipline_of, note_held
+from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
@@ -28,7 +28,7 @@ from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
 from penstock.gpu_node.engine.speculative.budget import speculation_of
-from penstock.gpu_node.engine.stats import figures_of
+from penstock.gpu_node.engine.stats import engine_stats
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.structured.guide import late_rows
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, StepResult
@@ -36,19 +36,21 @@ from penstock.gpu_node.model.protocol import FAILED_TOKEN, Logprobs, StepPlan, S
 _log = logging.getLogger(__name__)
 
 MAX_SHARE_OF_STALL = 0.1
-"""A step that takes longer than this share of `stall_after_s` makes its requests suspects."""
+"""A decode step that takes longer than this share of `stall_after_s` makes its requests suspects."""
 MAX_SHARE_OF_STALL_WITH_PREFILL = 0.5
-"""The same for a step with prompts, which may take long on a slow machine."""
+"""The same for a step with prompt tokens, which may take long on a slow machine."""
 
 
 class Engine(ServedModel):
-    """Continuous batching over one model. One thread owns it; `stats` and the tokenizer may be used from others."""
+    """Continuous batching over one model. One thread owns it; other threads may use `stats` and the tokenizer."""
 
     def __init__(
         self, model: ModelOrConfig, *, progress: Callable[[str, float], None] | None = None, **settings: Any
     ) -> None:
-        """Load a model: a folder, a `.gguf` file or a hub id with `settings` by their names in `EngineConfig`, or such
-        a config. `progress` hears the stage and the fraction of it that is done.
+        """Load a model: a folder, a `.gguf` file or a hub id. `settings` are fields of `EngineConfig`.
+
+        `model` may also be an EngineConfig. `progress` is called with the loading stage and the fraction of it that is
+        done.
 
         Raises ConfigError for a setting that is unknown or wrong, and for a model that is missing, unsupported or too
         large for the KV cache it would need.
@@ -63,31 +65,31 @@ class Engine(ServedModel):
         self._salts_by_tenant = config.prefix_cache_salt == "tenant"
         self._costs = SwapCost(config.preemption, sizes.block_bytes)
         limits = StepLimits.of(config, self._limits.max_model_len)
-        self._places = AdapterSlots(config.num_adapter_places)
-        self._discipline, drafts = discipline_of(config, self._places), speculation_of(config, self._runner)
-        self._scheduler = Scheduler(self._memory, limits, self._costs, discipline=self._discipline, speculation=drafts)
-        self._trail = MemoryTrace(self._scheduler, self._memory)
+        self._adapter_slots = AdapterSlots(config.num_adapter_slots)
+        self._policy, drafts = new_scheduling_policy(config, self._adapter_slots), speculation_of(config, self._runner)
+        self._scheduler = Scheduler(self._memory, limits, self._costs, policy=self._policy, speculation=drafts)
+        self._memory_trace = MemoryTrace(self._scheduler, self._memory)
         self._requests: dict[str, LiveRequest] = {}
         self._finished_usage: dict[str, Usage] = {}
         self._live: dict[Choice, LiveChoice] = {}
         self._ended_early: list[LiveChoice] = []
-        self._flights = InFlightSteps()
+        self._in_flight = InFlightSteps()
         self._logprobs: Logprobs | None = None
         self._stall_after_s = config.stall_after_s
-        self._held: tuple[list[Choice], float] = [], 0.0
-        self._meter = StepTimings()
+        self._last_step: tuple[list[Choice], float] = [], 0.0
+        self._timings = StepTimings()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; its `n` choices share the prompt's blocks.
 
-        Raises RequestError or PromptTooLongError naming the field, ConflictError for an id that is already here.
+        Raises RequestError or PromptTooLongError naming the field, ConflictError for an id that is already queued.
         """
         if request.request_id in self._requests:
             raise ConflictError(f"request {request.request_id} is already in the engine")
         try:
             check_request(request, self._limits)
         except PromptTooLongError:
-            self._trail.refused()
+            self._memory_trace.refused()
             raise
         found = self._find(request.adapter)
         tenant = request.tenant if self._salts_by_tenant else None
@@ -98,7 +100,7 @@ class Engine(ServedModel):
         self._enqueue(live)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and give its blocks back; nothing happens when it is not here."""
+        """Drop a request and free its blocks; does nothing for an unknown id."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -108,33 +110,34 @@ class Engine(ServedModel):
                 self._scheduler.remove(choice.seq)
 
     def bind_thread(self) -> None:
-        """Say that the calling thread does nothing but step: it may be kept on a core of its own."""
+        """Declare that the calling thread only steps the engine, so that the runner may pin it to a core."""
         self._runner.bind_thread()
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
-        return bool(self._requests) or len(self._flights) > 0
+        """Return whether `step` has anything to do."""
+        return bool(self._requests) or len(self._in_flight) > 0
 
     def wait(self) -> None:
-        """Block until `step` would not: what is added or aborted before it then counts for the step it submits."""
-        self._flights.wait()
+        """Block until `step` would not. Requests added or aborted meanwhile count for the step that it submits."""
+        self._in_flight.wait()
 
     def step(self) -> list[StepOutput]:
-        """Land the oldest step in flight, launch the next one, and hand out, while that runs, what the landed one gave.
+        """Complete the oldest step in flight, launch the next one, and return the outputs of the completed step.
 
-        A stop string is thus found one step late, and the token that its choice gained meanwhile is dropped; where the
-        runner takes steps ahead, whatever else a token may end is found one step late as well. What the
-        runner raises propagates; the requests stay and may be stepped again or aborted. Whoever steps again has a
-        request that makes steps fail again and again ended with an error, as long as the runner computes others.
+        The outputs are made while the next step runs, so a stop string is found one step late and the extra token is
+        dropped. Where the runner takes steps ahead, end tokens are found one step late as well.
+
+        Exceptions of the runner propagate; the requests may be stepped again or aborted. If steps keep failing because
+        of one request while other steps succeed, that request ends with an error.
         """
         self._finished_usage.clear()
-        landed = self._land()
+        outcome = self._complete_step()
         self._launch()
-        self._trail.watch()
-        return self._hand_out(landed)
+        self._memory_trace.watch()
+        return self._outputs_of(outcome)
 
     def usage(self, request_id: str) -> Usage:
-        """Tokens of a request so far; known until the `step` after the one that finished it. Raises NotFoundError."""
+        """Return a request's token usage, until the `step` after the one that finished it. Raises NotFoundError."""
         request = self._requests.get(request_id)
         usage = request.usage() if request is not None else self._finished_usage.get(request_id)
         if usage is None:
@@ -142,24 +145,24 @@ class Engine(ServedModel):
         return usage
 
     def requests_in_flight(self) -> set[str]:
-        """Requests of the steps that the runner has; may be called from any thread while the engine hangs in one."""
-        return {request_id for step in self._flights.steps for request_id in self._requests_of(step)}
+        """Return the ids of requests in submitted steps. Any thread may call it while the engine hangs in a step."""
+        return {request_id for step in self._in_flight.steps for request_id in self._requests_of(step)}
 
     def stats(self) -> EngineStats:
-        """A snapshot of memory, queues and counters."""
-        return figures_of(self._memory, self._scheduler, self._meter, self._guides.counts, self._block_size)
+        """Return a snapshot of memory, queues and counters."""
+        return engine_stats(self._memory, self._scheduler, self._timings, self._guides.counts, self._block_size)
 
     def memory_trail(self) -> list[str]:
-        """What the memory went through lately, a line a record, the oldest first."""
-        return self._trail.lines()
+        """Return the latest memory records as text, one line each, the oldest first."""
+        return self._memory_trace.lines()
 
     def generate(
         self, prompts: Sequence[Prompt], params: Params = None, *, adapters: Adapters = None
     ) -> list[Generation]:
-        """Run prompts (texts, token ids or chats) to their end, batched; results in the prompts' order.
+        """Run prompts (texts, token ids or chats) to their end as one batch; results have the order of the prompts.
 
-        `params` and `adapters` are one for all prompts or one for each. Raises RequestError when other requests are in
-        the engine, whose outputs would be lost.
+        `params` and `adapters` are one for all prompts or one for each. Raises RequestError while other requests are in
+        the engine.
         """
         if self._requests:
             raise RequestError("generate needs an engine without other requests")
@@ -167,12 +170,12 @@ class Engine(ServedModel):
         return gather(batch, run(self, batch))
 
     def check_integrity(self) -> None:
-        """Raise InvariantError unless scheduler and memory are consistent; O(blocks), for tests and idle times."""
+        """Raise InvariantError unless scheduler and memory are consistent. O(blocks), for tests and idle times."""
         self._scheduler.check_integrity()
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the KV cache holds, swap space not counted."""
+        """Capacity of the KV cache in tokens, without swap space."""
         return self._memory.device.num_total * self._block_size
 
     def _enqueue(self, request: LiveRequest) -> None:
@@ -185,41 +188,41 @@ class Engine(ServedModel):
         still_open = {choice.seq: choice for choice in choices if choice.output.finish_reason is None}
         self._live |= still_open
         for seq in still_open:
-            self._discipline.added(seq)
+            self._policy.added(seq)
         if still_open:
             self._scheduler.add(*still_open)
 
-    def _land(self) -> StepOutcome | None:
-        """Wait for the oldest step in flight and commit its tokens; who ends by a token or a limit leaves here."""
-        if not self._flights:
+    def _complete_step(self) -> StepOutcome | None:
+        """Wait for the oldest step in flight and commit its tokens."""
+        if not self._in_flight:
             return None
-        flight = self._flights.land()
+        completed = self._in_flight.complete()
         try:
-            result = flight.result()
+            result = completed.result()
         except Exception as error:
-            self._meter.fail(error)
-            self._trail.failed(error)
-            self._fail(self._scheduler.roll_back(flight.step, for_memory=isinstance(error, MemoryError)))
+            self._timings.note_failed(error)
+            self._memory_trace.failed(error)
+            self._fail(self._scheduler.roll_back(completed.step, for_memory=isinstance(error, MemoryError)))
             raise
-        self._held = flight.step.seqs, flight.age_ms
-        late, is_slow = late_rows(flight.plan.sampling.masks), self._is_slow(flight.step, result)
-        landed = self._scheduler.commit(flight.step, result.tokens, late, is_slow=is_slow)
-        if landed.faulty is not None:
-            self._scheduler.remove(landed.faulty)
-            self._fail(landed.faulty)
-        self._flights.broken_blocks += landed.broken_blocks
+        self._last_step = completed.step.seqs, completed.age_ms
+        late, is_slow = late_rows(completed.plan.sampling.masks), self._is_slow(completed.step, result)
+        outcome = self._scheduler.commit(completed.step, result.tokens, late, is_slow=is_slow)
+        if outcome.faulty is not None:
+            self._scheduler.remove(outcome.faulty)
+            self._fail(outcome.faulty)
+        self._in_flight.broken_blocks += outcome.broken_blocks
         self._logprobs = result.logprobs
-        note_scores(flight.step, flight.plan, result.scores)
-        self._meter.land(flight, result, len(landed.token_ids))
-        self._costs.note_step(len(flight.step.copies), flight.step.num_prefill_tokens, result)
-        num_scored = 0 if flight.plan.scored is None else len(flight.plan.scored.tokens)
-        self._scheduler.prefill_budget.note(flight.step, num_scored, result.forward_ms + result.sample_ms)
-        whole_ms = self._meter.schedule.last + flight.age_ms
-        self._scheduler.drafts.speculation.note_step(flight.step, result, whole_ms)
-        return landed
+        note_scores(completed.step, completed.plan, result.scores)
+        self._timings.note_completed(completed, result, len(outcome.token_ids))
+        self._costs.note_step(len(completed.step.copies), completed.step.num_prefill_tokens, result)
+        num_scored = 0 if completed.plan.scored is None else len(completed.plan.scored.tokens)
+        self._scheduler.prefill_budget.note(completed.step, num_scored, result.forward_ms + result.sample_ms)
+        whole_ms = self._timings.schedule.last + completed.age_ms
+        self._scheduler.drafts.speculation.note_step(completed.step, result, whole_ms)
+        return outcome
 
     def _is_slow(self, step: Step, result: StepResult) -> bool:
-        """Whether a step took so long that one a few times as long would end the node."""
+        """Return whether a step was so slow that a step a few times slower would make the node exit."""
         took_s = (result.forward_ms + result.sample_ms + result.copy_ms) / 1000
         is_strict = step.num_prefill_tokens == 0 or self._scheduler.has_suspects
         share = MAX_SHARE_OF_STALL if is_strict else MAX_SHARE_OF_STALL_WITH_PREFILL
@@ -231,42 +234,42 @@ class Engine(ServedModel):
     def _requests_of(self, step: Step) -> set[str]:
         return {choice.request.asked.request_id for seq in step.seqs if (choice := self._live.get(seq)) is not None}
 
-    def _fail(self, guilty: Choice | None) -> None:
-        """End a choice, which the scheduler has dropped, with the next outputs."""
-        if guilty is not None and (choice := self._live.pop(guilty, None)) is not None:
+    def _fail(self, faulty: Choice | None) -> None:
+        """End a choice that the scheduler has dropped, with an error in the next outputs."""
+        if faulty is not None and (choice := self._live.pop(faulty, None)) is not None:
             choice.output.fail()
             self._ended_early.append(choice)
 
     def _launch(self) -> None:
-        """Schedule and submit the next step, and those that can be planned before it is done."""
-        while self._flights.may_have(self._runner):
-            with self._meter.schedule:
-                step = self._scheduler.schedule_ahead() if self._flights else self._scheduler.schedule()
+        """Schedule and submit the next step, and the steps that can be planned before it is done."""
+        while self._in_flight.may_have(self._runner):
+            with self._timings.schedule:
+                step = self._scheduler.schedule_ahead() if self._in_flight else self._scheduler.schedule()
             if step is None:
                 return
-            with self._meter.prepare:
-                self._flights.launch(self._runner, step, self._plan)
+            with self._timings.prepare:
+                self._in_flight.launch(self._runner, step, self._plan)
 
     def _plan(self, step: Step) -> StepPlan:
-        self._places.hand_over(self._runner)
+        self._adapter_slots.load_pending(self._runner)
         plan = self._scheduler.plan(step)
         self._guides.write(plan.sampling.masks)
         scored = scored_tokens(step, plan)
         return plan if scored is None else replace(plan, scored=scored)
 
-    def _hand_out(self, landed: StepOutcome | None) -> list[StepOutput]:
-        """What each choice gained; nothing for those that are gone since their step was launched."""
+    def _outputs_of(self, outcome: StepOutcome | None) -> list[StepOutput]:
+        """Return the outputs of a step; choices that were aborted since its launch get none."""
         ended, self._ended_early = self._ended_early, []
         outputs = [self._output(choice, ()) for choice in ended]
-        if landed is None:
+        if outcome is None:
             return outputs
-        with self._meter.output:
-            make_records(self._held[0], self._tokenizer)
-            note_held(*self._held, self._block_size)
-            for row, seq, token in zip(landed.samples, landed.seqs, landed.token_ids, strict=True):
+        with self._timings.output:
+            make_records(self._last_step[0], self._tokenizer)
+            note_held(*self._last_step, self._block_size)
+            for row, seq, token in zip(outcome.samples, outcome.seqs, outcome.token_ids, strict=True):
                 choice = self._live.get(seq)
                 if choice is not None:
-                    outputs.append(self._advance(choice, token, row, has_left=seq in landed.ended))
+                    outputs.append(self._advance(choice, token, row, has_left=seq in outcome.ended))
         return outputs
 
     def _advance(self, choice: LiveChoice, token: int, row: int, *, has_left: bool) -> StepOutput:
@@ -276,7 +279,7 @@ class Engine(ServedModel):
         choice.output.push(token)
         choice.request.completion_tokens += 1
         if choice.output.finish_reason is not None and not has_left:
-            self._scheduler.remove(choice.seq)  # its text ends it, which only shows here, wherever it is by now
+            self._scheduler.remove(choice.seq)  # a stop string ends it, and only the text shows that
         return self._output(choice, (token,), logprobs_of(choice.seq, self._logprobs, row, self._tokenizer))
 
     def _output(
@@ -284,13 +287,13 @@ class Engine(ServedModel):
     ) -> StepOutput:
         usage = self._end_choice(choice) if choice.output.finish_reason is not None else None
         prompt_logprobs = choice.request.take_prompt_logprobs(self._tokenizer)
-        return choice.said(token_ids, logprobs, prompt_logprobs, usage)
+        return choice.step_output(token_ids, logprobs, prompt_logprobs, usage)
 
     def _end_choice(self, choice: LiveChoice) -> Usage | None:
-        """Close a choice; the request's usage when it was the last one."""
+        """Close a choice. Return the request's usage when it was the last one."""
         request = choice.request
         if choice.output.finish_reason != "error":
-            self._discipline.ended(choice.seq, choice.output.num_tokens)
+            self._policy.ended(choice.seq, choice.output.num_tokens)
         self._live.pop(choice.seq, None)
         del request.live[choice.seq.choice]
         if request.live:

@@ -1,4 +1,4 @@
-"""The step that the runner has, and where its time and the engine's goes."""
+"""The steps that the runner has, and the times of their parts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _WINDOW = 256
 
 
 class InFlightStep:
-    """A submitted step. It holds the plan, whose arrays the runner reads until the step is done."""
+    """A submitted step. It holds the plan, because the runner reads its arrays until the step is done."""
 
     def __init__(
         self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan], broken_blocks: list[int]
     ) -> None:
-        """`broken_blocks` are cleared first, and are none then."""
+        """Clear `broken_blocks` on the runner and empty the list, then plan and submit the step."""
         self.step = step
         self.started_s = time.perf_counter()
-        """When it was submitted, or when the one ahead of it had landed."""
+        """When it was submitted, or when the previous step completed if that was later."""
         self._outcome: Future[StepResult] = Future()
         try:
             if broken_blocks:
@@ -33,7 +33,7 @@ class InFlightStep:
             self.plan = plan(step)
             self._handle = runner.submit(self.plan)
         except Exception as error:
-            # Raised by `result`, like a failure on the way: what landed before this step is handed out first.
+            # `result` raises it later, so that the outputs of the previous step are returned first.
             self._outcome.set_exception(error)
 
     def wait(self) -> None:
@@ -46,18 +46,18 @@ class InFlightStep:
             self._outcome.set_exception(error)
 
     def result(self) -> StepResult:
-        """Wait for it; raises what made the whole step fail."""
+        """Wait for the result. Raises the error that made the whole step fail."""
         self.wait()
         return self._outcome.result()
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is known to have failed."""
+        """Whether the step is known to have failed."""
         return self._outcome.done() and self._outcome.exception() is not None
 
     @property
     def age_ms(self) -> float:
-        """Time since it was submitted, or since the one ahead of it had landed."""
+        """Milliseconds since it was submitted, or since the previous step completed if that was later."""
         return (time.perf_counter() - self.started_s) * 1e3
 
 
@@ -66,67 +66,67 @@ class InFlightSteps:
 
     def __init__(self) -> None:
         self.broken_blocks: list[int] = []
-        """What has to be cleared before the next step."""
-        self._flights: deque[InFlightStep] = deque()
+        """Blocks to clear before the next step."""
+        self._steps: deque[InFlightStep] = deque()
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._steps)
 
     @property
     def steps(self) -> list[Step]:
-        """What they compute."""
-        return [flight.step for flight in tuple(self._flights)]
+        """The steps, without their handles."""
+        return [one.step for one in tuple(self._steps)]
 
     def may_have(self, runner: ModelRunner) -> bool:
-        """Whether the runner takes one more now; nothing is built on a step that failed."""
-        flights = self._flights
-        return not flights or (len(flights) < runner.max_in_flight and not flights[-1].has_failed)
+        """Return whether the runner takes one more step now; no step follows a failed one."""
+        steps = self._steps
+        return not steps or (len(steps) < runner.max_in_flight and not steps[-1].has_failed)
 
     def launch(self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan]) -> None:
         """Submit a step."""
-        self._flights.append(InFlightStep(runner, step, plan, self.broken_blocks))
+        self._steps.append(InFlightStep(runner, step, plan, self.broken_blocks))
 
     def wait(self) -> None:
-        """Block until the oldest is done, and those behind it if it failed: they will be dropped with it."""
-        for flight in self._flights:
-            flight.wait()
-            if not flight.has_failed:
+        """Block until the oldest step is done. If it failed, wait for the later ones too: they are dropped with it."""
+        for one in self._steps:
+            one.wait()
+            if not one.has_failed:
                 return
 
-    def land(self) -> InFlightStep:
-        """Wait for the oldest and take it out; where it failed, the others as well."""
-        # An interrupt while waiting leaves all of them where they are: they will land.
+    def complete(self) -> InFlightStep:
+        """Wait for the oldest step, remove and return it. If it failed, remove the later ones as well."""
+        # The step is removed only after the wait: an interrupt while waiting loses no step.
         self.wait()
-        flight = self._flights.popleft()
-        if flight.has_failed:
-            self._flights.clear()
-        for one in self._flights:
+        oldest = self._steps.popleft()
+        if oldest.has_failed:
+            self._steps.clear()
+        for one in self._steps:
             one.started_s = time.perf_counter()
-        return flight
+        return oldest
 
 
 class SampleWindow:
-    """A time of each of the last few hundred steps. As a context it measures one."""
+    """One time for each of the last few hundred steps. As a context manager it measures one."""
 
     def __init__(self) -> None:
         self._values_ms: deque[float] = deque(maxlen=_WINDOW)
         self._entered_s = 0.0
 
     def add(self, value_ms: float) -> None:
-        """Take in a step's time."""
+        """Add a step's time."""
         self._values_ms.append(value_ms)
 
     @property
     def last(self) -> float:
-        """The last one; 0 before the first."""
+        """The newest time; 0 before the first."""
         return self._values_ms[-1] if self._values_ms else 0.0
 
     def mean(self) -> float:
-        """Their mean; 0 before the first."""
+        """Return the mean; 0 before the first time."""
         return sum(self._values_ms) / max(1, len(self._values_ms))
 
     def percentile(self, percent: int) -> float:
-        """The time that so many percent are below; 0 before the first."""
+        """Return the time that `percent` percent of the steps stay below; 0 before the first."""
         ordered = sorted(self._values_ms) or [0.0]
         return ordered[len(ordered) * percent // 100]
 
@@ -158,7 +158,7 @@ class StepStats(TypedDict):
 
 @dataclass(slots=True)
 class StepTimings:
-    """What steps did and where their time went; `EngineStats` says what each part is."""
+    """Counters and times of steps; `EngineStats` describes each part."""
 
     steps: int = 0
     num_failed_steps: int = 0
@@ -175,24 +175,24 @@ class StepTimings:
     sample: SampleWindow = field(default_factory=SampleWindow)
     output: SampleWindow = field(default_factory=SampleWindow)
 
-    def land(self, flight: InFlightStep, result: StepResult, num_tokens: int) -> None:
-        """Count a step that was computed and gave so many tokens."""
+    def note_completed(self, in_flight: InFlightStep, result: StepResult, num_tokens: int) -> None:
+        """Count a computed step that yielded `num_tokens` tokens."""
         self.steps += 1
-        self.prefill_tokens += flight.step.num_prefill_tokens
+        self.prefill_tokens += in_flight.step.num_prefill_tokens
         self.decode_tokens += num_tokens
-        self.copied_blocks += len(flight.step.copies)
-        self.step.add(flight.age_ms)
+        self.copied_blocks += len(in_flight.step.copies)
+        self.step.add(in_flight.age_ms)
         self.copies.add(result.copy_ms)
         self.forward.add(result.forward_ms)
         self.sample.add(result.sample_ms)
 
-    def fail(self, error: Exception) -> None:
-        """Count a step that was not."""
+    def note_failed(self, error: Exception) -> None:
+        """Count a failed step."""
         self.num_failed_steps += 1
         self.num_memory_failures += isinstance(error, MemoryError)
 
-    def figures(self) -> StepStats:
-        """All of it as EngineStats has it."""
+    def stats(self) -> StepStats:
+        """Return the counters and times as fields of EngineStats."""
         return StepStats(
             steps=self.steps,
             num_failed_steps=self.num_failed_steps,

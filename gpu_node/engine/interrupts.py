@@ -1,4 +1,4 @@
-"""Ctrl-C between steps only: in the middle of one it would leave lists and blocks half changed."""
+"""Delay Ctrl-C to the end of a step, because an interrupted step would leave queues and blocks half changed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import FrameType
 
 @contextmanager
 def held_interrupts() -> Iterator[Callable[[], None]]:
-    """Hold interrupts back; calling what this gives lets one through that came, and so does the end.
+    """Hold SIGINT back. Yield a function that delivers an interrupt that arrived; leaving the context does so too.
 
-    A second one is not held back, for a step that never ends. Python handles signals on the main thread alone: on
-    others there is nothing to hold, nor where the process does not handle this one.
+    A second interrupt is delivered at once, for a step that never ends. Python handles signals on the main thread only:
+    on other threads, or without a handler in this process, nothing is held.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():

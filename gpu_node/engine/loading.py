@@ -1,4 +1,4 @@
-"""From an engine's settings to a model and its runner."""
+"""Load a model and its runner from an engine's settings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
 
 def load(config: EngineConfig, progress: Callable[[str, float], None]) -> LoadedModel:
     """Load the model that `config` names. Raises ConfigError."""
-    # A thread that spins at an OpenMP barrier keeps the processor from the one it waits for: where other processes run
-    # too, steps were seen to take 6 times as long; one that sleeps at once costs 40 % of an idle machine's speed. A
-    # short spin (about 20 µs) has neither fault. The runtime reads this when torch is loaded for the first time.
+    # A thread that spins at an OpenMP barrier takes the core from the thread it waits for: beside other processes,
+    # steps took 6 times as long. Threads that sleep at once cost 40 % of an idle machine's speed. A short spin (about
+    # 20 µs) avoids both. The OpenMP runtime reads these variables when torch is imported for the first time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # One prompt gains nothing by the tokenizer's own team of threads, and a process that has one cannot fork.
+    # One prompt gains nothing from the tokenizer's own thread pool, and a process that has one cannot fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Only here does torch come in: whoever imports the engine for its records does not pay for it.
+    # Torch is imported only here: modules that import the engine for its records do not pay for it.
     from penstock.gpu_node.model.load import load_model
 
     options = RunnerOptions(
@@ -43,10 +43,10 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
         weight_cache=config.weight_cache,
         lora=config.lora,
         lora_dir=config.lora_dir,
-        max_loras=config.num_adapter_places,
+        max_loras=config.num_adapter_slots,
         max_lora_rank=config.max_lora_rank,
     )
-    # On a thread that ends: torch keeps a team of its own for every thread that lives, and teams that are more than the
-    # cores stop spinning at their barriers, which costs a step 40 % of its speed.
+    # Load on a thread that ends. Torch keeps an OpenMP team for every living thread; with more team threads than
+    # cores, they stop spinning at barriers, which costs a step 40 % of its speed.
     with ThreadPoolExecutor(1, "penstock-load") as loader:
         return loader.submit(load_model, config.model, options, progress, revision=config.revision).result()

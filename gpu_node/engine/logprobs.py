@@ -1,4 +1,4 @@
-"""How likely tokens were: from a runner's arrays to records, and those of a prompt as chunks of it are computed."""
+"""Log-probabilities: from a runner's arrays to records, for sampled tokens and for chunks of a prompt."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from penstock.gpu_node.model.protocol import NO_LOGPROBS, Logprobs, ScoredTokens
 
 
 def logprobs_of(seq: Sequence, rows: Logprobs | None, row: int, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
-    """Those of the token that a row of a step sampled, where its sequence wants them."""
+    """Return the log-probabilities of a sampled token, if its sequence asks for them."""
     if rows is None or seq.num_logprobs == NO_LOGPROBS:
         return ()
     return (_record_of(rows, row, seq.num_logprobs, tokenizer),)
 
 
 def prompt_records(prompt: Items[int], scores: PromptScores, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
-    """Those of a prompt whose tokens are all scored."""
+    """Return the log-probabilities of a prompt with all tokens scored."""
     _make_records(scores, tokenizer)
     first = TokenLogprobs((prompt[0],), (), (tokenizer.name_of(prompt[0]),))
     return first, *scores.records
 
 
 def make_records(seqs: Items[Sequence], tokenizer: Tokenizer) -> None:
-    """Make the records of what a step has scored. Those of a whole prompt at once would hold up every stream."""
+    """Make the records of prompt tokens that a step has scored. A whole prompt at once would delay every stream."""
     for seq in seqs:
         if seq.prompt_scores is not None:
             _make_records(seq.prompt_scores, tokenizer)
 
 
 def scored_tokens(step: Step, plan: StepPlan) -> ScoredTokens | None:
-    """The tokens of a step that prompts want to have scored, or None."""
-    # A prompt's last token samples, and whoever lacks that alone decodes.
+    """Return the tokens of a step to score for prompts, or None."""
+    # A sequence that lacks only its last prompt token counts as decoding, and that token is not scored.
     if not step.num_prefill_tokens:
         return None
     parts: list[tuple[NDArray[np.int32], NDArray[np.int32], int, int]] = []
@@ -64,7 +64,7 @@ def scored_tokens(step: Step, plan: StepPlan) -> ScoredTokens | None:
 
 
 def note_scores(step: Step, plan: StepPlan, scores: Logprobs | None) -> None:
-    """Take in what a step has scored."""
+    """Store the prompt scores of a step."""
     if plan.scored is None or scores is None:
         return
     for i in np.unique(plan.scored.seqs).tolist():

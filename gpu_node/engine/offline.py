@@ -1,4 +1,4 @@
-"""Prompts in any form to a batch of requests, and the batch's outputs back to one result a prompt."""
+"""Offline generation: a batch of prompts in, one result for each prompt out."""
 
 from __future__ import annotations
 
@@ -19,43 +19,45 @@ Adapters: TypeAlias = str | Sequence[str | None] | None
 
 
 def spread(prompts: Sequence[Prompt], params: Params, adapters: Adapters, tokenizer: Tokenizer) -> list[EngineRequest]:
-    """A request for each prompt, named by its index. Raises RequestError when the lists differ in length, a prompt is
-    none, or a chat cannot be rendered.
+    """Return a request for each prompt, with its index as id.
+
+    Raises RequestError when the lists differ in length, an item is not a prompt, or a chat cannot be rendered.
     """
     if isinstance(prompts, str) or any(isinstance(prompt, int | Mapping) for prompt in prompts):
-        message = "prompts must be a list, of which each is a text, token ids or the messages of a chat"
+        message = "prompts must be a list; each prompt is a text, a list of token ids or a list of chat messages"
         raise RequestError(message, param="prompts")
     params = SamplingParams() if params is None else params
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    named = [adapters] * len(prompts) if adapters is None or isinstance(adapters, str) else list(adapters)
-    for name, given in (("params", wanted), ("adapters", named)):
+    chosen = [adapters] * len(prompts) if adapters is None or isinstance(adapters, str) else list(adapters)
+    for name, given in (("params", wanted), ("adapters", chosen)):
         if len(given) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(given)} {name}", param=name)
     batch = []
-    for i, (prompt, one, chosen) in enumerate(zip(prompts, wanted, named, strict=True)):
-        adapter, token_ids = None if chosen is None else AdapterRef(name=chosen), _tokens_of(prompt, tokenizer)
+    for i, (prompt, one, adapter_name) in enumerate(zip(prompts, wanted, chosen, strict=True)):
+        adapter = None if adapter_name is None else AdapterRef(name=adapter_name)
+        token_ids = _tokens_of(prompt, tokenizer)
         batch.append(EngineRequest(str(i), token_ids, one, seed=seed_of(str(i), one), adapter=adapter))
     return batch
 
 
 class Steps(Protocol):
-    """What a batch needs of an engine."""
+    """The methods of an engine that a batch uses."""
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
 
     def abort(self, request_id: str) -> None:
-        """Drop one."""
+        """Drop a request."""
 
     def has_work(self) -> bool:
-        """Whether a step has anything to do."""
+        """Return whether a step has anything to do."""
 
     def step(self) -> list[StepOutput]:
-        """What one step gave."""
+        """Run one step and return its outputs."""
 
 
 def run(engine: Steps, batch: list[EngineRequest]) -> list[StepOutput]:
-    """All that an engine says to a batch; what fails or is interrupted leaves none of it."""
+    """Run a batch and return all outputs. After an error or interrupt no request of the batch stays in the engine."""
     outputs: list[StepOutput] = []
     with held_interrupts() as let_through:
         try:
@@ -72,7 +74,7 @@ def run(engine: Steps, batch: list[EngineRequest]) -> list[StepOutput]:
 
 
 def gather(batch: list[EngineRequest], outputs: Sequence[StepOutput]) -> list[Generation]:
-    """The finished choices of each request."""
+    """Join the outputs of each request to its finished choices."""
     by_choice: dict[tuple[str, int], list[StepOutput]] = {}
     usages: dict[str, Usage] = {}
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
@@ -97,7 +99,7 @@ def _tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     if prompt and isinstance(prompt[0], Mapping):
-        if not all(isinstance(turn, Mapping) and "role" in turn for turn in prompt):
+        if not all(isinstance(message, Mapping) and "role" in message for message in prompt):
             raise RequestError("each message must have a role", param="messages")
         return tokenizer.encode_chat(cast("Sequence[Mapping[str, str]]", prompt))
     return list(cast("Sequence[int]", prompt))

@@ -1,4 +1,4 @@
-"""How much of a prompt is scored: of each token behind the first, how likely it was behind those before it."""
+"""Track how much of a prompt is scored: the log-probability of each token given the tokens before it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.gpu_node.model.protocol import Logprobs
 
 
 class PromptScores:
-    """Of one request, whose choices share it, whichever of them computes the prompt. What is scored once stays.
+    """Scores of one request's prompt, shared by its choices. Scored tokens stay scored.
 
-    0 <= num_scored <= num_to_score: tokens behind which it is known how likely the next one was.
+    0 <= num_scored <= num_to_score: the number of tokens with a known log-probability of the next one.
     """
 
     def __init__(self, prompt: Items[int], num_logprobs: int) -> None:
@@ -23,18 +23,18 @@ class PromptScores:
         self.num_scored = 0
         self.num_to_score = len(prompt) - 1
         self.parts: list[Logprobs] = []
-        """Rows that are not in `records` yet: those of the newest step."""
+        """Rows of the newest step, not yet converted to `records`."""
         self.records: list[TokenLogprobs] = []
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to score."""
+        """Whether the whole prompt is scored."""
         return self.num_scored == self.num_to_score
 
     def add(self, first: int, rows: Logprobs) -> None:
-        """Take in rows behind the tokens from `first` on; what was known before is known already."""
+        """Add the rows for tokens from `first` on; rows that are known already are skipped."""
         num_known = self.num_scored - first
         if num_known < 0:
-            raise InvariantError(f"tokens from {first} on are scored, but only {self.num_scored} before them")
+            raise InvariantError(f"scores start at token {first}, but only {self.num_scored} tokens are scored")
         self.parts.append(Logprobs(rows.token_ids[num_known:], rows.values[num_known:]))
         self.num_scored = max(self.num_scored, first + len(rows.values))

@@ -1,4 +1,4 @@
-"""A request inside the engine: checked at the door, split into choices, counted at the end."""
+"""A request inside the engine: validation, its choices and its usage."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from penstock.gpu_node.model.protocol import Adapter, LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What a request is measured against."""
+    """The limits that requests are checked against."""
 
     vocab_size: int
     max_model_len: int
     bound_by: str
-    """What makes that the limit."""
+    """Explanation of `max_model_len` for error messages."""
     eos_token_ids: frozenset[int]
 
 
 @dataclass(slots=True)
 class LiveChoice:
-    """A choice that is still being made. `owed` is text that an earlier node generated but did not log."""
+    """A choice that is still generated. `unlogged_text` is text that an earlier node generated but did not log."""
 
     request: LiveRequest
     seq: Sequence
     output: ChoiceOutput
-    owed: str = ""
+    unlogged_text: str = ""
 
-    def said(
+    def step_output(
         self,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
         prompt_logprobs: tuple[TokenLogprobs, ...],
         usage: Usage | None,
     ) -> StepOutput:
-        """What it gained, with the text that this made certain."""
-        text, self.owed = self.owed + self.output.take_text(), ""
+        """Return the output of a step, with the text that its tokens completed."""
+        text, self.unlogged_text = self.unlogged_text + self.output.take_text(), ""
         is_failed = self.output.finish_reason == "error"
         return StepOutput(
             request_id=self.request.asked.request_id,
@@ -70,27 +70,27 @@ class LiveChoice:
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request in the engine; `live` loses a choice when it ends."""
+    """A request in the engine; a choice leaves `live` when it ends."""
 
     asked: EngineRequest
     root_hash: bytes
-    """What the hashes of its blocks begin with."""
+    """Parent of the first block's hash."""
     adapter: Adapter | None = None
     completion_tokens: int = 0
     live: dict[int, LiveChoice] = field(default_factory=dict)
     first: Sequence | None = None
-    """The choice that computes the prompt for its siblings; its prefix hits are the request's."""
+    """The choice that computes the prompt for the others; its prefix hits are the request's."""
     prompt_scores: PromptScores | None = None
-    """What is still owed of the prompt's log-probabilities."""
+    """Log-probabilities of the prompt, until they are output."""
 
     def open(self, limits: RequestLimits, tokenizer: Tokenizer, guides: GrammarCompiler) -> None:
-        """Open the choices that are not closed yet.
+        """Create the choices that are not finished yet.
 
-        Raises RequestError for a log that does not fit, or a form that cannot be kept to.
+        Raises RequestError for a log that does not fit the request, or for a grammar that is not supported.
         """
         params, resume = self.asked.params, self.asked.resume
         num_logprobs = params.prompt_logprobs
-        # They stand in a log before all tokens.
+        # A log has them before all tokens, so logged tokens prove that they were output.
         if num_logprobs is not None and not any(choice.token_ids for choice in resume):
             self.prompt_scores = PromptScores(self.asked.prompt_token_ids, num_logprobs)
         bad_words = _bad_words(params, limits, tokenizer)
@@ -104,20 +104,20 @@ class LiveRequest:
         self.first = next((choice.seq for choice in self.live.values()), None)
 
     def take_prompt_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:
-        """Those of the prompt, once, when all are known."""
+        """Return the prompt's log-probabilities once, when all are known."""
         if self.prompt_scores is None or not self.prompt_scores.is_complete:
             return ()
         scores, self.prompt_scores = self.prompt_scores, None
         return prompt_records(self.asked.prompt_token_ids, scores, tokenizer)
 
     def usage(self) -> Usage:
-        """Tokens so far, over all choices; the prompt counts once."""
+        """Return the token usage so far, over all choices; the prompt counts once."""
         cached_tokens = self.first.cached_tokens if self.first is not None else None
         return Usage(len(self.asked.prompt_token_ids), self.completion_tokens, cached_tokens or 0)
 
 
 def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size: int) -> RequestLimits:
-    """What a loaded model can run; `eos_token_ids` are the tokenizer's."""
+    """Return the limits of a loaded model; `eos_token_ids` are the tokenizer's."""
     sizes = model.runner.cache_sizes
     num_kv_tokens, num_swap_tokens = sizes.num_device_blocks * block_size, sizes.num_host_blocks * block_size
     bound_by = "the model's context"
@@ -128,28 +128,28 @@ def request_limits(model: LoadedModel, eos_token_ids: frozenset[int], block_size
         vocab_size=model.vocab_size,
         max_model_len=min(model.max_model_len, num_kv_tokens + num_swap_tokens),
         bound_by=bound_by,
-        # Files may name what the model has no logit for.
+        # Model files may list end tokens for which the model has no logit.
         eos_token_ids=frozenset(one for one in model.eos_token_ids | eos_token_ids if 0 <= one < model.vocab_size),
     )
 
 
 def check_request(request: EngineRequest, limits: RequestLimits) -> None:
-    """Refuse, by field and limit, what the engine cannot run.
+    """Refuse a request that the engine cannot run; the error names field and limit.
 
-    Raises PromptTooLongError for a prompt, or prompt and `max_tokens`, beyond the context; RequestError for the rest.
+    Raises PromptTooLongError if the prompt, or prompt and `max_tokens`, exceed the context; RequestError for the rest.
     """
     _check_prompt(request.prompt_token_ids, request.params, limits)
     _check_logprobs(request.prompt_token_ids, request.params)
     _check_tokens(request.prompt_token_ids, request.params, limits)
     _check_resume(request.resume, request.params, limits)
     if request.priority not in set(Priority):
-        raise RequestError(f"priority {request.priority} is not one of 0, 1 and 2", param="priority")
+        raise RequestError(f"priority is {request.priority}, but must be 0, 1 or 2", param="priority")
     if not 0 < request.weight < math.inf:
-        raise RequestError(f"weight {request.weight} is not above 0 and finite", param="weight")
+        raise RequestError(f"weight is {request.weight}, but must be finite and above 0", param="weight")
 
 
 def _check_prompt(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
-    """Refuse what is longer than the context."""
+    """Refuse a request longer than the context."""
     if not prompt:
         raise RequestError("prompt must have at least one token", param="prompt")
     if len(prompt) + 1 > limits.max_model_len:
@@ -173,27 +173,27 @@ def _check_prompt(prompt: Items[int], params: SamplingParams, limits: RequestLim
 
 
 def _check_tokens(prompt: Items[int], params: SamplingParams, limits: RequestLimits) -> None:
-    """Refuse tokens that the model has not."""
-    named = (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias))
-    for name, token_ids in named:
+    """Refuse token ids outside the vocabulary."""
+    fields = (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias))
+    for name, token_ids in fields:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
             raise RequestError(f"{name} has a token id outside the vocabulary of {limits.vocab_size}", param=name)
 
 
 def _check_logprobs(prompt: Items[int], params: SamplingParams) -> None:
     """Refuse more log-probabilities than a result can hold."""
-    room = _room_for_logprobs(prompt, params)
+    limit = _max_tokens_with_logprobs(prompt, params)
     name = "prompt_logprobs" if params.logprobs is None else "logprobs"
-    if room < (params.max_tokens or max(1, params.min_tokens)):
+    if limit < (params.max_tokens or max(1, params.min_tokens)):
         raise RequestError(
             f"{name}: at most {MAX_LOGPROBS_OF_JOB} values in all, those of the prompt and of the tokens themselves "
-            f"included, leave room for {max(0, room)} tokens a choice",
+            f"included, allow {max(0, limit)} tokens for each choice",
             param=name,
         )
 
 
-def _room_for_logprobs(prompt: Items[int], params: SamplingParams) -> int:
-    """Tokens that each choice may have for as long as what is said of all of them fits into a result."""
+def _max_tokens_with_logprobs(prompt: Items[int], params: SamplingParams) -> int:
+    """Return how many tokens each choice may have before the log-probabilities exceed the size of a result."""
     of_prompt = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
     left = MAX_LOGPROBS_OF_JOB - of_prompt
     if params.logprobs is None:
@@ -204,16 +204,16 @@ def _room_for_logprobs(prompt: Items[int], params: SamplingParams) -> int:
 def _check_resume(resume: Items[ResumedChoice], params: SamplingParams, limits: RequestLimits) -> None:
     """Refuse a log that this model cannot have written for this request."""
     if len(resume) > params.n:
-        raise RequestError(f"{len(resume)} choices to resume, but n is {params.n}", param="resume")
+        raise RequestError(f"resume has {len(resume)} choices, but n is {params.n}", param="resume")
     for choice in resume:
         if any(not 0 <= token_id < limits.vocab_size for token_id in choice.token_ids):
             raise RequestError("a logged token id is outside the vocabulary", param="resume")
 
 
 def _guide_of(asked: EngineRequest, resumed: ResumedChoice, guides: GrammarCompiler) -> Guide | None:
-    """What keeps a choice to its form, as far as an earlier node got with it.
+    """Return the grammar guide of a choice, advanced by its logged tokens.
 
-    Logged tokens of another form end the choice with an error once its first mask is due.
+    If these tokens do not match the grammar, the choice ends with an error at its first mask.
     """
     if asked.params.structured_outputs is None:
         return None
@@ -223,7 +223,7 @@ def _guide_of(asked: EngineRequest, resumed: ResumedChoice, guides: GrammarCompi
 
 
 def _bad_words(params: SamplingParams, limits: RequestLimits, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Their tokens, but for what the model cannot say in any case: a tokenizer may have more tokens than the model."""
+    """Return the token sequences of the bad words, without those that have tokens outside the model's vocabulary."""
     sequences = (sequence for word in params.bad_words for sequence in tokenizer.encode_word(word))
     return tuple(sequence for sequence in sequences if max(sequence) < limits.vocab_size)
 
@@ -231,24 +231,26 @@ def _bad_words(params: SamplingParams, limits: RequestLimits, tokenizer: Tokeniz
 def open_choice(
     request: LiveRequest, choice: int, resumed: ResumedChoice, limits: RequestLimits, tokenizer: Tokenizer
 ) -> LiveChoice:
-    """A choice as far as an earlier node got with it: tokens, text and stop strings stand where they stood there.
+    """Create a choice in the state that an earlier node logged: tokens, text and partial stop strings.
 
-    Raises RequestError when the logged text is not what the logged tokens say.
+    Raises RequestError when the logged text does not match the logged tokens.
     """
     asked, params = request.asked, request.asked.params
     end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
-    room = min(limits.max_model_len - len(asked.prompt_token_ids), _room_for_logprobs(asked.prompt_token_ids, params))
-    max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+    limit = min(
+        limits.max_model_len - len(asked.prompt_token_ids), _max_tokens_with_logprobs(asked.prompt_token_ids, params)
+    )
+    max_tokens = limit if params.max_tokens is None else min(limit, params.max_tokens)
     rule = EndRule(end_ids, params.min_tokens, max_tokens)
     includes_stop = params.include_stop_str_in_output
     output = ChoiceOutput(rule, params.stop, tokenizer.new_detokenizer(), includes_stop=includes_stop)
     for token_id in resumed.token_ids:
         if output.finish_reason is not None:
-            raise RequestError(f"choice {choice} has tokens logged behind its end", param="resume")
+            raise RequestError(f"choice {choice} has logged tokens after its end", param="resume")
         output.push(token_id)
     text = output.take_text()
     if not text.startswith(resumed.text):
-        raise RequestError(f"the text logged for choice {choice} is not that of its tokens", param="resume")
+        raise RequestError(f"the logged text of choice {choice} does not match its tokens", param="resume")
     seq = Sequence(
         request_id=asked.request_id,
         choice=choice,
@@ -265,4 +267,4 @@ def open_choice(
         adapter=request.adapter,
         prompt_scores=request.prompt_scores,
     )
-    return LiveChoice(request, seq, output, owed=text[len(resumed.text) :])
+    return LiveChoice(request, seq, output, unlogged_text=text[len(resumed.text) :])

@@ -1,4 +1,4 @@
-"""One choice of one request as the scheduler sees it: its tokens, its blocks, when it ends."""
+"""One choice of a request as the scheduler sees it: tokens, blocks and end rule."""
 
 from __future__ import annotations
 
@@ -24,62 +24,62 @@ NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A choice in the making. How far it is while it runs, its row of the RowTable says."""
+    """One choice while it is generated. While it runs, its row of the InputBatch holds its tokens and its progress."""
 
     request_id: str
     choice: int
     params: SamplingParams
     seed: int
     token_ids: NDArray[np.int32]
-    """Prompt and output while it does not run; a running one's are in its row."""
+    """Prompt and output while it does not run. While it runs, they are in its row."""
     num_prompt_tokens: int
     end_rule: EndRule
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Tokens that must not follow each other."""
+    """Token sequences that must not appear in its output."""
     guide: Guide | None = None
-    """Keeps its text to a form."""
+    """Constrains its output to a grammar."""
     adapter: Adapter | None = None
-    place: int = NO_ADAPTER
-    """Where the runner has its adapter while it runs."""
+    adapter_slot: int = NO_ADAPTER
+    """The runner's slot that holds its adapter while it runs."""
     drafter: Drafter | None = None
-    """Guesses what it says next, once that may pay."""
+    """Predicts its next tokens, once speculative decoding may pay."""
     prompt_scores: PromptScores | None = None
-    """What its request wants to know of the prompt."""
+    """The log-probabilities of the prompt that its request asks for."""
     root_hash: bytes = ROOT_HASH
     """Parent of its first block's hash."""
     blocks: list[int] = field(default_factory=list)
-    """Held while it runs or is swapped; those of a removed one are nobody's or others'."""
+    """Blocks held while it runs or is swapped. After it is removed, the list is stale."""
     spare: int | None = None
-    """Block held for its own copy of the last one it shares, or for what follows that."""
+    """A block held for its copy of the last shared block, or for the tokens after that block."""
     num_stored: int = 0
-    """Tokens whose keys and values its blocks hold while it is swapped; its row says so of a running one."""
+    """Tokens with keys and values in its blocks while it is swapped. While it runs, its row counts them."""
     forks: list[Sequence] = field(default_factory=list)
-    """Choices of the same request that start when this one has computed their prompt."""
+    """Choices of the same request that start once this one has computed their prompt."""
     forks_from: Sequence | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     row: int = -1
-    """Row of the batch while running, else -1."""
+    """Its row in the InputBatch while it runs, else -1."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted."""
     tenant: str = "default"
     weight: float = 1.0
-    """Its tenant's share of the cache beside other tenants'."""
+    """Its tenant's weight in fair sharing."""
     priority: int = int(Priority.STANDARD)
-    """Its class; 0 is the most urgent one."""
+    """Its class; 0 is the most urgent."""
     urgency: int = int(Priority.STANDARD)
-    """The class that it was started as: its own, or a more urgent one when it had waited long."""
+    """The class that it was started as: its own, or a more urgent one after a long wait."""
     submitted_ms: float = 0.0
     predicted_tokens: int = 0
-    """Output that it will probably have."""
+    """Predicted number of output tokens."""
     charge: float = 0.0
-    """KV-token-milliseconds ÷ weight that its tenant would be charged if it were started now."""
+    """KV-token-milliseconds ÷ weight that its tenant would be charged if it started now."""
     kv_ms: float = 0.0
-    """KV tokens that its blocks have room for × the milliseconds that it held them."""
+    """KV-token-milliseconds so far: the capacity of its blocks in tokens × the milliseconds that it held them."""
 
     biased: NDArray[np.int32] = field(init=False)
-    """Tokens whose logits are moved,"""
+    """Tokens with a logit bias."""
     biases: NDArray[np.float32] = field(init=False)
-    """and by how much."""
+    """The bias of each of them."""
 
     _end_ids: NDArray[np.int32] = field(init=False)
 
@@ -91,12 +91,12 @@ class Sequence:
 
     @property
     def job_id(self) -> str:
-        """What policies order by where all else is equal."""
+        """The key by which policies order sequences that are otherwise equal."""
         return self.request_id
 
     @property
     def cost(self) -> int:
-        """KV tokens that it will probably hold at its end."""
+        """KV tokens that it is expected to hold at its end."""
         return self.num_prompt_tokens + max(1, self.predicted_tokens)
 
     @property
@@ -106,15 +106,15 @@ class Sequence:
 
     @property
     def num_to_share(self) -> int:
-        """Tokens that it can take over from whoever computed its prompt; its last token it computes itself."""
+        """Tokens that it can share with the sequence that computed its prompt. It computes its last token itself."""
         return min(self.num_prompt_tokens, len(self.token_ids) - 1)
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens that it need not compute where a cache has them.
+        """Leading tokens that need not be computed where the prefix cache has them.
 
-        Behind the last token the next one is sampled, and behind those of a prompt it may have to be known how likely
-        the next one was.
+        The last token is always computed, because the next one is sampled from its logits. Prompt tokens are computed
+        too while their log-probabilities are still missing.
         """
         num_reusable = len(self.token_ids) - 1
         if self.prompt_scores is not None and not self.prompt_scores.is_complete:
@@ -123,34 +123,34 @@ class Sequence:
 
     @property
     def num_logprobs(self) -> int:
-        """How many of the likeliest tokens are wanted beside each of its own, or NO_LOGPROBS."""
+        """How many of the likeliest tokens to report beside each of its own, or NO_LOGPROBS."""
         return NO_LOGPROBS if self.params.logprobs is None else self.params.logprobs
 
     @property
-    def is_penalised(self) -> bool:
-        """Whether what it said so far changes the odds of its next token."""
+    def is_penalized(self) -> bool:
+        """Whether a repetition, presence or frequency penalty applies."""
         params = self.params
         return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def has_bans(self) -> bool:
-        """Whether some tokens must not be chosen at times."""
+        """Whether `min_tokens` or `bad_words` may forbid tokens."""
         return self.end_rule.min_tokens > 0 or bool(self.bad_words)
 
     @property
     def looks_back(self) -> bool:
-        """Whether the rules for its next token look at what it said last."""
-        return self.is_penalised or bool(self.bad_words) or self.guide is not None
+        """Whether the rules for its next token depend on its newest token."""
+        return self.is_penalized or bool(self.bad_words) or self.guide is not None
 
     def banned_ids(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Ids that the token behind all these must not be."""
+        """Return the ids that must not follow these tokens."""
         num_output_tokens = len(token_ids) - self.num_prompt_tokens
         banned = self._end_ids if num_output_tokens < self.end_rule.min_tokens else NO_TOKENS
         ends = [word[-1] for word in self.bad_words if _ends_with(token_ids, word[:-1])]
         return np.concatenate((banned, np.array(ends, dtype=np.int32))) if ends else banned
 
     def hash_full_blocks(self, token_ids: NDArray[np.int32], block_size: int) -> None:
-        """Bring `block_hashes` up to the number of full blocks of its tokens."""
+        """Extend `block_hashes` to all full blocks of `token_ids`."""
         for i in range(len(self.block_hashes), len(token_ids) // block_size):
             parent = self.block_hashes[-1] if i else self.root_hash
             self.block_hashes.append(block_hash(parent, token_ids[i * block_size : (i + 1) * block_size]))

@@ -1,4 +1,4 @@
-"""A loaded model as requests see it: what they are checked against and prepared with, on any thread."""
+"""A loaded model as requests use it: limits, tokenizer, grammars and adapters. Any thread may use it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from penstock.gpu_node.model.protocol import Adapter
 
 
 class ServedModel:
-    """A model with its tokenizer, limits, forms of text and adapters."""
+    """A model with its tokenizer, limits, grammars and adapters."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
-        """Load it. Raises ConfigError."""
+        """Load the model. Raises ConfigError."""
         self._name = config.model
         self._model = load(config, progress)
         self._tokenizer = Tokenizer(self._model.folder, vocab_size=self._model.vocab_size)
@@ -31,9 +31,10 @@ class ServedModel:
     def prepare(
         self, params: SamplingParams, adapter: AdapterRef | None = None, *, tenant: str = "default"
     ) -> object | None:
-        """Do what `add` would take long for, on any thread. It is done as long as the caller keeps the answer.
+        """Do the slow part of `add` in advance, on any thread. It lasts as long as the caller keeps the returned
+        object.
 
-        Raises RequestError for what could never run.
+        Raises RequestError for a request that could never run.
         """
         wanted = params.structured_outputs
         prepared = None if wanted is None else self._guides.prepare(wanted, tenant)
@@ -41,7 +42,7 @@ class ServedModel:
         return prepared
 
     def adapters(self) -> dict[str, str]:
-        """The adapters that requests may name as of now, and their digests."""
+        """Return the names and digests of the adapters that requests may use now."""
         return self._model.adapters.digests()
 
     @property
@@ -56,12 +57,12 @@ class ServedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the model's output; token ids are below it."""
+        """Size of the model's output; token ids are below it."""
         return self._limits.vocab_size
 
     @property
     def revision(self) -> str:
-        """Names weights, tokenizer and dtype: engines of equal revision continue each other's choices."""
+        """Identifies weights, tokenizer and dtype. Engines of equal revision can continue each other's choices."""
         return self._model.revision
 
     def _find(self, adapter: AdapterRef | None) -> Adapter | None:

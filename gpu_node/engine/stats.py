@@ -1,4 +1,4 @@
-"""An engine's figures, from those who count."""
+"""Collect the stats of an engine from its parts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 
 
-def figures_of(
-    memory: KvCacheManager, scheduler: Scheduler, meter: StepTimings, grammars: GrammarCounts, block_size: int
+def engine_stats(
+    memory: KvCacheManager, scheduler: Scheduler, timings: StepTimings, grammars: GrammarCounts, block_size: int
 ) -> EngineStats:
-    """A snapshot of memory, queues and counters."""
+    """Return a snapshot of memory, queues and counters."""
     device, host, hits = memory.device, memory.host, scheduler.prefix_hits
     speculation = scheduler.drafts.speculation
     return EngineStats(
@@ -41,6 +41,6 @@ def figures_of(
         drafted_tokens=speculation.num_drafted,
         accepted_tokens=speculation.num_accepted,
         max_step_tokens=scheduler.max_step_tokens,
-        **meter.figures(),
+        **timings.stats(),
         **asdict(grammars),
     )

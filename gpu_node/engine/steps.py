@@ -1,4 +1,4 @@
-"""One step: who computes what in it, and behind which tokens it samples."""
+"""One step: which tokens each sequence computes, and after which tokens it samples."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ Rows = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Who computes what in a step: `seqs[i]` its tokens, and drafted ones, from starts[i] to ends[i]."""
+    """The work of one step: `seqs[i]` computes its tokens, drafted ones included, from starts[i] to ends[i]."""
 
     seqs: list[Sequence]
     rows: Rows
     starts: Ints
     ends: Ints
     sampled: Ints
-    """Which of `seqs` sample, ascending; one with drafted tokens behind each of those as well."""
+    """The indices in `seqs` of the samples, ascending. A sequence with drafted tokens has one more for each of them."""
     sampled_seqs: list[Sequence]
     sampled_rows: Rows
     sampled_ends: Ints
-    """How many tokens each sample is drawn behind."""
+    """The number of tokens before each sample."""
     num_prefill_tokens: int
-    """Tokens computed for sequences that lacked more than their newest one."""
+    """Tokens of sequences that lacked more than one token."""
     num_drafted: int
-    """Tokens computed that may not stand."""
-    named_blocks: list[int]
-    """Blocks that this step fills and that the prefix cache already knows."""
+    """Drafted tokens that are computed and may be rejected."""
+    cached_blocks: list[int]
+    """Blocks that this step fills and that the prefix cache already lists."""
     copies: Ints
-    """[num_copies, 2]: what is copied from block to block before all that."""
+    """[num_copies, 2]: source and target of the block copies that come first."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are computed."""
+        """Tokens that the step computes."""
         return int((self.ends - self.starts).sum())
 
     @property
     def num_tokens_running(self) -> int:
-        """Tokens that are computed for those who still run."""
+        """Tokens that the step computes for sequences that still run."""
         counts = (self.ends - self.starts).tolist()
         return sum(count for seq, count in zip(self.seqs, counts, strict=True) if seq.row >= 0)
 
@@ -55,12 +55,12 @@ def step_of(
     ends: Ints,
     num_tokens: Ints,
     *,
-    named_blocks: list[int],
+    cached_blocks: list[int],
     copies: Ints,
 ) -> Step:
-    """The step in which sequences of so many tokens get from starts to ends; those that reach their end sample.
+    """Build a step in which sequences compute from `starts` to `ends`; a sequence samples if it reaches `num_tokens`.
 
-    What lies behind that was drafted, and each token of it is sampled behind as well.
+    Tokens beyond `num_tokens` are drafted, and a token is sampled after each of them too.
     """
     if not (ends > starts).all():
         at = (ends > starts).nonzero()[0]
@@ -86,6 +86,6 @@ def step_of(
         sampled_ends=sampled_ends,
         num_prefill_tokens=int((ends - starts)[num_tokens - starts > 1].sum()),
         num_drafted=total_drafted,
-        named_blocks=named_blocks,
+        cached_blocks=cached_blocks,
         copies=copies,
     )

@@ -85,7 +85,7 @@ class Driver:
         """All of it."""
         self._launch()
         while self._flights:
-            flight = self._flights.land()
+            flight = self._flights.complete()
             landed = self._scheduler.commit(flight.step, flight.result().tokens)
             self._flights.broken_blocks += landed.broken_blocks
             self.num_tokens += len(landed.token_ids)

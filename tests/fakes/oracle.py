@@ -20,13 +20,13 @@ class Foresight(Drafter):
         self._oracle = oracle
         self._next: list[int] = []
 
-    def look(self, news: NDArray[np.int32], least: float) -> bool:
+    def look(self, new_tokens: NDArray[np.int32], min_odds: float) -> bool:
         """It always hopes."""
-        self.lookup.extend(news)
+        self.lookup.extend(new_tokens)
         so_far = self.lookup.following(0, len(self.lookup))
         text = next((text for text in self._oracle.texts if list(text[: len(so_far)]) == so_far), so_far)
         self._next = list(text[len(so_far) :])
-        self.has_hopes = True
+        self.has_match = True
         return True
 
     def chances(self, most: int) -> list[float]:

@@ -24,7 +24,7 @@ class Bench:
     ) -> None:
         self.now_ms = 0.0
         self.order = ByPolicy(PolicyConfig(name, aging_ms, bypass_ms), lambda: self.now_ms)
-        self.scheduler: Scheduler = new_scheduler(num_blocks, discipline=self.order, budget=64, **settings)[0]
+        self.scheduler: Scheduler = new_scheduler(num_blocks, policy=self.order, budget=64, **settings)[0]
         self.starts: list[str] = []
         self.num_added = 0
 

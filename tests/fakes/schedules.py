@@ -52,7 +52,7 @@ def new_scheduler(
     max_num_seqs: int = 8,
     budget: int = 16,
     preemption: PreemptionName = "recompute",
-    discipline: SchedulingPolicy | None = None,
+    policy: SchedulingPolicy | None = None,
     **memory_settings: Any,
 ) -> tuple[Scheduler, KvCacheManager]:
     """A scheduler over a memory of so many blocks."""
@@ -64,7 +64,7 @@ def new_scheduler(
         max_prefill_beside_decode=max(1, budget // 2),
         max_model_len=(num_blocks + num_host_blocks) * BLOCK_SIZE,
     )
-    return Scheduler(memory, limits, SwapCost(preemption, 1), discipline=discipline), memory
+    return Scheduler(memory, limits, SwapCost(preemption, 1), policy=policy), memory
 
 
 def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:

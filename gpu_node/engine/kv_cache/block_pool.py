@@ -1,4 +1,4 @@
-"""One tier of KV blocks: who holds which, which hold a known prefix, and which goes next."""
+"""One tier of KV blocks: reference counts, cached prefixes and the order of eviction."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ ROOT_HASH = b""
 
 
 def block_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
-    """Name of a full block: its tokens and, through `parent`, all tokens before it. Equal in every process."""
+    """Return the hash of a full block and, through `parent`, of all tokens before it. Equal in all processes."""
     return hashlib.blake2b(parent + token_ids.tobytes(), digest_size=16).digest()
 
 
 def salted_root(*salts: str | None) -> bytes:
-    """The parent of first blocks; prompts with different salts never share one."""
+    """Return the parent hash of first blocks; prompts with different salts never share one."""
     if not any(salt is not None for salt in salts):
         return ROOT_HASH
     return hashlib.blake2b(repr(salts).encode(), digest_size=16, person=b"salt").digest()
 
 
 class CachedBlock(NamedTuple):
-    """What a block is known by, and what it is worth to keep."""
+    """The hash under which a block is cached, and its eviction value."""
 
-    name: bytes
+    block_hash: bytes
     worth: int
 
 
 class BlockPool:
-    """Reference-counted blocks with ids first, first + 1, …; blocks that nobody holds are free, cached prefixes too.
+    """Reference-counted blocks with ids first, first + 1, …; blocks without references are free, cached ones included.
 
-    `index` says which block has a name; it may be shared with pools over other ids.
+    `index` maps hashes to cached blocks; pools with other ids may share it.
     """
 
     def __init__(
@@ -52,36 +52,36 @@ class BlockPool:
         self._worth_by = EvictionValue(eviction)
         self._free = FreeList(num_blocks, self._worth_by.num_classes)
         self._ref_counts = [0] * num_blocks
-        self._names: list[bytes | None] = [None] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
         self._worths = [0] * num_blocks
 
     def touch(self, block: int) -> None:
-        """Take one more reference on a block of a matched prefix."""
+        """Add a reference to a block of a matched prefix."""
         at = block - self.first
         if self._ref_counts[at] == 0:
             self._free.remove(at)
             self.num_free -= 1
-            self.num_cached -= self._names[at] is not None
+            self.num_cached -= self._hashes[at] is not None
         self._ref_counts[at] += 1
         self._worths[at] = self._worth_by.after_use(self._worths[at])
 
     def take(self) -> tuple[int, CachedBlock | None]:
-        """Take the free block whose loss costs least, and what it was known by until now."""
+        """Take the free block of the lowest eviction value. Return it with its former cache entry."""
         if self.num_free == 0:
-            raise InvariantError("a block was asked for and none is free")
+            raise InvariantError("no block is free")
         at = self._free.pop()
         self.num_free -= 1
         self._ref_counts[at] = 1
-        if self._names[at] is None:
+        if self._hashes[at] is None:
             return at + self.first, None
         self.num_cached -= 1
         self.num_evictions += 1
-        return at + self.first, self.unlabel(at + self.first)
+        return at + self.first, self.uncache(at + self.first)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give back one reference on each block of a sequence, in the sequence's order.
+        """Drop one reference on each block of a sequence, given in the sequence's order.
 
-        The last blocks of a prefix become the first to go: without its head a tail is worth nothing.
+        Later blocks of a prefix are evicted first, because they are useless without the earlier ones.
         """
         least_worth = self._worth_by.of_prefix(len(blocks))
         for block in reversed(blocks):
@@ -92,51 +92,51 @@ class BlockPool:
             if self._ref_counts[at] < 0:
                 raise InvariantError(f"block {block} was freed more often than taken")
             self.num_free += 1
-            if self._names[at] is None:
+            if self._hashes[at] is None:
                 self._free.add_blank(at)
             else:
                 self.num_cached += 1
                 self._worths[at] = max(self._worths[at], least_worth)
                 self._free.add_cached(at, self._worths[at])
 
-    def label(self, block: int, name: bytes, worth: int = 0) -> None:
-        """Make a held block known; of two blocks with one name the first stays known, and a block keeps its name."""
+    def cache(self, block: int, block_hash: bytes, worth: int = 0) -> None:
+        """Cache a held block under its hash, unless the hash or the block is cached already."""
         at = block - self.first
-        if name not in self._index and self._names[at] is None:
-            self._index[name] = block
-            self._names[at], self._worths[at] = name, worth
+        if block_hash not in self._index and self._hashes[at] is None:
+            self._index[block_hash] = block
+            self._hashes[at], self._worths[at] = block_hash, worth
 
-    def unlabel(self, block: int) -> CachedBlock | None:
-        """Make a block unknown; what it was known by. A free one goes to the head of the free list."""
+    def uncache(self, block: int) -> CachedBlock | None:
+        """Remove a block from the cache and return its entry. If free, it is the next block to be taken."""
         at = block - self.first
-        name = self._names[at]
-        if name is None:
+        known = self._hashes[at]
+        if known is None:
             return None
-        del self._index[name]
-        self._names[at] = None
+        del self._index[known]
+        self._hashes[at] = None
         if self._ref_counts[at] == 0:
             self.num_cached -= 1
             self._free.remove(at)
             self._free.add_blank(at)
         worth, self._worths[at] = self._worths[at], 0
-        return CachedBlock(name, worth)
+        return CachedBlock(known, worth)
 
-    def is_known(self, block: int) -> bool:
-        """Whether a block has a name."""
-        return self._names[block - self.first] is not None
+    def is_cached(self, block: int) -> bool:
+        """Return whether a block is cached."""
+        return self._hashes[block - self.first] is not None
 
     def ref_count(self, block: int) -> int:
-        """How many hold a block."""
+        """Return the number of references on a block."""
         return self._ref_counts[block - self.first]
 
     def check_integrity(self) -> None:
-        """Raise InvariantError unless free list, counts and names agree; O(blocks), for tests and idle times."""
+        """Raise InvariantError unless free list, counts and hashes agree. O(blocks), for tests and idle times."""
         free = self._free.slots()
         unheld = [at for at, count in enumerate(self._ref_counts) if count == 0]
-        cached = sum(1 for at in unheld if self._names[at] is not None)
+        cached = sum(1 for at in unheld if self._hashes[at] is not None)
         if sorted(free) != unheld or len(free) != self.num_free or cached != self.num_cached:
             raise InvariantError(f"free list holds {len(free)} blocks, {self.num_free} counted, {len(unheld)} unheld")
-        named = {name: at + self.first for at, name in enumerate(self._names) if name is not None}
+        cached_at = {known: at + self.first for at, known in enumerate(self._hashes) if known is not None}
         blocks = range(self.first, self.first + self.num_total)
-        if named != {name: block for name, block in self._index.items() if block in blocks}:
-            raise InvariantError("prefix index and block names disagree")
+        if cached_at != {known: block for known, block in self._index.items() if block in blocks}:
+            raise InvariantError("prefix index and block hashes disagree")

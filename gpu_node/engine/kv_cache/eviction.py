@@ -1,4 +1,4 @@
-"""In which order free blocks are handed out: those that hold nothing first, then cached ones, the least worth first."""
+"""The order in which free blocks are taken: blank ones first, then cached ones by rising eviction value."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _NUM_CLASSES: dict[EvictionName, int] = {"lru": 1, "lfu": 16, "length": 24}
 
 
 class FreeList:
-    """Free slots as rings of one doubly linked list: O(1) to add and to take out any, amortised O(1) to pop.
+    """Free slots as rings of one doubly linked list: add and remove in O(1), pop in amortized O(1).
 
-    A cached slot lies in the ring of `age + 1 + worth`, in the order in which it came. `age` is where the last evicted
-    one lay, so that what is never asked for again does not stay for what it once was worth. All rings that are in use
-    lie in [age, age + num_classes], hence one more than there are classes is enough.
+    A cached slot is in the ring `age + 1 + worth`, in order of arrival. `age` is the ring of the last evicted slot, so
+    a slot that is never used again loses its rank with time. All rings in use are in [age, age + num_classes], so one
+    more ring than there are classes is enough.
     """
 
     def __init__(self, num_slots: int, num_classes: int) -> None:
         self._num_rings = num_classes + 1
         self._age = 0
-        # Behind the slots: the heads of the rings, the last one that of the slots that hold nothing.
+        # After the slots: the heads of the rings. The last ring holds the blank slots.
         self._blank = num_slots + self._num_rings
         self._next = list(range(self._blank + 1))
         self._prev = self._next.copy()
@@ -28,21 +28,21 @@ class FreeList:
             self.add_blank(slot)
 
     def add_blank(self, slot: int) -> None:
-        """A slot that holds nothing; the next one to be handed out."""
+        """Add a slot without content; it is the next one to be popped."""
         self._link(slot, self._blank, self._next[self._blank])
 
     def add_cached(self, slot: int, worth: int) -> None:
-        """A slot whose content may be asked for; 0 <= worth < num_classes."""
+        """Add a slot with cached content; 0 <= worth < num_classes."""
         head = self._head(self._age + 1 + worth)
         self._link(slot, self._prev[head], head)
 
     def remove(self, slot: int) -> None:
-        """Take out a slot, wherever it lies."""
+        """Remove any slot."""
         before, after = self._prev[slot], self._next[slot]
         self._next[before], self._prev[after] = after, before
 
     def pop(self) -> int:
-        """Take out the slot whose loss costs least. There must be one."""
+        """Remove and return the slot of the lowest value. The list must not be empty."""
         slot = self._next[self._blank]
         if slot == self._blank:
             while self._next[self._head(self._age)] == self._head(self._age):
@@ -52,7 +52,7 @@ class FreeList:
         return slot
 
     def slots(self) -> list[int]:
-        """All of them, each ring in its order; -1 behind a link that is torn."""
+        """Return all slots, each ring in its order; -1 marks a broken link."""
         found: list[int] = []
         for head in (self._blank, *(self._head(self._age + i) for i in range(self._num_rings))):
             at = head
@@ -72,10 +72,11 @@ class FreeList:
 
 
 class EvictionValue:
-    """What a cached block is worth, as `eviction` counts it: nothing (lru), its uses (lfu), its prefix (length).
+    """The value of a cached block: zero (lru), its number of uses (lfu), or the length of its prefix (length).
 
-    A prefix counts by the length of the longest sequence that it was part of, in powers of two: computing it again
-    costs that much. A head is worth at least as much as its tails, because whoever uses a tail uses the head.
+    Length is that of the longest sequence with this prefix, in powers of two, because recomputing the prefix costs that
+    much. An earlier block is worth at least as much as a later one, because a sequence that uses the later one uses
+    both.
     """
 
     def __init__(self, eviction: EvictionName) -> None:
@@ -84,9 +85,9 @@ class EvictionValue:
         self._counts_length = eviction == "length"
 
     def after_use(self, worth: int) -> int:
-        """Of a block that was found in the cache once more."""
+        """Return the value of a block after one more cache hit."""
         return min(worth + self.counts_uses, self.num_classes - 1)
 
     def of_prefix(self, num_blocks: int) -> int:
-        """Least worth of the blocks of a sequence of so many."""
+        """Return the least value of the blocks of a sequence of `num_blocks` blocks."""
         return min(num_blocks.bit_length(), self.num_classes - 1) if self._counts_length else 0

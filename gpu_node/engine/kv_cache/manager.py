@@ -1,9 +1,9 @@
-"""An engine's KV memory: blocks on the device, more on the host, one index of prefixes, and copies between blocks.
+"""An engine's KV memory: device blocks, host blocks, one index of cached prefixes, and copies between blocks.
 
-Every movement of data is a copy of a whole block, noted here while a step is decided and done by the runner, in order,
-before that step stores or reads anything. So a copy may read what earlier steps stored and earlier copies brought, and
-nothing that the step itself computes: blocks that a step fills are held by whom it serves, and only blocks that nobody
-holds, or that a sequence which the step does not serve gives up, are ever read by a copy.
+Data moves only in copies of whole blocks. A copy is noted while a step is scheduled. The runner does the copies of a
+step in order, before that step stores or reads anything. So a copy sees what earlier steps stored and earlier copies
+wrote, but nothing of its own step. This is safe, because a copy only reads a block that no sequence holds, or that a
+sequence outside the step gives up.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from penstock.gpu_node.model.protocol import NO_COPIES
 
 
 class KvCacheManager:
-    """Blocks 1 to num_device_blocks are the device's, those behind them the host's; sequences may hold both kinds.
+    """Blocks 1 to num_device_blocks are on the device, higher ones on the host; a sequence may hold both kinds.
 
-    A prefix that is evicted on the device moves to the host, and back when it is asked for. Sequences run in device
-    blocks; only one that the device cannot hold alone is given host blocks to run in.
+    A prefix that is evicted from the device moves to the host, and back when it is used. Sequences run in device
+    blocks. Only a sequence that the device cannot hold alone also runs in host blocks.
     """
 
     def __init__(
@@ -44,68 +44,68 @@ class KvCacheManager:
 
     @property
     def num_held(self) -> int:
-        """Blocks of both tiers that somebody holds."""
+        """Blocks of both tiers that sequences hold."""
         return sum(pool.num_total - pool.num_free for pool in (self.device, self.host))
 
-    def match(self, names: Iterable[bytes]) -> list[int]:
-        """The blocks, on either tier, that hold the longest known prefix of a chain; takes no reference."""
+    def match(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """Return the blocks, on either tier, of the longest cached prefix of a hash chain. Adds no reference."""
         blocks: list[int] = []
-        for name in names:
-            block = self._index.get(name)
+        for block_hash in block_hashes:
+            block = self._index.get(block_hash)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
     def num_free_without(self, held: Sequence[int], *, on_host: bool = False) -> int:
-        """Blocks of one tier that would be left free once some are held."""
+        """Return how many blocks of one tier stay free after `held` blocks are referenced."""
         pool = self.host if on_host else self.device
         return pool.num_free - sum(
             1 for block in held if self.is_on_device(block) != on_host and pool.ref_count(block) == 0
         )
 
     def is_on_device(self, block: int) -> bool:
-        """Whether a block is one of the device's."""
+        """Return whether a block is on the device."""
         return block < self.host.first
 
     def hold(self, hits: Sequence[int]) -> None:
-        """Take one more reference on each block of a match."""
+        """Add a reference to each matched block."""
         for block in hits:
             self._pool_of(block).touch(block)
 
     def alloc(self, count: int) -> list[int]:
-        """Take device blocks; prefixes that they held move to the host as far as that has room."""
+        """Take device blocks. Cached prefixes that they held move to the host while it has free blocks."""
         if count > self.device.num_free:
-            raise InvariantError(f"{count} blocks asked for, {self.device.num_free} free")
+            raise InvariantError(f"{count} blocks requested, but only {self.device.num_free} are free")
         blocks = []
         for _ in range(count):
-            block, label = self.device.take()
-            if label is not None and self.host.num_free:
-                self._keep_on_host(block, label)
+            block, evicted = self.device.take()
+            if evicted is not None and self.host.num_free:
+                self._keep_on_host(block, evicted)
             blocks.append(block)
         return blocks
 
     def alloc_anywhere(self, count: int) -> list[int]:
-        """Take device blocks, and host blocks where those end."""
+        """Take device blocks, then host blocks when no device block is free."""
         blocks = self.alloc(min(count, self.device.num_free))
         return blocks + [self.host.take()[0] for _ in range(count - len(blocks))]
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give back one reference on each block of a sequence, in the sequence's order."""
+        """Drop one reference on each block of a sequence, given in the sequence's order."""
         if not self.host.num_total:
             self.device.free(blocks)
             return
         self.device.free([block for block in blocks if self.is_on_device(block)])
         self.host.free([block for block in blocks if not self.is_on_device(block)])
 
-    def bring_in(self, blocks: Sequence[int], names: Sequence[bytes] = ()) -> list[int]:
-        """Turn held blocks into held device blocks: host ones are copied, or left for one that is known by `names`."""
+    def bring_in(self, blocks: Sequence[int], block_hashes: Sequence[bytes] = ()) -> list[int]:
+        """Replace held host blocks by held device blocks: the cached block of the same hash, or else a copy."""
         brought = []
         for i, block in enumerate(blocks):
             if self.is_on_device(block):
                 brought.append(block)
                 continue
-            known = self._index.get(names[i]) if i < len(names) else None
+            known = self._index.get(block_hashes[i]) if i < len(block_hashes) else None
             if known is not None and self.is_on_device(known):
                 self.device.touch(known)
                 brought.append(known)
@@ -116,11 +116,11 @@ class KvCacheManager:
         return brought
 
     def num_to_swap(self, blocks: Sequence[int]) -> int:
-        """Host blocks that `swap_out` would take: what others hold as well stays where it is."""
+        """Return how many host blocks `swap_out` would take; blocks with other references stay on the device."""
         return sum(1 for block in blocks if self.is_on_device(block) and self.device.ref_count(block) == 1)
 
     def swap_out(self, blocks: Sequence[int]) -> list[int]:
-        """Turn held blocks into held host blocks, as far as nobody else holds them."""
+        """Replace held device blocks by held host blocks, except those with other references."""
         swapped = []
         for block in blocks:
             if not self.is_on_device(block) or self.device.ref_count(block) > 1:
@@ -132,39 +132,41 @@ class KvCacheManager:
         return swapped
 
     def own(self, block: int, spare: int) -> int:
-        """A block that may be written to and holds what `block` holds: `spare`, or itself when nobody else wants it.
+        """Return a writable block with the content of `block`: the block itself if it is private, else its copy in
+        `spare`.
 
-        Takes the references on both, and gives back one on the answer.
+        A block is private if it has one reference and is not cached. Takes over the references on both blocks, and
+        leaves one on the returned block.
         """
         unneeded = spare
-        if self.ref_count(block) > 1 or self._pool_of(block).is_known(block):
+        if self.ref_count(block) > 1 or self._pool_of(block).is_cached(block):
             self._copies.append((block, spare))
             unneeded = block
         self.free([unneeded])
         return spare if unneeded == block else block
 
-    def commit(self, block: int, name: bytes) -> None:
-        """Make a held, full device block known; of two blocks with one name the first stays known."""
+    def cache(self, block: int, block_hash: bytes) -> None:
+        """Cache a held, full device block; the first block of a hash stays cached."""
         if self._caching and self.is_on_device(block):
-            self.device.label(block, name)
+            self.device.cache(block, block_hash)
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Make blocks unknown whose content turned out not to be there, held or not."""
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Remove blocks from the cache, held or not, because their content was not computed."""
         for block in blocks:
-            self._pool_of(block).unlabel(block)
+            self._pool_of(block).uncache(block)
 
-    def forget_unheld(self, blocks: Iterable[int]) -> list[int]:
-        """Forget those of some blocks that nobody holds any more; which they are."""
+    def uncache_unheld(self, blocks: Iterable[int]) -> list[int]:
+        """Remove from the cache those blocks that no sequence holds, and return them."""
         unheld = [block for block in blocks if self.ref_count(block) == 0]
-        self.forget(unheld)
+        self.uncache(unheld)
         return unheld
 
     def ref_count(self, block: int) -> int:
-        """How many hold a block."""
+        """Return the number of references on a block."""
         return self._pool_of(block).ref_count(block)
 
     def take_copies(self) -> NDArray[np.int32]:
-        """The copies noted since the last call: [num_copies, 2], from and to."""
+        """Return the copies noted since the last call: [num_copies, 2], source and target."""
         if not self._copies:
             return NO_COPIES
         copies = np.array(self._copies, dtype=np.int32)
@@ -172,7 +174,7 @@ class KvCacheManager:
         return copies
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
-        """Raise InvariantError unless blocks are held so often and both tiers are consistent; O(blocks), for tests."""
+        """Raise InvariantError unless both tiers are consistent and reference counts match `held`. O(blocks)."""
         for pool in (self.device, self.host):
             pool.check_integrity()
             for block in range(pool.first, pool.first + pool.num_total):
@@ -184,18 +186,18 @@ class KvCacheManager:
     def _pool_of(self, block: int) -> BlockPool:
         return self.device if self.is_on_device(block) else self.host
 
-    def _keep_on_host(self, block: int, label: CachedBlock) -> None:
-        """Copy an evicted prefix block, which nobody holds there either."""
+    def _keep_on_host(self, block: int, evicted: CachedBlock) -> None:
+        """Copy an evicted prefix block to a host block, which no sequence holds."""
         self.num_out += 1
         target, _ = self.host.take()
         self._copies.append((block, target))
-        self.host.label(target, *label)
+        self.host.cache(target, *evicted)
         self.host.free([target])
 
     def _moved(self, block: int, target: int) -> int:
-        """Copy a held block to one of the other tier, which takes its name over."""
+        """Copy a held block to the other tier, and move its cache entry there."""
         self._copies.append((block, target))
-        label = self._pool_of(block).unlabel(block)
-        if label is not None:
-            self._pool_of(target).label(target, *label)
+        cached = self._pool_of(block).uncache(block)
+        if cached is not None:
+            self._pool_of(target).cache(target, *cached)
         return target

@@ -1,4 +1,4 @@
-"""The runner's places for adapters: who computes with which, and whose turn it is where there are more adapters."""
+"""The runner's adapter slots: which sequences use each, and which adapter is loaded next when all are taken."""
 
 from __future__ import annotations
 
@@ -12,109 +12,112 @@ from penstock.gpu_node.model.protocol import Adapter, ModelRunner
 
 
 class AdapterSlots:
-    """Which adapter each place has, and the running sequences that compute with it.
+    """The adapter in each slot, and the running sequences that use it.
 
-    A place that nobody computes with keeps its adapter until another one needs it, the least recently used first.
+    A slot without users keeps its adapter until another adapter needs the slot; the least recently used one is replaced
+    first.
     """
 
     def __init__(self, count: int) -> None:
         self._users: list[set[Sequence]] = [set() for _ in range(count)]
         self._adapters: OrderedDict[int, Adapter | None] = OrderedDict.fromkeys(range(count))
-        self._places: dict[str, int] = {}
-        """By digest."""
+        self._slots: dict[str, int] = {}
+        """Slot by adapter digest."""
         self._pending: set[int] = set()
 
-    def settle(self) -> None:
-        """Let go of sequences that run no more."""
-        for place, users in enumerate(self._users):
+    def release_stopped(self) -> None:
+        """Remove sequences that no longer run from the users of their slots."""
+        for slot, users in enumerate(self._users):
             gone = [seq for seq in users if seq.row < 0]
             if gone:
                 users.difference_update(gone)
-                self._adapters.move_to_end(place)
+                self._adapters.move_to_end(slot)
 
-    def place_for(self, adapter: Adapter) -> int | None:
-        """Where an adapter is or could be; None while others compute in all places."""
-        known = self._places.get(adapter.digest)
+    def slot_for(self, adapter: Adapter) -> int | None:
+        """Return the slot that has an adapter or could load it; None while other adapters are in use in all slots."""
+        known = self._slots.get(adapter.digest)
         return known if known is not None else next((at for at in self._adapters if not self._users[at]), None)
 
-    def use(self, place: int, adapter: Adapter, seqs: Iterable[Sequence]) -> None:
-        """Note that sequences which just started compute with an adapter, in the place that it was told."""
-        before = self._adapters[place]
+    def use(self, slot: int, adapter: Adapter, seqs: Iterable[Sequence]) -> None:
+        """Assign a slot, as returned by `slot_for`, to an adapter and the sequences that just started with it."""
+        before = self._adapters[slot]
         if before is None or before.digest != adapter.digest:
-            if self._users[place]:
-                raise InvariantError(f"place {place} is to get another adapter while sequences compute with its own")
+            if self._users[slot]:
+                raise InvariantError(f"slot {slot} cannot change its adapter while sequences use it")
             if before is not None:
-                del self._places[before.digest]
-            self._adapters[place], self._places[adapter.digest] = adapter, place
-            self._pending.add(place)
-        self._adapters.move_to_end(place)
-        self._users[place].update(seqs)
+                del self._slots[before.digest]
+            self._adapters[slot], self._slots[adapter.digest] = adapter, slot
+            self._pending.add(slot)
+        self._adapters.move_to_end(slot)
+        self._users[slot].update(seqs)
 
-    def closed(self, waiting: Iterable[Sequence]) -> int | None:
-        """The place that nobody more may join, so that the first one that waits for a place gets it in the end.
+    def closed_slot(self, waiting: Iterable[Sequence]) -> int | None:
+        """Return the slot that stops accepting sequences so that a waiting adapter gets it; None if no adapter waits.
 
-        It is the one that the fewest compute with.
+        It is the slot with the fewest users.
         """
-        if all(seq.adapter is None or self.place_for(seq.adapter) is not None for seq in waiting):
+        if all(seq.adapter is None or self.slot_for(seq.adapter) is not None for seq in waiting):
             return None
-        return min(range(len(self._users)), key=lambda place: len(self._users[place]))
+        return min(range(len(self._users)), key=lambda slot: len(self._users[slot]))
 
-    def hand_over(self, runner: ModelRunner) -> None:
-        """Give the runner the adapters that it lacks, before a step that computes with them."""
-        for place in sorted(self._pending):
-            adapter = self._adapters[place]
+    def load_pending(self, runner: ModelRunner) -> None:
+        """Load newly assigned adapters into the runner, before a step that uses them."""
+        for slot in sorted(self._pending):
+            adapter = self._adapters[slot]
             if adapter is not None:
-                runner.set_adapter(place, adapter)
-            self._pending.discard(place)
+                runner.set_adapter(slot, adapter)
+            self._pending.discard(slot)
 
 
 class ByAdapter:
-    """Another discipline, in which nobody starts without a place for its adapter; others pass who waits for one."""
+    """Wraps a policy so that a sequence starts only with a slot for its adapter; others may overtake it meanwhile."""
 
-    def __init__(self, inner: SchedulingPolicy, places: AdapterSlots) -> None:
+    def __init__(self, inner: SchedulingPolicy, slots: AdapterSlots) -> None:
         self._inner = inner
-        self._places = places
+        self._slots = slots
 
     def added(self, seq: Sequence) -> None:
-        """A sequence is about to be queued."""
+        """Note that a sequence is about to be queued."""
         self._inner.added(seq)
 
     def ended(self, seq: Sequence, num_output_tokens: int) -> None:
-        """A sequence came to its own end."""
+        """Note that a sequence ended by itself."""
         self._inner.ended(seq, num_output_tokens)
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
-        """In the other's order, those for whom there is a place."""
+        """Offer, in the inner policy's order, the sequences that have a slot."""
 
-        def start_in_place(seq: Sequence) -> bool:
+        def start_in_slot(seq: Sequence) -> bool:
             if seq.adapter is None:
                 return start(seq)
-            place = self._places.place_for(seq.adapter)
-            if place is None:
+            slot = self._slots.slot_for(seq.adapter)
+            if slot is None:
                 return False
             starting = [seq, *seq.forks]
             for one in starting:
-                one.place = place
+                one.adapter_slot = slot
             if not start(seq):
                 return False
-            self._places.use(place, seq.adapter, starting)
+            self._slots.use(slot, seq.adapter, starting)
             return True
 
-        self._inner.offer(self._with_place(waiting), start_in_place)
+        self._inner.offer(self._with_slot(waiting), start_in_slot)
 
-    def pressing(self, waiting: Iterable[Sequence], running: list[Sequence]) -> tuple[Sequence, list[Sequence]] | None:
-        """One for whom there is a place already: nobody gives way for that."""
-        return self._inner.pressing(self._with_place(waiting), running)
+    def preemption_request(
+        self, waiting: Iterable[Sequence], running: list[Sequence]
+    ) -> tuple[Sequence, list[Sequence]] | None:
+        """Return the inner policy's request among sequences that have a slot. None is preempted to free a slot."""
+        return self._inner.preemption_request(self._with_slot(waiting), running)
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        """Who gives its blocks to another."""
+        """Return the inner policy's victim."""
         return self._inner.victim(running)
 
-    def _with_place(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-        self._places.settle()
+    def _with_slot(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
+        self._slots.release_stopped()
         queued = list(waiting)
-        closed = self._places.closed(queued)
+        closed = self._slots.closed_slot(queued)
         for seq in queued:
-            place = None if seq.adapter is None else self._places.place_for(seq.adapter)
-            if seq.adapter is None or (place is not None and place != closed):
+            slot = None if seq.adapter is None else self._slots.slot_for(seq.adapter)
+            if seq.adapter is None or (slot is not None and slot != closed):
                 yield seq

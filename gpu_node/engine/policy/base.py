@@ -1,4 +1,4 @@
-"""Who of the waiting sequences starts next, and who of the running ones gives way: where policies plug in."""
+"""The interface of scheduling policies, and first come, first served."""
 
 from __future__ import annotations
 
@@ -9,46 +9,48 @@ from penstock.gpu_node.engine.sequence import Sequence
 
 
 class SchedulingPolicy(Protocol):
-    """The order in which a scheduler serves."""
+    """The order in which a scheduler starts and preempts sequences."""
 
     def added(self, seq: Sequence) -> None:
-        """A sequence is about to be queued."""
+        """Note that a sequence is about to be queued."""
 
     def ended(self, seq: Sequence, num_output_tokens: int) -> None:
-        """A sequence came to its own end."""
+        """Note that a sequence ended by itself, with its number of output tokens."""
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
-        """Call `start` for those that wait, in their turn, until it answers that there is no room.
+        """Call `start` for waiting sequences, in the policy's order. It returns False where a sequence does not fit.
 
-        Behind one that has no room others may be offered still. Swapped sequences come first in `waiting`, then those
-        that lost their blocks, then new ones in the order in which they came.
+        A policy may offer more sequences after one that does not fit. In `waiting` swapped sequences come first, then
+        those that lost their blocks, then new ones in order of arrival.
         """
 
-    def pressing(self, waiting: Iterable[Sequence], running: list[Sequence]) -> tuple[Sequence, list[Sequence]] | None:
-        """One that does not wait for room, and who gives way to it, in order; None where everybody waits."""
+    def preemption_request(
+        self, waiting: Iterable[Sequence], running: list[Sequence]
+    ) -> tuple[Sequence, list[Sequence]] | None:
+        """Return a waiting sequence that may preempt others, with the sequences to preempt, in order; or None."""
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        """Who gives its blocks to another running sequence that finds none, which may be itself."""
+        """Return the sequence to preempt when a running one finds no free block; it may be that one."""
 
 
 class FirstComeFirstServed:
-    """Nobody overtakes; the one that was admitted last gives way."""
+    """First come, first served: no sequence overtakes another, and the newest running one is preempted."""
 
     def added(self, seq: Sequence) -> None:
-        """Its place is behind all others."""
+        """Do nothing: the queue keeps the order of arrival."""
 
     def ended(self, seq: Sequence, num_output_tokens: int) -> None:
-        """How long it became is not asked here."""
+        """Do nothing: output lengths do not matter here."""
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
-        """In the order in which they wait, up to the first one without room."""
+        """Start sequences in queue order, up to the first one that does not fit."""
         for seq in waiting:
             if not start(seq):
                 return
 
-    def pressing(self, waiting: Iterable[Sequence], running: list[Sequence]) -> None:
-        """Nobody is."""
+    def preemption_request(self, waiting: Iterable[Sequence], running: list[Sequence]) -> None:
+        """Return None: waiting sequences never preempt running ones."""
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        """The last one."""
+        """Return the newest running sequence."""
         return running[-1]

@@ -1,10 +1,12 @@
-"""How long an output will be: a quantile of what ended lately, per tenant and class of prompt.
+"""Predict the length of an output: a quantile of recent outputs, for each tenant and class of prompt.
 
-The last outputs of a group, kept sorted, give exact quantiles and forget what drifted away: the k-th smallest of n, k =
-ceil(level × (n + 1)), is at least as long as the next output with probability `level` while lengths are exchangeable.
-They are not, because short outputs end first and habits change. So the level is corrected by what came of predictions:
-up where one was too short, down a little where it was not. Then, whatever the lengths are, the share of T predictions
-that held is within 1 / (STEP × T) of the nominal one: adaptive conformal inference (Gibbs and Candès, 2021).
+The last outputs of a group, kept sorted, give exact quantiles and forget old behavior. Of n lengths, take the k-th
+smallest, with k = ceil(level × (n + 1)). While lengths are exchangeable, it is at least as long as the next output with
+probability `level`.
+
+Lengths are not exchangeable, because short outputs end first and habits change. So each prediction corrects the level:
+up if it was too short, down a little if not. Then, for any lengths, the share of T predictions that held is within 1 /
+(STEP × T) of the nominal one: adaptive conformal inference (Gibbs and Candès, 2021).
 """
 
 from __future__ import annotations
@@ -16,22 +18,22 @@ from collections import OrderedDict, deque
 WINDOW = 128
 """Outputs remembered per group."""
 MAX_GROUPS = 1024
-"""The groups used last are remembered."""
+"""Groups remembered; the least recently used one is dropped first."""
 MAX_TOLD = 32
-"""Kinds of job whose predictions a node tells others."""
+"""Kinds of jobs with a prediction that a node reports to others."""
 STEP = 0.03
-"""How far the level moves for a prediction that was wrong: 1,000 of them end within 3.2 points of nominal."""
+"""How far a wrong prediction moves the level: 1,000 predictions end within 3.2 points of nominal."""
 
 
 class LengthPredictor:
-    """Predicts output tokens of a choice from those that ended. It begins to know nothing with each process."""
+    """Predicts the output tokens of a choice from earlier ones. Each process starts without data."""
 
     def __init__(self, quantile: float) -> None:
         self._quantile = quantile
         self._windows: OrderedDict[tuple[str, int, int], _Window] = OrderedDict()
 
     def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> int | None:
-        """Tokens, at most `max_tokens`, that a new choice of this kind will probably not exceed; None: who knows?"""
+        """Return a length, at most `max_tokens`, that a new choice will probably not exceed; None without data."""
         for group in _groups(tenant, num_prompt_tokens, max_tokens):
             window = self._windows.get(group)
             length = window.predict() if window is not None else None
@@ -40,7 +42,7 @@ class LengthPredictor:
         return None
 
     def of_all_tenants(self) -> tuple[tuple[int, int, int], ...]:
-        """(bits of the prompt's tokens, bits of `max_tokens`, prediction) of the MAX_TOLD kinds that ended last."""
+        """Return (bits of prompt tokens, bits of `max_tokens`, prediction) of the MAX_TOLD kinds that ended last."""
         wide = [(prompt, limit, window.predict()) for (of, prompt, limit), window in self._windows.items() if not of]
         known = [(prompt, limit, length) for prompt, limit, length in wide if length is not None]
         return tuple(known[-MAX_TOLD:])
@@ -48,7 +50,9 @@ class LengthPredictor:
     def ended(
         self, tenant: str, num_prompt_tokens: int, max_tokens: int, num_output_tokens: int, predicted: int
     ) -> None:
-        """A choice ended by itself or by its limit, and this was predicted of it. One cancelled says nothing."""
+        """Learn from a choice that ended by itself or by its limit, and from its prediction. Canceled choices do not
+        count.
+        """
         for group in _groups(tenant, num_prompt_tokens, max_tokens):
             window = self._windows.setdefault(group, _Window(self._quantile))
             self._windows.move_to_end(group)
@@ -59,7 +63,7 @@ class LengthPredictor:
 
 
 class _Window:
-    """The last outputs of one group, in the order in which they came and by length."""
+    """The last outputs of one group, by time and by length."""
 
     def __init__(self, level: float) -> None:
         self.level = level
@@ -73,12 +77,16 @@ class _Window:
         insort(self._sorted, length)
 
     def predict(self) -> int | None:
-        """None where more would have to be known."""
+        """Return the length at the current level; None without enough outputs."""
         rank = max(1, math.ceil(self.level * (len(self._sorted) + 1)))
         return self._sorted[rank - 1] if rank <= len(self._sorted) else None
 
 
 def _groups(tenant: str, num_prompt_tokens: int, max_tokens: int) -> tuple[tuple[str, int, int], ...]:
-    """From narrow to wide. Limits are part of the class because they cut outputs off; a tenant is never called ''."""
+    """Return the groups of a choice, from narrow to wide.
+
+    Limits are part of the class because they cut outputs off. '' stands for all tenants, because no tenant has that
+    name.
+    """
     prompt_class, limit_class = num_prompt_tokens.bit_length(), max_tokens.bit_length()
     return (tenant, prompt_class, limit_class), ("", prompt_class, limit_class)

@@ -1,4 +1,4 @@
-"""Running sequences that sit out steps until their mask is there, so that no step computes them in vain."""
+"""Running sequences that skip steps until their token mask is ready, so that no step computes them in vain."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from penstock.gpu_node.engine.steps import Ints
 
 
 class DelayedRows:
-    """Sequences whose mask came too late for a step. They keep rows and blocks, and compute nothing meanwhile."""
+    """Sequences with a late mask. They keep rows and blocks, and compute nothing meanwhile."""
 
     def __init__(self) -> None:
         self._seqs: set[Sequence] = set()
 
     def add(self, seqs: Iterable[Sequence]) -> None:
-        """Hold sequences back as long as their mask is under way."""
+        """Delay sequences until their mask is ready."""
         self._seqs.update(seqs)
 
     def cut(self, seqs: Items[Sequence], starts: Ints, ends: Ints) -> Ints:
-        """How far sequences get in a step which those that are held back sit out.
+        """Return the end positions of sequences in a step that skips the delayed ones.
 
-        Where nothing else would be computed, they take part: that step waits longer for its masks.
+        If no other sequence would compute anything, they take part, and the step waits for their masks.
         """
         if not self._seqs:
             return ends

@@ -1,4 +1,4 @@
-"""Which sequence makes whole steps fail: found by halves, while all of them go on."""
+"""Find the sequence that makes whole steps fail, by bisection, while all sequences continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_SLOW_STRIKES = 2
 
 
 class _Strikes(NamedTuple):
-    """How often a sequence failed alone, and the tokens that it was to compute each of these times."""
+    """How often a sequence failed alone, and the tokens that it was to compute in all of these steps."""
 
     times: int
     start: int
@@ -21,61 +21,61 @@ class _Strikes(NamedTuple):
 
 
 class FaultIsolator:
-    """Sequences of a failed step, until each has come past where it was then.
+    """Tracks the sequences of failed steps as suspects, until each has computed more than in the step that failed.
 
-    Half as many of them run at once as failed together last time; whoever fails alone again and again, while the runner
-    does compute other steps, is to blame. Where it computes none, nobody is: then it is the runner that is broken.
+    At most half as many suspects run at once as failed together last time. A sequence that fails alone several times,
+    while other steps succeed, is faulty. If no step succeeds, the runner is broken and no sequence is blamed.
 
-    A step that found no memory may have been too large only. Then the last suspect is tried by itself, in steps that
-    shrink to a single token: only who fails in such a one counts as failing alone.
+    A step that ran out of memory may just have been too large. So the last suspect runs by itself, in steps that shrink
+    to one token. A strike counts only if a one-token step still runs out of memory.
     """
 
     def __init__(self) -> None:
         self._failed_at: dict[Sequence, int] = {}
         self._strikes: dict[Sequence, _Strikes] = {}
         self._max_at_once = 1
-        self._has_landed = False
-        self._on_trial: Sequence | None = None
+        self._has_completed = False
+        self._isolated: Sequence | None = None
         self.to_stop: list[Sequence] = []
-        """Sequences of the last slow step that stop running: admission lets them come back a few at a time."""
+        """Sequences of the last slow step that stop running; admission restarts them a few at a time."""
 
     @property
     def has_any(self) -> bool:
-        """Whether somebody is not cleared yet."""
+        """Whether any sequence is still suspected."""
         return bool(self._failed_at)
 
     @property
-    def is_trying(self) -> bool:
-        """Whether somebody has to run by itself, so that nobody may press."""
-        return self._on_trial is not None
+    def is_isolating(self) -> bool:
+        """Whether one sequence must run by itself, so that no other may preempt for its start."""
+        return self._isolated is not None
 
-    def bars(self, seq: Sequence) -> bool:
-        """Whether a sequence may not go on running after a step that found no memory."""
-        if self._on_trial is not None:
-            return seq is not self._on_trial
-        return seq in self._strikes and not self._has_landed
+    def must_stop(self, seq: Sequence) -> bool:
+        """Return whether a sequence must stop running after a step ran out of memory."""
+        if self._isolated is not None:
+            return seq is not self._isolated
+        return seq in self._strikes and not self._has_completed
 
     def eligible(self, waiting: Iterable[Sequence], running: Collection[Sequence]) -> Iterable[Sequence]:
-        """Who of those that wait may be offered room, in their order."""
-        if self._on_trial is not None:
-            return [] if running else [self._on_trial]
-        if not self._strikes or self._has_landed:
+        """Return the waiting sequences that may start, in their order."""
+        if self._isolated is not None:
+            return [] if running else [self._isolated]
+        if not self._strikes or self._has_completed:
             return waiting
-        # Without the others' steps nobody could tell whether it is one of these or the runner.
+        # Only steps without these sequences can show whether the fault is theirs or the runner's.
         others = [seq for seq in waiting if seq not in self._strikes]
         return others if others or running else waiting
 
     def may_join(self, seq: Sequence, running: Collection[Sequence]) -> bool:
-        """Whether one that is eligible may run beside others."""
-        if seq in self._strikes and not self._has_landed:
+        """Return whether an eligible sequence may run beside the running ones."""
+        if seq in self._strikes and not self._has_completed:
             return not running
         return seq not in self._failed_at or sum(one in self._failed_at for one in running) < self._max_at_once
 
-    def landed(self, step: Step, *, is_slow: bool = False) -> Sequence | None:
-        """Note a step that was computed. Return the sequence that makes steps slow, once that is sure."""
+    def note_completed(self, step: Step, *, is_slow: bool = False) -> Sequence | None:
+        """Record a computed step. Return the sequence that makes steps slow, once that is certain."""
         if is_slow:
             return self._slow(step)
-        self._has_landed = True
+        self._has_completed = True
         if self._failed_at:
             for seq, end in zip(step.seqs, step.ends.tolist(), strict=True):
                 if end >= self._failed_at.get(seq, end + 1):
@@ -84,35 +84,35 @@ class FaultIsolator:
                     del self._strikes[seq]
         return None
 
-    def failed(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
-        """A step of running sequences failed: the one that is to blame, once that is sure."""
+    def note_failed(self, step: Step, *, for_memory: bool = False) -> Sequence | None:
+        """Record a failed step of running sequences. Return the faulty sequence, once that is certain."""
         steps = zip(step.seqs, step.starts.tolist(), step.ends.tolist(), strict=True)
         spans = {seq: (start, end) for seq, start, end in steps if seq.row >= 0}
         suspected = [seq for seq in spans if seq in self._failed_at] or list(spans)
         for seq in suspected:
             self._failed_at[seq] = max(spans[seq][1], self._failed_at.get(seq, 0))
         self._max_at_once = max(1, len(suspected) // 2)
-        self._on_trial = None
+        self._isolated = None
         if len(suspected) != 1:
             return None
         alone = suspected[0]
         if for_memory and step.num_tokens > 1:
-            self._on_trial = alone
+            self._isolated = alone
             return None
-        self._strikes[alone] = strikes = self._struck(alone, *spans[alone])
-        is_to_blame = self._has_landed and strikes.times >= _MAX_STRIKES
-        self._has_landed = False
-        return alone if is_to_blame else None
+        self._strikes[alone] = strikes = self._add_strike(alone, *spans[alone])
+        is_faulty = self._has_completed and strikes.times >= _MAX_STRIKES
+        self._has_completed = False
+        return alone if is_faulty else None
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence is cleared, or gone."""
+        """Clear a sequence of suspicion, or drop one that is gone."""
         self._failed_at.pop(seq, None)
         self._strikes.pop(seq, None)
-        if seq is self._on_trial:
-            self._on_trial = None
+        if seq is self._isolated:
+            self._isolated = None
 
-    def _struck(self, seq: Sequence, start: int, end: int) -> _Strikes:
-        """With one strike more; only those at one and the same place count."""
+    def _add_strike(self, seq: Sequence, start: int, end: int) -> _Strikes:
+        """Return a sequence's strikes plus this one; only strikes at overlapping tokens add up."""
         if (before := self._strikes.get(seq)) is not None:
             start_of_all, end_of_all = max(start, before.start), min(end, before.end)
             if start_of_all < end_of_all:
@@ -120,10 +120,10 @@ class FaultIsolator:
         return _Strikes(1, start, end)
 
     def _slow(self, step: Step) -> Sequence | None:
-        """Tell the sequences of a slow step apart.
+        """Record a slow step. Return the faulty sequence, once that is certain.
 
-        Suspects are told apart by halves, as after a failed step. A sequence is at fault when several of its decode
-        steps were slow with it as the only suspect, and a step without it was not in between.
+        Suspects are bisected as after a failed step. A sequence is faulty when several of its decode steps were slow
+        with it as the only suspect, while steps without it were not.
         """
         present = [i for i, seq in enumerate(step.seqs) if seq.row >= 0]
         indices = [i for i in present if step.seqs[i] in self._failed_at] or present
@@ -135,11 +135,11 @@ class FaultIsolator:
             return None
         alone, start, end = step.seqs[indices[0]], int(step.starts[indices[0]]), int(step.ends[indices[0]])
         if end - start > 1:
-            self.to_stop = []  # a prompt may take long: its next step tells
+            self.to_stop = []  # a prompt may take long: its next step decides
             return None
         times = self._strikes[alone].times + 1 if alone in self._strikes else 1
-        # Each slow step got it further: the place of the strikes moves along.
+        # Each slow step made progress, so the tokens of the strikes move on with it.
         self._strikes[alone] = _Strikes(times, start, end + 1)
-        is_to_blame = self._has_landed and times >= _MAX_SLOW_STRIKES
-        self._has_landed = False
-        return alone if is_to_blame else None
+        is_faulty = self._has_completed and times >= _MAX_SLOW_STRIKES
+        self._has_completed = False
+        return alone if is_faulty else None

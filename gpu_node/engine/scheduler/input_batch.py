@@ -1,4 +1,4 @@
-"""The running sequences as arrays: one row each, kept from step to step, so that a plan is gathered and not rebuilt."""
+"""The running batch as arrays with one row a sequence, kept between steps: a plan is gathered, not rebuilt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SETTINGS: dict[str, type[np.generic]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What sampling needs of some rows and no step changes."""
+    """The sampling settings of some rows, which no step changes."""
 
     rows: Rows
     values: dict[str, NDArray[Any]]
@@ -39,7 +39,7 @@ class _Settings:
     none: tuple[Ints, ...]
     biased: tuple[Ints, ...]
     biases: tuple[NDArray[np.float32], ...]
-    are_penalised: bool
+    are_penalized: bool
     have_bans: bool
     are_guided: bool
     look_back: bool
@@ -49,19 +49,19 @@ class _Settings:
 class InputBatch:
     """Tokens, progress, block tables and sampling settings by row.
 
-    0 <= num_computed < num_tokens <= limit and num_computed <= capacity, the tokens that the blocks held have room for.
-    The prefix cache was told of the blocks of the first num_named tokens. Behind a row's tokens stand num_drafted
-    drafted ones, which the next step may compute.
+    0 <= num_computed < num_tokens <= limit and num_computed <= capacity, the number of tokens that the held blocks can
+    store. The blocks of the first num_cached tokens are in the prefix cache. num_drafted drafted tokens follow a row's
+    own tokens; the next step may compute them.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
         self._unused = list(range(max_rows - 1, -1, -1))
         self._block_size = block_size
-        self.num_tokens, self.num_drafted, self.num_computed, self.num_named, self.capacity, self.limit = (
+        self.num_tokens, self.num_drafted, self.num_computed, self.num_cached, self.capacity, self.limit = (
             np.zeros(max_rows, dtype=np.int32) for _ in range(6)
         )
         self._num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
-        # Pages of these that no sequence is long enough to reach are never touched, so they cost nothing.
+        # Memory pages that no sequence is long enough to reach are never touched, so they cost nothing.
         self._tokens = np.zeros((max_rows, max_model_len), dtype=np.int32)
         self._block_tables = np.full((max_rows, -(-max_model_len // block_size)), NULL_BLOCK, dtype=np.int32)
         self._adapters = np.full(max_rows, NO_ADAPTER, dtype=np.int32)
@@ -71,31 +71,31 @@ class InputBatch:
 
     @property
     def num_unused(self) -> int:
-        """Rows that another sequence could take."""
+        """Free rows."""
         return len(self._unused)
 
     def take(self, seq: Sequence) -> None:
-        """Give a sequence a row, nothing of it computed."""
+        """Assign a row to a sequence, with no token computed."""
         row = seq.row = self._unused.pop()
         num_tokens = len(seq.token_ids)
         self._tokens[row, :num_tokens] = seq.token_ids
         self.num_tokens[row] = num_tokens
-        self.num_drafted[row] = self.num_computed[row] = self.num_named[row] = self.capacity[row] = 0
+        self.num_drafted[row] = self.num_computed[row] = self.num_cached[row] = self.capacity[row] = 0
         self.limit[row] = seq.max_num_tokens
         self._num_prompt_tokens[row] = seq.num_prompt_tokens
-        self._adapters[row] = seq.place
+        self._adapters[row] = seq.adapter_slot
         for name, value in _settings_of(seq).items():
             self._settings[name][row] = value
 
     def give_back(self, seq: Sequence) -> None:
-        """Take a sequence's row away; it keeps its tokens."""
+        """Release a sequence's row; its tokens move to `token_ids`."""
         seq.token_ids = self.tokens_of(seq).copy()
         self._block_tables[seq.row] = NULL_BLOCK
         self._unused.append(seq.row)
         seq.row = -1
 
     def check_integrity(self, seqs: Collection[Sequence]) -> None:
-        """Raise InvariantError unless exactly these have rows, each its own, that say what they say."""
+        """Raise InvariantError unless exactly these sequences have rows, and each row agrees with its sequence."""
         rows = [seq.row for seq in seqs]
         if sorted(rows + self._unused) != list(range(len(self.limit))):
             raise InvariantError(f"rows {rows} are taken and {self._unused} are not, of {len(self.limit)}")
@@ -108,7 +108,7 @@ class InputBatch:
                 raise InvariantError(f"row {row} has computed {self.num_computed[row]} tokens in {held} blocks")
 
     def tokens_of(self, seq: Sequence) -> Ints:
-        """A running sequence's tokens, which later tokens do not change."""
+        """Return a running sequence's tokens; later tokens do not change this view."""
         return self._tokens[seq.row, : self.num_tokens[seq.row]]
 
     def add_blocks(self, seq: Sequence, blocks: list[int]) -> None:
@@ -118,46 +118,46 @@ class InputBatch:
         seq.blocks += blocks
         self.capacity[seq.row] = len(seq.blocks) * self._block_size
 
-    def start_behind(self, seq: Sequence, num_stored: int) -> None:
-        """Say that a running sequence's blocks hold its first tokens, and that the prefix cache knows the full ones."""
+    def mark_stored(self, seq: Sequence, num_stored: int) -> None:
+        """Record that a running sequence's blocks hold its first tokens; full ones are in the prefix cache."""
         self.num_computed[seq.row] = num_stored
-        self.num_named[seq.row] = num_stored // self._block_size * self._block_size
+        self.num_cached[seq.row] = num_stored // self._block_size * self._block_size
 
     def replace_block(self, seq: Sequence, at: int, block: int) -> None:
-        """Put another block in the place of one that a running sequence has."""
+        """Replace one block of a running sequence."""
         self._block_tables[seq.row, at] = seq.blocks[at] = block
 
     def append(self, rows: Rows, at: Ints, tokens: Ints) -> None:
-        """Add a token to each of some rows at its end, or several to a row in their order."""
+        """Append a token to each of some rows; a row that is listed several times gets its tokens in order."""
         self._tokens[rows, at] = tokens
         self.num_tokens[rows] = at + 1
 
     def put_draft(self, seq: Sequence, draft: list[int]) -> int:
-        """Put drafted tokens behind a running sequence's own; their number."""
+        """Write drafted tokens after a running sequence's own tokens. Return how many."""
         num_tokens, num_drafted = self.num_tokens[seq.row], len(draft)
         self._tokens[seq.row, num_tokens : num_tokens + num_drafted] = draft
         self.num_drafted[seq.row] = num_drafted
         return num_drafted
 
     def last_tokens(self, step: Step) -> Ints:
-        """[num_samples]: the token that each sample of a step is drawn behind."""
+        """Return the token before each sample of a step: [num_samples]."""
         tokens: Ints = self._tokens[step.sampled_rows, step.sampled_ends - 1]
         return tokens
 
     def set_tokens(self, rows: Rows, at: Ints, tokens: Ints) -> None:
-        """Say what tokens at some places are that were still to come."""
+        """Write tokens that were unknown until now."""
         self._tokens[rows, at] = tokens
 
     def num_known(self, rows: Rows, ends: Ints) -> Ints:
-        """How many of the first `ends` tokens of some rows are known: all, or all but the last."""
+        """Return how many of the first `ends` tokens of some rows are known: all, or all but the last."""
         return ends - (self._tokens[rows, ends - 1] < 0).astype(np.int32)
 
     def can_plan_past(self, step: Step) -> bool:
-        """Whether nobody's rules for the next token look at what this step samples."""
+        """Return whether the next step can be planned before the samples of this one are known."""
         return not self._settings_for(step.sampled_seqs, step.sampled_rows).look_back
 
     def plan(self, step: Step) -> StepPlan:
-        """A step as the runner sees it; nothing in it changes while the step runs."""
+        """Return a step in the form that the runner takes; nothing in it changes while the step runs."""
         rows, starts, ends = step.rows, step.starts, step.ends
         query_starts, owners, positions = self._ordinals[: len(rows) + 1], rows, starts
         if len(step.sampled) != len(rows) or step.num_prefill_tokens:
@@ -184,10 +184,10 @@ class InputBatch:
         settings = self._settings_for(seqs, rows)
         position = num_tokens - settings.num_prompt_tokens
         seen = banned = settings.none
-        if settings.are_penalised or settings.have_bans:
+        if settings.are_penalized or settings.have_bans:
             tokens = [self._tokens[seq.row, :count] for seq, count in zip(seqs, num_tokens.tolist(), strict=True)]
             both = list(zip(seqs, tokens, strict=True))
-            seen = tuple(so_far if seq.is_penalised else NO_TOKENS for seq, so_far in both)
+            seen = tuple(so_far if seq.is_penalized else NO_TOKENS for seq, so_far in both)
             banned = tuple(seq.banned_ids(so_far) if seq.has_bans else NO_TOKENS for seq, so_far in both)
         return SamplingRows(
             **settings.values,
@@ -207,7 +207,7 @@ class InputBatch:
         return GuidedMasks([seq.guide for seq in seqs])
 
     def _settings_for(self, seqs: list[Sequence], rows: Rows) -> _Settings:
-        # Who runs changes seldom, and as long as it does not the scheduler hands in the same array.
+        # The running batch seldom changes; until it does, the scheduler passes the same array.
         if rows is not self._last.rows:
             self._last = self._gather_settings(seqs, rows)
         return self._last
@@ -219,7 +219,7 @@ class InputBatch:
             values={name: column[rows] for name, column in self._settings.items()},
             num_prompt_tokens=self._num_prompt_tokens[rows],
             none=(NO_TOKENS,) * len(seqs),
-            are_penalised=any(seq.is_penalised for seq in seqs),
+            are_penalized=any(seq.is_penalized for seq in seqs),
             biased=tuple(seq.biased for seq in seqs),
             biases=tuple(seq.biases for seq in seqs),
             have_bans=any(seq.has_bans for seq in seqs),
@@ -241,5 +241,5 @@ def _settings_of(seq: Sequence) -> dict[str, float]:
         "frequency_penalty": params.frequency_penalty,
         "seed": seq.seed,
         "choice": seq.choice,
-        "num_seen_prompt": seq.num_prompt_tokens if seq.is_penalised else 0,
+        "num_seen_prompt": seq.num_prompt_tokens if seq.is_penalized else 0,
     }

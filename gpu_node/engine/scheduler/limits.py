@@ -1,4 +1,4 @@
-"""How many tokens a step may have, and how sequences share them."""
+"""Limits of a step, and how sequences share its token budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What bounds a step and a sequence."""
+    """The limits of steps and sequences."""
 
     block_size: int
     max_num_seqs: int
@@ -28,7 +28,7 @@ class StepLimits:
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int) -> StepLimits:
-        """As an engine's settings have them."""
+        """Return the limits that an engine's settings define."""
         return cls(
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
@@ -40,44 +40,44 @@ class StepLimits:
 
 
 class StepSize:
-    """Most tokens that a step may have: after one that found no memory half as many as it had, then more again.
+    """The largest number of tokens in a step. It is halved when a step runs out of memory, and grows back later.
 
-    It is doubled after some computed steps, after twice as many where that was too early.
+    It doubles after a number of computed steps. If a step then runs out of memory again, that number doubles too.
     """
 
     _FIRST_WAIT = 8
     _LONGEST_WAIT = 1024
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self.restore()
 
     def restore(self) -> None:
-        """What made steps fail is gone."""
-        self.max_tokens = self._most
+        """Restore the full size, because the cause of failures is gone."""
+        self.max_tokens = self._limit
         self._wait = self._FIRST_WAIT
-        self._num_landed = 0
+        self._num_completed = 0
         self._has_grown = False
 
-    def found_no_memory(self, num_tokens: int) -> None:
-        """A step of so many tokens did."""
+    def note_out_of_memory(self, num_tokens: int) -> None:
+        """Record that a step of `num_tokens` tokens ran out of memory."""
         self.max_tokens = max(1, num_tokens // 2)
         if self._has_grown:
             self._wait = min(self._LONGEST_WAIT, 2 * self._wait)
-        self._num_landed, self._has_grown = 0, False
+        self._num_completed, self._has_grown = 0, False
 
-    def landed(self) -> None:
-        """A step was computed."""
-        if self.max_tokens == self._most:
+    def note_completed(self) -> None:
+        """Record that a step was computed."""
+        if self.max_tokens == self._limit:
             return
-        self._num_landed += 1
-        if self._num_landed == self._wait:
-            self.max_tokens = min(self._most, 2 * self.max_tokens)
-            self._num_landed, self._has_grown = 0, True
+        self._num_completed += 1
+        if self._num_completed == self._wait:
+            self.max_tokens = min(self._limit, 2 * self.max_tokens)
+            self._num_completed, self._has_grown = 0, True
 
 
-def within(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
-    """How far each gets with its part of a budget that is spent in order; whoever gets nothing is left out."""
+def ends_within_budget(budget: int, starts: Ints, num_tokens: Ints) -> Ints:
+    """Spend a budget on sequences in order; return the end of each one that gets tokens."""
     spent = np.cumsum(num_tokens - starts)
     if not len(spent) or spent[-1] <= budget:
         return num_tokens

@@ -1,4 +1,4 @@
-"""What the memory went through lately: enough to say afterwards why it ran out, and because of whom."""
+"""A trace of recent memory use, to explain after an out-of-memory error what led to it and which requests held most."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ _log = logging.getLogger(__name__)
 MAX_RECORDS = 256
 NUM_HOLDERS = 3
 _QUIET_S, _BUSY_S = 1.0, 0.1
-"""Between two records: while nothing happens, and while something does."""
+"""Seconds between two records: while the counters do not change, and while they do."""
 _LOG_EVERY_S = 60.0
 _NUM_LOGGED = 32
-"""A memory that ran out once may do so at each of the next steps."""
+"""Records in a log message, at most one message a minute: after one out-of-memory error every step may fail."""
 _GROWTH = 1.1
-"""A system that runs out of memory kills without a word: only what was logged before can explain it."""
+"""The kernel's OOM killer leaves no log, so growth of the process by this factor is logged as it happens."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord:
-    """Memory at one moment. Blocks are held, cached (a prefix that nobody holds) or blank."""
+    """Memory use at one moment. Blocks are held, cached (a prefix that no sequence holds) or blank."""
 
     at_s: float
     """Unix time."""
     event: str
-    """What happened since the record before."""
+    """What happened since the previous record."""
     kv_blocks: tuple[int, int, int]
-    """Of the device: held, cached, blank."""
+    """Device blocks: held, cached, blank."""
     swap_blocks: tuple[int, int, int]
-    """Of the host."""
+    """Host blocks: held, cached, blank."""
     num_running: int
     num_waiting: int
     num_swapped: int
     max_step_tokens: int
-    """Fewer than the settings say after steps that found no memory."""
+    """Below the configured limit after steps that ran out of memory."""
     resident_bytes: int
-    """Of the process; 0 where the system does not say."""
+    """Of the process; 0 where the system does not report it."""
     holders: tuple[tuple[str, int], ...]
-    """Those requests that hold most, with their blocks; shared ones count for each choice that holds them."""
+    """The requests that hold most blocks, with their numbers; shared blocks count for each choice that holds them."""
 
     def __str__(self) -> str:
         tiers = (("kv", self.kv_blocks), ("swap", self.swap_blocks))
         blocks = "  ".join(f"{name} {held} held {cached} cached {blank} blank" for name, (held, cached, blank) in tiers)
-        holders = ", ".join(f"{name} {held}" for name, held in self.holders) or "nobody"
+        holders = ", ".join(f"{name} {held}" for name, held in self.holders) or "none"
         return (
             f"{datetime.fromtimestamp(self.at_s):%H:%M:%S.%f}"[:-3] + f"  {blocks}  "
             f"{self.num_running} run {self.num_waiting} wait {self.num_swapped} swapped  "
@@ -73,31 +73,31 @@ class MemoryTrace:
         self._counted: Counter[str] = Counter()
         self._num_refused = 0
         self._recorded_s = self._logged_s = -math.inf
-        self._told_bytes = 0
+        self._logged_bytes = 0
 
     def lines(self) -> list[str]:
-        """The records as text, the oldest first."""
+        """Return the records as text, the oldest first."""
         return [str(record) for record in list(self._records)]
 
     def refused(self) -> None:
-        """A request was refused because it could never fit."""
+        """Count a request that was refused because it could never fit."""
         self._num_refused += 1
 
     def watch(self) -> None:
-        """Record how things stand, if that is due."""
+        """Add a record if one is due."""
         now_s = self._now_s()
         since_s = now_s - self._recorded_s
         if since_s < _BUSY_S:
             return
         counts = self._counts()
         if since_s >= _QUIET_S or counts != self._counted:
-            happened = ", ".join(f"{name} {number}" for name, number in (counts - self._counted).items())
+            event = ", ".join(f"{name} {number}" for name, number in (counts - self._counted).items())
             self._counted = counts
             self._recorded_s = now_s
-            self._record(happened)
+            self._record(event)
 
     def failed(self, error: Exception) -> None:
-        """Record that a step failed; where it found no memory, log what led to that."""
+        """Record that a step failed; if it ran out of memory, log the latest records."""
         now_s = self._now_s()
         self._record(f"step failed: {error!r}")
         if isinstance(error, MemoryError) and now_s - self._logged_s >= _LOG_EVERY_S:
@@ -128,8 +128,8 @@ class MemoryTrace:
             holders=tuple(held.most_common(NUM_HOLDERS)),
         )
         self._records.append(record)
-        if record.resident_bytes > _GROWTH * self._told_bytes:
-            self._told_bytes = record.resident_bytes
+        if record.resident_bytes > _GROWTH * self._logged_bytes:
+            self._logged_bytes = record.resident_bytes
             _log.info("memory grew", extra={"record": str(record)})
 
 

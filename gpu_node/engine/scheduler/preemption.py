@@ -1,4 +1,4 @@
-"""Running sequences give way: to who does not wait for room, to who finds no block, to what a step cannot hold."""
+"""Preemption: evict sequences for an urgent request, for lack of free blocks, or after a step ran out of memory."""
 
 from __future__ import annotations
 
@@ -13,97 +13,100 @@ from penstock.gpu_node.engine.sequence import Sequence
 
 
 class Preemptor:
-    """Moves sequences from the residents back to the queues."""
+    """Moves sequences from the running batch back to the queues."""
 
     def __init__(
         self,
         memory: KvCacheManager,
-        residents: RunningBatch,
+        batch: RunningBatch,
         queues: WaitingQueues,
         admission: Admission,
         costs: SwapCost,
-        discipline: SchedulingPolicy,
-        suspects: FaultIsolator,
+        policy: SchedulingPolicy,
+        isolator: FaultIsolator,
     ) -> None:
         self.num_preemptions = self.num_swaps = 0
         self._memory = memory
-        self._residents = residents
+        self._batch = batch
         self._queues = queues
         self._admission = admission
         self._costs = costs
-        self._discipline = discipline
-        self._suspects = suspects
+        self._policy = policy
+        self._isolator = isolator
 
-    def pressing(self) -> tuple[Sequence, list[Sequence]] | None:
-        """One that does not wait for room, if it could have some, and who gives way to it, in order."""
-        if self._suspects.is_trying:
+    def preemption_request(self) -> tuple[Sequence, list[Sequence]] | None:
+        """Return an urgent waiting sequence that could fit, with the sequences to preempt for it, in order; or None."""
+        if self._isolator.is_isolating:
             return None
-        pressing = self._discipline.pressing(self._queues, self._residents.seqs)
-        return pressing if pressing is not None and self._admission.could_have_room(*pressing) else None
+        request = self._policy.preemption_request(self._queues, self._batch.seqs)
+        return request if request is not None and self._admission.could_fit(*request) else None
 
-    def make_way(self) -> None:
-        """Preempt for whoever presses, as far as that makes room for it."""
-        pressing = self.pressing()
-        if pressing is None:
+    def preempt_for_request(self) -> None:
+        """Preempt for an urgent waiting sequence, until it fits."""
+        request = self.preemption_request()
+        if request is None:
             return
-        newcomer, victims = pressing
+        candidate, victims = request
         for victim in victims:
-            if self._admission.has_room(newcomer):
+            if self._admission.fits(candidate):
                 return
             self.preempt(victim)
 
     def preempt_next(self) -> Sequence:
-        """Preempt whoever is to give way first."""
-        victim = self._discipline.victim(self._residents.seqs)
+        """Preempt the sequence that the policy chooses, and return it."""
+        victim = self._policy.victim(self._batch.seqs)
         self.preempt(victim)
         return victim
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks: to the host, if that has room and is the cheaper way."""
+        """Take a running sequence's blocks: swap them to the host if that is possible and cheaper, else free them."""
         self.num_preemptions += 1
-        num_stored = int(self._residents.table.num_computed[seq.row])
-        num_blocks = self._memory.num_to_swap(seq.blocks[: self._residents.num_blocks(num_stored)])
-        has_room = num_stored and not seq.forks and num_blocks <= self._memory.host.num_free
-        if has_room and self._costs.prefers_swap(num_blocks, num_stored):
+        num_stored = int(self._batch.table.num_computed[seq.row])
+        num_blocks = self._memory.num_to_swap(seq.blocks[: self._batch.num_blocks(num_stored)])
+        can_swap = num_stored and not seq.forks and num_blocks <= self._memory.host.num_free
+        if can_swap and self._costs.prefers_swap(num_blocks, num_stored):
             self.num_swaps += 1
-            self._residents.swap_out(seq)
+            self._batch.swap_out(seq)
             self._queues.put_back(seq)
         else:
             self.requeue(seq)
 
     def grow(self, seq: Sequence, num_blocks: int) -> None:
-        """Find blocks for a running sequence: preempt, at last itself; one that runs alone may have the host's."""
+        """Allocate blocks for a running sequence, and preempt sequences, at last itself, while too few are free.
+
+        A sequence that runs alone may use host blocks.
+        """
         device, host = self._memory.device, self._memory.host
-        while num_blocks > device.num_free and len(self._residents.seqs) > 1:
+        while num_blocks > device.num_free and len(self._batch.seqs) > 1:
             if self.preempt_next() is seq:
                 return
         while num_blocks > device.num_free + host.num_free and self._queues.swapped:
             self._admission.recompute(self._queues.swapped[-1])
-        self._residents.grow(seq, num_blocks)
+        self._batch.grow(seq, num_blocks)
 
     def start_over(self, seq: Sequence) -> list[int]:
-        """Have a sequence, if it still runs, compute all of it again; the blocks that nobody holds any more."""
+        """Requeue a sequence, if it runs, for recomputation. Return its blocks that no other sequence holds."""
         blocks = seq.blocks
         if seq.row >= 0:
             self.requeue(seq)
-        return self._memory.forget_unheld(blocks)
+        return self._memory.uncache_unheld(blocks)
 
     def requeue(self, seq: Sequence) -> None:
-        """Let a running sequence wait, with the forks that it did not start yet, and compute all of it again."""
-        self._residents.leave(seq)
+        """Move a running sequence and its waiting forks back to the queue, to compute all of it again."""
+        self._batch.leave(seq)
         for one in (seq, *seq.forks):
             one.blocks = []
         self._queues.put_back(seq, *seq.forks)
 
     def isolate(self) -> None:
-        """Have the suspects of a slow step stop running."""
-        for seq in self._suspects.to_stop[::-1]:
+        """Stop the sequences that are suspected after a slow step."""
+        for seq in self._isolator.to_stop[::-1]:
             if seq.row >= 0:
                 self.requeue(seq)
 
     def shrink(self, max_step_tokens: int) -> None:
-        """Preempt who may not go on after a step that found no memory, then until the others fit into one."""
-        for seq in [seq for seq in self._residents.seqs if self._suspects.bars(seq)]:
+        """After an out-of-memory error, preempt the sequences that must stop, then more until one step serves all."""
+        for seq in [seq for seq in self._batch.seqs if self._isolator.must_stop(seq)]:
             self.preempt(seq)
-        while len(self._residents.seqs) > max_step_tokens:
+        while len(self._batch.seqs) > max_step_tokens:
             self.preempt_next()

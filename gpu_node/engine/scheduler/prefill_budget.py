@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may compute while other sequences decode in it."""
+"""The number of prompt tokens that a step may compute while other sequences decode in it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues
 from penstock.gpu_node.engine.steps import Ints, Step
 
 BACKLOG_STEPS = 8
-"""A backlog of prompts may be computed in so many steps, where only its own tenant waits for them."""
+"""A backlog of prompts may be spread over this many steps, if only its own tenant waits for them."""
 MAX_BACKLOG_FACTOR = 4
-"""Such a backlog lengthens a step to at most so many times the limit."""
+"""Such a backlog lengthens a step to at most this multiple of the limit."""
 
 
 class PrefillBudget:
@@ -24,14 +24,14 @@ class PrefillBudget:
     described as Sarathi-Serve (Agrawal et al., arXiv:2403.02310).
     """
 
-    def __init__(self, limits: StepLimits, residents: RunningBatch, queues: WaitingQueues) -> None:
+    def __init__(self, limits: StepLimits, batch: RunningBatch, queues: WaitingQueues) -> None:
         self._limits = limits
-        self._residents = residents
+        self._batch = batch
         self._queues = queues
         self._time = StepTime()
 
     def note(self, step: Step, num_scored: int, took_ms: float) -> None:
-        """Learn from a step that took `took_ms` and scored so many prompt tokens."""
+        """Learn from a step that took `took_ms` and scored `num_scored` prompt tokens."""
         num_attended = 0
         if step.num_prefill_tokens:
             counts = step.ends - step.starts
@@ -41,30 +41,31 @@ class PrefillBudget:
         self._time.note(StepWork(num_decoded, step.num_prefill_tokens, num_attended, num_scored), took_ms)
 
     def num_tokens(self, num_to_compute: Ints, num_decoded: int) -> int:
-        """Prompt tokens of the next step, at least one.
+        """Return the number of prompt tokens for the next step, at least one.
 
         num_to_compute: [num_running], tokens that each running sequence lacks; those that lack one decode.
+
         num_decoded: tokens that the decoding sequences compute, drafted ones included.
         """
         limits = self._limits
-        most = limits.max_prefill_beside_decode
+        max_tokens = limits.max_prefill_beside_decode
         if limits.max_prefill_ms_beside_decode is None:
-            return most
-        chunks = self._chunks(num_to_compute, most)
+            return max_tokens
+        chunks = self._chunks(num_to_compute, max_tokens)
         limit_ms = max(limits.max_prefill_ms_beside_decode, self._time.decode_ms(num_decoded))
         backlog_ms = sum(count * token_ms for count, token_ms in chunks) / BACKLOG_STEPS
         if backlog_ms > limit_ms and self._has_one_tenant():
             limit_ms = max(limit_ms, min(backlog_ms, MAX_BACKLOG_FACTOR * limits.max_prefill_ms_beside_decode))
-        return max(1, min(most, _tokens_within(limit_ms, chunks)))
+        return max(1, min(max_tokens, _tokens_within(limit_ms, chunks)))
 
-    def _chunks(self, num_to_compute: Ints, most: int) -> list[tuple[int, float]]:
-        """Of each prompt in the order of the step, the tokens to compute and the milliseconds of one of them.
+    def _chunks(self, num_to_compute: Ints, max_tokens: int) -> list[tuple[int, float]]:
+        """Return, for each prompt in the order of the step, its tokens to compute and the milliseconds of one token.
 
-        Prompts beyond the longest backlog that counts make no difference.
+        Prompts beyond the longest backlog that counts make no difference, so they are left out.
         """
-        table, rows, seqs = self._residents.table, self._residents.rows, self._residents.seqs
+        table, rows, seqs = self._batch.table, self._batch.rows, self._batch.seqs
         chunks: list[tuple[int, float]] = []
-        left = most * BACKLOG_STEPS * MAX_BACKLOG_FACTOR
+        left = max_tokens * BACKLOG_STEPS * MAX_BACKLOG_FACTOR
         for i in (num_to_compute > 1).nonzero()[0].tolist():
             count, seq = int(num_to_compute[i]), seqs[i]
             is_scored = seq.prompt_scores is not None and not seq.prompt_scores.is_complete
@@ -79,11 +80,11 @@ class PrefillBudget:
         return chunks
 
     def _has_one_tenant(self) -> bool:
-        return len({seq.tenant for seq in chain(self._residents.seqs, self._queues)}) == 1
+        return len({seq.tenant for seq in chain(self._batch.seqs, self._queues)}) == 1
 
 
 def _tokens_within(limit_ms: float, chunks: list[tuple[int, float]]) -> int:
-    """How many tokens of the chunks, in order, take at most `limit_ms`."""
+    """Return how many tokens of the chunks, in order, take at most `limit_ms`."""
     num_tokens = 0
     for count, token_ms in chunks:
         if count * token_ms > limit_ms:

@@ -1,4 +1,4 @@
-"""How far steps get those whom they serve: counted when a step is computed, or ahead of that, its tokens to come."""
+"""Record the progress of sequences when a step completes, or before that to plan the next one."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step gave: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile.
+    """The result of a step: a token or FAILED_TOKEN for each of `seqs`, which may have been removed meanwhile.
 
-    One whose draft stands is there as often as it got a token.
+    A sequence with an accepted draft is listed once for each token that it got.
     """
 
     seqs: list[Sequence]
     token_ids: list[int]
     samples: Items[int]
-    """Which of the step's samples they are."""
+    """The index of each among the step's samples."""
     ended: set[Sequence] = field(default_factory=set)
-    """Those that the scheduler let go, for their token ends them or was FAILED_TOKEN."""
+    """Sequences that the scheduler removed, because their token ends them or is FAILED_TOKEN."""
     broken_blocks: list[int] = field(default_factory=list)
-    """Blocks of failed sequences, held by nobody and known to nobody."""
+    """Blocks of failed sequences that no sequence holds and the prefix cache does not list."""
     faulty: Sequence | None = None
-    """A sequence to drop because the steps with it are too slow."""
+    """A sequence to drop because its steps are too slow."""
 
 
 class StepProgress:
-    """Counts steps in the rows: each as it lands, or one before that, so that the step behind it can be planned.
+    """Counts each step when it completes, or one step before that, so that the next one can be planned.
 
-    What such a step samples is unknown: for its i-th token stands -1 - i, as runners know it, until it lands. Whoever
-    that token brings to its limit retires: it keeps row and blocks, and computes no more.
+    The samples of a step that still runs are unknown. Until it completes, -1 - i stands for its i-th sample; runners
+    know this notation. A sequence that reaches its limit with such a token keeps its row and blocks, and computes no
+    more.
     """
 
-    def __init__(self, residents: RunningBatch) -> None:
+    def __init__(self, batch: RunningBatch) -> None:
         self.assumed: Step | None = None
-        """The step that was counted and is not computed yet."""
-        self._residents = residents
-        self._rows = residents.table
+        """The step that is counted but not computed yet."""
+        self._batch = batch
+        self._table = batch.table
 
     def assume(self, step: Step) -> None:
         """Count a step that still runs."""
@@ -54,47 +55,47 @@ class StepProgress:
         self.assumed = step
         for i in self._at_limit(step):
             if step.sampled_seqs[i].row >= 0:
-                self._residents.retire(step.sampled_seqs[i])
+                self._batch.await_last_token(step.sampled_seqs[i])
 
-    def land(self, step: Step, tokens: Ints) -> list[int]:
-        """Count a step that was computed, or enter the tokens of one that was assumed to be; which samples end theirs.
+    def complete(self, step: Step, tokens: Ints) -> list[int]:
+        """Count a computed step, or write the tokens of one counted before. Return the samples that end their sequence.
 
-        A FAILED_TOKEN does, and what its token or its length ends of those that are still here.
+        A sample ends its sequence by FAILED_TOKEN, by an end token or by the length limit.
         """
         if self.assumed is step:
             self.assumed = None
-            here = self._here(step)
-            self._rows.set_tokens(step.sampled_rows[here], step.sampled_ends[here], tokens[here])
+            here = self._present_samples(step)
+            self._table.set_tokens(step.sampled_rows[here], step.sampled_ends[here], tokens[here])
         else:
             self._count(step, tokens)
         token_ids = tokens.tolist()
         return [i for i in self._may_end(step, token_ids) if self._ends(step, i, token_ids[i])]
 
-    def take_back(self) -> bool:
-        """Forget the tokens that were to come of a step that failed; whether there were any to be."""
+    def revert(self) -> bool:
+        """Drop the expected tokens of a failed step that was counted. Return whether there was one."""
         step, self.assumed = self.assumed, None
         if step is not None:
-            self._rows.num_tokens[step.sampled_rows[self._here(step)]] -= 1
+            self._table.num_tokens[step.sampled_rows[self._present_samples(step)]] -= 1
         return step is not None
 
     def _count(self, step: Step, tokens: Ints) -> None:
-        # A removed sequence's row is written to as well: nobody has it before the next step is scheduled.
-        self._rows.append(step.sampled_rows, step.sampled_ends, tokens)
-        # Behind what is computed stands at least one token, whose computation says what comes next.
-        self._rows.num_computed[step.rows] = np.minimum(step.ends, self._rows.num_tokens[step.rows] - 1)
-        self._residents.start_forks()
+        # A removed sequence's row is written as well: no sequence gets that row before the next step is scheduled.
+        self._table.append(step.sampled_rows, step.sampled_ends, tokens)
+        # At least one token stays uncomputed: its computation yields the next token.
+        self._table.num_computed[step.rows] = np.minimum(step.ends, self._table.num_tokens[step.rows] - 1)
+        self._batch.start_forks()
 
-    def _here(self, step: Step) -> list[int]:
-        """The samples whose sequences are not gone; others may have the rows of those that are."""
+    def _present_samples(self, step: Step) -> list[int]:
+        """Return the samples of sequences that still have their row; other sequences may have the rows of the rest."""
         return [i for i, seq in enumerate(step.sampled_seqs) if seq.row >= 0]
 
     def _at_limit(self, step: Step) -> list[int]:
-        found: list[int] = (step.sampled_ends + 1 >= self._rows.limit[step.sampled_rows]).nonzero()[0].tolist()
+        found: list[int] = (step.sampled_ends + 1 >= self._table.limit[step.sampled_rows]).nonzero()[0].tolist()
         return found
 
     def _may_end(self, step: Step, token_ids: list[int]) -> list[int]:
-        """The samples that a look at all of them at once cannot clear."""
-        end_ids = self._residents.end_ids
+        """Return the samples that may end their sequence, by a check of all tokens at once."""
+        end_ids = self._batch.end_ids
         if end_ids.isdisjoint(token_ids):
             return self._at_limit(step)
         return sorted({*self._at_limit(step), *(i for i, token_id in enumerate(token_ids) if token_id in end_ids)})

@@ -1,4 +1,4 @@
-"""The running sequences: which rows and blocks they hold, how they get them, share them and give them back."""
+"""The running batch: how running sequences get rows and blocks, share them and release them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from penstock.gpu_node.model.protocol import FAILED_TOKEN
 
 
 class RunningBatch:
-    """Running sequences in order of admission, with those that wait for one of them to compute their prompt.
+    """Running sequences in order of admission, with the forks that wait for their prompt.
 
-    The latter, the `forks` of a running sequence, have a row and one block each. When the prompt is stored they share
-    its blocks and run; the last one, which is not full, each of them copies before it writes to it.
+    The `forks` of a running sequence hold a row and one block each. When the prompt is stored, they share its blocks
+    and run. Each fork copies the last block before it writes to it, unless that block is full.
     """
 
     def __init__(self, memory: KvCacheManager, rows: InputBatch, block_size: int) -> None:
         self.seqs: list[Sequence] = []
-        self.retired: list[Sequence] = []
-        """Those that only wait for their last token."""
+        self.awaiting_last_token: list[Sequence] = []
+        """Sequences that compute no more and only wait for their last token."""
         self.table = rows
         self._memory = memory
         self._block_size = block_size
         self._leaders: list[Sequence] = []
         self._sharing: list[Sequence] = []
-        """Those whose last block somebody else may hold as well."""
+        """Forks that just started; other sequences may hold their last block as well."""
         self._changed()
 
     def _changed(self) -> None:
@@ -41,50 +41,50 @@ class RunningBatch:
 
     @property
     def rows(self) -> Rows:
-        """Their rows; the same array as long as nobody comes or goes."""
+        """Rows of the running sequences; the same array until the batch changes."""
         if self._rows is None:
             self._rows = np.array([seq.row for seq in self.seqs], dtype=np.intp)
         return self._rows
 
     @property
     def present(self) -> list[Sequence]:
-        """All but those that wait for one of them."""
-        return self.retired + self.seqs
+        """All sequences with rows, except forks that wait for their prompt."""
+        return self.awaiting_last_token + self.seqs
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Every token that may end one of them."""
+        """Every token that may end one of the sequences."""
         if self._end_ids is None:
             self._end_ids = frozenset((FAILED_TOKEN,)).union(*(seq.end_rule.end_ids for seq in self.seqs))
         return self._end_ids
 
     def held_by(self, seq: Sequence) -> list[int]:
-        """Blocks that a waiting sequence would start with: its own when it is swapped, else a known prefix."""
+        """Return the blocks that a waiting sequence starts with: its own when it is swapped, else a cached prefix."""
         if seq.blocks:
             return seq.blocks
         seq.hash_full_blocks(seq.token_ids, self._block_size)
         return self._memory.match(seq.block_hashes[: seq.num_reusable // self._block_size])
 
     def num_missing(self, seq: Sequence, held: list[int], *, in_place: bool = False) -> int:
-        """Blocks beside `held` for all of a waiting sequence and its forks, not only for its first chunk.
+        """Return how many blocks a waiting sequence and its forks need besides `held`, for all of their tokens.
 
-        They and copies of the host blocks held must be the device's, unless it shall run `in_place`.
+        Blocks held on the host must be copied to the device, so they count as missing unless it runs `in_place`.
         """
         num_usable = len(held) if in_place else sum(map(self._memory.is_on_device, held))
         return self.num_blocks(len(seq.token_ids)) + len(seq.forks) - num_usable
 
     def admit(self, seq: Sequence, held: list[int], *, in_place: bool) -> int:
-        """Let a waiting sequence run with all the blocks that it needs; how many tokens of it these hold already."""
+        """Start a waiting sequence with all blocks that it needs. Return how many of its tokens are stored."""
         is_swapped = bool(seq.blocks)
         num_stored = seq.num_stored if is_swapped else len(held) * self._block_size
         if not is_swapped:
             self._memory.hold(held)
-        names = seq.block_hashes[: num_stored // self._block_size]
-        blocks = held if in_place else self._memory.bring_in(held, names)
+        hashes = seq.block_hashes[: num_stored // self._block_size]
+        blocks = held if in_place else self._memory.bring_in(held, hashes)
         seq.blocks = []
         self.table.take(seq)
         self.table.add_blocks(seq, blocks)
-        self.table.start_behind(seq, num_stored)
+        self.table.mark_stored(seq, num_stored)
         added = self._memory.alloc_anywhere(self.num_missing(seq, blocks, in_place=True))
         for fork in seq.forks:
             self.table.take(fork)
@@ -101,11 +101,11 @@ class RunningBatch:
         self.table.add_blocks(seq, self._memory.alloc_anywhere(num_blocks))
 
     def leave(self, seq: Sequence) -> None:
-        """Take row and blocks of a running sequence and its forks, or of a fork."""
+        """Release the rows and blocks of a running sequence and its forks, or of one fork."""
         if seq in self._leaders:
             self._leaders.remove(seq)
-        if seq in self.retired:
-            self.retired.remove(seq)
+        if seq in self.awaiting_last_token:
+            self.awaiting_last_token.remove(seq)
         elif seq.forks_from is None:
             self.seqs.remove(seq)
             self._changed()
@@ -116,14 +116,14 @@ class RunningBatch:
                 self._memory.free([one.spare])
                 one.spare = None
 
-    def retire(self, seq: Sequence) -> None:
-        """Let a running sequence keep what it holds and compute no more."""
+    def await_last_token(self, seq: Sequence) -> None:
+        """Exclude a running sequence from further steps; it keeps its row and blocks until its last token arrives."""
         self.seqs.remove(seq)
-        self.retired.append(seq)
+        self.awaiting_last_token.append(seq)
         self._changed()
 
     def swap_out(self, seq: Sequence) -> None:
-        """Take row and device blocks of a running sequence without forks; it keeps what they hold in host blocks."""
+        """Move the stored tokens of a running sequence without forks to host blocks, and release its row."""
         num_stored = int(self.table.num_computed[seq.row])
         kept = self.num_blocks(num_stored)
         self._memory.free(seq.blocks[kept:])
@@ -133,7 +133,7 @@ class RunningBatch:
         self.table.give_back(seq)
 
     def start_forks(self) -> None:
-        """Let the forks run whose prompt is stored."""
+        """Start the forks of sequences that have stored their prompt."""
         for leader in list(self._leaders):
             if self.table.num_computed[leader.row] >= leader.num_prompt_tokens:
                 self._leaders.remove(leader)
@@ -145,7 +145,7 @@ class RunningBatch:
                 self._changed()
 
     def own_last_blocks(self) -> None:
-        """See to it that whoever just began to share blocks writes to none that somebody else holds."""
+        """Copy the shared last blocks of newly started forks, so that no sequence writes to a shared block."""
         for seq in self._sharing:
             if seq.spare is not None:
                 block = self._memory.own(seq.blocks[-1], seq.spare)
@@ -153,58 +153,58 @@ class RunningBatch:
                 seq.spare = None
         self._sharing.clear()
 
-    def name_full_blocks(self, seq: Sequence, num_tokens: int, named: list[int]) -> None:
-        """Offer the blocks that a step fills to the prefix cache at once, so that its own newcomers can share them.
+    def cache_full_blocks(self, seq: Sequence, num_tokens: int, cached: list[int]) -> None:
+        """Enter the blocks that a step fills into the prefix cache at once, and append them to `cached`.
 
-        They may read them in the same step because a runner stores all keys before any query attends.
+        Sequences admitted to the same step can share them, because a runner stores all keys before any query attends.
         """
         tokens = self.table.tokens_of(seq)[:num_tokens]
-        num_full = len(tokens) // self._block_size  # what was drafted may not stand
+        num_full = len(tokens) // self._block_size  # drafted tokens may be rejected, so they do not count
         seq.hash_full_blocks(tokens, self._block_size)
-        for i in range(int(self.table.num_named[seq.row]) // self._block_size, num_full):
-            self._memory.commit(seq.blocks[i], seq.block_hashes[i])
-            named.append(seq.blocks[i])
-        self.table.num_named[seq.row] = num_full * self._block_size
+        for i in range(int(self.table.num_cached[seq.row]) // self._block_size, num_full):
+            self._memory.cache(seq.blocks[i], seq.block_hashes[i])
+            cached.append(seq.blocks[i])
+        self.table.num_cached[seq.row] = num_full * self._block_size
 
-    def name_filled(self, seqs: list[Sequence], rows: Rows, ends: Ints, named: list[int]) -> None:
-        """Offer to the prefix cache what sequences fill by getting so far; their tokens are known by then."""
-        filling = ends - self.table.num_named[rows] >= self._block_size
+    def cache_filled_blocks(self, seqs: list[Sequence], rows: Rows, ends: Ints, cached: list[int]) -> None:
+        """Enter the blocks that sequences fill up to `ends` into the prefix cache; all these tokens are known."""
+        filling = ends - self.table.num_cached[rows] >= self._block_size
         for i in filling.nonzero()[0].tolist():
             if seqs[i].row >= 0:
-                self.name_full_blocks(seqs[i], int(ends[i]), named)
+                self.cache_full_blocks(seqs[i], int(ends[i]), cached)
 
     def is_intact(self, seq: Sequence, unfilled: AbstractSet[int], uncopied: AbstractSet[int]) -> bool:
-        """Whether a running sequence has what it computed, after a step did not fill some blocks and copy to others."""
+        """Return whether a running sequence keeps all it computed after a step left blocks unfilled or uncopied."""
         num_full = int(self.table.num_computed[seq.row]) // self._block_size
         return uncopied.isdisjoint(seq.blocks) and unfilled.isdisjoint(seq.blocks[:num_full])
 
-    def unname(self, seq: Sequence) -> None:
-        """Offer the blocks that a running sequence has not computed to the prefix cache once more."""
-        self.table.num_named[seq.row] = self.table.num_computed[seq.row] // self._block_size * self._block_size
+    def uncache(self, seq: Sequence) -> None:
+        """Mark a running sequence's uncomputed blocks as not cached, so that they are cached again once filled."""
+        self.table.num_cached[seq.row] = self.table.num_computed[seq.row] // self._block_size * self._block_size
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks for so many tokens."""
+        """Return the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self._block_size)
 
     def num_tokens_unused(self) -> int:
-        """Tokens that the blocks held have room for and nobody has stored."""
-        seated = self._seated()
-        # A last block that is shared still counts for the one that computed the prompt.
-        rows = [seq.row for seq in seated if seq.spare is None]
+        """Return how many more tokens the held blocks have capacity for."""
+        seqs = self._with_rows()
+        # A shared last block counts once, for the sequence that computed the prompt.
+        rows = [seq.row for seq in seqs if seq.spare is None]
         unused = int((self.table.capacity[rows] - self.table.num_computed[rows]).sum())
-        return unused + self._block_size * (len(seated) - len(rows))
+        return unused + self._block_size * (len(seqs) - len(rows))
 
     def check_integrity(self, swapped: Iterable[Sequence]) -> None:
-        """Raise InvariantError unless rows and blocks are held as rows, sequences and reference counts say."""
-        seated = self._seated()
-        self.table.check_integrity(seated)
-        held = Counter(block for seq in (*seated, *swapped) for block in seq.blocks)
-        held.update(seq.spare for seq in seated if seq.spare is not None)
+        """Raise InvariantError unless rows, sequences and reference counts agree on the blocks held."""
+        seqs = self._with_rows()
+        self.table.check_integrity(seqs)
+        held = Counter(block for seq in (*seqs, *swapped) for block in seq.blocks)
+        held.update(seq.spare for seq in seqs if seq.spare is not None)
         self._memory.check_integrity(held)
         if any(seq.forks and seq not in self._leaders for seq in self.seqs):
-            raise InvariantError("forks and those that they wait for disagree")
+            raise InvariantError("forks and the sequences that they wait for disagree")
 
-    def _seated(self) -> list[Sequence]:
+    def _with_rows(self) -> list[Sequence]:
         return [one for seq in self.present for one in (seq, *seq.forks)]
 
     def _share(self, leader: Sequence, fork: Sequence) -> None:
@@ -213,7 +213,7 @@ class RunningBatch:
         blocks = leader.blocks[: self.num_blocks(num_shared)]
         self._memory.hold(blocks)
         self.table.add_blocks(fork, blocks)
-        self.table.start_behind(fork, num_shared)
+        self.table.mark_stored(fork, num_shared)
         fork.block_hashes = leader.block_hashes[:num_full]
         fork.forks_from = None
         if len(blocks) > num_full:

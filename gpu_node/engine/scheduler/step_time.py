@@ -10,7 +10,7 @@ _LEARNING_RATE = 0.3
 _MAX_LOG_ERROR = math.log(2)
 """Larger errors count as this: other processes may have delayed a single step."""
 _DECODE_SHARE = 0.1
-"""Of the error of a step that computes prompts, what counts for decoding: other steps show that cost by itself."""
+"""Weight of errors in steps with prompts for the decode cost: steps without prompts show that cost by itself."""
 _MIN_MS = 1e-3
 _CONTEXT_TOKENS = 1000
 
@@ -25,15 +25,15 @@ class StepWork(NamedTuple):
     num_attended: int
     """Sum, over prompt tokens, of the tokens that are stored before their chunk."""
     num_scored: int
-    """Prompt tokens whose log-probabilities are wanted; each needs a row of logits."""
+    """Prompt tokens with log-probabilities requested; each needs a row of logits."""
 
 
 class StepTime:
     """A linear model of a step's milliseconds with five positive weights.
 
-    The weights are learned by normalized least mean squares on the logarithm of the prediction (Haykin, Adaptive Filter
-    Theory, chapter 7), so they stay positive and need no units. Each weight takes the part of the error that is in
-    proportion to its part of the prediction. The first step sets the scale of all weights.
+    The weights are learned by normalized least mean squares (Haykin, Adaptive Filter Theory, chapter 7). The error is
+    that of the logarithm of the prediction, so the weights stay positive and need no units. Each weight takes the part
+    of the error that is in proportion to its part of the prediction. The first step sets the scale of all weights.
     """
 
     def __init__(self) -> None:
@@ -60,15 +60,15 @@ class StepTime:
         ]
 
     def decode_ms(self, num_decoded: int) -> float:
-        """Milliseconds of a step that only decodes so many tokens."""
+        """Return the milliseconds of a step that decodes `num_decoded` tokens and nothing else."""
         return self.step_ms(StepWork(num_decoded, 0, 0, 0))
 
     def step_ms(self, work: StepWork) -> float:
-        """Milliseconds of a step."""
+        """Return the milliseconds of a step."""
         return sum(self._parts(work))
 
     def token_ms(self, num_before: int, *, is_scored: bool) -> float:
-        """Milliseconds that a prompt token adds to a step when so many tokens of its prompt are stored before it."""
+        """Return the milliseconds that a prompt token adds to a step after `num_before` stored tokens of its prompt."""
         _, _, token, context, scored = self._weights
         return token + context * num_before / _CONTEXT_TOKENS + (scored if is_scored else 0.0)
 

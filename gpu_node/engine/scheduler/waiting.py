@@ -1,4 +1,4 @@
-"""The sequences that do not run: those whose blocks were taken to the host, and those without blocks."""
+"""The queues of sequences that do not run: swapped ones hold blocks on the host, waiting ones hold none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.gpu_node.engine.sequence import Sequence
 
 
 class WaitingQueues:
-    """Swapped sequences, then waiting ones; of each first those that ran, the one that was admitted first in front.
+    """Swapped sequences, then waiting ones. In each queue preempted sequences come first, in order of admission.
 
-    Choices of a request that start together stand as one: as their first one, whose `forks` the others are.
+    Choices of a request that start together are queued as one entry: the first choice, with the others as its `forks`.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class WaitingQueues:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without blocks."""
+        """The number of sequences without blocks."""
         return sum(1 + len(seq.forks) for seq in self.waiting)
 
     def queue_of(self, seq: Sequence) -> deque[Sequence]:
-        """Where a sequence stands that does not run."""
+        """Return the queue that holds a sequence that does not run."""
         return self.swapped if seq.blocks else self.waiting
 
     def add(self, choices: Items[Sequence]) -> None:
@@ -41,12 +41,12 @@ class WaitingQueues:
         self.waiting.append(_group(choices))
 
     def put_back(self, *choices: Sequence) -> None:
-        """Put choices that ran, or were to start with one that did, before all that did not."""
+        """Put choices that ran, or were to start with one that ran, at the head of their queue."""
         seq = _group(choices)
         self.queue_of(seq).appendleft(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Take out a sequence; others that were to start with it stay."""
+        """Remove a sequence; its forks stay queued."""
         queue = self.queue_of(seq)
         if seq.forks:
             queue[queue.index(seq)] = _group(seq.forks)
@@ -57,7 +57,7 @@ class WaitingQueues:
             queue.remove(seq)
 
     def check_integrity(self) -> None:
-        """Raise InvariantError unless each is where it belongs and holds no more than it may."""
+        """Raise InvariantError unless each sequence is in the right queue, without a row or spare block."""
         for queue, is_swapped in ((self.waiting, False), (self.swapped, True)):
             for seq in queue:
                 if any(one.row >= 0 or one.spare is not None for one in (seq, *seq.forks)):
@@ -67,14 +67,14 @@ class WaitingQueues:
 
 
 def leave_group(seq: Sequence) -> None:
-    """Let a fork be one no more."""
+    """Separate a fork from the sequence that it would start with."""
     if seq.forks_from is not None:
         seq.forks_from.forks.remove(seq)
         seq.forks_from = None
 
 
 def _group(choices: Items[Sequence]) -> Sequence:
-    """The first of some choices that start together, the others as its forks."""
+    """Make the first choice the leader and the others its forks."""
     leader, forks = choices[0], list(choices[1:])
     leader.forks, leader.forks_from = forks, None
     for fork in forks:

@@ -1,4 +1,4 @@
-"""Who drafts how many tokens: as many as will probably stand often enough for what they cost."""
+"""Decide how many tokens each sequence drafts: as many as will probably be accepted often enough for their cost."""
 
 from __future__ import annotations
 
@@ -18,47 +18,49 @@ _log = logging.getLogger(__name__)
 
 
 def speculation_of(config: EngineConfig, runner: ModelRunner) -> DraftBudget:
-    """As an engine's settings and its runner have it."""
+    """Create the draft budget for an engine's settings and runner."""
     if config.speculative == "off":
         return DraftBudget(0)
     if not runner.verifies_drafts:
-        _log.warning("this runner verifies no drafts, so nobody drafts", extra={"speculative": config.speculative})
+        _log.warning(
+            "speculative decoding is off: this runner cannot verify drafts", extra={"speculative": config.speculative}
+        )
         return DraftBudget(0)
     return DraftBudget(config.max_draft_tokens)
 
 
 class DraftBudget:
-    """Weighs drafts, all of a step together.
+    """Weighs the drafts of all sequences in a step together.
 
-    With R sequences that decode, a token that stands spares an R-th of a step. How many must stand is therefore known
-    from what the rows cost; how many probably will, from how often such drafts were right.
+    With R decoding sequences, an accepted token saves an R-th of a step. The cost of rows therefore gives the number of
+    tokens that must be accepted. The success of earlier drafts predicts how many will be.
     """
 
     def __init__(self, max_draft_tokens: int) -> None:
-        """0: nobody drafts."""
+        """With 0 tokens, no sequence drafts."""
         self.max_draft_tokens = max_draft_tokens
         self.num_drafted = self.num_accepted = 0
         self._cost = StepCost()
         self._common = common_odds()
 
     def note_step(self, step: Step, result: StepResult, whole_ms: float) -> None:
-        """A step was computed; planning, running and ending it took so long."""
+        """Learn from a step that took `whole_ms`, planning and completion included."""
         if self.max_draft_tokens and not step.num_prefill_tokens:
             step_ms = result.forward_ms + result.sample_ms
             self._cost.note(len(step.seqs), step.num_drafted, step_ms, whole_ms - step_ms)
 
     def drafter(self, max_num_tokens: int) -> Drafter:
-        """For a sequence that gets so long at most."""
+        """Create a drafter for a sequence of at most `max_num_tokens` tokens."""
         return Drafter(max_num_tokens, self._common)
 
-    def needs(self, num_decoding: int, most: int) -> list[float]:
-        """How many of 1, 2, ... up to `most` drafted tokens must stand to pay; ends where none can."""
-        return self._cost.needs(num_decoding, min(most, num_decoding * self.max_draft_tokens))
+    def needs(self, num_decoding: int, max_drafted: int) -> list[float]:
+        """Return how many of 1, 2, …, `max_drafted` drafted tokens must be accepted to pay; ends where none can."""
+        return self._cost.needs(num_decoding, min(max_drafted, num_decoding * self.max_draft_tokens))
 
     def choose(self, chances: Items[Items[float]], needs: Items[float]) -> list[int]:
-        """How many tokens each draft should have, given the chances that they stand: the likeliest of all drafts.
+        """Return how many tokens each sequence should draft, given the chance of each token to be accepted.
 
-        As many together as gain most beyond what they need.
+        It takes the likeliest tokens of all drafts, in the number with the largest expected gain over `needs`.
         """
         offers = sorted(((chance, i) for i, own in enumerate(chances) for chance in own), reverse=True)
         gain = best = 0.0

@@ -41,7 +41,9 @@ class Whim(FirstComeFirstServed):
         for seq in seqs[at:] + seqs[:at]:
             start(seq)
 
-    def pressing(self, waiting: Iterable[Sequence], running: list[Sequence]) -> tuple[Sequence, list[Sequence]] | None:
+    def preemption_request(
+        self, waiting: Iterable[Sequence], running: list[Sequence]
+    ) -> tuple[Sequence, list[Sequence]] | None:
         """Once, whoever was pressed."""
         seqs, pressed = list(waiting), self.pressed
         self.pressed = None
@@ -97,7 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
             preemption=preemption,
             eviction=eviction,
             enable_prefix_caching=caching,
-            discipline=None if in_order else self.whim,
+            policy=None if in_order else self.whim,
         )
         self.room = (num_blocks + num_host_blocks) * BLOCK_SIZE
 

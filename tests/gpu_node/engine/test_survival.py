@@ -293,7 +293,7 @@ def test_growth_is_logged_before_a_system_might_kill_for_it(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, now_s = make_engine(), iter(range(1_000_000))
-    engine._trail._now_s = lambda: next(now_s)
+    engine._memory_trace._now_s = lambda: next(now_s)
     with caplog.at_level(logging.INFO):
         for mib in (100, 105, 109, 120, 110, 131, 200):
             monkeypatch.setattr(memory_trace, "_resident_bytes", lambda mib=mib: mib << 20)
@@ -305,7 +305,7 @@ def test_growth_is_logged_before_a_system_might_kill_for_it(
 def test_the_trail_counts_what_happened_between_two_records_and_stays_short(make_engine: MakeEngine) -> None:
     engine = make_engine(num_kv_blocks=12)
     now_s = iter(i * 0.3 for i in range(1_000_000))
-    engine._trail._now_s = lambda: next(now_s)
+    engine._memory_trace._now_s = lambda: next(now_s)
     for _ in range(4):
         engine.generate(PROMPTS, PARAMS)
     with pytest.raises(PromptTooLongError):

@@ -51,22 +51,22 @@ class PoolMachine(RuleBasedStateMachine):
                     self.pool.take()
                 break
             blank = {*range(FIRST, FIRST + NUM_BLOCKS)} - set(self.content) - held
-            block, label = self.pool.take()
+            block, entry = self.pool.take()
             assert block in range(FIRST, FIRST + NUM_BLOCKS) and block not in held
-            assert (label is None and block in blank) if blank else label is not None
-            assert (label and label.name) == self.content.pop(block, None)
+            assert (entry is None and block in blank) if blank else entry is not None
+            assert (entry and entry.block_hash) == self.content.pop(block, None)
             blocks.append(block)
         if blocks:
             self.holders.append(blocks)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), name=st.integers(0, 9))
-    def label(self, data: st.DataObject, name: int) -> None:
+    def cache(self, data: st.DataObject, name: int) -> None:
         block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.holders))))
         digest = _hash(name)
         if digest not in self.content.values() and block not in self.content:
             self.content[block] = digest
-        self.pool.label(block, digest)
+        self.pool.cache(block, digest)
 
     @rule(name=st.integers(0, 9))
     def share(self, name: int) -> None:
@@ -82,9 +82,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.free(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
 
     @rule(block=st.integers(FIRST, FIRST + NUM_BLOCKS - 1))
-    def unlabel(self, block: int) -> None:
-        label = self.pool.unlabel(block)
-        assert (label and label.name) == self.content.pop(block, None)
+    def uncache(self, block: int) -> None:
+        entry = self.pool.uncache(block)
+        assert (entry and entry.block_hash) == self.content.pop(block, None)
 
     @invariant()
     def counts_agree(self) -> None:
@@ -93,7 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = range(FIRST, FIRST + NUM_BLOCKS)
         assert self.pool.num_free == NUM_BLOCKS - len(set(held))
         assert all(self.pool.ref_count(block) == held.count(block) for block in blocks)
-        assert all(self.pool.is_known(block) == (block in self.content) for block in blocks)
+        assert all(self.pool.is_cached(block) == (block in self.content) for block in blocks)
         assert self.pool.num_cached == len(set(self.content) - set(held))
 
 
@@ -107,7 +107,7 @@ def test_blocks_without_a_prefix_go_first_then_the_tail_of_the_oldest_prefix(evi
     first, second, plain = _take(pool, 2), _take(pool, 2), _take(pool, 2)
     names = [_hash(i) for i in range(4)]
     for block, name in zip(first + second, names, strict=True):
-        pool.label(block, name)
+        pool.cache(block, name)
     for blocks in (first, second, plain):
         pool.free(blocks)
     assert pool.num_free == 6 and pool.num_cached == 4
@@ -120,7 +120,7 @@ def _cached(pool: BlockPool, name: int, length: int, num_uses: int = 0) -> list[
     """A prefix of so many blocks that was found so often, and that nobody holds."""
     blocks = _take(pool, length)
     for i, block in enumerate(blocks):
-        pool.label(block, _hash(name, i))
+        pool.cache(block, _hash(name, i))
     pool.free(blocks)
     for _ in range(num_uses):
         for block in blocks:

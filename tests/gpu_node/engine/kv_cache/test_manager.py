@@ -20,7 +20,7 @@ def _chain(name: int, length: int) -> list[bytes]:
 def _cached(memory: KvCacheManager, names: list[bytes]) -> list[int]:
     blocks = memory.alloc(len(names))
     for block, name in zip(blocks, names, strict=True):
-        memory.commit(block, name)
+        memory.cache(block, name)
     memory.free(blocks)
     return blocks
 
@@ -66,7 +66,7 @@ def test_swapping_copies_only_what_nobody_else_holds() -> None:
     memory, names = KvCacheManager(6, 6), _chain(1, 3)
     blocks = memory.alloc(3)
     for block, name in zip(blocks, names, strict=True):
-        memory.commit(block, name)
+        memory.cache(block, name)
     shared = blocks[:1]
     memory.hold(shared)
     assert memory.num_to_swap(blocks) == 2
@@ -84,7 +84,7 @@ def test_who_comes_back_takes_what_others_computed_meanwhile() -> None:
     swapped = memory.swap_out(memory.alloc(2))
     memory.take_copies()
     others = memory.alloc(2)
-    memory.commit(others[0], names[0])
+    memory.cache(others[0], names[0])
     back = memory.bring_in(swapped, names)
     assert back[0] == others[0] and back[1] != others[1]
     assert memory.take_copies().tolist() == [[swapped[1], back[1]]]
@@ -104,7 +104,7 @@ def test_of_several_who_share_a_block_all_but_the_last_copy_it() -> None:
 def test_a_known_block_is_copied_also_by_the_last_who_writes_to_it() -> None:
     memory, names = KvCacheManager(6), _chain(1, 1)
     (block,), (spare,) = memory.alloc(1), memory.alloc(1)
-    memory.commit(block, names[0])
+    memory.cache(block, names[0])
     assert memory.own(block, spare) == spare and memory.match(names) == [block]
 
 
@@ -112,5 +112,5 @@ def test_who_does_not_fit_on_the_device_gets_host_blocks_too() -> None:
     memory = KvCacheManager(2, 3)
     blocks = memory.alloc_anywhere(4)
     assert [memory.is_on_device(block) for block in blocks] == [True, True, False, False]
-    memory.commit(blocks[3], _chain(1, 1)[0])
+    memory.cache(blocks[3], _chain(1, 1)[0])
     assert memory.match(_chain(1, 1)) == []

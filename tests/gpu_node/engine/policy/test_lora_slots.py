@@ -118,8 +118,8 @@ def test_every_step_computes_with_the_adapters_of_its_sequences_and_all_end(
     wearers: list[str], num_places: int, lengths: int, num_blocks: int
 ) -> None:
     places, table = AdapterSlots(num_places), _Table()
-    discipline = ByAdapter(FirstComeFirstServed(), places)
-    scheduler, _ = new_scheduler(num_blocks, max_num_seqs=6, discipline=discipline)
+    policy = ByAdapter(FirstComeFirstServed(), places)
+    scheduler, _ = new_scheduler(num_blocks, max_num_seqs=6, policy=policy)
     known = {name: _Named(name) for name in "abcd"}
     for i, name in enumerate(wearers):
         seq = new_sequence(str(i), 1 + i % (3 * BLOCK_SIZE), 1 + lengths * (i % 3), first_token=100 * i)
@@ -142,7 +142,7 @@ def test_every_step_computes_with_the_adapters_of_its_sequences_and_all_end(
 
 def test_who_waits_for_a_place_gets_one_though_others_keep_coming() -> None:
     places = AdapterSlots(1)
-    scheduler, _ = new_scheduler(40, max_num_seqs=4, discipline=ByAdapter(FirstComeFirstServed(), places))
+    scheduler, _ = new_scheduler(40, max_num_seqs=4, policy=ByAdapter(FirstComeFirstServed(), places))
     known = {name: _Named(name) for name in "ab"}
 
     def add(name: str, adapter: str) -> None:

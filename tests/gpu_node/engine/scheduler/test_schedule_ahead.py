@@ -93,9 +93,9 @@ def test_a_block_is_known_once_all_of_its_tokens_are() -> None:
     scheduler.add(seq)
     first, _ = _launched(scheduler)
     second, _ = _launched(scheduler, ahead=True)
-    assert second.ends.tolist() == [BLOCK_SIZE] and second.named_blocks == seq.block_hashes == []
+    assert second.ends.tolist() == [BLOCK_SIZE] and second.cached_blocks == seq.block_hashes == []
     _land(scheduler, first, 1000)
-    assert second.named_blocks == seq.blocks[:1] == memory.match(seq.block_hashes)
+    assert second.cached_blocks == seq.blocks[:1] == memory.match(seq.block_hashes)
     scheduler.roll_back(second)
     assert memory.match(seq.block_hashes) == []
 
@@ -138,13 +138,15 @@ def test_what_needs_room_or_tokens_waits_for_the_step() -> None:
 class _Urgent(FirstComeFirstServed):
     """Whoever waits presses."""
 
-    def pressing(self, waiting: Iterable[Sequence], running: list[Sequence]) -> tuple[Sequence, list[Sequence]] | None:
+    def preemption_request(
+        self, waiting: Iterable[Sequence], running: list[Sequence]
+    ) -> tuple[Sequence, list[Sequence]] | None:
         seq = next(iter(waiting), None)
         return None if seq is None else (seq, running[::-1])
 
 
 def test_who_presses_is_made_way_for_when_the_step_has_landed() -> None:
-    scheduler, _ = new_scheduler(4, max_num_seqs=1, budget=64, discipline=_Urgent())
+    scheduler, _ = new_scheduler(4, max_num_seqs=1, budget=64, policy=_Urgent())
     runs, presses = (new_sequence(name, 3, 9, first_token=100 * i) for i, name in enumerate("rp"))
     scheduler.add(runs)
     first, _ = _launched(scheduler)
