@@ -5,7 +5,7 @@
 namespace penstock {
 namespace {
 
-// Rows of numbers with the padding that a turn wants.
+// Rows of numbers, padded as a Hadamard rotation needs.
 class Rows {
  public:
   Rows(int count, int columns) : stride_(round_up(columns, kLanes)), values_((size_t)count * stride_) {}
@@ -16,7 +16,7 @@ class Rows {
   Buffer<float> values_;
 };
 
-// A changed row but for what its outputs need.
+// Reads a row and transforms it by `change`, except for the rotation of outputs, which needs all rows.
 void read_row(const Part& part, const Change& change, int i, int columns, float* out) {
   widen_row(part.source, part.row(i), columns, out);
   if (change.gains) {

@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-// Vectors that the first pass combines while they are in registers.
+// Vectors that the first pass combines in registers.
 constexpr int kFirst = kRegisters >= 32 ? 8 : 2;
 
 Floats butterflies(Floats x, int run) {
@@ -92,7 +92,7 @@ void Turn::apply(const float* row, float* out) const {
   }
 }
 
-// N numbers, or vectors of them, of each run at a time.
+// Applies the cosine transform to N numbers, or N vectors, of each run at a time.
 template <class Number, int N>
 void Turn::mix_runs(float* row) const {
   constexpr int kWidth = sizeof(Number) / sizeof(float);

@@ -5,7 +5,7 @@
 namespace penstock {
 namespace {
 
-// Inner numbers that are summed up side by side: an addition is not done before the next one could begin.
+// Inner numbers that are summed side by side. One sum alone would wait for the latency of each addition.
 constexpr int kSums = kRegisters >= 32 ? 8 : 4;
 
 }  // namespace

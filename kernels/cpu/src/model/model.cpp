@@ -10,7 +10,7 @@
 namespace penstock {
 namespace {
 
-// So few rows are written by every thread for itself: that costs less than waiting for each other.
+// Up to this many rows, every thread writes all input rows for itself, which costs less than a barrier.
 constexpr int kRowsToRepeat = 2;
 
 void prepare(std::vector<Inputs>& inputs, Input input, int rows, int columns, Format format) {
@@ -20,7 +20,8 @@ void prepare(std::vector<Inputs>& inputs, Input input, int rows, int columns, Fo
   }
 }
 
-// Has `write(activations, row)` called for each row, where it `repeats` by each thread; the activations to multiply with.
+// Calls `write(activations, row)` for each row and returns the activations to multiply. If `repeats`, every thread
+// writes all rows, into activations of its own.
 template <class Write>
 Activations& fill_rows(Member& member, std::vector<Inputs>& inputs, Input input, Format format, int rows, bool repeats,
                        const Write& write) {
@@ -169,7 +170,7 @@ void Model::embed(Member& member) {
   });
 }
 
-// The thread's own until the next one.
+// Returns the normed hidden state of a token, which stays valid until this thread's next call.
 const float* Model::normed(int token, const Norm& norm, bool* finite) const {
   thread_local std::vector<float> row;
   row.resize(hidden_stride_);
@@ -181,7 +182,8 @@ const float* Model::normed(int token, const Norm& norm, bool* finite) const {
   return row.data();
 }
 
-// What adapters make of a row all threads need, but only one of them writes it.
+// Whether every thread writes all rows for itself. Not with adapters: all threads read the shrunk rows, but only one
+// may write each of them.
 bool Model::repeats(int rows) const { return rows <= kRowsToRepeat && !plan_.adapters; }
 
 void Model::run_layer(Member& member, int index) {
@@ -199,7 +201,7 @@ void Model::run_layer(Member& member, int index) {
     for (int r = 0; r < count; ++r) std::copy_n(out + r * kPanel, kPanel, qkv_row(first + r) + panel * kPanel);
   });
   attend_all(member, index);
-  // Behind the last attention a token matters only where its logits are wanted.
+  // After the last attention, only tokens whose logits are needed matter.
   if (index + 1 < spec_.num_layers) {
     run_tail(member, index, all_tokens_, inputs_);
   } else if (!head_tokens_.empty()) {
@@ -207,10 +209,10 @@ void Model::run_layer(Member& member, int index) {
   }
 }
 
-// What follows the attention, for the tokens `rows`.
+// Computes what follows the attention, for the tokens `rows`.
 void Model::run_tail(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
   if (spec_.is_parallel) {
-    // First what still reads the hidden state as the attention has read it.
+    // The MLP comes first, because it reads the same hidden state as the attention.
     add_mlp(member, index, rows, inputs);
     add_attended(member, index, rows, inputs);
   } else {
@@ -260,7 +262,7 @@ void Model::add_mlp(Member& member, int index, const std::vector<int>& rows, std
         const float* row = gated_row(i);
         if (spec_.turned) {
           turned.resize(gated_stride_);
-          // What another model of this thread left behind its rows would count to the scale of ours.
+          // Clear the padding: numbers that another model left there would enter this row's scale.
           std::fill(turned.begin() + spec_.intermediate, turned.end(), 0.f);
           gated_turn_.apply(row, turned.data());
           row = turned.data();
@@ -271,7 +273,7 @@ void Model::add_mlp(Member& member, int index, const std::vector<int>& rows, std
   add_product(member, gated, index, Slot::kMlpOut, rows);
 }
 
-// One panel of the MLP's inner products to its part of the row that the second matrix reads.
+// Applies the activation to one panel of the MLP's inner products, and writes the row that the second matrix reads.
 void Model::activate(const float* inner, int panel, float* row) const {
   const auto activated = [&](Floats x) {
     switch ((Activation)spec_.activation) {

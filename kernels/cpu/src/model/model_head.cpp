@@ -1,4 +1,4 @@
-// The end of a step: logits of the rows that sample, and their tokens.
+// The end of a step: the logits of the rows that sample, and the tokens that they sample.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -12,7 +12,7 @@ namespace penstock {
 namespace {
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
-// Rows whose logits are kept at once only to be scored: a prompt's would take more memory than the model.
+// Rows that are scored at once: the logits of a whole prompt would take more memory than the model.
 constexpr int kScoredAtOnce = 64;
 
 }  // namespace
@@ -65,7 +65,7 @@ void Model::project_head(Member& member) {
   });
 }
 
-// Keeps each row's best logit so far, by thread, and the logits themselves where they are asked for.
+// Keeps a row's best logit so far, by thread; or all of its logits if they are needed.
 void Model::note_logits(Member& member, int first, int rows, int panel, float* out) {
   const int columns = std::min(kPanel, spec_.vocab - panel * kPanel);
   for (int r = 0; r < rows; ++r) {
@@ -82,7 +82,7 @@ void Model::note_logits(Member& member, int first, int rows, int panel, float* o
     if (!bits(at_least(both, broadcast(best.value)))) continue;
     const float value = largest(both);
     const int token = panel * kPanel + (int)(std::find(logits, logits + kPanel, value) - logits);
-    // Panels come in any order.
+    // Panels come in any order, so compare the ids as well.
     if (value > best.value || token < best.token) std::tie(best.value, best.token) = std::tie(value, token);
   }
 }
@@ -112,7 +112,7 @@ int32_t Model::choose_one(int row) {
   return token;
 }
 
-// How likely what follows some tokens of prompts was behind them.
+// Writes the log-probabilities of the tokens that follow scored tokens of prompts.
 void Model::score(Member& member) {
   for (int first = 0; first < plan_.num_scored; first += kScoredAtOnce) {
     const int rows = std::min(kScoredAtOnce, plan_.num_scored - first);
@@ -137,10 +137,10 @@ void Model::score(Member& member) {
 void Model::await_masks(Member& member) const {
   if (!plan_.masks) return;
   if (member.leads()) poll_until([&] { return __atomic_load_n(plan_.masks_written, __ATOMIC_ACQUIRE) != 0; });
-  member.for_each(0, [](int) {});  // the others sleep at its barrier
+  member.for_each(0, [](int) {});  // the other threads sleep at this barrier
 }
 
-// Of equal logits the lowest id wins, whichever thread saw it.
+// Returns the best token over all threads. Of equal logits the lowest id wins, whichever thread found it.
 int32_t Model::best_of_threads(int row) const {
   Best best = bests_[row];
   for (int t = 1; t < team_.size(); ++t) {
