@@ -154,8 +154,8 @@ class NativeModel:
         self._spec = spec
         self._kept: dict[tuple[Slot, int], NDArray[np.uint8]] = {}
         self._handle = c.c_void_p()
-        places = (c.c_int32 * len(cores))(*cores) if cores else None
-        self._check(self._library.penstock_model_new(c.byref(spec), num_threads, places, c.byref(self._handle)))
+        pinned_cores = (c.c_int32 * len(cores))(*cores) if cores else None
+        self._check(self._library.penstock_model_new(c.byref(spec), num_threads, pinned_cores, c.byref(self._handle)))
         self._free = weakref.finalize(self, self._library.penstock_model_free, self._handle)
 
     def close(self) -> None:
@@ -268,8 +268,8 @@ class NativeModel:
 def low_rank_table(parts: Sequence[LowRankRows]) -> c.Array[_LowRankPart]:
     """Return the parts as an array of C structs, valid only as long as `parts`."""
     table = (_LowRankPart * len(parts))()
-    for row, (where, first, down, up) in zip(table, parts, strict=True):
-        row.place, row.first, row.count, row.rank = where, first, len(up), len(down)
+    for row, (place, first, down, up) in zip(table, parts, strict=True):
+        row.place, row.first, row.count, row.rank = place, first, len(up), len(down)
         row.down, row.up = down.ctypes.data, up.ctypes.data
     return table
 

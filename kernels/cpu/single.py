@@ -109,7 +109,7 @@ class Single:
         finite = self._library.penstock_single_norm(*addresses, padded, count, eps, _at(out))
         return out, bool(finite)
 
-    def turn(self, row: Floats) -> Floats:
+    def hadamard_rotation(self, row: Floats) -> Floats:
         """Return a row after the Hadamard rotation, zero-padded to a multiple of 16. row: [n]."""
         padded = np.zeros(-(-len(row) // 16) * 16, np.float32)
         padded[: len(row)] = row

@@ -51,18 +51,18 @@ def store_kv(k: Tensor, v: Tensor, cache: PagedCache, slots: Tensor) -> None:
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        block, place = divmod(slot, cache.block_size)
+        block, offset = divmod(slot, cache.block_size)
         for given, kept, scales in ((k, cache.k, cache.k_scales), (v, cache.v, cache.v_scales)):
             if scales is None:
-                kept[:, block, place] = given[token].to(kept.dtype)
+                kept[:, block, offset] = given[token].to(kept.dtype)
             else:
-                kept[:, block, place], scales[:, block, place] = quantise_vectors(given[token], kept.dtype)
+                kept[:, block, offset], scales[:, block, offset] = quantise_vectors(given[token], kept.dtype)
 
 
 def quantise_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize vectors to int8 or float8_e4m3fn with a scale each. x: [..., size]; returns that and float32 [...]."""
-    most = QUANTISED_MAX[dtype]
-    scales = x.float().abs().amax(-1) / most
+    max_number = QUANTISED_MAX[dtype]
+    scales = x.float().abs().amax(-1) / max_number
     scaled = x.float() / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
     return (scaled.round() if dtype is torch.int8 else scaled).to(dtype), scales
 

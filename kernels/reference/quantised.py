@@ -61,12 +61,12 @@ def quantise_int4_groups(weights: Floats) -> Quantised:
 def quantise_activations(x: Floats, group: int) -> Quantised:
     """Quantize activations with a scale per `group` columns, q in [-127, 127]. x: [rows, columns], padded."""
     groups = x.reshape(len(x), -1, group)
-    most = _largest(groups)
+    largest = _largest(groups)
     with np.errstate(over="ignore"):
-        steps = _divided(np.float32(127), most)
+        steps = _divided(np.float32(127), largest)
     # A row so small that the division overflows is quantized to zeros.
     q = np.rint(groups * np.where(np.isfinite(steps), steps, 0)).astype(np.int64)
-    return Quantised(q, most / np.float32(127), np.zeros_like(most))
+    return Quantised(q, largest / np.float32(127), np.zeros_like(largest))
 
 
 def multiply_quantised(x: Floats, weights: Quantised) -> NDArray[np.float64]:
@@ -85,8 +85,8 @@ def _signed(groups: Floats, scale: Floats) -> Quantised:
 
 
 def _largest(groups: Floats) -> Floats:
-    most: Floats = np.abs(groups).max(-1, keepdims=True)
-    return most
+    largest: Floats = np.abs(groups).max(-1, keepdims=True)
+    return largest
 
 
 def _grouped(weights: Floats) -> Floats:

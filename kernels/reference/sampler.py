@@ -50,8 +50,8 @@ def sample_row(logits: NDArray[np.float32], row: SamplingRow) -> int:
 
 def uniform_of(row: SamplingRow) -> float:
     """Return the random number of a row, in [0, 1)."""
-    seed, place = np.array([row.seed], np.uint64), np.array([[row.choice], [row.position]], np.int32)
-    return float(sampling_uniform(seed, *place)[0])
+    seed, counters = np.array([row.seed], np.uint64), np.array([[row.choice], [row.position]], np.int32)
+    return float(sampling_uniform(seed, *counters)[0])
 
 
 # The code checks for overflow and NaN itself, so numpy need not warn.

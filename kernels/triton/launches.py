@@ -56,14 +56,14 @@ def padded(size: int, least: int = 1) -> int:
     return max(least, int(triton.next_power_of_2(size)))
 
 
-def table_name(card: str) -> str:
+def table_name(gpu_name: str) -> str:
     """Return the file in `tuned/` with a GPU's launches: kernel → shape → tile, warps, stages."""
-    return "-".join(card.lower().split()) + ".json"
+    return "-".join(gpu_name.lower().split()) + ".json"
 
 
 @cache
-def _table(card: str) -> dict[str, dict[str, list[int]]]:
-    path = files(__package__).joinpath("tuned", table_name(card))
+def _table(gpu_name: str) -> dict[str, dict[str, list[int]]]:
+    path = files(__package__).joinpath("tuned", table_name(gpu_name))
     if not path.is_file():
         return {}
     table: dict[str, dict[str, list[int]]] = json.loads(path.read_text())

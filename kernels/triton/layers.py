@@ -49,7 +49,7 @@ def _add_norm(
 
 
 @triton.jit
-def _turned(
+def _normed_rope(
     x,
     at,
     is_row,
@@ -70,15 +70,15 @@ def _turned(
     if NORMED:
         y *= norm * tl.load(weight + d, mask=d < HEAD, other=0.0).to(tl.float32)[None, :]
     if ROTARY > 0:
-        is_first, is_turned = d < ROTARY // 2, d < ROTARY
+        is_first, is_rotary = d < ROTARY // 2, d < ROTARY
         other = tl.where(is_first, d + ROTARY // 2, d - ROTARY // 2)
-        partner = tl.load(x + at[:, None] + other[None, :], mask=is_row[:, None] & is_turned[None, :], other=0.0)
+        partner = tl.load(x + at[:, None] + other[None, :], mask=is_row[:, None] & is_rotary[None, :], other=0.0)
         partner = partner.to(tl.float32)
         if NORMED:
-            partner *= norm * tl.load(weight + other, mask=is_turned, other=0.0).to(tl.float32)[None, :]
+            partner *= norm * tl.load(weight + other, mask=is_rotary, other=0.0).to(tl.float32)[None, :]
         angle = tl.where(is_first, d, other)
-        cosine = tl.load(cos + angle, mask=is_turned, other=1.0)
-        sine = tl.load(sin + angle, mask=is_turned, other=0.0)
+        cosine = tl.load(cos + angle, mask=is_rotary, other=1.0)
+        sine = tl.load(sin + angle, mask=is_rotary, other=0.0)
         y = y * cosine[None, :] + partner * tl.where(is_first, -sine, sine)[None, :]
     return y
 
@@ -141,7 +141,7 @@ def _rotate_and_store(
     angles = tl.load(positions + token).to(tl.int64) * (ROTARY // 2)
     g, d = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
     at = token * qkv_stride
-    queries = _turned(
+    queries = _normed_rope(
         qkv, at + (head * GROUP + g) * HEAD, g < GROUP, q_norm, eps, cos + angles, sin + angles,
         HEAD, HEAD_PAD, ROTARY, NORMED,
     )  # fmt: skip
@@ -152,15 +152,15 @@ def _rotate_and_store(
     if slot >= 0:
         one = tl.arange(0, 1)
         key_at = at + (num_heads + head) * HEAD
-        key = _turned(
+        key = _normed_rope(
             qkv, key_at + one, one == 0, k_norm, eps, cos + angles, sin + angles, HEAD, HEAD_PAD, ROTARY, NORMED
         )
         value_at = key_at + num_kv_heads * HEAD
         value = tl.load(qkv + value_at + d[None, :], mask=(d < HEAD)[None, :], other=0.0).to(tl.float32)
-        block, place = slot // BLOCK, slot % BLOCK
-        kept_at = block_offset(block, block_stride, host_from, host_jump) + head * head_stride + place * HEAD
+        block, offset = slot // BLOCK, slot % BLOCK
+        kept_at = block_offset(block, block_stride, host_from, host_jump) + head * head_stride + offset * HEAD
         scale_at = block_offset(block, scale_block_stride, host_from, host_scale_jump)
-        scale_at += head * scale_head_stride + place
+        scale_at += head * scale_head_stride + offset
         _keep(k_cache, k_scales, key, kept_at, scale_at, HEAD, HEAD_PAD, MOST)
         _keep(v_cache, v_scales, value, kept_at, scale_at, HEAD, HEAD_PAD, MOST)
 

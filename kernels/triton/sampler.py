@@ -73,9 +73,9 @@ def _amount_below(row, best, temperature, bits, vocab, COLUMNS: tl.constexpr, WE
 
 
 @triton.jit
-def _limit(row, best, temperature, most, wanted, vocab, COLUMNS: tl.constexpr, WEIGHED: tl.constexpr):
-    """Return the largest bits, up to `most`, such that less than `wanted` is nearer."""
-    low, high = tl.full([], 0, tl.int32), most
+def _limit(row, best, temperature, max_bits, wanted, vocab, COLUMNS: tl.constexpr, WEIGHED: tl.constexpr):
+    """Return the largest bits, up to `max_bits`, such that less than `wanted` is nearer."""
+    low, high = tl.full([], 0, tl.int32), max_bits
     while low < high:
         middle = low + (high - low + 1) // 2
         if _amount_below(row, best, temperature, middle, vocab, COLUMNS, WEIGHED) < wanted:
@@ -86,31 +86,31 @@ def _limit(row, best, temperature, most, wanted, vocab, COLUMNS: tl.constexpr, W
 
 
 @triton.jit
-def _weights(row, best, temperature, most, start, vocab, COLUMNS: tl.constexpr):
+def _weights(row, best, temperature, max_bits, start, vocab, COLUMNS: tl.constexpr):
     """Return the weights of the kept tokens among the COLUMNS tokens from `start` on, in float64."""
     ids = start + tl.arange(0, COLUMNS)
     scores = _scores(row, ids, vocab)
     distance, near = _behind(scores, best, temperature)
-    return tl.where(near <= most, tl.exp(-distance), 0.0).to(tl.float64)
+    return tl.where(near <= max_bits, tl.exp(-distance), 0.0).to(tl.float64)
 
 
 @triton.jit
-def _draw(row, best, temperature, most, uniform, vocab, COLUMNS: tl.constexpr):
+def _draw(row, best, temperature, max_bits, uniform, vocab, COLUMNS: tl.constexpr):
     """Return the first token, by id, at which the cumulative weight exceeds the share `uniform` of all kept weight."""
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, vocab, COLUMNS):
-        total += tl.sum(_weights(row, best, temperature, most, start, vocab, COLUMNS), 0)
+        total += tl.sum(_weights(row, best, temperature, max_bits, start, vocab, COLUMNS), 0)
     target = uniform * total
     before, cumulated = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     at = tl.full([], 0, tl.int32)
     for start in range(0, vocab, COLUMNS):
-        amount = tl.sum(_weights(row, best, temperature, most, start, vocab, COLUMNS), 0)
+        amount = tl.sum(_weights(row, best, temperature, max_bits, start, vocab, COLUMNS), 0)
         # Rounding may put the target past the last weight; then the last token with any weight is chosen.
         is_next = (cumulated <= target) & (amount > 0)
         at = tl.where(is_next, start, at)
         before = tl.where(is_next, cumulated, before)
         cumulated += amount
-    weights = _weights(row, best, temperature, most, at, vocab, COLUMNS)
+    weights = _weights(row, best, temperature, max_bits, at, vocab, COLUMNS)
     ids = at + tl.arange(0, COLUMNS)
     reached = (before + tl.cumsum(weights, 0) > target) & (weights > 0)
     first = tl.min(tl.where(reached, ids, vocab), 0)
@@ -140,13 +140,13 @@ def _best(row, vocab, COLUMNS: tl.constexpr):
 @triton.jit
 def _sample(tokens, logits, rules, marks, biases, vocab, stride, COLUMNS: tl.constexpr):
     """Grid [rows]."""
-    place = tl.program_id(0)
-    rule = rules + place * _NUM_COLUMNS
+    row_index = tl.program_id(0)
+    rule = rules + row_index * _NUM_COLUMNS
     temperature, top_p, min_p = _real(rule, 0), _real(rule, 1), _real(rule, 2)
     marks_row = tl.load(rule + 11)
     marks_at = tl.maximum(marks_row, 0).to(tl.int64) * vocab
     row = (
-        logits + place.to(tl.int64) * stride,
+        logits + row_index.to(tl.int64) * stride,
         marks + marks_at,
         biases + marks_at,
         marks_row >= 0,
@@ -156,15 +156,15 @@ def _sample(tokens, logits, rules, marks, biases, vocab, stride, COLUMNS: tl.con
     )
     best, token, is_sound = _best(row, vocab, COLUMNS)
     if is_sound & (temperature > 0):
-        most = tl.full([], _INFINITY_BITS, tl.int32)
+        max_bits = tl.full([], _INFINITY_BITS, tl.int32)
         if min_p > 0:
-            most = (-tl.log(tl.minimum(min_p, 1.0)) + 0.0).to(tl.int32, bitcast=True)
+            max_bits = (-tl.log(tl.minimum(min_p, 1.0)) + 0.0).to(tl.int32, bitcast=True)
         top_k = tl.load(rule + 6)
         if (top_k > 0) & (top_k < vocab):
-            most = _limit(row, best, temperature, most, top_k.to(tl.float64), vocab, COLUMNS, False)
+            max_bits = _limit(row, best, temperature, max_bits, top_k.to(tl.float64), vocab, COLUMNS, False)
         if top_p < 1:
-            kept = _amount_below(row, best, temperature, most + 1, vocab, COLUMNS, True)
-            most = _limit(row, best, temperature, most, kept * top_p, vocab, COLUMNS, True)
+            kept = _amount_below(row, best, temperature, max_bits + 1, vocab, COLUMNS, True)
+            max_bits = _limit(row, best, temperature, max_bits, kept * top_p, vocab, COLUMNS, True)
         seed = tl.load(rule + 9).to(tl.uint32, bitcast=True), tl.load(rule + 10).to(tl.uint32, bitcast=True)
         position, choice = tl.load(rule + 8).to(tl.uint32, bitcast=True), tl.load(rule + 7).to(tl.uint32, bitcast=True)
         zero = tl.full([], 0, tl.uint32)
@@ -172,8 +172,8 @@ def _sample(tokens, logits, rules, marks, biases, vocab, stride, COLUMNS: tl.con
         # 53 of the 64 bits, as a fraction of 1.
         bits = ((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> 11
         uniform = bits.to(tl.float64) * 1.1102230246251565e-16
-        token = _draw(row, best, temperature, most, uniform, vocab, COLUMNS)
-    tl.store(tokens + place, tl.where(is_sound, token, _FAILED))
+        token = _draw(row, best, temperature, max_bits, uniform, vocab, COLUMNS)
+    tl.store(tokens + row_index, tl.where(is_sound, token, _FAILED))
 
 
 @triton.jit(do_not_specialize=["count"])

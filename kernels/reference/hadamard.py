@@ -7,7 +7,7 @@ import numpy as np
 from penstock.kernels.reference.quantised import Floats
 
 
-def turning_matrix(count: int) -> Floats:
+def hadamard_rotation(count: int) -> Floats:
     """Return the rotation of 2^k * m numbers: a Hadamard matrix over runs of 2^k, a DCT-II over the m runs."""
     hadamard = np.ones((1, 1))
     while count % (2 * len(hadamard)) == 0:
