@@ -113,7 +113,7 @@ class Single:
         """Return a row after the Hadamard rotation, zero-padded to a multiple of 16. row: [n]."""
         padded = np.zeros(-(-len(row) // 16) * 16, np.float32)
         padded[: len(row)] = row
-        self._library.penstock_single_turn(_at(padded), len(row))
+        self._library.penstock_single_hadamard(_at(padded), len(row))
         return padded
 
     def place_row(self, place: Place, first: int, i: int) -> int:
@@ -239,7 +239,7 @@ def _open(path: Path) -> Any:
         "silu": (None, [pointer, number, pointer]),
         "gelu": (None, [pointer, number, number, pointer]),
         "norm": (number, [*[pointer] * 3, number, number, real, pointer]),
-        "turn": (None, [pointer, number]),
+        "hadamard": (None, [pointer, number]),
         "place": (number, [number] * 3),
         "draw": (None, [pointer, number, pointer, number, pointer]),
         "logprobs": (None, [pointer, *[number] * 3, pointer, pointer]),

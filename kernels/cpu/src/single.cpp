@@ -70,13 +70,13 @@ void penstock_single_multiply(int format, int source, int outputs, int columns, 
   Activations left;
   left.prepare(rows, columns, (Format)format);
   Team team(num_threads);
-  team.start([&](Member& member) {
-    member.for_each(rows, [&](int i) {
+  team.start([&](Worker& worker) {
+    worker.for_each(rows, [&](int i) {
       std::vector<float> padded(matrix.padded_columns());
       std::copy_n(x + (size_t)i * columns, columns, padded.data());
       left.set_row(i, padded.data());
     });
-    multiply(member, left, matrix, [&](int first, int count, int panel, const float* products) {
+    multiply(worker, left, matrix, [&](int first, int count, int panel, const float* products) {
       const int begin = panel * kPanel, width = std::min(kPanel, outputs - begin);
       for (int r = 0; r < count; ++r) {
         std::copy_n(products + r * kPanel, width, out + (size_t)(first + r) * outputs + begin);
@@ -109,7 +109,7 @@ int penstock_single_norm(const float* x, const float* weight, const float* bias,
 }
 
 // Rotates a row in place. row: [count], padded to whole vectors.
-void penstock_single_turn(float* row, int count) { Turn(count).apply(row, row); }
+void penstock_single_hadamard(float* row, int count) { HadamardRotation(count).apply(row, row); }
 
 int penstock_single_place(int place, int first, int i) { return place_row((Place)place, first, i); }
 

@@ -229,7 +229,8 @@ void merge(RowState& state, const RowState& later, int head_dim) {
   const float top = std::max(state.largest, later.largest);
   const float fade = std::exp2(state.largest - top), later_fade = std::exp2(later.largest - top);
   for (int d = 0; d < head_dim; d += kLanes) {
-    store(state.values + d, fma(load(later.values + d), broadcast(later_fade), load(state.values + d) * broadcast(fade)));
+    const Floats faded = load(state.values + d) * broadcast(fade);
+    store(state.values + d, fma(load(later.values + d), broadcast(later_fade), faded));
   }
   state.total = state.total * fade + later.total * later_fade;
   state.largest = top;

@@ -19,17 +19,17 @@ struct Part {
   const uint8_t* row(int i) const { return data + (order ? order[i] : i) * row_bytes; }
 };
 
-// How a part is transformed before it is packed; a null member does nothing. Columns are multiplied by `gains` and
+// How a part is transformed before it is packed; a null worker does nothing. Columns are multiplied by `gains` and
 // rotated by `columns`. Then `outputs` rotates the outputs, so its size is their number.
-struct Change {
+struct WeightTransform {
   const float* gains;
-  const Turn* columns;
-  const Turn* outputs;
+  const HadamardRotation* columns;
+  const HadamardRotation* outputs;
 
   bool is_none() const { return !gains && !columns && !outputs; }
 };
 
 // Packs a part, on all threads.
-void fill(Team& team, Matrix& matrix, const Part& part, const Change& change);
+void fill(Team& team, Matrix& matrix, const Part& part, const WeightTransform& transform);
 
 }  // namespace penstock

@@ -40,7 +40,7 @@ inline void add_bias(const float* bias, int rows, float* out) {
 
 // Computes all outputs and passes them to `finish(first_row, num_rows, panel, out)`, out: [num_rows][kPanel].
 template <class Finish>
-void multiply(Member& member, const Activations& left, const Matrix& right, const Finish& finish) {
+void multiply(Worker& worker, const Activations& left, const Matrix& right, const Finish& finish) {
   const Tiling& tiling = left.tiling();
   const int tiles_per_pass = std::max(1, kRowsPerPass / max_tile_rows(right.format));
   const int passes = (tiling.tiles + tiles_per_pass - 1) / tiles_per_pass;
@@ -57,7 +57,7 @@ void multiply(Member& member, const Activations& left, const Matrix& right, cons
       finish(tiling.first(i), tile.rows, panel, out);
     }
   };
-  member.for_each(passes * num_panels, unit_of_work);
+  worker.for_each(passes * num_panels, unit_of_work);
 }
 
 }  // namespace penstock

@@ -10,9 +10,9 @@ namespace penstock {
 
 // A rotation of rows of `count` = 2^k * m numbers: a Hadamard matrix over runs of 2^k, and a cosine transform over
 // the m runs.
-class Turn {
+class HadamardRotation {
  public:
-  explicit Turn(int count);
+  explicit HadamardRotation(int count);
 
   // Rotates a row. `out` may be `row`. Both have padding to a multiple of 16, which is zero and stays zero.
   void apply(const float* row, float* out) const;

@@ -19,8 +19,8 @@ struct LowRankPart {
 class LowRank {
  public:
   LowRank() = default;
-  // `matrix` and `change`: the matrix to whose products it adds, and how that matrix was transformed.
-  LowRank(const LowRankPart* parts, int num_parts, const Matrix& matrix, const Change& change);
+  // `matrix` and `transform`: the matrix to whose products it adds, and how that matrix was transformed.
+  LowRank(const LowRankPart* parts, int num_parts, const Matrix& matrix, const WeightTransform& transform);
 
   int rank() const { return rank_; }
   // x: the matrix's input, zero-padded to a multiple of 16. inner: [rank].
@@ -35,7 +35,7 @@ class LowRank {
     size_t at;
   };
 
-  void set_down(int first, const LowRankPart& part, int columns, const Change& change);
+  void set_down(int first, const LowRankPart& part, int columns, const WeightTransform& transform);
   void set_up(const std::vector<float>& dense, int rows);
 
   int rank_ = 0;

@@ -152,25 +152,25 @@ class Model {
     bool finite;
   };
 
-  Change change_of(Slot slot, const float* gains) const;
+  WeightTransform transform_of(Slot slot, const float* gains) const;
   void plan_head();
   void plan_attention();
   void reserve();
   void reserve_head();
-  void run(Member& member);
-  void embed(Member& member);
-  void run_layer(Member& member, int index);
-  void run_tail(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
-  void add_attended(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
-  void add_mlp(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
-  void add_product(Member& member, const Activations& left, int index, Slot slot, const std::vector<int>& rows);
+  void run(Worker& worker);
+  void embed(Worker& worker);
+  void run_layer(Worker& worker, int index);
+  void run_tail(Worker& worker, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_attended(Worker& worker, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_mlp(Worker& worker, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_product(Worker& worker, const Activations& left, int index, Slot slot, const std::vector<int>& rows);
   const LowRank* low_rank(int token, int index, Slot slot) const;
   void shrink(int row, int token, int index, Slot slot, const float* x);
   void expand(int first, int count, const std::vector<int>& rows, int index, Slot slot, int panel, float* out) const;
   bool repeats(int rows) const;
   void activate(const float* inner, int panel, float* row) const;
-  void attend_all(Member& member, int layer);
-  void attend_by_span(Member& member, int layer);
+  void attend_all(Worker& worker, int layer);
+  void attend_by_span(Worker& worker, int layer);
   void attend_tile(int layer, int item);
   void store_key_value(int layer, int token, int head);
   void place_head(const float* x, const Buffer<float>& norm, int position, float* out) const;
@@ -178,13 +178,13 @@ class Model {
   QueryRows query_rows(const QueryTile& tile, int layer, int head, RowInputs& inputs) const;
   void write_rows(const QueryTile& tile, int head, const RowState* states);
   const float* normed(int token, const Norm& norm, bool* finite) const;
-  void project_head(Member& member);
-  void note_logits(Member& member, int first, int rows, int panel, float* out);
-  void choose(Member& member);
+  void project_head(Worker& worker);
+  void note_logits(Worker& worker, int first, int rows, int panel, float* out);
+  void choose(Worker& worker);
   int32_t choose_one(int row);
   bool wants_logprobs(int row) const { return plan_.num_logprobs && plan_.num_logprobs[row] >= 0; }
-  void score(Member& member);
-  void await_masks(Member& member) const;
+  void score(Worker& worker);
+  void await_masks(Worker& worker) const;
   int32_t best_of_threads(int row) const;
   SamplingRule rule(int row) const;
 
@@ -204,7 +204,7 @@ class Model {
   std::vector<Layer> layers_;
   std::vector<std::vector<AdaptedLayer>> adapters_;  // [adapter slots][layers]
   const KvCache cache_;
-  const Turn hidden_turn_, gated_turn_;
+  const HadamardRotation hidden_rotation_, gated_rotation_;
   const int hidden_stride_, qkv_stride_, attended_stride_, gated_stride_, logits_stride_, biases_stride_;
 
   Plan plan_{};

@@ -8,7 +8,7 @@ namespace penstock {
 void Model::set_adapter(int place, int layer, Slot slot, const LowRankPart* parts, int num_parts, const float* gains) {
   while ((int)adapters_.size() <= place) adapters_.emplace_back(spec_.num_layers);
   LowRank& target = adapters_[place][layer][(int)slot];
-  target = LowRank(parts, num_parts, matrix(slot, layer), change_of(slot, gains));
+  target = LowRank(parts, num_parts, matrix(slot, layer), transform_of(slot, gains));
   inner_stride_ = std::max(inner_stride_, target.rank());
 }
 

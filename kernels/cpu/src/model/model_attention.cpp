@@ -147,21 +147,21 @@ void Model::attend_tile(int layer, int item) {
   write_rows(tile, head, states);
 }
 
-void Model::attend_all(Member& member, int layer) {
+void Model::attend_all(Worker& worker, int layer) {
   const int heads = spec_.num_kv_heads, num_tiles = (int)tiles_.size();
   // Another sequence of this step may read only blocks that this step fills. If it fills none, each token's key and
   // value are stored right before its own tile attends.
   const bool stores_on_the_way = decodes_only_ && !fills_block_ && num_tiles == plan_.num_seqs && !splits_spans_;
   if (!stores_on_the_way) {
     const int num_items = ((int)store_runs_.size() - 1) * heads;
-    member.for_each(num_items, [&](int i) {
+    worker.for_each(num_items, [&](int i) {
       const int run = i / heads, later = std::min(i + kStoresAhead, num_items - 1);
       cache_.fetch(layer, slot_of(store_runs_[later / heads]), later % heads);
       for (int token = store_runs_[run]; token < store_runs_[run + 1]; ++token) store_key_value(layer, token, i % heads);
     });
   }
-  if (splits_spans_) return attend_by_span(member, layer);
-  member.for_each(num_tiles * heads, [&](int i) {
+  if (splits_spans_) return attend_by_span(worker, layer);
+  worker.for_each(num_tiles * heads, [&](int i) {
     if (stores_on_the_way) {
       store_key_value(layer, i / heads, i % heads);
       if (i + 1 < num_tiles * heads) cache_.fetch(layer, slot_of((i + 1) / heads), (i + 1) % heads);
@@ -170,10 +170,10 @@ void Model::attend_all(Member& member, int layer) {
   });
 }
 
-void Model::attend_by_span(Member& member, int layer) {
+void Model::attend_by_span(Worker& worker, int layer) {
   const int heads = spec_.num_kv_heads;
   const auto partial = [&](int span, int head) { return &partials_[((size_t)span * heads + head) * kMaxQueryRows]; };
-  member.for_each(span_starts_.back() * heads, [&](int i) {
+  worker.for_each(span_starts_.back() * heads, [&](int i) {
     const int span = i / heads, head = i % heads;
     const int t = (int)(std::upper_bound(span_starts_.begin(), span_starts_.end(), span) - span_starts_.begin()) - 1;
     const int begin = (span - span_starts_[t]) * kSpan;
@@ -181,7 +181,7 @@ void Model::attend_by_span(Member& member, int layer) {
     attend_span(cache_, query_rows(tiles_[t], layer, head, inputs), begin,
                 std::min(begin + kSpan, tiles_[t].context), partial(span, head));
   });
-  member.for_each((int)tiles_.size() * heads, [&](int i) {
+  worker.for_each((int)tiles_.size() * heads, [&](int i) {
     const int t = i / heads, head = i % heads;
     RowState* states = partial(span_starts_[t], head);
     for (int span = span_starts_[t] + 1; span < span_starts_[t + 1]; ++span) {

@@ -54,19 +54,19 @@ void Model::reserve_head() {
   scored_logits_.reserve((size_t)rows * logits_stride_);
 }
 
-void Model::project_head(Member& member) {
-  member.for_each(num_chosen_, [&](int i) {
+void Model::project_head(Worker& worker) {
+  worker.for_each(num_chosen_, [&](int i) {
     bool finite;
     head_in_.set_row(i, normed(head_tokens_[i], final_norm, &finite));
     poisoned_[i] = !finite;
   });
-  multiply(member, head_in_, head, [&](int first, int count, int panel, float* out) {
-    note_logits(member, first, count, panel, out);
+  multiply(worker, head_in_, head, [&](int first, int count, int panel, float* out) {
+    note_logits(worker, first, count, panel, out);
   });
 }
 
 // Keeps a row's best logit so far, by thread; or all of its logits if they are needed.
-void Model::note_logits(Member& member, int first, int rows, int panel, float* out) {
+void Model::note_logits(Worker& worker, int first, int rows, int panel, float* out) {
   const int columns = std::min(kPanel, spec_.vocab - panel * kPanel);
   for (int r = 0; r < rows; ++r) {
     float* logits = out + r * kPanel;
@@ -75,7 +75,7 @@ void Model::note_logits(Member& member, int first, int rows, int panel, float* o
       std::copy_n(logits, kPanel, logits_of(first + r) + panel * kPanel);
       continue;
     }
-    Best& best = bests_[(size_t)member.index() * num_chosen_ + first + r];
+    Best& best = bests_[(size_t)worker.index() * num_chosen_ + first + r];
     const Floats a = load(logits), b = load(logits + kLanes);
     best.finite &= (bits(equal(a, a)) & bits(equal(b, b))) == 0xffff;
     const Floats both = max(a, b);
@@ -87,16 +87,16 @@ void Model::note_logits(Member& member, int first, int rows, int panel, float* o
   }
 }
 
-void Model::choose(Member& member) {
+void Model::choose(Worker& worker) {
   if (plan_.logits) {
-    member.for_each(num_chosen_, [&](int i) {
+    worker.for_each(num_chosen_, [&](int i) {
       std::copy_n(logits_of(i), spec_.vocab,
                   plan_.logits + (size_t)i * spec_.vocab);
     });
     return;
   }
-  await_masks(member);
-  member.for_each(num_chosen_, [&](int i) { plan_.tokens[i] = poisoned_[i] ? kFailedToken : choose_one(i); });
+  await_masks(worker);
+  worker.for_each(num_chosen_, [&](int i) { plan_.tokens[i] = poisoned_[i] ? kFailedToken : choose_one(i); });
 }
 
 int32_t Model::choose_one(int row) {
@@ -113,19 +113,19 @@ int32_t Model::choose_one(int row) {
 }
 
 // Writes the log-probabilities of the tokens that follow scored tokens of prompts.
-void Model::score(Member& member) {
+void Model::score(Worker& worker) {
   for (int first = 0; first < plan_.num_scored; first += kScoredAtOnce) {
     const int rows = std::min(kScoredAtOnce, plan_.num_scored - first);
-    member.for_each(rows, [&](int i) {
+    worker.for_each(rows, [&](int i) {
       bool finite;
       scored_in_.set_row(i, normed(head_tokens_[num_chosen_ + first + i], final_norm, &finite));
     });
-    multiply(member, scored_in_, head, [&](int begin, int count, int panel, const float* out) {
+    multiply(worker, scored_in_, head, [&](int begin, int count, int panel, const float* out) {
       for (int r = 0; r < count; ++r) {
         std::copy_n(out + r * kPanel, kPanel, scored_logits_.data() + (size_t)(begin + r) * logits_stride_ + panel * kPanel);
       }
     });
-    member.for_each(rows, [&](int i) {
+    worker.for_each(rows, [&](int i) {
       const size_t at = (size_t)(first + i) * plan_.scores_width;
       const int count = std::min(plan_.num_score_logprobs[first + i], plan_.scores_width - 1);
       write_logprobs(scored_logits_.data() + (size_t)i * logits_stride_, spec_.vocab, plan_.score_targets[first + i],
@@ -134,10 +134,10 @@ void Model::score(Member& member) {
   }
 }
 
-void Model::await_masks(Member& member) const {
+void Model::await_masks(Worker& worker) const {
   if (!plan_.masks) return;
-  if (member.leads()) poll_until([&] { return __atomic_load_n(plan_.masks_written, __ATOMIC_ACQUIRE) != 0; });
-  member.for_each(0, [](int) {});  // the other threads sleep at this barrier
+  if (worker.leads()) poll_until([&] { return __atomic_load_n(plan_.masks_written, __ATOMIC_ACQUIRE) != 0; });
+  worker.for_each(0, [](int) {});  // the other threads sleep at this barrier
 }
 
 // Returns the best token over all threads. Of equal logits the lowest id wins, whichever thread found it.

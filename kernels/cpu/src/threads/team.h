@@ -19,9 +19,9 @@ namespace penstock {
 class Team;
 
 // One thread's view of the program that its team runs.
-class Member {
+class Worker {
  public:
-  Member(Team& team, int index) : team_(team), index_(index) {}
+  Worker(Team& team, int index) : team_(team), index_(index) {}
 
   // The thread's index, in [0, threads of this program).
   int index() const { return index_; }
@@ -74,7 +74,7 @@ class Team {
   }
 
   // Starts `program` on the team's own threads. `join` must have returned for the previous program.
-  void start(std::function<void(Member&)> program) {
+  void start(std::function<void(Worker&)> program) {
     program_ = std::move(program);
     is_started_ = true;
     launch();
@@ -105,7 +105,7 @@ class Team {
   }
 
  private:
-  friend class Member;
+  friend class Worker;
   static constexpr int kCounters = 4;
   static constexpr int kProbe = -1;
   static constexpr int64_t kWindowNs = 300'000'000;         // program time between two checks of the shares
@@ -167,13 +167,13 @@ class Team {
   }
 
   void run(ThreadSlot& slot) {
-    Member member(*this, slot.rank);
+    Worker worker(*this, slot.rank);
     const int64_t began_ns = clock_ns(CLOCK_MONOTONIC), cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
-    program_(member);
+    program_(worker);
     slot.use.cpu_ns += clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_ns;
     const int64_t took_ns = clock_ns(CLOCK_MONOTONIC) - began_ns;
-    slot.use.wanted_ns += took_ns - member.slept_ns_;
-    if (member.leads()) window_ns_ += took_ns;
+    slot.use.wanted_ns += took_ns - worker.slept_ns_;
+    if (worker.leads()) window_ns_ += took_ns;
   }
 
   // Adapts the team to the shares that its threads got since the last check. A thread that loses its core delays all
@@ -241,14 +241,14 @@ class Team {
 
   // Waits for all threads at the end of a loop; `loop` counts the loops of this program. The last thread to arrive
   // resets the loop's counters.
-  void barrier(Member& member, uint32_t loop) {
+  void barrier(Worker& worker, uint32_t loop) {
     const uint32_t generation = generation_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == active_ - 1) {
       for (int i = 0; i < active_; ++i) counter(loop, i).taken.store(0, std::memory_order_relaxed);
       arrived_.store(0, std::memory_order_relaxed);
       generation_.set(generation + 1);
     } else {
-      while (generation_.value() == generation) member.slept_ns_ += generation_.wait_while(generation);
+      while (generation_.value() == generation) worker.slept_ns_ += generation_.wait_while(generation);
     }
   }
 
@@ -260,7 +260,7 @@ class Team {
   bool is_crowded_ = false;
   int64_t probed_ns_ = 0;
   int64_t window_ns_ = 0;  // program time since the last check
-  std::function<void(Member&)> program_;
+  std::function<void(Worker&)> program_;
   uint32_t num_programs_ = 0;
   bool is_started_ = false;
   std::vector<ThreadSlot> slots_;
@@ -273,7 +273,7 @@ class Team {
 };
 
 template <class Body>
-void Member::for_each(int count, const Body& body) {
+void Worker::for_each(int count, const Body& body) {
   const int num_threads = team_.active_;
   for (int k = 0; k < num_threads; ++k) {
     const int owner = (index_ + k) % num_threads;
