@@ -1,1 +1,1 @@
-"""Compute kernels, one operation under one name in every backend; imports nothing of ours and no model code."""
+"""Compute kernels: each operation has the same name in every backend. Imports no other package of penstock."""

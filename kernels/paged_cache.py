@@ -1,4 +1,4 @@
-"""Keys and values of one layer in blocks: the record that every implementation over torch tensors reads and fills."""
+"""The keys and values of one layer in blocks: the record that every backend over torch tensors reads and fills."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import torch
 from torch import Tensor
 
 QUANTISED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest number of each format that keys and values are quantised to; a vector's largest becomes this one."""
+"""The largest number of each quantized format. Quantization maps the largest number of a vector to it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedCache:
-    """Blocks of one layer. Slot s is place s % block_size of block s // block_size.
+    """The KV cache blocks of one layer. Slot s is position s % block_size of block s // block_size.
 
-    Quantised, a vector is its numbers times its scale. Kernels of a card may also know blocks that lie in pinned host
-    memory: block b >= host_from is `host_jump` bytes behind where it would lie in the tensors.
+    In a quantized cache, a vector is its stored numbers times its scale. GPU kernels can also read blocks in pinned
+    host memory: block b >= host_from is `host_jump` bytes after the address that it would have in the tensors.
     """
 
     k: Tensor
-    """[num_kv_heads, num_blocks, block_size, head_dim]; a block's part of a head is contiguous."""
+    """[num_kv_heads, num_blocks, block_size, head_dim]; one head's part of a block is contiguous."""
     v: Tensor
-    """As k, with k's strides."""
+    """Same shape and strides as k."""
     k_scales: Tensor | None = None
-    """[num_kv_heads, num_blocks, block_size] float32, a block's part of a head contiguous; None: not quantised."""
+    """[num_kv_heads, num_blocks, block_size] float32; one head's part of a block is contiguous. None: not quantized."""
     v_scales: Tensor | None = None
-    """As k_scales, with its strides."""
+    """Same shape and strides as k_scales."""
     host_from: int = 2**31 - 1
     host_jump: int = 0
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self.k.shape[2]

@@ -1,4 +1,4 @@
-"""Compiles the C++ once per source, instruction set and compiler; images carry the result with them."""
+"""Compiles the C++ kernels once per source version, instruction set and compiler. Images ship the result."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from penstock.kernels.cpu.probe import Isa, usable_cores
 
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Where images keep libraries, for machines without a compiler."""
+"""Libraries that an image ships, for machines without a compiler."""
 
 _ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
     "avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
     "avx2": ("-march=x86-64-v3",),
 }
-# Contracted sums would round differently from compiler to compiler.
+# -ffp-contract=off: each compiler would fuse other sums, and so round differently.
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off")
 _COMPILERS = ("g++", "clang++", "c++")
 _TIMEOUT_S = 600
 
 
 class BuildError(Exception):
-    """The kernels cannot be had here; says why."""
+    """The kernels cannot be built on this machine; the text gives the reason."""
 
 
 def library_path(isa: Isa, cache: Path, progress: Callable[[float], None], *, extra_flags: Sequence[str] = ()) -> Path:
-    """The compiled kernels: a prebuilt library, one of an earlier build in `cache`, or a new one.
+    """Return the compiled kernels: a prebuilt library, an earlier build in `cache`, or a new build.
 
-    `extra_flags` go to compiler and linker, for sanitizers. Raises BuildError without a compiler that can do it.
+    A new build calls `progress` with the fraction that is done. `extra_flags` go to compiler and linker, for
+    sanitizers. Raises BuildError if there is no compiler or the build fails.
     """
     prebuilt = PREBUILT / _prebuilt_name(isa)
     if prebuilt.is_file() and not extra_flags:
@@ -49,14 +50,14 @@ def library_path(isa: Isa, cache: Path, progress: Callable[[float], None], *, ex
 
 
 def origin_of(isa: Isa) -> str:
-    """Where `library_path` would take the kernels from, in words. Raises BuildError where it could not."""
+    """Return where `library_path` takes the kernels from, in words. Raises BuildError if there is no compiler."""
     if (PREBUILT / _prebuilt_name(isa)).is_file():
         return "prebuilt"
     return f"built by {_compiler()} at the first start"
 
 
 def prebuild(isa: Isa) -> Path:
-    """Compile into the package itself, as an image does while it is made."""
+    """Compile into the package itself, while an image is built. Return the library."""
     path = PREBUILT / _prebuilt_name(isa)
     _build(_compiler(), (*_FLAGS, *_ISA_FLAGS[isa]), path, lambda _fraction: None)
     return path
@@ -87,7 +88,7 @@ def _version(compiler: str) -> str:
 
 
 def _build(compiler: str, flags: Sequence[str], path: Path, progress: Callable[[float], None]) -> None:
-    """Compile beside the target and move it there whole: two processes may build at once, and either may die."""
+    """Compile in a temporary folder, then rename: two processes may build at once, and either may be killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sources = sorted(SOURCES.rglob("*.cpp"), key=lambda source: -source.stat().st_size)
     progress(0.0)
@@ -117,7 +118,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """`python -m penstock.kernels.cpu.build`: prebuild for every instruction set."""
+    """`python -m penstock.kernels.cpu.build`: compile into the package for every instruction set."""
     for isa in _ISA_FLAGS:
         sys.stdout.write(f"{prebuild(isa)}\n")
 

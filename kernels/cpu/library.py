@@ -1,4 +1,4 @@
-"""The compiled kernels as Python sees them: a model to fill with weights, and steps of it."""
+"""The Python interface of the compiled kernels: a model to fill with weights, and the steps that it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.kernels.cpu.abi import KernelError, check_sizes
 
 
 class Format(IntEnum):
-    """How a matrix is kept; groups are of 32 columns. See src/model/weights.h."""
+    """Storage format of a matrix; a group is 32 columns. See src/model/weights.h."""
 
     BF16 = 0
     INT8 = 1
@@ -25,7 +25,7 @@ class Format(IntEnum):
 
 
 class Source(IntEnum):
-    """How the rows of a matrix come in."""
+    """Format of the checkpoint rows that a matrix is packed from."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -39,7 +39,7 @@ class Source(IntEnum):
 
 
 class Place(IntEnum):
-    """Where rows go: one after the other, or interleaved with those of another part."""
+    """Where rows go in a fused matrix: one after the other, or interleaved with those of another part."""
 
     PLAIN = 0
     FIRST_HALF = 1
@@ -47,14 +47,14 @@ class Place(IntEnum):
 
 
 class KvFormat(IntEnum):
-    """How keys and values are kept."""
+    """Storage format of keys and values."""
 
     BF16 = 0
     INT8 = 1
 
 
 class Slot(IntEnum):
-    """A model's matrices."""
+    """The matrices of a model; EMBEDDING and HEAD belong to no layer."""
 
     QKV = 0
     OUT = 1
@@ -65,7 +65,7 @@ class Slot(IntEnum):
 
 
 class Vector(IntEnum):
-    """A model's vectors and tables of float32."""
+    """The float32 vectors and tables of a model."""
 
     ATTENTION_NORM = 0
     MLP_NORM = 1
@@ -81,7 +81,7 @@ class Vector(IntEnum):
 
 
 class Activation(IntEnum):
-    """What stands between the matrices of the MLP."""
+    """The activation function of the MLP."""
 
     SILU = 0
     GELU = 1
@@ -89,7 +89,7 @@ class Activation(IntEnum):
 
 
 class NativeSpec(c.Structure):
-    """Shapes and constants of a decoder, as src/model/model.h has them."""
+    """Shapes and constants of a decoder. Mirrors Spec of src/model/model.h."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
@@ -101,7 +101,7 @@ class NativeSpec(c.Structure):
 
 
 class NativePlan(c.Structure):
-    """One step, as src/model/model.h has it: counts, and addresses of arrays."""
+    """One step: counts, and addresses of arrays. Mirrors Plan of src/model/model.h."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_tokens", "num_seqs", "num_samples", "block_table_stride")),
@@ -123,7 +123,7 @@ class NativePlan(c.Structure):
 
 
 class _LowRankPart(c.Structure):
-    """LowRankPart of src/gemm/low_rank.h."""
+    """Mirrors LowRankPart of src/gemm/low_rank.h."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("place", "first", "count", "rank")),
@@ -132,7 +132,7 @@ class _LowRankPart(c.Structure):
 
 
 class LowRankRows(NamedTuple):
-    """What an adapter adds to rows of a matrix: up @ down. down: [rank, columns]; up: [rows, rank]; contiguous."""
+    """A LoRA adapter's part for rows of a matrix: up @ down. down: [rank, columns]; up: [rows, rank]; contiguous."""
 
     place: Place
     first: int
@@ -147,37 +147,37 @@ class NativeModel:
     """A decoder in native memory with threads of its own. Not safe for use by several threads at once."""
 
     def __init__(self, library: Path, spec: NativeSpec, num_threads: int, cores: Sequence[int] = ()) -> None:
-        """`cores`, one for each thread, says where its own stay; the first is left to whoever waits for steps."""
+        """Create the model. `cores`, one per thread, pins its threads; the first core is for the thread that waits."""
         self._library = _open(library)
         self._spec = spec
         self._kept: dict[tuple[Slot, int], NDArray[np.uint8]] = {}
         self._handle = c.c_void_p()
-        places = (c.c_int32 * len(cores))(*cores) if cores else None
-        self._check(self._library.penstock_model_new(c.byref(spec), num_threads, places, c.byref(self._handle)))
+        pinned_cores = (c.c_int32 * len(cores))(*cores) if cores else None
+        self._check(self._library.penstock_model_new(c.byref(spec), num_threads, pinned_cores, c.byref(self._handle)))
         self._free = weakref.finalize(self, self._library.penstock_model_free, self._handle)
 
     def close(self) -> None:
-        """End the threads and free all memory, as the end of the object does; it cannot be used afterwards."""
+        """End the threads and free all memory, as garbage collection does. The model cannot be used afterwards."""
         self._free()
 
     def allocate(self, slot: Slot, layer: int, weights: Format, rows: int, columns: int) -> None:
-        """Make room for a matrix of zeros."""
+        """Create a matrix of zeros."""
         self._check(self._library.penstock_matrix_new(self._handle, layer, slot, weights, rows, columns, None))
 
     def use(self, slot: Slot, layer: int, weights: Format, rows: int, columns: int, packed: NDArray[np.uint8]) -> None:
-        """Read a matrix where it lies: `packed`, on a multiple of 64 bytes, is what `packed` said of such a one."""
+        """Use a packed matrix in place. `packed`: bytes that `NativeModel.packed` once returned, 64-byte aligned."""
         self._kept[slot, layer] = packed
         address = packed.ctypes.data
         self._check(self._library.penstock_matrix_new(self._handle, layer, slot, weights, rows, columns, address))
 
     def packed(self, slot: Slot, layer: int) -> NDArray[np.uint8]:
-        """The bytes of a matrix in the order of its panels; they go away with it."""
+        """Return the bytes of a matrix, panel by panel. The array is valid only as long as the matrix exists."""
         count = c.c_size_t()
         address = self._library.penstock_matrix_bytes(self._handle, layer, slot, c.byref(count))
         return np.ctypeslib.as_array(c.cast(address, c.POINTER(c.c_uint8)), (count.value,))
 
     def release(self, slot: Slot, layer: int) -> None:
-        """Free a matrix; there must be another before the next step."""
+        """Free a matrix. Another one must replace it before the next step."""
         self.allocate(slot, layer, Format.BF16, 0, 0)
 
     def fill(
@@ -192,9 +192,9 @@ class NativeModel:
         row_order: NDArray[np.int32] | None = None,
         gains: NDArray[np.float32] | None = None,
     ) -> None:
-        """Pack rows into a matrix. data: [rows, bytes of a row]; with an order, row i of it is data[row_order[i]].
+        """Pack rows into a matrix. data: [rows, bytes of a row]; with `row_order`, row i is data[row_order[i]].
 
-        gains: [columns], the weights of the norm before the matrix, where the model is turned.
+        gains: [columns], the weights of the norm before the matrix, if the model is Hadamard-rotated.
         """
         data = np.ascontiguousarray(data)
         order, factors = (None if array is None else array.ctypes.data for array in (row_order, gains))
@@ -207,17 +207,17 @@ class NativeModel:
     def set_bias(
         self, slot: Slot, layer: int, values: NDArray[np.float32], *, first: int = 0, place: Place = Place.PLAIN
     ) -> None:
-        """Set what a matrix adds to the outputs of a part. values: [rows]."""
+        """Set the biases of a matrix for the rows of one part. values: [rows]."""
         values = np.ascontiguousarray(values, dtype=np.float32)
         call = self._library.penstock_bias_fill
         self._check(call(self._handle, layer, slot, place, first, values.ctypes.data, len(values)))
 
     def set_window(self, layer: int, tokens: int) -> None:
-        """Say how many tokens each one sees in a layer, itself included."""
+        """Set how many tokens each token attends to in a layer, itself included."""
         self._library.penstock_window_set(self._handle, layer, tokens)
 
     def set_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
-        """Set a norm's weights or a table."""
+        """Set the weights or biases of a norm, or a table."""
         values = np.ascontiguousarray(values, dtype=np.float32)
         call = self._library.penstock_vector_fill
         self._check(call(self._handle, layer, vector, values.ctypes.data, values.size))
@@ -225,49 +225,49 @@ class NativeModel:
     def set_adapter(
         self, place: int, slot: Slot, layer: int, parts: Sequence[LowRankRows], gains: NDArray[np.float32] | None
     ) -> None:
-        """Say what the adapter in a place adds to a filled matrix; no step may be running. gains: as for `fill`."""
+        """Set what the adapter in slot `place` adds to a packed matrix. No step may be running. gains: see `fill`."""
         factors, call = None if gains is None else gains.ctypes.data, self._library.penstock_adapter_set
         self._check(call(self._handle, place, layer, slot, low_rank_table(parts), len(parts), factors))
 
     def start(self, plan: NativePlan) -> None:
-        """Start a step on the model's threads; what the plan points to must stay until `wait` is back.
+        """Start a step on the model's threads. The arrays of the plan must stay alive until `wait` returns.
 
-        Raises MemoryError where there is not enough for it; nothing has happened then.
+        Raises MemoryError if there is not enough memory; no step has started then.
         """
         self._check(self._library.penstock_step_start(self._handle, c.byref(plan)))
 
     def wait(self) -> int:
-        """Wait for the step; return how many threads computed it, 0 once the model is closed.
+        """Wait for the step. Return the number of threads that computed it, or 0 once the model is closed.
 
-        They are fewer than the model has while other processes take the cores of some.
+        The number is below the model's thread count while other processes take cores.
         """
         return int(self._library.penstock_step_wait(self._handle)) if self._free.alive else 0
 
     def bind_thread(self) -> None:
-        """Say that the calling thread does nothing but start steps and wait for them.
+        """Declare that the calling thread does nothing but start steps and wait for them.
 
-        It is scheduled as the model's own threads are, and stays on the first core where each thread has one.
+        It is then scheduled like the model's own threads. If these are pinned, it is pinned to the first core.
         """
         self._library.penstock_bind_thread(self._handle)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks of the cache in every layer."""
+        """Zero blocks of the KV cache in every layer."""
         blocks = np.array(block_ids, dtype=np.int32)
         self._library.penstock_clear_blocks(self._handle, blocks.ctypes.data, len(blocks))
 
     @staticmethod
     def _check(error: bytes) -> None:
         if error == _NO_MEMORY:
-            raise MemoryError("the native kernels found no memory")
+            raise MemoryError("the native kernels ran out of memory")
         if error:
             raise KernelError(error.decode(errors="replace"))
 
 
 def low_rank_table(parts: Sequence[LowRankRows]) -> c.Array[_LowRankPart]:
-    """Parts as the kernels read them, as long as the parts live."""
+    """Return the parts as an array of C structs, valid only as long as `parts`."""
     table = (_LowRankPart * len(parts))()
-    for row, (where, first, down, up) in zip(table, parts, strict=True):
-        row.place, row.first, row.count, row.rank = where, first, len(up), len(down)
+    for row, (place, first, down, up) in zip(table, parts, strict=True):
+        row.place, row.first, row.count, row.rank = place, first, len(up), len(down)
         row.down, row.up = down.ctypes.data, up.ctypes.data
     return table
 

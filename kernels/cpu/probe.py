@@ -1,4 +1,4 @@
-"""What this machine's CPU can do, and how much of it this process may use."""
+"""Finds the CPU's instruction sets and the number of cores that this process may use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Isa: TypeAlias = Literal["avx512", "avx2"]
 _V3 = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"))
 _V4 = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
 REQUIRED_FLAGS: dict[Isa, frozenset[str]] = {"avx512": _V3 | _V4 | {"avx512_vnni", "avx512_bf16"}, "avx2": _V3}
-"""All that compilers may use, which a virtual machine may hide; best first, names as in /proc/cpuinfo."""
+"""CPU flags that compiled kernels need, best instruction set first; named as in /proc/cpuinfo. VMs may hide some."""
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The instruction sets that the CPU names; empty where it does not say."""
+    """Return the flags that the CPU reports; empty if they cannot be read."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -26,14 +26,14 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def best_isa(flags: Iterable[str]) -> Isa | None:
-    """The best instruction set that the kernels are written for and `flags` cover."""
+    """Return the best instruction set that has kernels and that `flags` cover; None if there is none."""
     return next((isa for isa, required in REQUIRED_FLAGS.items() if required <= frozenset(flags)), None)
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Cores that this process may use: its affinity, or less where a control group's CPU quota says so.
+    """Return how many cores this process may use: its affinity, or less if a cgroup's CPU quota is lower.
 
-    A quota of 1.5 CPUs counts as two cores: two threads run three quarters of the time, one thread half as fast always.
+    A quota of 1.5 CPUs counts as two cores: two threads run 75% of the time, which beats one thread that always runs.
     """
     cores = len(os.sched_getaffinity(0))
     quotas = [quota for group in _cpu_groups(cgroups, own) if (quota := _cpu_quota(group)) is not None]
@@ -41,15 +41,15 @@ def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
 
 
 def cores_to_stay_on(num_threads: int) -> list[int]:
-    """A core for each thread where they are as many as there are; none where others might choose the same ones."""
+    """Return a core for each thread if the threads use all cores; else none, as others may pin to the same cores."""
     cores = sorted(os.sched_getaffinity(0))
     return cores if num_threads == len(cores) > 1 else []
 
 
 def _cpu_groups(cgroups: Path, own: Path) -> Iterator[Path]:
-    """Control groups that limit this process's CPU time, by version 2 or 1 of the interface, from its own to the root.
+    """Yield the cgroups, v2 or v1, that limit this process's CPU time: the mounted root, its own and all between.
 
-    Inside a container its own group is the root of what is mounted, whatever path the kernel names.
+    In a container, the mounted root is the container's own cgroup, whatever path Linux reports.
     """
     try:
         lines = own.read_text().splitlines()
@@ -66,7 +66,7 @@ def _cpu_groups(cgroups: Path, own: Path) -> Iterator[Path]:
 
 
 def _cpu_quota(group: Path) -> float | None:
-    """CPU time over wall time that a control group allows; None where it has no limit."""
+    """Return the CPU time per wall time that a cgroup allows; None without a limit."""
     try:
         quota, period = (group / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -1,4 +1,4 @@
-"""Each native kernel by itself, for tests that hold it against its reference."""
+"""Single native kernels, for tests that compare each with its reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INTEGERS = ("top_k", "choice", "position")
 
 
 class _Rule(c.Structure):
-    """SamplingRule of src/sampling/sampler.h."""
+    """Mirrors SamplingRule of src/sampling/sampler.h."""
 
     _fields_ = [
         *((name, c.c_float) for name in _FLOATS),
@@ -42,19 +42,19 @@ class _Rule(c.Structure):
 
 
 class Single:
-    """The kernels of a compiled library."""
+    """The single kernels of a compiled library."""
 
     def __init__(self, library: Path) -> None:
         self._library = _open(library)
 
     @property
     def isa(self) -> str:
-        """The instruction set that it was compiled for."""
+        """The instruction set that the library was compiled for."""
         name: bytes = self._library.penstock_isa()
         return name.decode()
 
     def repack(self, weights: Format, source: Source, data: NDArray[np.uint8], columns: int) -> Floats:
-        """What the kernels see of rows once they are packed. data: [rows, bytes of a row]; [rows, columns]."""
+        """Return packed rows as the kernels see them, [rows, columns]. data: [rows, bytes of a row]."""
         data, out = np.ascontiguousarray(data), _poisoned(len(data), columns)
         self._library.penstock_single_repack(weights, source, *out.shape, *_rows(data), _at(out))
         return out
@@ -62,7 +62,7 @@ class Single:
     def multiply(
         self, weights: Format, source: Source, data: NDArray[np.uint8], x: Floats, *, num_threads: int = 1
     ) -> Floats:
-        """Products x @ matrix.T. data: [outputs, bytes of a row]; x: [rows, columns]; returns [rows, outputs]."""
+        """Return x @ matrix.T, [rows, outputs]. data: [outputs, bytes of a row]; x: [rows, columns]."""
         data, x, out = np.ascontiguousarray(data), _aligned(x), _poisoned(len(x), len(data))
         shape = (len(data), x.shape[1])
         call = self._library.penstock_single_multiply
@@ -70,38 +70,38 @@ class Single:
         return out
 
     def add_low_rank(self, out: Floats, x: Floats, parts: Sequence[LowRankRows]) -> Floats:
-        """Rows of products with what some parts of an adapter add. out: [rows, outputs]; x: [rows, columns]."""
+        """Return `out` plus what an adapter's parts compute from x. out: [rows, outputs]; x: [rows, columns]."""
         x, out = _aligned(x), _aligned(out).copy()
         shape, table = (out.shape[1], x.shape[1]), low_rank_table(parts)
         self._library.penstock_single_low_rank(*shape, table, len(parts), _at(x), len(x), _at(out))
         return out
 
     def quantise(self, row: Floats) -> tuple[float, NDArray[np.int8], int]:
-        """A row's scale, its integers and their sum; its length is a multiple of 16."""
+        """Quantize a row; return its scale, its integers and their sum. Its length must be a multiple of 16."""
         row, q, total = _aligned(row), np.full(len(row), 99, np.int8), c.c_int32()
         scale = self._library.penstock_single_quantise(_at(row), len(row), _at(q), c.byref(total))
         return scale, q, total.value
 
     def exp_of_negative(self, x: Floats) -> Floats:
-        """e^x for x <= 0. x: [n]."""
+        """Return e^x for x <= 0. x: [n]."""
         x, out = _aligned(x), _poisoned(len(x))
         self._library.penstock_single_exp(_at(x), len(x), _at(out))
         return out
 
     def silu(self, x: Floats) -> Floats:
-        """The gate x / (1 + e^-x). x: [n]."""
+        """Return x / (1 + e^-x). x: [n]."""
         x, out = _aligned(x), _poisoned(len(x))
         self._library.penstock_single_silu(_at(x), len(x), _at(out))
         return out
 
     def gelu(self, x: Floats, *, is_tanh: bool = False) -> Floats:
-        """The gate of a normal distribution, or what approximates it by a hyperbolic tangent. x: [n]."""
+        """Return the exact GELU, or its approximation by tanh. x: [n]."""
         x, out = _aligned(x), _poisoned(len(x))
         self._library.penstock_single_gelu(_at(x), len(x), is_tanh, _at(out))
         return out
 
     def norm(self, row: Floats, weight: Floats, bias: Floats | None, eps: float) -> tuple[Floats, bool]:
-        """A row normed, by the root of the mean square where there is no bias, and whether it was finite. All: [n]."""
+        """Return a normed row and whether it was finite: layer norm with a bias, else RMS norm. All: [n]."""
         count, padded = len(row), -(-len(row) // 16) * 16
         row, weight = (np.pad(values, (0, padded - count)) for values in (row, weight))
         added = None if bias is None else np.pad(bias, (0, padded - count))
@@ -110,24 +110,24 @@ class Single:
         finite = self._library.penstock_single_norm(*addresses, padded, count, eps, _at(out))
         return out, bool(finite)
 
-    def turn(self, row: Floats) -> Floats:
-        """A row turned. row: [n]."""
+    def hadamard_rotation(self, row: Floats) -> Floats:
+        """Return a row after the Hadamard rotation, zero-padded to a multiple of 16. row: [n]."""
         padded = np.zeros(-(-len(row) // 16) * 16, np.float32)
         padded[: len(row)] = row
-        self._library.penstock_single_turn(_at(padded), len(row))
+        self._library.penstock_single_hadamard(_at(padded), len(row))
         return padded
 
     def place_row(self, place: Place, first: int, i: int) -> int:
-        """The row of a fused matrix at which row i of a part lies."""
+        """Return the row of a fused matrix that holds row i of a part."""
         row: int = self._library.penstock_single_place(place, first, i)
         return row
 
     def sample_row(self, logits: Floats, row: SamplingRow) -> int:
-        """The token that a row chooses. logits: [vocab]."""
+        """Return the token that a row samples. logits: [vocab]."""
         return int(self.draw(logits, row, 1)[0])
 
     def draw(self, logits: Floats, row: SamplingRow, count: int) -> NDArray[np.int32]:
-        """The tokens that a row chooses at its own position and those behind it. logits: [vocab]."""
+        """Return the tokens that a row samples at `count` positions, from its own on. logits: [vocab]."""
         logits, tokens = _aligned(logits), np.full(count, -2, np.int32)
         seen, banned, biased = (np.ascontiguousarray(ids, np.int32) for ids in (row.seen, row.banned, row.biased))
         biases, mask = np.ascontiguousarray(row.biases, np.float32), None
@@ -149,14 +149,14 @@ class Single:
         return tokens
 
     def logprobs(self, logits: Floats, token: int, count: int) -> tuple[NDArray[np.int32], Floats]:
-        """Ids and values, each [1 + count]: of a token, then of the likeliest ones. logits: [vocab]."""
+        """Return ids and values, each [1 + count]: of `token`, then of the most likely tokens. logits: [vocab]."""
         ids, values = np.full(1 + count, -1, np.int32), _poisoned(1 + count)
         self._library.penstock_single_logprobs(_at(logits), len(logits), token, count, _at(ids), _at(values))
         return ids, values
 
 
 class SingleCache:
-    """Keys and values of one layer. Close it, or its memory stays."""
+    """The native KV cache of one layer. Only `close` frees its memory."""
 
     def __init__(
         self, kernels: Single, kept: KvFormat, *, num_heads: int, head_dim: int, block_size: int, num_blocks: int
@@ -176,7 +176,7 @@ class SingleCache:
         self._library.penstock_single_cache_set(self._cache, slot, head, _at(key), _at(value))
 
     def get(self, slot: int, head: int) -> tuple[Floats, Floats]:
-        """Read them back."""
+        """Return a token's key and value of one head, dequantized, each [head_dim]."""
         key, value = _poisoned(self._head_dim), _poisoned(self._head_dim)
         self._library.penstock_single_cache_get(self._cache, slot, head, _at(key), _at(value))
         return key, value
@@ -196,9 +196,9 @@ class SingleCache:
         biases: Floats | None = None,
         by_span: bool = False,
     ) -> Floats:
-        """Rows that each see the tokens from `firsts` to before `limits`, all at once or span by span.
+        """Attend with rows that each see the tokens [firsts, limits), in one call or span by span.
 
-        queries: [rows, head_dim]; biases of the tokens' scores: [rows, tokens to a multiple of 64].
+        queries: [rows, head_dim]; biases: [rows, tokens rounded up to a multiple of 64], added to the scores.
         """
         queries, out = _aligned(queries), _poisoned(*queries.shape)
         ends, table, scale = np.array(limits, np.int32), np.array(blocks, np.int32), self._head_dim**-0.5
@@ -211,7 +211,7 @@ class SingleCache:
 
 
 def _poisoned(*shape: int) -> Floats:
-    """What a kernel is to overwrite; an element that it leaves out shows."""
+    """Return NaN for a kernel to overwrite, so that an element it does not write shows."""
     return np.full(shape, np.nan, np.float32)
 
 
@@ -220,7 +220,7 @@ def _aligned(values: Floats) -> Floats:
 
 
 def _rows(data: NDArray[np.uint8]) -> tuple[int, int]:
-    """Address and bytes of a row; the caller keeps `data`."""
+    """Return the address of `data`, which the caller keeps alive, and the bytes of a row."""
     return _at(data), data.shape[1]
 
 
@@ -240,7 +240,7 @@ def _open(path: Path) -> Any:
         "silu": (None, [pointer, number, pointer]),
         "gelu": (None, [pointer, number, number, pointer]),
         "norm": (number, [*[pointer] * 3, number, number, real, pointer]),
-        "turn": (None, [pointer, number]),
+        "hadamard": (None, [pointer, number]),
         "place": (number, [number] * 3),
         "draw": (None, [pointer, number, pointer, number, pointer]),
         "logprobs": (None, [pointer, *[number] * 3, pointer, pointer]),

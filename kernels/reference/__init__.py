@@ -1,1 +1,1 @@
-"""Naive references that say what each operation means; every faster kernel is tested against them."""
+"""Naive references that define each operation; every faster kernel is tested against them."""

@@ -21,10 +21,10 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of a mixed batch of prefill chunks and decode steps, computed in float32.
 
-    q: [num_tokens, num_heads, head_dim]; query_starts: [num_seqs + 1]; context_lens: [num_seqs], cached tokens with
-    this step's included; block_tables: [num_seqs, max_blocks]; scale: of the scores, head_dim ** -0.5 where none is
-    given; window: how many tokens, its own among them, a query sees at most; biases: [num_heads, num_positions],
-    what is added to the scores of a token by its position (ALiBi, arXiv:2108.12409). Returns q's shape and dtype.
+    q: [num_tokens, num_heads, head_dim]; query_starts: [num_seqs + 1]; context_lens: [num_seqs], cached tokens
+    including those of this step; block_tables: [num_seqs, max_blocks]; scale: of the scores, head_dim ** -0.5 by
+    default; window: the most tokens that a query sees, its own included; biases: [num_heads, num_positions], added
+    to the scores of a token by its position (ALiBi, arXiv:2108.12409). Returns q's shape and dtype.
     """
     num_kv_heads, head_dim = cache.k.shape[0], cache.k.shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
@@ -44,37 +44,37 @@ def paged_attention(
 
 
 def store_kv(k: Tensor, v: Tensor, cache: PagedCache, slots: Tensor) -> None:
-    """Write each token's key and value to its slot, quantised as the cache is; slot -1 is none.
+    """Write each token's key and value to its slot, quantized if the cache is. Slot -1 skips the token.
 
     k, v: [num_tokens, num_kv_heads, head_dim]; slots: [num_tokens].
     """
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        block, place = divmod(slot, cache.block_size)
+        block, offset = divmod(slot, cache.block_size)
         for given, kept, scales in ((k, cache.k, cache.k_scales), (v, cache.v, cache.v_scales)):
             if scales is None:
-                kept[:, block, place] = given[token].to(kept.dtype)
+                kept[:, block, offset] = given[token].to(kept.dtype)
             else:
-                kept[:, block, place], scales[:, block, place] = quantise_vectors(given[token], kept.dtype)
+                kept[:, block, offset], scales[:, block, offset] = quantise_vectors(given[token], kept.dtype)
 
 
 def quantise_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Vectors in int8 or float8_e4m3fn with a scale each. x: [..., size]; returns [..., size] and [...] in float32."""
-    most = QUANTISED_MAX[dtype]
-    scales = x.float().abs().amax(-1) / most
+    """Quantize vectors to int8 or float8_e4m3fn with a scale each. x: [..., size]; returns that and float32 [...]."""
+    max_number = QUANTISED_MAX[dtype]
+    scales = x.float().abs().amax(-1) / max_number
     scaled = x.float() / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
     return (scaled.round() if dtype is torch.int8 else scaled).to(dtype), scales
 
 
 def copy_blocks(pool: Tensor, copies: Tensor) -> None:
-    """Copy blocks in order, so that a later copy sees an earlier one. pool: [num_blocks, bytes]; copies: [n, 2]."""
+    """Copy blocks in order: a later copy reads what earlier ones wrote. pool: [num_blocks, bytes]; copies: [n, 2]."""
     for source, target in copies.tolist():
         pool[target] = pool[source]
 
 
 def _read(cache: PagedCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of blocks one after the other, each [num_kv_heads, tokens, head_dim] in float32."""
+    """Return the keys and the values of consecutive blocks, each [num_kv_heads, tokens, head_dim] in float32."""
     keys, values = cache.k[:, blocks].float(), cache.v[:, blocks].float()
     if cache.k_scales is not None and cache.v_scales is not None:
         keys *= cache.k_scales[:, blocks].unsqueeze(-1)

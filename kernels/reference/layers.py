@@ -1,4 +1,4 @@
-"""The small operations between the matrix products."""
+"""The operations between the matrix products: norms, RoPE and activations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm in float32. x: [..., hidden]; weight: [hidden]; returns x's shape and dtype."""
+    """RMS norm in float32. x: [..., hidden]; weight: [hidden]; returns x's shape and dtype."""
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (scaled * weight.float()).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Norm by mean and variance in float32. x: [..., hidden]; weight, bias: [hidden]; returns x's shape and dtype."""
+    """Layer norm in float32. x: [..., hidden]; weight, bias: [hidden]; returns x's shape and dtype."""
     wide = x.float()
     centred = wide - wide.mean(-1, keepdim=True)
     scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -34,7 +34,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + rotary_dim / 2) of each head's first numbers, as Hugging Face's checkpoints have them.
+    """Apply RoPE to the pairs (i, i + rotary_dim / 2) of each head, the order of Hugging Face's checkpoints.
 
     x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, rotary_dim // 2]; returns x's shape and dtype.
     """
@@ -55,7 +55,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
 
 
 def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """As `add_rms_norm`, with the mean taken off and `bias`, [hidden], added."""
+    """As `add_rms_norm`, but subtract the mean and add `bias`, [hidden]."""
     if delta is not None:
         residual += delta
     return layer_norm(residual.float(), weight, bias, eps).to(weight.dtype)
@@ -73,11 +73,11 @@ def rotate_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """From a fused projection to stored keys and values: norm each head of queries and keys, turn them, store.
+    """Norm the heads of queries and keys, apply RoPE to them, and store keys and values in the cache.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries, keys, values; positions, slots: [num_tokens],
-    slot -1 is none; cos, sin: [num_positions, rotary_dim // 2], of width 0 where nothing turns; q_norm, k_norm:
-    [head_dim], RMS norms. Returns the queries, [num_tokens, num_heads, head_dim].
+    slot -1 skips a token; cos, sin: [num_positions, rotary_dim // 2], of width 0 without RoPE; q_norm, k_norm:
+    [head_dim], weights of RMS norms. Returns the queries, [num_tokens, num_heads, head_dim].
     """
     num_kv_heads, head_dim = cache.k.shape[0], cache.k.shape[-1]
     heads = qkv.view(len(qkv), -1, head_dim)

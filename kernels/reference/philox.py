@@ -15,7 +15,7 @@ _SHIFT_32 = np.uint64(32)
 
 
 def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Ten rounds of Philox over each row.
+    """Run ten rounds of Philox on each row.
 
     counter: [n, 4], key: [n, 2]; returns [n, 4] words, each uniform over 32 bits.
     """
@@ -32,9 +32,9 @@ def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[
 def sampling_uniform(
     seed: NDArray[np.uint64], choice: NDArray[np.int32], position: NDArray[np.int32], *, draw: int = 0
 ) -> NDArray[np.float64]:
-    """The random number in [0, 1), 53 bits of it, that belongs to (seed, choice, position, draw).
+    """Return the random number in [0, 1), with 53 bits, for (seed, choice, position, draw).
 
-    seed, choice, position: [n]; returns [n]. Nothing else enters, so a resumed choice goes on with the same numbers.
+    seed, choice, position: [n]; returns [n]. It depends on nothing else, so a resumed choice draws the same numbers.
     """
     counter = np.zeros((len(seed), 4), dtype=np.uint32)
     counter[:, 0], counter[:, 1], counter[:, 2] = position, choice, draw

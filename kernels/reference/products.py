@@ -1,4 +1,4 @@
-"""Products with matrices of few bits, and with the small matrices of adapters."""
+"""Products with quantized matrices, and with the low-rank matrices of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def multiply_scaled(q: Tensor, q_scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Products of quantised rows with a matrix of rows quantised alike, in int8 or float8_e4m3fn.
+    """Return the products of quantized rows with a matrix quantized the same way, in int8 or float8_e4m3fn.
 
     q: [rows, columns]; weight: [outputs, columns]; q_scales: [rows], weight_scales: [outputs], both float32; returns
     [rows, outputs] in `dtype`.
@@ -17,10 +17,11 @@ def multiply_scaled(q: Tensor, q_scales: Tensor, weight: Tensor, weight_scales: 
 
 
 def multiply_int4(x: Tensor, packed: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """Products x @ weight.T, the weight in groups of 32 columns that are scale * q + minimum, q in [0, 15].
+    """Return x @ weight.T for an int4 weight: groups of 32 columns are scale * q + minimum with q in [0, 15].
 
-    x: [rows, columns]; packed: [outputs, columns / 2] in uint8, byte i of a group holds its column i and, in the high
-    half, its column i + 16 (GGUF's order); scales, minima: [outputs, columns / 32] in float16. Returns [rows, outputs].
+    x: [rows, columns]; packed: [outputs, columns / 2] in uint8; byte i of a group holds column i in its low half and
+    column i + 16 in its high half (GGUF's order); scales, minima: [outputs, columns / 32] in float16. Returns
+    [rows, outputs].
     """
     groups = packed.view(len(packed), -1, 16)
     q = torch.cat((groups & 15, groups >> 4), dim=-1).float()
@@ -29,7 +30,7 @@ def multiply_int4(x: Tensor, packed: Tensor, scales: Tensor, minima: Tensor) -> 
 
 
 def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, adapters: Tensor) -> None:
-    """Add to each row what its adapter says, x @ down.T @ up.T (LoRA, arXiv:2106.09685), in place.
+    """Add the product of each row's adapter, x @ down.T @ up.T, in place (LoRA, arXiv:2106.09685).
 
     out: [rows, outputs]; x: [rows, columns]; down: [num_adapters, rank, columns]; up: [num_adapters, outputs, rank];
     adapters: [rows], -1 for none.

@@ -1,4 +1,4 @@
-"""Matrices of small integers: how numbers become them, and what a product with them is."""
+"""Integer-quantized matrices: how they are made from floats, and what a product with them is."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantised:
-    """Values of scale * q + minimum, by groups of columns; a row's groups may be one."""
+    """Quantized values scale * q + minimum, by groups of columns; a row may be a single group."""
 
     q: NDArray[np.int64]
     """[rows, groups, columns of a group]"""
     scale: Floats
     """[rows, groups, 1]"""
     minimum: Floats
-    """[rows, groups, 1]; nothing but int4 has one that is not zero."""
+    """[rows, groups, 1]; zero except for int4."""
 
     def values(self) -> Floats:
-        """As plain numbers, [rows, columns of all groups]."""
+        """Return the dequantized values, [rows, columns of all groups]."""
         return (self.scale * self.q.astype(np.float32) + self.minimum).reshape(len(self.q), -1)
 
 
 def to_bf16(x: Floats) -> Floats:
-    """The nearest bfloat16, to even between two. x: finite."""
+    """Round to the nearest bfloat16, ties to even. x: finite."""
     bits = x.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
     return rounded.view(np.float32)
 
 
 def quantise_int8(weights: Floats) -> Quantised:
-    """One scale a row. weights: [rows, columns], padded to groups with zeros."""
+    """Quantize with one scale per row. weights: [rows, columns], zero-padded to whole groups."""
     groups = weights[:, None, :]
     return _signed(groups, _largest(groups) / np.float32(127))
 
 
 def quantise_int8_groups(weights: Floats) -> Quantised:
-    """A float16 scale for each group."""
+    """Quantize with a float16 scale per group."""
     groups = _grouped(weights)
     return _signed(groups, _f16_at_least(_largest(groups) / np.float32(127)))
 
 
 def quantise_int4_groups(weights: Floats) -> Quantised:
-    """A float16 scale and a float16 minimum for each group, and q in [0, 15]."""
+    """Quantize with a float16 scale and a float16 minimum per group, q in [0, 15]."""
     groups = _grouped(weights)
     minimum = groups.min(-1, keepdims=True).astype(np.float16).astype(np.float32)
     span = np.maximum(groups.max(-1, keepdims=True) - minimum, np.float32(0))
@@ -59,18 +59,18 @@ def quantise_int4_groups(weights: Floats) -> Quantised:
 
 
 def quantise_activations(x: Floats, group: int) -> Quantised:
-    """Rows of activations, a scale for each `group` columns, q in [-127, 127]. x: [rows, columns], padded."""
+    """Quantize activations with a scale per `group` columns, q in [-127, 127]. x: [rows, columns], padded."""
     groups = x.reshape(len(x), -1, group)
-    most = _largest(groups)
+    largest = _largest(groups)
     with np.errstate(over="ignore"):
-        steps = _divided(np.float32(127), most)
-    # Of a row so small that this overflows nothing is left.
+        steps = _divided(np.float32(127), largest)
+    # A row so small that the division overflows is quantized to zeros.
     q = np.rint(groups * np.where(np.isfinite(steps), steps, 0)).astype(np.int64)
-    return Quantised(q, most / np.float32(127), np.zeros_like(most))
+    return Quantised(q, largest / np.float32(127), np.zeros_like(largest))
 
 
 def multiply_quantised(x: Floats, weights: Quantised) -> NDArray[np.float64]:
-    """Products x @ weights.T, x quantised as the weights are grouped, sums of integers exact; [rows, outputs]."""
+    """Return x @ weights.T, [rows, outputs]: x quantized in the groups of the weights, integer sums exact."""
     left = quantise_activations(x, weights.q.shape[-1])
     dots = np.einsum("rgc,ogc->rog", left.q, weights.q)
     sums = left.q.sum(-1)[:, None]
@@ -85,8 +85,8 @@ def _signed(groups: Floats, scale: Floats) -> Quantised:
 
 
 def _largest(groups: Floats) -> Floats:
-    most: Floats = np.abs(groups).max(-1, keepdims=True)
-    return most
+    largest: Floats = np.abs(groups).max(-1, keepdims=True)
+    return largest
 
 
 def _grouped(weights: Floats) -> Floats:
@@ -94,11 +94,11 @@ def _grouped(weights: Floats) -> Floats:
 
 
 def _f16_at_least(x: Floats) -> Floats:
-    """The float16 at or above x, so that what it scales stays in its range."""
+    """Round x up to a float16, so that the quantized values stay in their range."""
     near = x.astype(np.float16)
     return np.where(near.astype(np.float32) < x, np.nextafter(near, np.float16(np.inf)), near).astype(np.float32)
 
 
 def _divided(x: Floats | np.float32, by: Floats) -> Floats:
-    """0 where there is nothing to divide by."""
+    """Return x / by, or 0 where `by` is not positive."""
     return np.divide(x, by, out=np.zeros(np.broadcast_shapes(np.shape(x), by.shape), np.float32), where=by > 0)

@@ -1,4 +1,4 @@
-"""What choosing a token means, one row at a time, each rule in its turn. Every faster sampler is tested against it."""
+"""Defines sampling, one row at a time, with the rules in order. Every faster sampler is tested against it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.kernels.reference.philox import sampling_uniform
 
 FAILED_TOKEN = -1
-"""Stands for a row that can choose no token: its logits are not finite, or were not after the penalties and bans."""
+"""The token of a row that cannot sample: its logits were not finite, before or after biases, penalties and bans."""
 
 NO_TOKENS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 NO_BIASES: NDArray[np.float32] = np.empty(0, dtype=np.float32)
@@ -18,12 +18,12 @@ NO_BIASES: NDArray[np.float32] = np.empty(0, dtype=np.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRow:
-    """How one row chooses its token. Its defaults ask for nothing: a draw from the softmax."""
+    """The sampling rule of one row. The defaults draw from the plain softmax."""
 
     temperature: float = 1.0
-    """0 takes the best token."""
+    """0 chooses the best token."""
     top_k: int = 0
-    """0 means no limit."""
+    """0: no limit."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -33,31 +33,31 @@ class SamplingRow:
     choice: int = 0
     position: int = 0
     seen: NDArray[np.int32] = field(default_factory=NO_TOKENS.copy)
-    """Tokens so far, prompt and output."""
+    """Tokens so far: the prompt, then the output."""
     num_seen_prompt: int = 0
     banned: NDArray[np.int32] = field(default_factory=NO_TOKENS.copy)
     biased: NDArray[np.int32] = field(default_factory=NO_TOKENS.copy)
-    """Tokens, each named once, whose logits are moved by `biases`."""
+    """Distinct tokens to whose logits `biases` are added."""
     biases: NDArray[np.float32] = field(default_factory=NO_BIASES.copy)
     mask: NDArray[np.uint32] | None = None
-    """[vocab / 32]: a bit for each token, the lowest first; only tokens whose bit is set may be chosen."""
+    """[vocab / 32]: one bit per token, lowest bit first; only tokens with a set bit may be chosen."""
 
 
 def sample_row(logits: NDArray[np.float32], row: SamplingRow) -> int:
-    """The token that a row chooses at its own random number. logits: [vocab]."""
+    """Return the token that a row samples with its own random number. logits: [vocab]."""
     return choose(logits, row, uniform_of(row))
 
 
 def uniform_of(row: SamplingRow) -> float:
-    """The random number in [0, 1) that belongs to a row."""
-    seed, place = np.array([row.seed], np.uint64), np.array([[row.choice], [row.position]], np.int32)
-    return float(sampling_uniform(seed, *place)[0])
+    """Return the random number of a row, in [0, 1)."""
+    seed, counters = np.array([row.seed], np.uint64), np.array([[row.choice], [row.position]], np.int32)
+    return float(sampling_uniform(seed, *counters)[0])
 
 
-# What overflows or is not a number is looked for here, and no reason for a warning.
+# The code checks for overflow and NaN itself, so numpy need not warn.
 @np.errstate(all="ignore")
 def choose(logits: NDArray[np.float32], row: SamplingRow, uniform: float) -> int:
-    """The token that a row chooses at the random number `uniform`, or FAILED_TOKEN. logits: [vocab]."""
+    """Return the token that a row chooses with the random number `uniform`, or FAILED_TOKEN. logits: [vocab]."""
     if not np.isfinite(logits.max()):
         return FAILED_TOKEN
     scores = logits.copy()
@@ -71,7 +71,7 @@ def choose(logits: NDArray[np.float32], row: SamplingRow, uniform: float) -> int
     if row.temperature == 0:
         return int(scores.argmax())
     scores = (scores - scores.max()) / row.temperature
-    # Each limit looks at what the one before it has left.
+    # Each limit applies to the tokens that the limit before it kept.
     for least in (_least_by_min_p, _least_by_top_k, _least_by_top_p):
         scores = np.where(scores < least(scores, row), -np.inf, scores)
     cumulative = np.cumsum(np.exp(scores, dtype=np.float64))
@@ -89,7 +89,7 @@ def _penalised(logits: NDArray[np.float32], row: SamplingRow) -> NDArray[np.floa
 
 
 def _least_by_min_p(_scores: NDArray[np.float32], row: SamplingRow) -> float:
-    # The best score is 0, so this is the score of a token min_p times as likely.
+    # The best score is 0, so this is the score of a token min_p times as likely as the best one.
     return float(np.log(row.min_p, dtype=np.float64))
 
 
@@ -108,9 +108,9 @@ def _least_by_top_p(scores: NDArray[np.float32], row: SamplingRow) -> float:
 
 
 def logprobs_of(logits: NDArray[np.float32], token: int, count: int) -> list[tuple[int, float]]:
-    """A token and the `count` likeliest ones, of equal ones the lowest first, with the logarithm of their softmax.
+    """Return the log-probabilities of `token`, then of the `count` most likely tokens, of equal ones the lowest first.
 
-    logits: [vocab], as the model gives them: nothing that `choose` does to them counts.
+    logits: [vocab], as the model computed them, without biases, penalties and bans.
     """
     exact = logits.astype(np.float64)
     values = exact - np.logaddexp.reduce(exact)

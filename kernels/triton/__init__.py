@@ -1,7 +1,7 @@
-"""The GPU kernels in Triton, each under the name and with the meaning of its reference in `kernels/reference/`.
+"""The GPU kernels in Triton. Each has the name and the meaning of its reference in `kernels/reference/`.
 
-What changes from step to step is no reason to compile anew: Triton is told not to specialise on it.
+Kernels are not specialized on values that change from step to step: each new value would compile them again.
 
-They take torch tensors of a CUDA device; under TRITON_INTERPRET=1, set before triton is first imported, Triton's
-interpreter runs the same kernels on CPU tensors.
+The functions take torch tensors of a CUDA device. With TRITON_INTERPRET=1, set before triton is first imported,
+Triton's interpreter runs the same kernels on CPU tensors.
 """

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: the whole of a mixed step, decode rows and prefill chunks each by their kernel."""
+"""Attention of a mixed step over a paged KV cache: one kernel for decode rows, one for prefill chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def paged_attention(
     window: int | None = None,
     biases: Tensor | None = None,
 ) -> Tensor:
-    """As `kernels.reference.attention.paged_attention`, int32 throughout; waits for the device to read the starts."""
+    """As `kernels.reference.attention.paged_attention`, with all integers in int32.
+
+    Waits for the GPU, to read `query_starts` on the host.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     starts = query_starts.cpu().numpy()
     counts = np.diff(starts)

@@ -1,4 +1,4 @@
-"""Copies of whole blocks, within the device's memory and to and from pinned memory of the host."""
+"""Copies whole KV blocks within GPU memory, and to and from pinned host memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _copy(pool, copies, num_words, host_from, host_jump, WORDS: tl.constexpr):
 
 
 def copy_blocks(pool: Tensor, copies: NDArray[np.int32], *, host_from: int = 2**31 - 1, host_jump: int = 0) -> None:
-    """Copy blocks in order, so that a later copy sees an earlier one.
+    """Copy blocks in order: a later copy reads what earlier ones wrote.
 
-    pool: [num_blocks, bytes] in uint8, contiguous, bytes a multiple of 4; copies: [n, 2], from which block to which.
-    Blocks from `host_from` on lie `host_jump` bytes behind where they would lie in the pool.
+    pool: [num_blocks, bytes] in uint8, contiguous, bytes a multiple of 4; copies: [n, 2], source and target block.
+    Blocks from `host_from` on are `host_jump` bytes after the address that they would have in the pool.
     """
     words = pool.view(torch.int32)
     num_words = words.shape[1]
@@ -39,9 +39,9 @@ def copy_blocks(pool: Tensor, copies: NDArray[np.int32], *, host_from: int = 2**
 
 
 def independent_waves(copies: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-    """Copies in groups that may run in any order: none writes what another one of its group reads or writes."""
+    """Split copies into groups: no copy writes a block that another copy of its group reads or writes."""
     waves: list[list[list[int]]] = []
-    # The first group that may read a block again, and the first that may write it.
+    # By block: the first group that may read it, and the first group that may write it.
     readable: dict[int, int] = {}
     writable: dict[int, int] = {}
     for source, target in copies.tolist():

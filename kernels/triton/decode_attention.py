@@ -1,4 +1,4 @@
-"""One query token a sequence against its paged context, cut into splits that programs share (Flash-Decoding)."""
+"""Decode attention: one query token per sequence over its paged context, cut into splits (Flash-Decoding)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from penstock.kernels.triton.launches import Launch, attention_launch, num_multi
 LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_SPLITS = 32
 _MIN_SPAN = 256
-"""Tokens that are worth a split of their own."""
+"""Shortest split, in tokens: a shorter one is not worth a program."""
 
 
 @triton.jit
 def block_offset(block, stride, host_from, host_jump):
-    """Where a block begins, in elements; the host's lie elsewhere in the same address space."""
+    """Return the offset of a block in elements. Blocks in host memory are elsewhere in the same address space."""
     block = block.to(tl.int64)
     return block * stride + tl.where(block >= host_from, host_jump, 0)
 
 
 @triton.jit
 def split_of(context, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, MIN_SPAN: tl.constexpr):
-    """The first token that is seen, where splits begin and how long each is; depends on nothing but the row."""
+    """Return the first token that is seen, where splits begin and their length; depends only on the row's context."""
     first = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
     base = first // TILE * TILE
     span = tl.maximum(tl.cdiv(tl.cdiv(context - base, SPLITS), TILE) * TILE, MIN_SPAN)
@@ -136,7 +136,7 @@ def _merge(
     WINDOW: tl.constexpr,
     MIN_SPAN: tl.constexpr,
 ):
-    """Grid [sequences, heads]: the splits' results by their weights."""
+    """Grid [sequences, heads]: merge the results of the splits by their weights."""
     row, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq = tl.load(seqs + row)
@@ -155,7 +155,7 @@ def _merge(
 
 
 def num_splits(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
-    """Splits that give each multiprocessor about two programs: a power of two up to MAX_SPLITS."""
+    """Return the number of splits that gives each multiprocessor about two programs: a power of two <= MAX_SPLITS."""
     wanted = 2 * num_multiprocessors(device) // (num_rows * num_kv_heads)
     return min(MAX_SPLITS, padded(wanted + 1) // 2) if wanted > 1 else 1
 
@@ -175,10 +175,10 @@ def decode_attention(
     biases: Tensor | None = None,
     launch: Launch | None = None,
 ) -> None:
-    """Attend for the only query of each of `seqs`, [num_rows] in int32, into its row of `out`.
+    """Write the attention of the only query of each of `seqs`, [num_rows] in int32, to its row of `out`.
 
-    The rest as in `kernels.reference.attention.paged_attention`. A row's result depends on that row, on `splits` and on
-    the tile; a context of 0 is a row of padding, whose output is left as it is.
+    Other arguments: see `kernels.reference.attention.paged_attention`. A row's result depends only on that row,
+    `splits` and the tile. A context of 0 marks a padding row, whose output is not written.
     """
     num_rows, num_heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     num_kv_heads, group = cache.k.shape[0], num_heads // cache.k.shape[0]
@@ -207,19 +207,19 @@ def decode_attention(
 def scales_and_strides(
     cache: PagedCache, block_tables: Tensor, scale: float, biases: Tensor | None
 ) -> tuple[Tensor | float | None, ...]:
-    """What attention kernels want to know behind their tables, from `biases` on to where the host's blocks lie."""
+    """Return the arguments that attention kernels take after their tables, from `biases` to `host_scale_jump`."""
     by_bias = biases, scale * LOG2_E.value, 0 if biases is None else biases.stride(0)
     return *by_bias, block_tables.stride(0), *cache_strides(cache)
 
 
 def kinds_of(cache: PagedCache, group: int, biases: Tensor | None) -> dict[str, int | bool]:
-    """What attention kernels are compiled anew for; group: query heads to a key head."""
+    """Return the constants that attention kernels are compiled for. group: query heads per key head."""
     has_scales, has_biases = cache.k_scales is not None, biases is not None
     return {"GROUP": group, "BLOCK": cache.block_size, "QUANTISED": has_scales, "BIASED": has_biases}
 
 
 def cache_strides(cache: PagedCache) -> tuple[int, ...]:
-    """Of a value's block and head, and a scale's; and where the host's blocks begin and lie."""
+    """Return the strides of block and head, for values and for scales, then the first host block and its offsets."""
     scales = cache.k_scales
     by_scale = (0, 0) if scales is None else (scales.stride(1), scales.stride(0))
     jumps = cache.host_from, cache.host_jump // cache.k.element_size(), cache.host_jump // 4

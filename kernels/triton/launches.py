@@ -1,4 +1,4 @@
-"""With which tile, warps and stages a kernel is launched: as tuned on the card where it was, else by rule."""
+"""The tile, warps and stages of a kernel's launch: from a tuned table for the GPU if there is one, else by rule."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import triton
 
 
 class Launch(NamedTuple):
-    """How a kernel is cut and scheduled."""
+    """How the work of a kernel is tiled and scheduled."""
 
     tile: int
-    """Tokens, rows or columns that a program takes at once; which of them, the kernel says."""
+    """Tokens, rows or columns that a program processes at once; the kernel defines which of these."""
     num_warps: int
     num_stages: int
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton wants to know."""
+        """Triton's launch options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 def attention_launch(kernel: str, head_dim: int, group: int, dtype: torch.dtype, device: torch.device) -> Launch:
-    """The launch that was measured to be fastest for heads of this kind on this card, or else a guess.
+    """Return the fastest measured launch for such heads on this GPU, or an estimate if none was measured.
 
-    kernel: `decode_attention` or `prefill_attention`; group: query heads to a key head; dtype: of queries.
+    kernel: `decode_attention` or `prefill_attention`; group: query heads per key head; dtype: of queries.
     """
     if device.type == "cuda":
         measured = _table(torch.cuda.get_device_name(device)).get(kernel, {}).get(shape_name(head_dim, group, dtype))
         if measured:
             return Launch(*measured)
-    # Keys and values of a tile lie in shared memory for each stage but one; Ada has the least of it, 99 KiB.
+    # Shared memory holds the keys and values of a tile for each stage but one. Ada has the least of it, 99 KiB.
     num_bytes = padded(head_dim, 16) * dtype.itemsize
     if kernel == "decode_attention":
         return Launch(min(64, (32 << 10) // num_bytes), 4, 3)
@@ -42,28 +42,28 @@ def attention_launch(kernel: str, head_dim: int, group: int, dtype: torch.dtype,
 
 
 def shape_name(head_dim: int, group: int, dtype: torch.dtype) -> str:
-    """What heads of a kind are called in a table."""
+    """Return the key of a head shape in a tuned table."""
     return f"{head_dim},{group},{str(dtype).removeprefix('torch.')}"
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of the card; 1 on the CPU, where programs run one after the other."""
+    """Return the GPU's multiprocessors; 1 on the CPU, where programs run one after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def padded(size: int, least: int = 1) -> int:
-    """The next power of two, as the sides of Triton's blocks must be."""
+    """Round up to a power of two, as the sides of Triton's blocks must be."""
     return max(least, int(triton.next_power_of_2(size)))
 
 
-def table_name(card: str) -> str:
-    """The file in `tuned/` that holds a card's launches: kernel → shape → tile, warps, stages."""
-    return "-".join(card.lower().split()) + ".json"
+def table_name(gpu_name: str) -> str:
+    """Return the file in `tuned/` with a GPU's launches: kernel → shape → tile, warps, stages."""
+    return "-".join(gpu_name.lower().split()) + ".json"
 
 
 @cache
-def _table(card: str) -> dict[str, dict[str, list[int]]]:
-    path = files(__package__).joinpath("tuned", table_name(card))
+def _table(gpu_name: str) -> dict[str, dict[str, list[int]]]:
+    path = files(__package__).joinpath("tuned", table_name(gpu_name))
     if not path.is_file():
         return {}
     table: dict[str, dict[str, list[int]]] = json.loads(path.read_text())

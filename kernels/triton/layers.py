@@ -1,4 +1,4 @@
-"""The small operations between the matrix products, each one pass over memory."""
+"""The operations between the matrix products, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.kernels.triton.decode_attention import block_offset, cache_strides
 from penstock.kernels.triton.launches import padded
 
 _ROUNDING = tl.constexpr(12582912.0)
-"""1.5 * 2^23: a float32 below 2^22 that this is added to and taken off again is rounded, to even between two."""
+"""1.5 * 2^23: adding it to a float32 below 2^22 and subtracting it again rounds to an integer, ties to even."""
 _COLUMNS = 1024
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -49,7 +49,7 @@ def _add_norm(
 
 
 @triton.jit
-def _turned(
+def _normed_rope(
     x,
     at,
     is_row,
@@ -62,7 +62,7 @@ def _turned(
     ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Heads that begin at `at`, normed and turned, [rows, HEAD_PAD] in float32."""
+    """Return the heads that begin at `at`, normed and rotated by RoPE, [rows, HEAD_PAD] in float32."""
     d = tl.arange(0, HEAD_PAD)
     is_value = is_row[:, None] & (d < HEAD)[None, :]
     y = tl.load(x + at[:, None] + d[None, :], mask=is_value, other=0.0).to(tl.float32)
@@ -70,28 +70,28 @@ def _turned(
     if NORMED:
         y *= norm * tl.load(weight + d, mask=d < HEAD, other=0.0).to(tl.float32)[None, :]
     if ROTARY > 0:
-        is_first, is_turned = d < ROTARY // 2, d < ROTARY
+        is_first, is_rotary = d < ROTARY // 2, d < ROTARY
         other = tl.where(is_first, d + ROTARY // 2, d - ROTARY // 2)
-        partner = tl.load(x + at[:, None] + other[None, :], mask=is_row[:, None] & is_turned[None, :], other=0.0)
+        partner = tl.load(x + at[:, None] + other[None, :], mask=is_row[:, None] & is_rotary[None, :], other=0.0)
         partner = partner.to(tl.float32)
         if NORMED:
-            partner *= norm * tl.load(weight + other, mask=is_turned, other=0.0).to(tl.float32)[None, :]
+            partner *= norm * tl.load(weight + other, mask=is_rotary, other=0.0).to(tl.float32)[None, :]
         angle = tl.where(is_first, d, other)
-        cosine = tl.load(cos + angle, mask=is_turned, other=1.0)
-        sine = tl.load(sin + angle, mask=is_turned, other=0.0)
+        cosine = tl.load(cos + angle, mask=is_rotary, other=1.0)
+        sine = tl.load(sin + angle, mask=is_rotary, other=0.0)
         y = y * cosine[None, :] + partner * tl.where(is_first, -sine, sine)[None, :]
     return y
 
 
 @triton.jit
 def rounded(x):
-    """To whole numbers, to even between two; |x| < 2^22."""
+    """Round to integers, ties to even; |x| < 2^22."""
     return (x + _ROUNDING) - _ROUNDING
 
 
 @triton.jit
 def _keep(kept, scales, x, at, scale_at, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, MOST: tl.constexpr):
-    """Store one head's vector, [1, HEAD_PAD]; MOST is the largest number of a quantised format, or 0."""
+    """Store one head's vector, [1, HEAD_PAD]. MOST: the largest number of a quantized format, or 0."""
     d = tl.arange(0, HEAD_PAD)
     if MOST > 0:
         scale = tl.max(tl.abs(x), 1) / MOST
@@ -134,14 +134,14 @@ def _rotate_and_store(
     NORMED: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Grid [tokens, key heads]: a key head, its value, and the query heads that share it."""
+    """Grid [tokens, key heads]: one key head, its value head, and the query heads that share them."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
     num_heads = num_kv_heads * GROUP
     angles = tl.load(positions + token).to(tl.int64) * (ROTARY // 2)
     g, d = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
     at = token * qkv_stride
-    queries = _turned(
+    queries = _normed_rope(
         qkv, at + (head * GROUP + g) * HEAD, g < GROUP, q_norm, eps, cos + angles, sin + angles,
         HEAD, HEAD_PAD, ROTARY, NORMED,
     )  # fmt: skip
@@ -152,15 +152,15 @@ def _rotate_and_store(
     if slot >= 0:
         one = tl.arange(0, 1)
         key_at = at + (num_heads + head) * HEAD
-        key = _turned(
+        key = _normed_rope(
             qkv, key_at + one, one == 0, k_norm, eps, cos + angles, sin + angles, HEAD, HEAD_PAD, ROTARY, NORMED
         )
         value_at = key_at + num_kv_heads * HEAD
         value = tl.load(qkv + value_at + d[None, :], mask=(d < HEAD)[None, :], other=0.0).to(tl.float32)
-        block, place = slot // BLOCK, slot % BLOCK
-        kept_at = block_offset(block, block_stride, host_from, host_jump) + head * head_stride + place * HEAD
+        block, offset = slot // BLOCK, slot % BLOCK
+        kept_at = block_offset(block, block_stride, host_from, host_jump) + head * head_stride + offset * HEAD
         scale_at = block_offset(block, scale_block_stride, host_from, host_scale_jump)
-        scale_at += head * scale_head_stride + place
+        scale_at += head * scale_head_stride + offset
         _keep(k_cache, k_scales, key, kept_at, scale_at, HEAD, HEAD_PAD, MOST)
         _keep(v_cache, v_scales, value, kept_at, scale_at, HEAD, HEAD_PAD, MOST)
 
@@ -187,12 +187,12 @@ def _activate(out, x, INNER: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.const
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """As `kernels.reference.layers.add_rms_norm`; rows of both are contiguous."""
+    """As `kernels.reference.layers.add_rms_norm`; rows of `residual` and `delta` must be contiguous."""
     return _normed(residual, delta, weight, None, eps, centred=False)
 
 
 def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """As `kernels.reference.layers.add_layer_norm`; rows of both are contiguous."""
+    """As `kernels.reference.layers.add_layer_norm`; rows of `residual` and `delta` must be contiguous."""
     return _normed(residual, delta, weight, bias, eps, centred=True)
 
 
@@ -227,7 +227,7 @@ def rotate_and_store(
 ) -> Tensor:
     """As `kernels.reference.layers.rotate_and_store`; positions and slots in int32, cos and sin in float32.
 
-    q_norm and k_norm are given both or not at all.
+    Either both of q_norm and k_norm are given, or neither.
     """
     num_tokens, num_kv_heads, head_dim = len(qkv), cache.k.shape[0], cache.k.shape[-1]
     group = qkv.shape[1] // head_dim // num_kv_heads - 2
@@ -250,12 +250,12 @@ def rotate_and_store(
 
 
 def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """As `kernels.reference.layers.gate_mul`; rows are contiguous."""
+    """As `kernels.reference.layers.gate_mul`; rows must be contiguous."""
     return _activated_rows(gate_up, gate_up.shape[1] // 2, activation, gated=True)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """As `kernels.reference.layers.activate`; x: [num_tokens, inner], rows contiguous."""
+    """As `kernels.reference.layers.activate`; x: [num_tokens, inner]; rows must be contiguous."""
     return _activated_rows(x, x.shape[1], activation, gated=False)
 
 

@@ -1,4 +1,4 @@
-"""Adapters of rank-few matrices, many of them in one batch; rows of one adapter that follow each other share a tile."""
+"""Products with many LoRA adapters in one batch. Consecutive rows of the same adapter share a tile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _shrink(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid [tiles]: each row times its adapter's first matrix."""
+    """Grid [tiles]: multiply each row by its adapter's first matrix."""
     tile = tl.program_id(0)
     adapter, first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     i, k, c = tl.arange(0, ROWS), tl.arange(0, RANK_PAD), tl.arange(0, COLUMNS)
@@ -56,7 +56,7 @@ def _expand(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """Grid [tiles, runs of outputs]: add what the second matrix makes of it."""
+    """Grid [tiles, runs of outputs]: add the product with the second matrix."""
     tile = tl.program_id(0)
     adapter, first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     i, k = tl.arange(0, ROWS), tl.arange(0, RANK_PAD)
@@ -73,7 +73,7 @@ def _expand(
 
 
 def lora_tiles(adapters: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Runs of rows of one adapter, [num_tiles, 3]: adapter, first row, rows. adapters: [rows], -1 for none."""
+    """Return runs of rows of one adapter, [num_tiles, 3]: adapter, first row, rows. adapters: [rows], -1 for none."""
     edges = np.flatnonzero(np.diff(adapters, prepend=-2, append=-2)).tolist()
     runs = [
         (int(adapters[start]), first, min(_ROWS, end - first))
@@ -85,7 +85,7 @@ def lora_tiles(adapters: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def add_lora(out: Tensor, x: Tensor, down: Tensor, up: Tensor, tiles: Tensor) -> None:
-    """As `kernels.reference.products.add_lora`, with adapters as `lora_tiles` has them."""
+    """As `kernels.reference.products.add_lora`, with the adapters as tiles from `lora_tiles`."""
     rank, num_columns = down.shape[1:]
     num_outputs = up.shape[1]
     if not len(tiles):

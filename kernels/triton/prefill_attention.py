@@ -1,4 +1,4 @@
-"""Chunks of queries against their paged contexts, in tiles of one list for the whole step (FlashAttention-2)."""
+"""Prefill attention: chunks of queries over their paged contexts, in tiles of one list per step (FlashAttention-2)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _attend_tile(
     BIASED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take the TILE keys from `at` on into the running maximum, total and sum; unmasked where all of them are seen."""
+    """Add the TILE keys from `at` on to the running maximum, total and sum. MASKED: some rows do not see all."""
     best, total, acc = state
     d, tokens = tl.arange(0, HEAD_PAD), at + tl.arange(0, TILE)
     held = tokens < context
@@ -66,7 +66,7 @@ def _attend_tile(
             seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(seen, scores, -float("inf"))
     better = tl.maximum(best, tl.max(scores, 1))
-    # A row that has seen nothing yet has no maximum to take off.
+    # A row that has seen no key yet has no maximum to subtract.
     origin = tl.where(better == -float("inf"), 0.0, better) if MASKED else better
     p, shrink = tl.exp2(scores - origin[:, None]), tl.exp2(best - origin)
     total = total * shrink + tl.sum(p, 1)
@@ -111,7 +111,7 @@ def _prefill(
     QUANTISED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Grid [tiles of queries, heads]; `tiles` holds each one's sequence and first query."""
+    """Grid [tiles of queries, heads]. `tiles` holds the sequence and the first query of each tile."""
     tile, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     seq, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -130,7 +130,7 @@ def _prefill(
         tl.zeros([ROWS, HEAD_PAD], tl.float32),
     )
     begin = tl.maximum(prefix + offset - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
-    # Tiles below the diagonal are seen whole by every row; a window's lower edge is another diagonal.
+    # Every row sees all keys of the tiles below the diagonal. A window's lower edge is another diagonal.
     whole_end = begin if WINDOW > 0 else (prefix + offset + 1) // TILE * TILE
     for part in tl.static_range(2):
         first, last = (begin, whole_end) if part == 0 else (whole_end, tl.minimum(prefix + offset + ROWS, context))
@@ -142,13 +142,13 @@ def _prefill(
                 *(HEAD, HEAD_PAD, BLOCK, TILE, WINDOW, QUANTISED, BIASED, part == 1),
             )
     _, total, acc = state
-    # Rows behind the last query may have seen nothing.
+    # Rows after the last query may have seen no key.
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + at[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=is_value)
 
 
 def prefill_tiles(query_starts: NDArray[np.int32], seqs: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The tiles of some sequences' queries, [num_tiles, 2]: sequence and first query, those with most keys first."""
+    """Return the query tiles of sequences, [num_tiles, 2]: sequence, first query. Tiles of late queries come first."""
     counts = query_starts[seqs + 1] - query_starts[seqs]
     tiles = -(-counts // QUERY_TILE)
     first = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -170,9 +170,9 @@ def prefill_attention(
     biases: Tensor | None = None,
     launch: Launch | None = None,
 ) -> None:
-    """Attend for the queries of `tiles`, which `prefill_tiles` made, into their rows of `out`.
+    """Write the attention of the queries of `tiles`, made by `prefill_tiles`, to their rows of `out`.
 
-    The rest as in `kernels.reference.attention.paged_attention`.
+    Other arguments: see `kernels.reference.attention.paged_attention`.
     """
     num_heads, head_dim = q.shape[1:]
     group = num_heads // cache.k.shape[0]

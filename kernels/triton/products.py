@@ -1,4 +1,4 @@
-"""Products with matrices of few bits, one program a tile of outputs; sums are never split, so they have one order."""
+"""Products with quantized matrices, one program per tile of outputs. No sum is split, so its order is fixed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUP = 32
 
 
 MEDIUM_ROWS = 64
-"""Rows that have tiles between those of fewer and those of more."""
+"""Products with up to this many rows use medium tiles, those with more rows large tiles."""
 
 
 class _Tiles(NamedTuple):
@@ -30,7 +30,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(num_rows: int) -> _Tiles:
-    """Few rows want many programs that read weights, many rows want reuse."""
+    """Return the tile sizes: few rows need many programs that read weights, many rows need reuse."""
     if num_rows <= 16:
         return _Tiles(16, 64, 128, 4, 4)
     return _Tiles(64, 64, 128, 4, 3) if num_rows <= MEDIUM_ROWS else _Tiles(128, 128, 64, 8, 3)
@@ -41,7 +41,7 @@ def _quantise(q, scales, x, size, SIZE_PAD: tl.constexpr, MOST: tl.constexpr):
     """Grid [rows]."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE_PAD)
     values = tl.load(x + row * size + i, mask=i < size, other=0.0).to(tl.float32)
-    # A plain division is not exact on a card: numbers would be rounded otherwise than the reference says.
+    # Plain division is not exact on GPUs, and would round differently from the reference.
     scale = tl.div_rn(tl.max(tl.abs(values), 0), MOST)
     values = tl.div_rn(values, tl.where(scale > 0, scale, 1.0))
     if q.dtype.element_ty == tl.int8:
@@ -76,7 +76,7 @@ def _multiply_scaled(
         inside = start + c < num_columns
         a = tl.load(left + start, mask=(r < num_rows)[:, None] & inside[None, :], other=0.0)
         b = tl.load(right + start, mask=(o < num_outputs)[None, :] & inside[:, None], other=0.0)
-        # Hopper's products of float8 keep 14 bits of a sum, so that only short ones are left to them.
+        # Hopper's float8 products keep 14 bits of a sum, so the hardware may sum only within one tile of columns.
         sums = tl.dot(a, b, sums, out_dtype=SUM, max_num_imprecise_acc=COLUMNS)
     row_scales = tl.load(q_scales + r, mask=r < num_rows, other=0.0)
     output_scales = tl.load(weight_scales + o, mask=o < num_outputs, other=0.0)
@@ -99,7 +99,7 @@ def _multiply_int4(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid [tiles of rows, tiles of outputs]. The halves of a byte are two products, so that nothing is interleaved."""
+    """Grid [tiles of rows, tiles of outputs]. The halves of bytes are two products, so nothing is interleaved."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     byte = tl.arange(0, COLUMNS // 2)
@@ -127,7 +127,7 @@ def _multiply_int4(
 
 
 def quantise_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As `kernels.reference.attention.quantise_vectors` for x: [rows, size], rows contiguous."""
+    """As `kernels.reference.attention.quantise_vectors` for x: [rows, size]; rows must be contiguous."""
     q = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
     size_pad = padded(x.shape[1])
@@ -151,12 +151,12 @@ def multiply_scaled(q: Tensor, q_scales: Tensor, weight: Tensor, weight_scales: 
 
 
 def multiply_int4(x: Tensor, packed: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """As `kernels.reference.products.multiply_int4`; rows of all are contiguous."""
+    """As `kernels.reference.products.multiply_int4`; rows of all arguments must be contiguous."""
     (num_rows, num_columns), num_outputs = x.shape, len(packed)
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     tiles = _tiles(num_rows)
     if x.dtype.itemsize > 2:
-        tiles = tiles._replace(num_stages=2)  # of Ada's shared memory three would take too much
+        tiles = tiles._replace(num_stages=2)  # three stages exceed Ada's shared memory
     _multiply_int4[_grid(tiles, num_rows, num_outputs)](
         *(out, x, packed, scales, minima, num_rows, num_outputs, num_columns), **tiles._asdict()
     )
@@ -168,12 +168,12 @@ def _grid(tiles: _Tiles, num_rows: int, num_outputs: int) -> tuple[int, int]:
 
 
 def pack_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix, [outputs, columns], as `multiply_int4` takes it: packed, scales, minima. Columns are whole groups."""
+    """Pack a matrix, [outputs, columns in whole groups], for `multiply_int4`: return packed, scales and minima."""
     groups = weight.float().view(len(weight), -1, GROUP)
     minima = groups.amin(-1).half()
     spans = (groups.amax(-1) - minima.float()).clamp(min=0)
     scales = (spans / 15).half()
-    # A scale that rounds down would leave the largest number of its group out of reach.
+    # With a scale that was rounded down, q could not reach the largest number of its group.
     scales = torch.where(scales.float() < spans / 15, _next_half(scales), scales)
     divisors = torch.where(scales > 0, scales.float(), 1.0).unsqueeze(-1)
     q = ((groups - minima.float().unsqueeze(-1)) / divisors).round().clamp(0, 15).to(torch.uint8)
@@ -182,5 +182,5 @@ def pack_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _next_half(x: Tensor) -> Tensor:
-    """The float16 above a positive one."""
+    """Return the next larger float16. x: positive."""
     return (x.view(torch.int16) + 1).view(torch.float16)

@@ -1,4 +1,4 @@
-"""Arrays of the host on their way to a card."""
+"""Copies host arrays to the GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def sent(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on a device, behind what the current stream was given and without waiting for that.
+    """Return a tensor on the device with the array's contents. The current stream copies it; the host does not wait.
 
-    Out of pageable memory a copy makes the host wait until the device has nothing else to do. torch keeps pinned memory
-    from being used again before the device has read it. Where the device is the CPU, the array itself.
+    A copy from pageable memory would make the host wait until the device is idle. torch does not reuse the pinned
+    memory before the device has read it. If the device is the CPU, the tensor shares the array's memory.
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-// Each kernel by itself, as tests call it through ctypes. Matrices come as rows of a source, numbers as plain rows.
+// Single kernels, which tests call through ctypes. Matrices come as rows of a source format, numbers as plain rows.
 #include <algorithm>
 #include <vector>
 
@@ -20,7 +20,7 @@ Matrix packed(int format, int source, int rows, int columns, const uint8_t* data
   return matrix;
 }
 
-// A vector kernel over any number of values.
+// Applies a vector kernel to any number of values.
 template <class Function>
 void map(const float* x, int count, float* out, const Function& function) {
   for (int i = 0; i < count; i += kLanes) {
@@ -37,14 +37,14 @@ void map(const float* x, int count, float* out, const Function& function) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// out: [rows, columns], what the kernels see of packed rows.
+// Packs rows and reads them back as the kernels see them. out: [rows, columns].
 void penstock_single_repack(int format, int source, int rows, int columns, const uint8_t* data, size_t row_bytes,
                             float* out) {
   const Matrix matrix = packed(format, source, rows, columns, data, row_bytes);
   for (int i = 0; i < rows; ++i) matrix.get_row(i, out + (size_t)i * columns);
 }
 
-// Adds to out, [rows, outputs], what parts of an adapter make of x, [rows, columns].
+// Adds to out, [rows, outputs], what parts of an adapter compute from x, [rows, columns].
 void penstock_single_low_rank(int outputs, int columns, const LowRankPart* parts, int num_parts, const float* x,
                               int rows, float* out) {
   const Matrix matrix(Format::kBf16, outputs, columns);
@@ -70,13 +70,13 @@ void penstock_single_multiply(int format, int source, int outputs, int columns, 
   Activations left;
   left.prepare(rows, columns, (Format)format);
   Team team(num_threads);
-  team.start([&](Member& member) {
-    member.for_each(rows, [&](int i) {
+  team.start([&](Worker& worker) {
+    worker.for_each(rows, [&](int i) {
       std::vector<float> padded(matrix.padded_columns());
       std::copy_n(x + (size_t)i * columns, columns, padded.data());
       left.set_row(i, padded.data());
     });
-    multiply(member, left, matrix, [&](int first, int count, int panel, const float* products) {
+    multiply(worker, left, matrix, [&](int first, int count, int panel, const float* products) {
       const int begin = panel * kPanel, width = std::min(kPanel, outputs - begin);
       for (int r = 0; r < count; ++r) {
         std::copy_n(products + r * kPanel, width, out + (size_t)(first + r) * outputs + begin);
@@ -102,18 +102,18 @@ void penstock_single_gelu(const float* x, int count, int is_tanh, float* out) {
   map(x, count, out, [=](Floats v) { return is_tanh ? gelu_tanh(v) : gelu(v); });
 }
 
-// All of them: [padded], zeros from `count` on; without a bias by the root of the mean square.
+// Norms a row: layer norm with a bias, RMS norm without. All arrays: [padded], zero from `count` on.
 int penstock_single_norm(const float* x, const float* weight, const float* bias, int padded, int count, float eps,
                          float* out) {
   return bias ? layer_norm(x, weight, bias, padded, count, eps, out) : rms_norm(x, weight, padded, count, eps, out);
 }
 
-// row: [count], in place, with room for the lanes of its last vector.
-void penstock_single_turn(float* row, int count) { Turn(count).apply(row, row); }
+// Rotates a row in place. row: [count], padded to whole vectors.
+void penstock_single_hadamard(float* row, int count) { HadamardRotation(count).apply(row, row); }
 
 int penstock_single_place(int place, int first, int i) { return place_row((Place)place, first, i); }
 
-// Tokens of `count` positions from the rule's own on, each of the same logits.
+// Samples at `count` positions, from the rule's own on, each from the same logits.
 void penstock_single_draw(const float* logits, int vocab, const SamplingRule* rule, int count, int32_t* tokens) {
   SamplingRule next = *rule;
   for (int i = 0; i < count; ++i, ++next.position) {
@@ -142,8 +142,8 @@ void penstock_single_cache_get(KvCache* cache, int slot, int head, float* key, f
 
 void penstock_single_cache_clear(KvCache* cache, int block) { cache->clear_block(block); }
 
-// queries, out: [count, head_dim]; limits, firsts: [count]; biases: [count] rows or null. Span by span in any order, or all of
-// them on the way.
+// queries, out: [count, head_dim]; limits, firsts: [count]; biases: [count] rows or null. `by_span`: computes the
+// spans separately, in reverse order, and merges them; else all in one call.
 void penstock_single_attend(const KvCache* cache, const float* queries, const int* limits, const int* firsts,
                             const float* const* biases, int count, const int32_t* block_table, int head, float scale,
                             int by_span, float* out) {

@@ -5,7 +5,7 @@
 
 #include "threads/team.h"
 
-using penstock::Member;
+using penstock::Worker;
 using penstock::Team;
 
 namespace {
@@ -23,12 +23,12 @@ void run(int size, int count, int rounds) {
   long want = std::accumulate(values.begin(), values.end(), 0L);
   for (int round = 0; round < rounds; ++round) {
     int leaders = 0;
-    team.start([&](Member& member) {
-      if (member.leads()) ++leaders;
+    team.start([&](Worker& worker) {
+      if (worker.leads()) ++leaders;
       for (int loop = 0; loop < 7; ++loop) {
-        member.for_each(count, [&](int i) { sums[i] = values[i] + values[(i + 1) % count]; });
-        member.for_each(0, [&](int) { check(false, "an item of none"); });
-        member.for_each(count, [&](int i) { values[i] = sums[i] - values[i]; });
+        worker.for_each(count, [&](int i) { sums[i] = values[i] + values[(i + 1) % count]; });
+        worker.for_each(0, [&](int) { check(false, "an item of none"); });
+        worker.for_each(count, [&](int i) { values[i] = sums[i] - values[i]; });
       }
     });
     team.join();
@@ -59,8 +59,8 @@ void crowd() {
   int sum = 0;
   for (int round = 0; round < 20; ++round) {
     std::vector<int> values(4000);
-    team.start([&](Member& member) {
-      for (int loop = 0; loop < 30; ++loop) member.for_each(4000, [&](int i) { values[i] += i % 7; });
+    team.start([&](Worker& worker) {
+      for (int loop = 0; loop < 30; ++loop) worker.for_each(4000, [&](int i) { values[i] += i % 7; });
     });
     team.join();
     sum += std::accumulate(values.begin(), values.end(), 0) == 30 * 11994 ? 1 : 0;

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock.kernels.cpu.single import Floats, Single
+from penstock.kernels.reference.hadamard import hadamard_rotation
 from penstock.kernels.reference.layers import layer_norm, rms_norm
-from penstock.kernels.reference.turned import turning_matrix
 
 
 def test_the_exponential_is_as_precise_as_it_says(kernels: Single) -> None:
@@ -76,18 +76,18 @@ def _norm(row: Floats, weight: Floats, bias: Floats | None, eps: float) -> Float
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 24, 33, 40, 96, 576, 1536, 2048])
-def test_a_row_is_turned_by_an_orthogonal_matrix(kernels: Single, count: int) -> None:
-    matrix = turning_matrix(count)
+def test_a_row_is_rotated_by_an_orthogonal_matrix(kernels: Single, count: int) -> None:
+    matrix = hadamard_rotation(count)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(count), atol=3e-6)
     row = np.random.default_rng(count).standard_normal(count).astype(np.float32)
-    turned = kernels.turn(row)
-    np.testing.assert_allclose(turned[:count], matrix @ row, atol=2e-6 * count**0.5)
-    assert not turned[count:].any()
+    rotated = kernels.hadamard_rotation(row)
+    np.testing.assert_allclose(rotated[:count], matrix @ row, atol=2e-6 * count**0.5)
+    assert not rotated[count:].any()
 
 
-def test_a_turn_spreads_an_outlier_and_a_nan(kernels: Single) -> None:
+def test_a_rotation_spreads_an_outlier_and_a_nan(kernels: Single) -> None:
     row = np.zeros(576, np.float32)
     row[100] = 1000
-    assert np.abs(kernels.turn(row)).max() < 1000 * (2 / 576) ** 0.5 + 1e-3
+    assert np.abs(kernels.hadamard_rotation(row)).max() < 1000 * (2 / 576) ** 0.5 + 1e-3
     row[100] = np.nan
-    assert np.isnan(kernels.turn(row)).all()
+    assert np.isnan(kernels.hadamard_rotation(row)).all()

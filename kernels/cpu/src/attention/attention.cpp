@@ -10,9 +10,9 @@
 namespace penstock {
 namespace {
 
-// Stands for a score that is masked: finite, so that a difference of two is no NaN.
+// The score of a masked token. It is finite, so that the difference of two such scores is not NaN.
 constexpr float kMasked = -1e30f;
-// Pages whose scores one pass over the queries computes.
+// Pages whose scores are computed in one pass over the queries.
 constexpr int kPagesAtOnce = kRegisters >= 32 ? kChunkPages : 2;
 
 template <class T>
@@ -22,7 +22,8 @@ Bytes broadcast_word_at(const T* at) {
   return broadcast_word(word);
 }
 
-// Rows over the chunks of a span, one after the other.
+// Attention of R rows over the chunks of a span, one chunk after the other. D: head_dim, or 0 if known only at run
+// time.
 template <template <int, int> class Cache, int R, int D>
 class Span {
   using Own = Cache<R, D>;
@@ -41,7 +42,7 @@ class Span {
     last_first_ = *std::max_element(rows.firsts, rows.firsts + R);
   }
 
-  // Sees the chunk that begins at token `at`, and fetches the next one.
+  // Attends to the chunk that begins at token `at`, and prefetches the next one.
   void see(const Chunk& chunk, const Chunk& next, int at) {
     Fetcher fetcher(next, kv_.shape().cell_bytes());
     Floats s[R][kChunkPages];
@@ -77,7 +78,7 @@ class Span {
   }
 
  private:
-  // Scores of all rows against the pages [first, first + P), as sixteen tokens a vector.
+  // Computes the scores of all rows against the pages [first, first + P), sixteen tokens a vector.
   template <int P>
   void scores(const Chunk& chunk, Fetcher& fetcher, int first, Floats (&s)[R][kChunkPages]) {
     const uint8_t* keys[P];
@@ -107,7 +108,7 @@ class Span {
       }
   }
 
-  // Puts a number in the place of those of tokens that a row does not see.
+  // Writes `hidden` for the tokens that a row does not see.
   void mask(int at, float hidden, Floats (&s)[R][kChunkPages]) {
     for (int i = 0; i < kChunkPages; ++i) {
       const Ints tokens = lane_numbers() + broadcast_int(at + i * kPage);
@@ -118,7 +119,8 @@ class Span {
     }
   }
 
-  // Scores become weights, relative to the largest score so far; what the rows have loses by as much as that grew.
+  // Turns scores into weights relative to the largest score so far. Sets fade_, the factor for earlier results: when
+  // the largest score grows, they lose weight.
   void weigh(Floats (&s)[R][kChunkPages], Fetcher& fetcher) {
     Floats most[R];
     for (int r = 0; r < R; ++r) most[r] = max(max(s[r][0], s[r][1]), max(s[r][2], s[r][3]));
@@ -227,7 +229,8 @@ void merge(RowState& state, const RowState& later, int head_dim) {
   const float top = std::max(state.largest, later.largest);
   const float fade = std::exp2(state.largest - top), later_fade = std::exp2(later.largest - top);
   for (int d = 0; d < head_dim; d += kLanes) {
-    store(state.values + d, fma(load(later.values + d), broadcast(later_fade), load(state.values + d) * broadcast(fade)));
+    const Floats faded = load(state.values + d) * broadcast(fade);
+    store(state.values + d, fma(load(later.values + d), broadcast(later_fade), faded));
   }
   state.total = state.total * fade + later.total * later_fade;
   state.largest = top;

@@ -1,4 +1,4 @@
-// What attention goes over at a time, and how rows meet it in each format of the cache.
+// Chunks of the KV cache, and how rows are multiplied with them in each format of the cache.
 #pragma once
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-// The cells of a chunk of at most kChunk tokens; those past the context repeat the last one.
+// The cells of a chunk of at most kChunk tokens. Entries past the end of the context repeat the last cell.
 struct Chunk {
   int count;
   uint8_t* cells[kChunkPages];
@@ -20,11 +20,11 @@ struct Chunk {
   }
 };
 
-// Asks for the lines of a chunk's cells one by one, so that memory always has something to do.
+// Prefetches the cache lines of a chunk's cells one by one, so that memory always has work.
 class Fetcher {
  public:
-  // Lines to ask for with each step of the products with keys, each vector of weights, and each vector of values: early,
-  // but no more at once than a core can wait for.
+  // Lines to prefetch with each step of the products with keys, each vector of weights, and each vector of values.
+  // They come early, but never more at once than a core can wait for.
   static constexpr int kWithKeys = 4, kWithWeights = 2, kWithValues = 1;
 
   Fetcher(const Chunk& chunk, size_t cell_bytes) : chunk_(chunk), cell_bytes_(cell_bytes) { enter(0); }
@@ -41,7 +41,7 @@ class Fetcher {
   }
 
  private:
-  // Behind the last cell it begins again, which costs nothing.
+  // After the last cell it starts over with the first, which costs nothing.
   void enter(int cell) {
     cell_ = cell;
     at_ = chunk_.cells[cell % kChunkPages];
@@ -54,7 +54,7 @@ class Fetcher {
   const uint8_t *at_, *end_;
 };
 
-// How rows and cells of bf16 are multiplied.
+// Products of rows with cells of bf16.
 template <int R, int D>
 struct Bf16Cache {
   using Number = bf16;
@@ -82,7 +82,7 @@ struct Bf16Cache {
   Floats value(Sums sums, int, Floats) const { return sums; }
 };
 
-// How rows and cells of int8 are multiplied: both sides are integers.
+// Products of rows with cells of int8: both sides are integers.
 template <int R, int D>
 struct Int8Cache {
   using Number = int8_t;
@@ -106,7 +106,7 @@ struct Int8Cache {
     return to_floats(sums) * load(scales) * broadcast(q_scale[r]);
   }
 
-  // The values' scales go into the weights, which are then quantised over the chunk.
+  // Multiplies the weights by the scales of the values, then quantizes them over the chunk.
   void set_weights(const KvCache& cache, const Chunk& chunk, Floats (&weights)[R][kChunkPages]) {
     Floats most[R];
     for (int r = 0; r < R; ++r) most[r] = zeros();
@@ -114,7 +114,7 @@ struct Int8Cache {
       const Floats scale = load(cache.value_scales(chunk.cells[i]));
       for (int r = 0; r < R; ++r) {
         Floats& weight = weights[r][i];
-        // A masked token's scale may be anything.
+        // The scale of a masked token may be stale memory.
         weight = select(equal(weight, zeros()), zeros(), weight * scale);
         most[r] = max(most[r], weight);
       }

@@ -7,13 +7,13 @@
 namespace penstock {
 namespace {
 
-// Where element d of token t lies in a cell's keys, words of `per_word` elements, and in its values.
+// Index of element d of token t in a cell's keys, which are words of `per_word` elements, and in its values.
 size_t key_at(int d, int t, int per_word) { return ((size_t)d / per_word * kPage + t) * per_word + d % per_word; }
 size_t value_at(int d, int t, int per_word, int head_dim) {
   return ((size_t)t / per_word * head_dim + d) * per_word + t % per_word;
 }
 
-// Puts each of the integers x into its word at `words`, the low `width` bits of it at bit `at`.
+// Writes each of the integers x into its word at `words`: the low `width` bits of it, at bit `at`.
 void put_into_words(uint8_t* words, Ints x, int width, int at) {
   int32_t* out = reinterpret_cast<int32_t*>(words);
   const uint32_t others = ~(((1u << width) - 1) << at);
@@ -40,12 +40,12 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
   int32_t unused;
   const float value_scale = quantise_row(value, dim, v, &unused);
   value_scales(keys)[t] = value_scale;
-  // A value that is not finite shows in the scores: weights lose a NaN when they are quantised.
+  // A non-finite value makes the key's scale NaN, so that it shows in the scores: quantized weights cannot hold NaN.
   key_scales(keys)[t] = quantise_row(key, dim, k, &unused) + 0 * value_scale;
   for (int d = 0; d < dim; d += 4) {
     uint32_t word;
     std::memcpy(&word, k + d, sizeof word);
-    // Bytes of 128 + q.
+    // Keys are stored as unsigned bytes 128 + q.
     word ^= 0x80808080;
     std::memcpy(keys + key_at(d, t, 4), &word, sizeof word);
   }
@@ -54,7 +54,7 @@ void KvCache::set(int layer, int slot, int head, const float* key, const float* 
 }
 
 void KvCache::clear_behind(int layer, int slot, int head) const {
-  // Integers are none that 0 does not silence.
+  // int8 cannot hold NaN, so a zero weight masks it.
   if (shape_.format != KvFormat::kBf16) return;
   const int t = slot % kPage, dim = shape_.head_dim, row_bytes = dim * 4;
   uint8_t* pairs = values(cell_of_slot(layer, slot, head)) + t / 2 * row_bytes;

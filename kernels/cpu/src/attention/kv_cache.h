@@ -1,11 +1,11 @@
-// Keys and values of all layers, paged, in the order in which the dot instructions read them.
+// Keys and values of all layers, paged, in the order in which the dot-product instructions read them.
 //
-// A block holds the same tokens of every layer in one run of memory: [layers][pages][heads] cells, a page being 16 tokens.
-// A cell is
+// A block is one run of memory with the same tokens of every layer: [layers][pages][heads] cells. A page is 16
+// tokens.
 //
 //   bf16   keys [head_dim / 2][16 tokens][2], values [8 token pairs][head_dim][2]
 //   int8   keys [head_dim / 4][16 tokens][4] u8 (128 + q), values [4 token quadruples][head_dim][4] s8,
-//          and a float scale a token for each
+//          and one float scale per token, for keys and for values
 #pragma once
 #include <bit>
 
@@ -15,7 +15,7 @@
 namespace penstock {
 
 constexpr int kPage = kLanes;
-// Tokens at positions with the same quotient by this may share words of values: one thread must store them.
+// Tokens whose positions have the same quotient by this may share words of the values, so one thread must store them.
 constexpr int kTokensPerWord = 4;
 constexpr int kMaxHeadDim = 256;
 
@@ -26,7 +26,7 @@ struct KvShape {
   int num_layers, num_heads, head_dim, block_size, num_blocks;
 
   int pages_per_block() const { return block_size / kPage; }
-  // Of a cell's keys, and as many of its values.
+  // Bytes of a cell's keys; its values take as many.
   size_t half_bytes() const { return (size_t)kPage * head_dim * (format == KvFormat::kBf16 ? sizeof(bf16) : 1); }
   size_t cell_bytes() const {
     return 2 * half_bytes() + (format == KvFormat::kInt8 ? 2 * kPage * sizeof(float) : 0);
@@ -46,23 +46,23 @@ class KvCache {
         pages_shift_(std::countr_zero((unsigned)shape.pages_per_block())),
         memory_(shape.num_blocks * shape.block_bytes()) {}
 
-  // Stores a token's key and value [head_dim] at `slot` = block * block_size + offset.
+  // Stores a token's key and value, each [head_dim], at `slot` = block * block_size + offset.
   void set(int layer, int slot, int head, const float* key, const float* value) const;
-  // Forgets what others left of values behind `slot` in its page: their weights are 0, which times NaN is none.
+  // Clears values after `slot` in its page that earlier sequences left. Their weights are 0, but 0 times NaN is NaN.
   void clear_behind(int layer, int slot, int head) const;
-  // Asks for the memory that `set` would write.
+  // Prefetches the memory that `set` would write.
   void fetch(int layer, int slot, int head) const;
-  // Reads them back, dequantised.
+  // Reads a token's key and value back, dequantized.
   void get(int layer, int slot, int head, float* key, float* value) const;
   void clear_block(int block) const;
 
-  // Copies of whole blocks are cut into this many slices, of which each thread does some.
+  // The number of slices of a block that threads copy separately.
   int num_slices() const { return (int)((block_bytes_ + kSliceBytes - 1) / kSliceBytes); }
-  // One slice of each of `count` copies of blocks, copies[2 * i] to copies[2 * i + 1], in their order: as no slice reads what
-  // another one writes, they need not wait for each other.
+  // Copies one slice of each of `count` blocks, from copies[2 * i] to copies[2 * i + 1], in this order. No slice
+  // reads what another one writes, so threads need not wait for each other.
   void copy_slice(const int32_t* copies, int count, int slice) const;
 
-  // Where the cell of a sequence's page begins: its keys. Blocks have 1, 2, 4, ... pages.
+  // Where the cell of a sequence's page begins, with its keys. A block has a power of two of pages.
   uint8_t* cell(int layer, const int32_t* block_table, int page, int head) const {
     return cell_of_block(layer, block_table[page >> pages_shift_], page & ((1 << pages_shift_) - 1), head);
   }

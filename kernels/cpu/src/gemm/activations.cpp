@@ -10,16 +10,16 @@ namespace penstock {
 
 namespace {
 
-// Quantises a row in runs of 32, of which each lies `stride` bytes behind the one before; see quantise_row.
+// Quantizes a row in runs of 32, each `stride` bytes after the one before; see quantise_row.
 PENSTOCK_INLINE float quantise_runs(const float* values, int count, int8_t* q, size_t stride, int32_t* total) {
-  // As integers the magnitudes are in the same order, with infinity above all numbers and NaN above that.
+  // Compared as integers, the magnitudes keep their order, with infinity above all numbers and NaN above infinity.
   constexpr int32_t kInfinity = 0x7f800000;
   Ints most = broadcast_int(0);
   for (int i = 0; i < count; i += kLanes) most = max(most, magnitude(load(values + i)));
   const int32_t largest_bits = largest(most);
   const bool is_finite = largest_bits < kInfinity;
   const float largest_value = std::bit_cast<float>(largest_bits), steps = 127.f / largest_value;
-  // Of a row so small that this overflows nothing is left, nor of one that is not finite.
+  // A factor of 0 makes all integers 0: for a row so small that the division overflows, and for a non-finite row.
   const Floats inverse = broadcast(is_finite && std::isfinite(steps) ? steps : 0.f);
   Ints sums = broadcast_int(0);
   for (int i = 0; i < count; i += kGroup, q += stride) {
@@ -29,7 +29,7 @@ PENSTOCK_INLINE float quantise_runs(const float* values, int count, int8_t* q, s
       store_s8(q + j, rounded);
     }
   }
-  // What is not finite has no integer: its products are NaN by the scale alone.
+  // Non-finite values have no integers; the NaN scale alone makes their products NaN.
   *total = is_finite ? sum(sums) : 0;
   return is_finite ? largest_value / 127.f : std::numeric_limits<float>::quiet_NaN();
 }
@@ -44,7 +44,7 @@ void quantise_groups(const float* values, int groups, int8_t* q, float* scales, 
   constexpr int kBatch = kLanes;
   const Floats infinity = broadcast(std::numeric_limits<float>::infinity());
   Floats poison = zeros();
-  // Sixteen groups at a time, so that their sums over lanes are taken together.
+  // Sixteen groups at a time, so that the sums over their lanes are computed together.
   for (int first = 0; first < groups; first += kBatch) {
     const int count = std::min(kBatch, groups - first);
     const float* x = values + first * kGroup;

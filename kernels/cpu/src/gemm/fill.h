@@ -1,4 +1,4 @@
-// Source rows on their way into a matrix.
+// Packs rows of a checkpoint into a matrix.
 #pragma once
 #include "threads/team.h"
 #include "gemm/hadamard.h"
@@ -6,7 +6,8 @@
 
 namespace penstock {
 
-// `count` rows of `row_bytes` each that become the rows of a matrix from `first` on; `order` may be null.
+// `count` rows of `row_bytes` each, which become the rows of a matrix from `first` on. `order`: the source row of
+// each, or null.
 struct Part {
   Source source;
   Place place;
@@ -18,17 +19,17 @@ struct Part {
   const uint8_t* row(int i) const { return data + (order ? order[i] : i) * row_bytes; }
 };
 
-// What is done to a part before it is packed, null where nothing is: columns are multiplied by `gains` and turned, then
-// the outputs are, whose number `outputs` is for.
-struct Change {
+// How a part is transformed before it is packed; a null worker does nothing. Columns are multiplied by `gains` and
+// rotated by `columns`. Then `outputs` rotates the outputs, so its size is their number.
+struct WeightTransform {
   const float* gains;
-  const Turn* columns;
-  const Turn* outputs;
+  const HadamardRotation* columns;
+  const HadamardRotation* outputs;
 
   bool is_none() const { return !gains && !columns && !outputs; }
 };
 
 // Packs a part, on all threads.
-void fill(Team& team, Matrix& matrix, const Part& part, const Change& change);
+void fill(Team& team, Matrix& matrix, const Part& part, const WeightTransform& transform);
 
 }  // namespace penstock

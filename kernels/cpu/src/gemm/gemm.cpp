@@ -9,12 +9,13 @@ namespace {
 
 // Halves of a panel that one pass over the columns computes.
 constexpr int kHalves = kRegisters >= 32 ? 2 : 1;
-// Of quantised rows.
+// Words of a run of quantized rows.
 constexpr int kRun = run_words(Format::kInt8);
 
+// How far ahead a kernel prefetches in the panel that it reads.
 constexpr int kNearBytes = 8192;
 
-// Asks for two lines with each two lines of the panel.
+// Prefetches two cache lines for every two lines of the panel that are read.
 template <Fetch F>
 struct Prefetcher {
   const uint8_t *first, *second;

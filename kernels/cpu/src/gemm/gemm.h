@@ -1,7 +1,7 @@
 // Matrix products: activations [rows, columns] times a packed matrix [outputs, columns], panel by panel.
 //
-// Every output is one chain of sums over the columns in ascending order, whatever the number of rows: its bits do not
-// depend on the batch.
+// Every output is one chain of sums over the columns in ascending order, whatever the number of rows. Its bits
+// therefore do not depend on the batch.
 #pragma once
 #include "gemm/activations.h"
 #include "threads/team.h"
@@ -14,10 +14,11 @@ using TileKernel = void (*)(const uint8_t* panel, const Tile& tile, int padded_c
 // The kernel for a tile of at most max_tile_rows(format) rows.
 TileKernel tile_kernel(Format format, const Tile& tile);
 
-// Tiles of at most so many rows wait for memory.
+// A product with at most this many rows is bound by memory.
 constexpr int kMemoryBoundRows = 12;
 
-// Says what a tile should fetch, `index` being its place among those that meet a panel: the first two share the next panel.
+// Chooses what a tile prefetches. `index`: its position among the tiles that are multiplied with a panel; the first
+// two of these share the next panel.
 inline void look_ahead(Tile& tile, int index, int num_tiles, const uint8_t* panel, size_t panel_bytes) {
   const uint8_t *next = panel + panel_bytes, *middle = next + panel_bytes / 2;
   if (num_tiles == 1 && tile.rows <= kMemoryBoundRows) {
@@ -29,7 +30,7 @@ inline void look_ahead(Tile& tile, int index, int num_tiles, const uint8_t* pane
   }
 }
 
-// Rows whose activations stay in the second-level cache while panels pass by.
+// Rows whose activations stay in the second-level cache while the panels stream through it.
 constexpr int kRowsPerPass = 96;
 
 // Adds the biases of a panel's outputs. out: [rows][kPanel].
@@ -37,9 +38,9 @@ inline void add_bias(const float* bias, int rows, float* out) {
   for (int i = 0; i < rows * kPanel; i += kLanes) store(out + i, load(out + i) + load(bias + i % kPanel));
 }
 
-// Computes all outputs and hands them to `finish(first_row, num_rows, panel, out)`, out: [num_rows][kPanel].
+// Computes all outputs and passes them to `finish(first_row, num_rows, panel, out)`, out: [num_rows][kPanel].
 template <class Finish>
-void multiply(Member& member, const Activations& left, const Matrix& right, const Finish& finish) {
+void multiply(Worker& worker, const Activations& left, const Matrix& right, const Finish& finish) {
   const Tiling& tiling = left.tiling();
   const int tiles_per_pass = std::max(1, kRowsPerPass / max_tile_rows(right.format));
   const int passes = (tiling.tiles + tiles_per_pass - 1) / tiles_per_pass;
@@ -56,7 +57,7 @@ void multiply(Member& member, const Activations& left, const Matrix& right, cons
       finish(tiling.first(i), tile.rows, panel, out);
     }
   };
-  member.for_each(passes * num_panels, unit_of_work);
+  worker.for_each(passes * num_panels, unit_of_work);
 }
 
 }  // namespace penstock

@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-// Vectors that the first pass combines while they are in registers.
+// Vectors that the first pass combines in registers.
 constexpr int kFirst = kRegisters >= 32 ? 8 : 2;
 
 Floats butterflies(Floats x, int run) {
@@ -60,7 +60,8 @@ struct Lane<Floats> {
 
 }  // namespace
 
-Turn::Turn(int count) : count_(count), run_(count & -count), num_runs_(count / run_), mix_(num_runs_ * num_runs_) {
+HadamardRotation::HadamardRotation(int count)
+    : count_(count), run_(count & -count), num_runs_(count / run_), mix_(num_runs_ * num_runs_) {
   const double pi = std::acos(-1.0);
   for (int i = 0; i < num_runs_; ++i) {
     const double length = std::sqrt((i == 0 ? 1.0 : 2.0) / count_);
@@ -68,7 +69,7 @@ Turn::Turn(int count) : count_(count), run_(count & -count), num_runs_(count / r
   }
 }
 
-void Turn::apply(const float* row, float* out) const {
+void HadamardRotation::apply(const float* row, float* out) const {
   int apart = kLanes;
   if (run_ % (kFirst * kLanes) == 0) {
     for (int begin = 0; begin < count_; begin += kFirst * kLanes) {
@@ -92,9 +93,9 @@ void Turn::apply(const float* row, float* out) const {
   }
 }
 
-// N numbers, or vectors of them, of each run at a time.
+// Applies the cosine transform to N numbers, or N vectors, of each run at a time.
 template <class Number, int N>
-void Turn::mix_runs(float* row) const {
+void HadamardRotation::mix_runs(float* row) const {
   constexpr int kWidth = sizeof(Number) / sizeof(float);
   thread_local std::vector<std::array<Number, N>> of_runs;
   of_runs.resize(num_runs_);

@@ -1,5 +1,6 @@
-// Orthogonal matrices that spread over all channels what a few outliers carry, so that one scale for a row of integers
-// does it justice (QuaRot, arXiv:2404.00456). What reads a turned row has its own columns turned: their product is the same.
+// Orthogonal rotations of rows. They spread a few outliers over all channels, so that one scale suffices for a row of
+// integers (QuaRot, arXiv:2404.00456). A matrix that reads rotated rows has its columns rotated too, which leaves the
+// product unchanged.
 #pragma once
 #include <vector>
 
@@ -7,12 +8,13 @@
 
 namespace penstock {
 
-// Of rows of `count` = 2^k * m numbers: a Hadamard matrix over runs of 2^k, and a cosine transform over the m runs.
-class Turn {
+// A rotation of rows of `count` = 2^k * m numbers: a Hadamard matrix over runs of 2^k, and a cosine transform over
+// the m runs.
+class HadamardRotation {
  public:
-  explicit Turn(int count);
+  explicit HadamardRotation(int count);
 
-  // `out` may be `row`. Behind both there is room up to a multiple of 16, with zeros that stay.
+  // Rotates a row. `out` may be `row`. Both have padding to a multiple of 16, which is zero and stays zero.
   void apply(const float* row, float* out) const;
 
  private:

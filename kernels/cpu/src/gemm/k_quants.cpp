@@ -1,5 +1,6 @@
-// A block has one float16 for the small integers that scale its groups: of 32 weights with a scale and a minimum of 6 bits
-// each (q4_k, q5_k), or of 16 with a scale of 8 bits (q6_k). https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+// GGUF's k-quants. A block has one float16, which scales the small integer scales of its groups. A group is 32
+// weights with a scale and a minimum of 6 bits each (q4_k, q5_k), or 16 weights with a scale of 8 bits (q6_k).
+// https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 #include "gemm/k_quants.h"
 
 namespace penstock {
@@ -7,8 +8,9 @@ namespace {
 
 constexpr int kSubgroup = 32;
 
-// Scales and minima of eight groups of 32: the first four in the low 6 bits of bytes 0 to 3 and 4 to 7, the others in
-// halves of bytes 8 to 11 below the two high bits of those.
+// Scales and minima of eight groups of 32, 6 bits each. Those of the first four groups are in the low bits of bytes 0
+// to 3 and 4 to 7. The other four have their low 4 bits in bytes 8 to 11, and their high 2 bits above those of bytes
+// 0 to 7.
 struct Scales6 {
   uint8_t bytes[12];
 
@@ -43,7 +45,7 @@ struct Q6_KBlock {
 };
 static_assert(sizeof(Q4_KBlock) == 144 && sizeof(Q5_KBlock) == 176 && sizeof(Q6_KBlock) == 210);
 
-// Two groups share 32 bytes: one has their low halves, the next their high ones.
+// Two groups share 32 bytes: the first uses the low nibbles, the second the high ones.
 template <class Block>
 void widen_groups_of_32(const uint8_t* data, int num_blocks, float* out) {
   for (int b = 0; b < num_blocks; ++b) {
@@ -70,8 +72,8 @@ void widen_q5_k(const uint8_t* data, int num_blocks, float* out) {
   widen_groups_of_32<Q5_KBlock>(data, num_blocks, out);
 }
 
-// Each half of a block has four runs of 32 weights: their low bits in 64 bytes, first the low halves of all, then the high
-// ones, and two high bits each in 32 bytes.
+// Each half of a block has four runs of 32 weights. Their low 4 bits are in 64 bytes: first all low nibbles, then all
+// high ones. Their high 2 bits are in 32 bytes.
 void widen_q6_k(const uint8_t* data, int num_blocks, float* out) {
   for (int b = 0; b < num_blocks; ++b) {
     const auto& block = reinterpret_cast<const Q6_KBlock*>(data)[b];

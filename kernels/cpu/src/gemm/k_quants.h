@@ -1,4 +1,4 @@
-// GGUF's formats with blocks of 256 weights as plain numbers.
+// Converts GGUF's formats with blocks of 256 weights to floats.
 #pragma once
 #include "simd/simd.h"
 

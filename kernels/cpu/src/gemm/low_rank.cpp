@@ -5,12 +5,12 @@
 namespace penstock {
 namespace {
 
-// Inner numbers that are summed up side by side: an addition is not done before the next one could begin.
+// Inner numbers that are summed side by side. One sum alone would wait for the latency of each addition.
 constexpr int kSums = kRegisters >= 32 ? 8 : 4;
 
 }  // namespace
 
-LowRank::LowRank(const LowRankPart* parts, int num_parts, const Matrix& matrix, const Change& change)
+LowRank::LowRank(const LowRankPart* parts, int num_parts, const Matrix& matrix, const WeightTransform& transform)
     : columns_(round_up(matrix.columns, kLanes)) {
   for (int i = 0; i < num_parts; ++i) rank_ += parts[i].rank;
   if (rank_ == 0) return;
@@ -20,21 +20,24 @@ LowRank::LowRank(const LowRankPart* parts, int num_parts, const Matrix& matrix, 
   int first = 0;
   for (int i = 0; i < num_parts; first += parts[i++].rank) {
     const LowRankPart& part = parts[i];
-    set_down(first, part, matrix.columns, change);
+    set_down(first, part, matrix.columns, transform);
     for (int k = 0; k < part.rank; ++k) {
       float* row = &dense[(size_t)(first + k) * rows];
-      for (int r = 0; r < part.count; ++r) row[place_row((Place)part.place, part.first, r)] = part.up[r * part.rank + k];
-      if (change.outputs) change.outputs->apply(row, row);
+      for (int r = 0; r < part.count; ++r) {
+        row[place_row((Place)part.place, part.first, r)] = part.up[r * part.rank + k];
+      }
+      if (transform.outputs) transform.outputs->apply(row, row);
     }
   }
   set_up(dense, rows);
 }
 
-void LowRank::set_down(int first, const LowRankPart& part, int columns, const Change& change) {
+void LowRank::set_down(int first, const LowRankPart& part, int columns, const WeightTransform& transform) {
   std::vector<float> row(columns_);
   for (int k = 0; k < part.rank; ++k) {
-    for (int c = 0; c < columns; ++c) row[c] = part.down[(size_t)k * columns + c] * (change.gains ? change.gains[c] : 1.f);
-    if (change.columns) change.columns->apply(row.data(), row.data());
+    const float* down = part.down + (size_t)k * columns;
+    for (int c = 0; c < columns; ++c) row[c] = down[c] * (transform.gains ? transform.gains[c] : 1.f);
+    if (transform.columns) transform.columns->apply(row.data(), row.data());
     for (int c = 0; c < columns; ++c) down_[(size_t)(first + k) * columns_ + c] = narrow(row[c]);
   }
 }

@@ -1,5 +1,5 @@
-// What an adapter adds to a matrix's products (LoRA, arXiv:2106.09685): a row shrinks to a few numbers, which expand to
-// the outputs. Every number is one chain of sums over its own row: its bits do not depend on the batch.
+// What a LoRA adapter adds to a matrix's products (arXiv:2106.09685). A row shrinks to a few inner numbers, which
+// expand to the outputs. Every number is one chain of sums over its own row, so its bits do not depend on the batch.
 #pragma once
 #include <vector>
 
@@ -9,7 +9,8 @@
 
 namespace penstock {
 
-// Of some rows of a matrix, as Python hands it over. down: [rank][columns]; up: [count][rank].
+// An adapter's matrices for some rows of a weight matrix, as Python passes them. down: [rank][columns]; up:
+// [count][rank].
 struct LowRankPart {
   int32_t place, first, count, rank;
   const float *down, *up;
@@ -18,23 +19,23 @@ struct LowRankPart {
 class LowRank {
  public:
   LowRank() = default;
-  // `matrix` and `change` are those that it goes beside.
-  LowRank(const LowRankPart* parts, int num_parts, const Matrix& matrix, const Change& change);
+  // `matrix` and `transform`: the matrix to whose products it adds, and how that matrix was transformed.
+  LowRank(const LowRankPart* parts, int num_parts, const Matrix& matrix, const WeightTransform& transform);
 
   int rank() const { return rank_; }
-  // x: the matrix's columns, zeros up to a multiple of 16. inner: [rank].
+  // x: the matrix's input, zero-padded to a multiple of 16. inner: [rank].
   void shrink(const float* x, float* inner) const;
-  // Adds to the outputs of a panel.
+  // Adds the adapter's part to the outputs of a panel.
   void expand(const float* inner, int panel, float* out) const;
 
  private:
-  // Which of the inner numbers reach 16 outputs, and where their weights lie.
+  // The inner numbers on which 16 outputs depend, and the index of their first weight.
   struct Run {
     int first, end;
     size_t at;
   };
 
-  void set_down(int first, const LowRankPart& part, int columns, const Change& change);
+  void set_down(int first, const LowRankPart& part, int columns, const WeightTransform& transform);
   void set_up(const std::vector<float>& dense, int rows);
 
   int rank_ = 0;

@@ -1,4 +1,4 @@
-// What Python calls, through ctypes. Errors are answered as text, empty for none; nothing here throws.
+// The functions that Python calls through ctypes. They return an error as text, empty on success, and never throw.
 #include <cstring>
 #include <exception>
 #include <string>
@@ -76,12 +76,13 @@ PENSTOCK_API const char* penstock_model_new(const Spec* spec, int num_threads, c
   return guarded([&] { *out = new Model(*spec, num_threads, cores); });
 }
 
-// The calling thread does nothing but start steps and wait for them.
+// Declares that the calling thread does nothing but start steps and wait for them.
 PENSTOCK_API void penstock_bind_thread(Model* model) { model->team().bind_leader(); }
 
 PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
 
-// `packed`: null for zeros to fill, else what penstock_matrix_bytes once showed of such a matrix; it must outlive the model.
+// `packed`: null for a matrix of zeros to fill; else the bytes that penstock_matrix_bytes returned for such a matrix.
+// They must outlive the model.
 PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, int format, int rows, int columns,
                                              uint8_t* packed) {
   return guarded([&] { model->matrix((Slot)slot, layer) = Matrix((Format)format, rows, columns, packed); });
@@ -93,7 +94,7 @@ PENSTOCK_API const uint8_t* penstock_matrix_bytes(Model* model, int layer, int s
   return matrix.bytes.data();
 }
 
-// Packs `count` rows of `row_bytes` each, on all threads; `row_order` and `gains` may be null.
+// Packs `count` rows of `row_bytes` each, on all threads. `row_order` and `gains` may be null.
 PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot, int source, int place, int first, int count,
                                  const uint8_t* data, size_t row_bytes, const int32_t* row_order, const float* gains) {
   return guarded([&] {
@@ -116,7 +117,7 @@ PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, i
 
 PENSTOCK_API void penstock_window_set(Model* model, int layer, int window) { model->layer(layer).window = window; }
 
-// Nothing may be running. `gains` as for a matrix.
+// No step may be running. `gains`: as for penstock_matrix_fill.
 PENSTOCK_API const char* penstock_adapter_set(Model* model, int place, int layer, int slot, const LowRankPart* parts,
                                               int num_parts, const float* gains) {
   return guarded([&] { model->set_adapter(place, layer, (Slot)slot, parts, num_parts, gains); });
@@ -126,7 +127,7 @@ PENSTOCK_API const char* penstock_step_start(Model* model, const Plan* plan) {
   return guarded([&] { model->start(*plan); });
 }
 
-// How many threads computed the step; fewer than the team has where other processes take their cores.
+// Returns the number of threads that computed the step. It is below the team's size while other processes take cores.
 PENSTOCK_API int penstock_step_wait(Model* model) { return model->wait(); }
 
 PENSTOCK_API void penstock_clear_blocks(Model* model, const int32_t* blocks, int count) {

@@ -10,7 +10,7 @@
 namespace penstock {
 namespace {
 
-// So few rows are written by every thread for itself: that costs less than waiting for each other.
+// Up to this many rows, every thread writes all input rows for itself, which costs less than a barrier.
 constexpr int kRowsToRepeat = 2;
 
 void prepare(std::vector<Inputs>& inputs, Input input, int rows, int columns, Format format) {
@@ -20,17 +20,18 @@ void prepare(std::vector<Inputs>& inputs, Input input, int rows, int columns, Fo
   }
 }
 
-// Has `write(activations, row)` called for each row, where it `repeats` by each thread; the activations to multiply with.
+// Calls `write(activations, row)` for each row and returns the activations to multiply. If `repeats`, every thread
+// writes all rows, into activations of its own.
 template <class Write>
-Activations& fill_rows(Member& member, std::vector<Inputs>& inputs, Input input, Format format, int rows, bool repeats,
+Activations& fill_rows(Worker& worker, std::vector<Inputs>& inputs, Input input, Format format, int rows, bool repeats,
                        const Write& write) {
   if (repeats) {
-    Activations& own = inputs[member.index()][input][(int)format];
+    Activations& own = inputs[worker.index()][input][(int)format];
     for (int i = 0; i < rows; ++i) write(own, i);
     return own;
   }
   Activations& shared = inputs[0][input][(int)format];
-  member.for_each(rows, [&](int i) { write(shared, i); });
+  worker.for_each(rows, [&](int i) { write(shared, i); });
   return shared;
 }
 
@@ -43,8 +44,8 @@ Model::Model(const Spec& spec, int num_threads, const int32_t* cores)
       team_(num_threads, cores),
       cache_({(KvFormat)spec.kv_format, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.block_size,
               spec.num_blocks}),
-      hidden_turn_(spec.turned ? spec.hidden : 1),
-      gated_turn_(spec.turned ? spec.intermediate : 1),
+      hidden_rotation_(spec.turned ? spec.hidden : 1),
+      gated_rotation_(spec.turned ? spec.intermediate : 1),
       hidden_stride_(round_up(spec.hidden, kPanel)),
       qkv_stride_(round_up(spec.queries() + 2 * spec.num_kv_heads * spec.head_dim, kPanel)),
       attended_stride_(round_up(spec.queries(), kPanel)),
@@ -82,26 +83,26 @@ Matrix& Model::matrix(Slot slot, int layer) {
 }
 
 void Model::fill(Slot slot, int layer, const Part& part, const float* gains) {
-  penstock::fill(team_, matrix(slot, layer), part, change_of(slot, gains));
+  penstock::fill(team_, matrix(slot, layer), part, transform_of(slot, gains));
 }
 
 void Model::set_bias(Slot slot, int layer, Place place, int first, const float* values, int count) {
   Matrix& target = matrix(slot, layer);
   target.bias.reserve((size_t)target.num_panels() * kPanel);
   for (int i = 0; i < count; ++i) target.bias[place_row(place, first, i)] = values[i];
-  const Turn* turn = change_of(slot, nullptr).outputs;
-  if (turn) turn->apply(target.bias.data(), target.bias.data());
+  const HadamardRotation* rotation = transform_of(slot, nullptr).outputs;
+  if (rotation) rotation->apply(target.bias.data(), target.bias.data());
 }
 
-Change Model::change_of(Slot slot, const float* gains) const {
+WeightTransform Model::transform_of(Slot slot, const float* gains) const {
   if (!spec_.turned) return {nullptr, nullptr, nullptr};
   switch (slot) {
     case Slot::kOut:
-      return {nullptr, nullptr, &hidden_turn_};
+      return {nullptr, nullptr, &hidden_rotation_};
     case Slot::kMlpOut:
-      return {nullptr, &gated_turn_, &hidden_turn_};
+      return {nullptr, &gated_rotation_, &hidden_rotation_};
     default:
-      return {gains, &hidden_turn_, nullptr};
+      return {gains, &hidden_rotation_, nullptr};
   }
 }
 
@@ -117,7 +118,7 @@ void Model::start(const Plan& plan) {
   plan_head();
   plan_attention();
   reserve();
-  team_.start([this](Member& member) { run(member); });
+  team_.start([this](Worker& worker) { run(worker); });
 }
 
 void Model::reserve() {
@@ -140,19 +141,19 @@ void Model::reserve() {
   reserve_head();
 }
 
-void Model::run(Member& member) {
+void Model::run(Worker& worker) {
   const auto started = std::chrono::steady_clock::now();
   if (plan_.num_copies > 0) {
-    member.for_each(cache_.num_slices(), [&](int i) { cache_.copy_slice(plan_.copies, plan_.num_copies, i); });
+    worker.for_each(cache_.num_slices(), [&](int i) { cache_.copy_slice(plan_.copies, plan_.num_copies, i); });
   }
   const auto began = std::chrono::steady_clock::now();
-  embed(member);
-  for (int i = 0; i < spec_.num_layers; ++i) run_layer(member, i);
-  if (num_chosen_ > 0) project_head(member);
+  embed(worker);
+  for (int i = 0; i < spec_.num_layers; ++i) run_layer(worker, i);
+  if (num_chosen_ > 0) project_head(worker);
   const auto projected = std::chrono::steady_clock::now();
-  if (num_chosen_ > 0) choose(member);
-  score(member);
-  if (member.leads()) {
+  if (num_chosen_ > 0) choose(worker);
+  score(worker);
+  if (worker.leads()) {
     const auto milliseconds = [](auto span) { return std::chrono::duration<float, std::milli>(span).count(); };
     plan_.times_ms[0] = milliseconds(projected - began);
     plan_.times_ms[1] = milliseconds(std::chrono::steady_clock::now() - projected);
@@ -160,16 +161,16 @@ void Model::run(Member& member) {
   }
 }
 
-void Model::embed(Member& member) {
+void Model::embed(Worker& worker) {
   const Matrix& table = embedding.rows ? embedding : head;
-  member.for_each(plan_.num_tokens, [&](int i) {
+  worker.for_each(plan_.num_tokens, [&](int i) {
     float* row = hidden_row(i);
     table.get_row(plan_.token_ids[i], row);
     std::fill(row + spec_.hidden, row + hidden_stride_, 0.f);
   });
 }
 
-// The thread's own until the next one.
+// Returns the normed hidden state of a token, which stays valid until this thread's next call.
 const float* Model::normed(int token, const Norm& norm, bool* finite) const {
   thread_local std::vector<float> row;
   row.resize(hidden_stride_);
@@ -181,46 +182,47 @@ const float* Model::normed(int token, const Norm& norm, bool* finite) const {
   return row.data();
 }
 
-// What adapters make of a row all threads need, but only one of them writes it.
+// Whether every thread writes all rows for itself. Not with adapters: all threads read the shrunk rows, but only one
+// may write each of them.
 bool Model::repeats(int rows) const { return rows <= kRowsToRepeat && !plan_.adapters; }
 
-void Model::run_layer(Member& member, int index) {
+void Model::run_layer(Worker& worker, int index) {
   Layer& layer = layers_[index];
   const int num_tokens = plan_.num_tokens;
   const Activations& left = fill_rows(
-      member, inputs_, kNormed, layer.qkv.format, num_tokens, repeats(num_tokens), [&](Activations& left, int i) {
+      worker, inputs_, kNormed, layer.qkv.format, num_tokens, repeats(num_tokens), [&](Activations& left, int i) {
         bool finite;
         const float* x = normed(i, layer.attention_norm, &finite);
         left.set_row(i, x);
         shrink(i, i, index, Slot::kQkv, x);
       });
-  multiply(member, left, layer.qkv, [&](int first, int count, int panel, float* out) {
+  multiply(worker, left, layer.qkv, [&](int first, int count, int panel, float* out) {
     expand(first, count, all_tokens_, index, Slot::kQkv, panel, out);
     for (int r = 0; r < count; ++r) std::copy_n(out + r * kPanel, kPanel, qkv_row(first + r) + panel * kPanel);
   });
-  attend_all(member, index);
-  // Behind the last attention a token matters only where its logits are wanted.
+  attend_all(worker, index);
+  // After the last attention, only tokens whose logits are needed matter.
   if (index + 1 < spec_.num_layers) {
-    run_tail(member, index, all_tokens_, inputs_);
+    run_tail(worker, index, all_tokens_, inputs_);
   } else if (!head_tokens_.empty()) {
-    run_tail(member, index, head_tokens_, last_inputs_);
+    run_tail(worker, index, head_tokens_, last_inputs_);
   }
 }
 
-// What follows the attention, for the tokens `rows`.
-void Model::run_tail(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
+// Computes what follows the attention, for the tokens `rows`.
+void Model::run_tail(Worker& worker, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
   if (spec_.is_parallel) {
-    // First what still reads the hidden state as the attention has read it.
-    add_mlp(member, index, rows, inputs);
-    add_attended(member, index, rows, inputs);
+    // The MLP comes first, because it reads the same hidden state as the attention.
+    add_mlp(worker, index, rows, inputs);
+    add_attended(worker, index, rows, inputs);
   } else {
-    add_attended(member, index, rows, inputs);
-    add_mlp(member, index, rows, inputs);
+    add_attended(worker, index, rows, inputs);
+    add_mlp(worker, index, rows, inputs);
   }
 }
 
-void Model::add_product(Member& member, const Activations& left, int index, Slot slot, const std::vector<int>& rows) {
-  multiply(member, left, matrix(slot, index), [&](int first, int count, int panel, float* out) {
+void Model::add_product(Worker& worker, const Activations& left, int index, Slot slot, const std::vector<int>& rows) {
+  multiply(worker, left, matrix(slot, index), [&](int first, int count, int panel, float* out) {
     expand(first, count, rows, index, slot, panel, out);
     for (int r = 0; r < count; ++r) {
       float* h = hidden_row(rows[first + r]) + panel * kPanel;
@@ -229,49 +231,49 @@ void Model::add_product(Member& member, const Activations& left, int index, Slot
   });
 }
 
-void Model::add_attended(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
+void Model::add_attended(Worker& worker, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
   const int num_rows = (int)rows.size();
-  const Activations& attended = fill_rows(member, inputs, kAttended, layers_[index].out.format, num_rows,
+  const Activations& attended = fill_rows(worker, inputs, kAttended, layers_[index].out.format, num_rows,
                                           repeats(num_rows), [&](Activations& left, int i) {
                                             left.set_row(i, attended_row(rows[i]));
                                             shrink(i, rows[i], index, Slot::kOut, attended_row(rows[i]));
                                           });
-  add_product(member, attended, index, Slot::kOut, rows);
+  add_product(worker, attended, index, Slot::kOut, rows);
 }
 
-void Model::add_mlp(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
+void Model::add_mlp(Worker& worker, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs) {
   Layer& layer = layers_[index];
   const int num_rows = (int)rows.size();
   const Activations& left = fill_rows(
-      member, inputs, kNormed, layer.mlp_in.format, num_rows, repeats(num_rows), [&](Activations& left, int i) {
+      worker, inputs, kNormed, layer.mlp_in.format, num_rows, repeats(num_rows), [&](Activations& left, int i) {
         bool finite;
         const float* x = normed(rows[i], layer.mlp_norm, &finite);
         left.set_row(i, x);
         shrink(i, rows[i], index, Slot::kMlpIn, x);
       });
-  multiply(member, left, layer.mlp_in, [&](int first, int count, int panel, float* out) {
+  multiply(worker, left, layer.mlp_in, [&](int first, int count, int panel, float* out) {
     expand(first, count, rows, index, Slot::kMlpIn, panel, out);
     for (int r = 0; r < count; ++r) activate(out + r * kPanel, panel, gated_row(first + r));
   });
 
   const Activations& gated = fill_rows(
-      member, inputs, kGated, layer.mlp_out.format, num_rows, repeats(num_rows), [&](Activations& left, int i) {
-        thread_local std::vector<float> turned;
+      worker, inputs, kGated, layer.mlp_out.format, num_rows, repeats(num_rows), [&](Activations& left, int i) {
+        thread_local std::vector<float> rotated;
         const float* row = gated_row(i);
         if (spec_.turned) {
-          turned.resize(gated_stride_);
-          // What another model of this thread left behind its rows would count to the scale of ours.
-          std::fill(turned.begin() + spec_.intermediate, turned.end(), 0.f);
-          gated_turn_.apply(row, turned.data());
-          row = turned.data();
+          rotated.resize(gated_stride_);
+          // Clear the padding: numbers that another model left there would enter this row's scale.
+          std::fill(rotated.begin() + spec_.intermediate, rotated.end(), 0.f);
+          gated_rotation_.apply(row, rotated.data());
+          row = rotated.data();
         }
         left.set_row(i, row);
         shrink(i, rows[i], index, Slot::kMlpOut, row);
       });
-  add_product(member, gated, index, Slot::kMlpOut, rows);
+  add_product(worker, gated, index, Slot::kMlpOut, rows);
 }
 
-// One panel of the MLP's inner products to its part of the row that the second matrix reads.
+// Applies the activation to one panel of the MLP's inner products, and writes the row that the second matrix reads.
 void Model::activate(const float* inner, int panel, float* row) const {
   const auto activated = [&](Floats x) {
     switch ((Activation)spec_.activation) {

@@ -1,4 +1,4 @@
-// A decoder as penstock.gpu_node.model.architecture.spec describes one: its weights, its cache, one step of it.
+// A decoder, as penstock.gpu_node.model.architecture.spec describes it: its weights, its KV cache and its steps.
 #pragma once
 #include <array>
 #include <vector>
@@ -21,11 +21,12 @@ struct Spec {
   int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, max_position;
   float norm_eps;
   int32_t block_size, num_blocks, kv_format;
-  // Whether the hidden state and the gated products are turned (turn.h); then the norms have no weights of their own.
+  // Whether the hidden state and the gated products are Hadamard-rotated (hadamard.h). The norms then have no
+  // weights: these are multiplied into the matrices.
   int32_t turned;
-  int32_t rotary_dim;  // channels of a head that rotate; 0: scores have biases by position instead
+  int32_t rotary_dim;  // channels of a head that RoPE rotates; 0: scores have position biases instead
   int32_t activation;
-  // Layer norms, a gate in the MLP, and an MLP that reads what the attention reads.
+  // Layer norms instead of RMS norms; a gated MLP; an MLP that reads the same input as the attention.
   int32_t has_layer_norms, is_gated, is_parallel;
 
   int queries() const { return num_heads * head_dim; }
@@ -42,19 +43,20 @@ struct Layer {
   Buffer<float> q_norm, k_norm;  // RMS norms of heads, or empty
   Matrix qkv;                    // queries, keys, values
   Matrix out;
-  Matrix mlp_in;  // gate and up interleaved by half panels where it is gated
+  Matrix mlp_in;  // gate and up projections, interleaved by half panels if the MLP is gated
   Matrix mlp_out;
-  int window = 0;  // how many tokens each one sees, itself included; 0: all
+  int window = 0;  // tokens that each token attends to, itself included; 0: all
 };
 
-// One step as penstock.gpu_node.model.protocol.StepPlan says it; the arrays live until the step is done.
+// One step, as penstock.gpu_node.model.protocol.StepPlan describes it. The caller keeps the arrays until the step
+// ends.
 struct Plan {
   int32_t num_tokens, num_seqs, num_samples, block_table_stride;
   const int32_t *token_ids, *positions, *query_starts, *block_tables, *sample_tokens;
   const float *temperature, *top_p, *min_p, *repetition_penalty, *presence_penalty, *frequency_penalty;
   const int32_t *top_k, *choice, *position;
   const uint64_t* seed;
-  // Null where no row has any.
+  // Null if no row has any.
   const int32_t* const* seen;
   const int32_t *num_seen, *num_seen_prompt;
   const int32_t* const* banned;
@@ -62,31 +64,32 @@ struct Plan {
   const int32_t* const* biased;
   const float* const* biases;
   const int32_t* num_biased;
-  const uint32_t* const* masks;  // by row, null where it may choose any token
-  const int32_t* masks_written;  // not 0 once they are all written, which others do while the step runs
-  const int32_t* adapters;  // by sequence: the place of its adapter, -1 where it has none; null where nobody has
+  const uint32_t* const* masks;  // by row; null if the row may choose any token
+  const int32_t* masks_written;  // not 0 once all masks are written; other threads write them during the step
+  const int32_t* adapters;  // by sequence: the slot of its adapter, -1 for none; null if none has one
   int32_t num_copies;
-  const int32_t* copies;  // [num_copies, 2]: whole blocks, in order, before all else
+  const int32_t* copies;  // [num_copies, 2]: block copies, run in order before everything else
   int32_t* tokens;  // out: [num_samples]
-  float* logits;    // out, may be null: [num_tokens, vocab]; then every token has a row and none is sampled
-  float* times_ms;  // out: [3], forward, sample and copies
-  const int32_t* num_logprobs;  // by row, below 0 where it wants none; null where no row wants any
+  float* logits;    // out, may be null: [num_tokens, vocab]; if set, no token is sampled
+  float* times_ms;  // out: [3]: duration of the forward pass, of sampling and of the copies
+  const int32_t* num_logprobs;  // by row, negative for none; null if no row wants any
   int32_t* logprob_ids;         // out: [num_samples, logprobs_width], as logprobs.h writes them
   float* logprobs;
   int32_t logprobs_width;
   int32_t num_scored;
-  const int32_t *scored_tokens, *score_targets, *num_score_logprobs;  // [num_scored]: behind which tokens what comes
+  const int32_t *scored_tokens, *score_targets, *num_score_logprobs;  // [num_scored]; a target follows its token
   int32_t* score_ids;  // out: [num_scored, scores_width]
   float* scores;
   int32_t scores_width;
 };
 
-// What a matrix of a layer multiplies with: the normed hidden state, the attended values, the gated product.
+// Inputs of a layer's matrices: the normed hidden state, the output of the attention, the gated product.
 enum Input { kNormed = 0, kAttended = 1, kGated = 2 };
 constexpr int kNumInputs = 3;
 using Inputs = std::array<std::array<Activations, kNumFormats>, kNumInputs>;
 
-// Query rows of one sequence that attend together: [first_row, first_row + rows), a row is token * group + query head.
+// Query rows of one sequence that attend together: [first_row, first_row + rows). A row is token * group + query
+// head.
 struct QueryTile {
   int seq, first_row, rows, context;
 };
@@ -97,7 +100,7 @@ constexpr int kLayerSlots = 4;
 // What an adapter adds to the matrices of one layer.
 using AdaptedLayer = std::array<LowRank, kLayerSlots>;
 
-// What the rows of a tile bring along; see QueryRows.
+// Per-row inputs of a tile; see QueryRows.
 struct RowInputs {
   alignas(64) float queries[kMaxQueryRows * kMaxHeadDim];
   int limits[kMaxQueryRows], firsts[kMaxQueryRows];
@@ -108,7 +111,7 @@ class Model {
  public:
   // `cores`: see Team.
   Model(const Spec& spec, int num_threads, const int32_t* cores);
-  // Ends a step that nobody waited for, as long as all that it uses is there.
+  // Finishes a step that is still running, while all members that it uses still exist.
   ~Model() { team_.join(); }
 
   const Spec& spec() const { return spec_; }
@@ -117,23 +120,25 @@ class Model {
   const KvCache& cache() const { return cache_; }
   Matrix& matrix(Slot slot, int layer);
 
-  // Packs rows of a checkpoint. `gains`, the weights of the norm before the matrix, are for a turned model, else null.
+  // Packs rows of a checkpoint. `gains`: the weights of the norm before the matrix if the model is rotated, else
+  // null.
   void fill(Slot slot, int layer, const Part& part, const float* gains);
-  // Sets a matrix's biases from row `first` of a part on; those that it has not keep zero.
+  // Sets a matrix's biases from row `first` of a part on. Biases that are never set stay zero.
   void set_bias(Slot slot, int layer, Place place, int first, const float* values, int count);
 
-  // Says what the adapter in a place adds to a layer's matrix, whose rows are all there; no parts for nothing.
+  // Sets what the adapter in slot `place` adds to a layer's matrix, whose rows must all be packed. Without parts the
+  // adapter adds nothing.
   void set_adapter(int place, int layer, Slot slot, const LowRankPart* parts, int num_parts, const float* gains);
 
   Norm final_norm;
   Buffer<float> cos, sin;  // [max_position, rotary_dim / 2]
-  Buffer<float> position_biases;  // [num_heads, max_position to whole chunks], where nothing rotates
+  Buffer<float> position_biases;  // [num_heads, max_position rounded up to whole chunks], without RoPE
   Matrix head;
-  Matrix embedding;  // without rows where the head's are meant
+  Matrix embedding;  // no rows if the head's matrix serves as embedding (tied weights)
 
-  // Starts a step on the team; `wait` must come before the next one.
+  // Starts a step on the team. `wait` must be called before the next one.
   void start(const Plan& plan);
-  // Comes back when the step is done; how many threads computed it.
+  // Returns when the step is done: the number of threads that computed it.
   int wait() {
     const int active = team_.active();
     team_.join();
@@ -147,25 +152,25 @@ class Model {
     bool finite;
   };
 
-  Change change_of(Slot slot, const float* gains) const;
+  WeightTransform transform_of(Slot slot, const float* gains) const;
   void plan_head();
   void plan_attention();
   void reserve();
   void reserve_head();
-  void run(Member& member);
-  void embed(Member& member);
-  void run_layer(Member& member, int index);
-  void run_tail(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
-  void add_attended(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
-  void add_mlp(Member& member, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
-  void add_product(Member& member, const Activations& left, int index, Slot slot, const std::vector<int>& rows);
+  void run(Worker& worker);
+  void embed(Worker& worker);
+  void run_layer(Worker& worker, int index);
+  void run_tail(Worker& worker, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_attended(Worker& worker, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_mlp(Worker& worker, int index, const std::vector<int>& rows, std::vector<Inputs>& inputs);
+  void add_product(Worker& worker, const Activations& left, int index, Slot slot, const std::vector<int>& rows);
   const LowRank* low_rank(int token, int index, Slot slot) const;
   void shrink(int row, int token, int index, Slot slot, const float* x);
   void expand(int first, int count, const std::vector<int>& rows, int index, Slot slot, int panel, float* out) const;
   bool repeats(int rows) const;
   void activate(const float* inner, int panel, float* row) const;
-  void attend_all(Member& member, int layer);
-  void attend_by_span(Member& member, int layer);
+  void attend_all(Worker& worker, int layer);
+  void attend_by_span(Worker& worker, int layer);
   void attend_tile(int layer, int item);
   void store_key_value(int layer, int token, int head);
   void place_head(const float* x, const Buffer<float>& norm, int position, float* out) const;
@@ -173,13 +178,13 @@ class Model {
   QueryRows query_rows(const QueryTile& tile, int layer, int head, RowInputs& inputs) const;
   void write_rows(const QueryTile& tile, int head, const RowState* states);
   const float* normed(int token, const Norm& norm, bool* finite) const;
-  void project_head(Member& member);
-  void note_logits(Member& member, int first, int rows, int panel, float* out);
-  void choose(Member& member);
+  void project_head(Worker& worker);
+  void note_logits(Worker& worker, int first, int rows, int panel, float* out);
+  void choose(Worker& worker);
   int32_t choose_one(int row);
   bool wants_logprobs(int row) const { return plan_.num_logprobs && plan_.num_logprobs[row] >= 0; }
-  void score(Member& member);
-  void await_masks(Member& member) const;
+  void score(Worker& worker);
+  void await_masks(Worker& worker) const;
   int32_t best_of_threads(int row) const;
   SamplingRule rule(int row) const;
 
@@ -197,31 +202,31 @@ class Model {
   const Spec spec_;
   Team team_;
   std::vector<Layer> layers_;
-  std::vector<std::vector<AdaptedLayer>> adapters_;  // [places][layers]
+  std::vector<std::vector<AdaptedLayer>> adapters_;  // [adapter slots][layers]
   const KvCache cache_;
-  const Turn hidden_turn_, gated_turn_;
+  const HadamardRotation hidden_rotation_, gated_rotation_;
   const int hidden_stride_, qkv_stride_, attended_stride_, gated_stride_, logits_stride_, biases_stride_;
 
   Plan plan_{};
-  int inner_stride_ = 0;  // largest rank of a matrix of an adapter so far
+  int inner_stride_ = 0;  // largest rank of any adapter's matrix so far
   bool decodes_only_ = false;
   bool fills_block_ = false;
   bool splits_spans_ = false;
   std::vector<int> seq_of_token_;
-  std::vector<int> store_runs_;  // where runs of tokens begin whose values may share words of the cache, and the end
+  std::vector<int> store_runs_;  // first token of each run that one thread must store (kTokensPerWord), then the end
   std::vector<QueryTile> tiles_;
-  std::vector<int> span_starts_;  // first span of each tile among all spans
+  std::vector<int> span_starts_;  // index of each tile's first span among all spans
   std::vector<int> all_tokens_;
-  std::vector<int> head_tokens_;  // tokens whose logits are wanted, those that are only scored last
-  int num_chosen_ = 0;            // of the head tokens: those that sample, or whose logits are handed out
-  std::vector<int> logits_row_;   // of each head token, -1 where only the best is kept
+  std::vector<int> head_tokens_;  // tokens whose logits are needed; those that are only scored come last
+  int num_chosen_ = 0;            // head tokens that are sampled or return their logits
+  std::vector<int> logits_row_;   // by head token: its row of logits_; -1 if only the best logit is kept
   std::vector<Best> bests_;       // [threads][head tokens]
-  std::vector<char> poisoned_;    // of each head token: its hidden state is not finite
+  std::vector<char> poisoned_;    // by head token: whether its hidden state is not finite
   Buffer<float> hidden_, qkv_, attended_, gated_, logits_;
-  Buffer<float> inner_;  // what rows of the product under way shrank to
+  Buffer<float> inner_;  // low-rank values of the current product, [rows][inner_stride]
   Buffer<RowState> partials_;
-  // One for each thread, of which all but the first are for few rows.
-  std::vector<Inputs> inputs_, last_inputs_;  // `last`: of the last layer's rows behind its attention
+  // One per thread; all but the first hold only a few rows.
+  std::vector<Inputs> inputs_, last_inputs_;  // `last`: for the last layer's rows after its attention
   Activations head_in_, scored_in_;
   Buffer<float> scored_logits_;
 };

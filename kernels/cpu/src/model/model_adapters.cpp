@@ -1,4 +1,4 @@
-// The adapters of a step: who has which, and what they add to a layer's products.
+// The LoRA adapters of a step: which sequence uses which, and what they add to a layer's products.
 #include <algorithm>
 
 #include "model/model.h"
@@ -8,7 +8,7 @@ namespace penstock {
 void Model::set_adapter(int place, int layer, Slot slot, const LowRankPart* parts, int num_parts, const float* gains) {
   while ((int)adapters_.size() <= place) adapters_.emplace_back(spec_.num_layers);
   LowRank& target = adapters_[place][layer][(int)slot];
-  target = LowRank(parts, num_parts, matrix(slot, layer), change_of(slot, gains));
+  target = LowRank(parts, num_parts, matrix(slot, layer), transform_of(slot, gains));
   inner_stride_ = std::max(inner_stride_, target.rank());
 }
 
@@ -19,7 +19,7 @@ const LowRank* Model::low_rank(int token, int index, Slot slot) const {
   return found.rank() ? &found : nullptr;
 }
 
-// Row `row` of the product is of token `token`, and has `x` for its left side.
+// Row `row` of the product belongs to token `token` and has the input `x`.
 void Model::shrink(int row, int token, int index, Slot slot, const float* x) {
   if (const LowRank* low = low_rank(token, index, slot)) low->shrink(x, inner_row(row));
 }

@@ -1,4 +1,4 @@
-// The attention of a step: who attends to what, and how threads share it.
+// The attention of a step: which tokens attend to which, and how threads share the work.
 #include <algorithm>
 #include <cmath>
 
@@ -7,13 +7,13 @@
 namespace penstock {
 namespace {
 
-// Fewer attention tiles than this for each thread, and long contexts are cut into spans that threads share.
+// With fewer attention tiles per thread than this, long contexts are cut into spans that threads share.
 constexpr int kTilesPerThread = 4;
 
-// How many stores earlier the memory of one is asked for.
+// Each store prefetches the memory of the store that comes this many later.
 constexpr int kStoresAhead = 4;
 
-// Rotates the pairs (i, i + dim / 2), as Hugging Face's checkpoints are laid out.
+// Applies RoPE to the pairs (i, i + dim / 2), the order of Hugging Face's checkpoints.
 void rotate(const float* x, const float* cos, const float* sin, int dim, float* out) {
   const int half = dim / 2;
   if (half % kLanes == 0) {
@@ -70,7 +70,7 @@ int Model::slot_of(int token) const {
   return table[position / spec_.block_size] * spec_.block_size + position % spec_.block_size;
 }
 
-// A head's query or key as scores read it: normed where heads are, and rotated.
+// Writes a head's query or key as the scores need it: normed if the model norms heads, and rotated by RoPE.
 void Model::place_head(const float* x, const Buffer<float>& norm, int position, float* out) const {
   const int dim = spec_.head_dim, rotary = spec_.rotary_dim;
   alignas(64) float normed[kMaxHeadDim];
@@ -93,7 +93,7 @@ void Model::store_key_value(int layer, int token, int head) {
   if (begins_last_page(token)) cache_.clear_behind(layer, slot, head);
 }
 
-// Whether a token is its sequence's last of a step that begins a page with it or before it.
+// Whether a token is the last of its sequence in this step, and this step also stores the first token of its page.
 bool Model::begins_last_page(int token) const {
   const int seq = seq_of_token_[token], position = plan_.positions[token];
   return token + 1 == plan_.query_starts[seq + 1] &&
@@ -147,20 +147,21 @@ void Model::attend_tile(int layer, int item) {
   write_rows(tile, head, states);
 }
 
-void Model::attend_all(Member& member, int layer) {
+void Model::attend_all(Worker& worker, int layer) {
   const int heads = spec_.num_kv_heads, num_tiles = (int)tiles_.size();
-  // Only a block that this step fills may be read by another sequence of it: else keys can be stored on the way.
+  // Another sequence of this step may read only blocks that this step fills. If it fills none, each token's key and
+  // value are stored right before its own tile attends.
   const bool stores_on_the_way = decodes_only_ && !fills_block_ && num_tiles == plan_.num_seqs && !splits_spans_;
   if (!stores_on_the_way) {
     const int num_items = ((int)store_runs_.size() - 1) * heads;
-    member.for_each(num_items, [&](int i) {
+    worker.for_each(num_items, [&](int i) {
       const int run = i / heads, later = std::min(i + kStoresAhead, num_items - 1);
       cache_.fetch(layer, slot_of(store_runs_[later / heads]), later % heads);
       for (int token = store_runs_[run]; token < store_runs_[run + 1]; ++token) store_key_value(layer, token, i % heads);
     });
   }
-  if (splits_spans_) return attend_by_span(member, layer);
-  member.for_each(num_tiles * heads, [&](int i) {
+  if (splits_spans_) return attend_by_span(worker, layer);
+  worker.for_each(num_tiles * heads, [&](int i) {
     if (stores_on_the_way) {
       store_key_value(layer, i / heads, i % heads);
       if (i + 1 < num_tiles * heads) cache_.fetch(layer, slot_of((i + 1) / heads), (i + 1) % heads);
@@ -169,10 +170,10 @@ void Model::attend_all(Member& member, int layer) {
   });
 }
 
-void Model::attend_by_span(Member& member, int layer) {
+void Model::attend_by_span(Worker& worker, int layer) {
   const int heads = spec_.num_kv_heads;
   const auto partial = [&](int span, int head) { return &partials_[((size_t)span * heads + head) * kMaxQueryRows]; };
-  member.for_each(span_starts_.back() * heads, [&](int i) {
+  worker.for_each(span_starts_.back() * heads, [&](int i) {
     const int span = i / heads, head = i % heads;
     const int t = (int)(std::upper_bound(span_starts_.begin(), span_starts_.end(), span) - span_starts_.begin()) - 1;
     const int begin = (span - span_starts_[t]) * kSpan;
@@ -180,7 +181,7 @@ void Model::attend_by_span(Member& member, int layer) {
     attend_span(cache_, query_rows(tiles_[t], layer, head, inputs), begin,
                 std::min(begin + kSpan, tiles_[t].context), partial(span, head));
   });
-  member.for_each((int)tiles_.size() * heads, [&](int i) {
+  worker.for_each((int)tiles_.size() * heads, [&](int i) {
     const int t = i / heads, head = i % heads;
     RowState* states = partial(span_starts_[t], head);
     for (int span = span_starts_[t] + 1; span < span_starts_[t + 1]; ++span) {

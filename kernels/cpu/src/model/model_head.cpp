@@ -1,4 +1,4 @@
-// The end of a step: logits of the rows that sample, and their tokens.
+// The end of a step: the logits of the rows that sample, and the tokens that they sample.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -12,7 +12,7 @@ namespace penstock {
 namespace {
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
-// Rows whose logits are kept at once only to be scored: a prompt's would take more memory than the model.
+// Rows that are scored at once: the logits of a whole prompt would take more memory than the model.
 constexpr int kScoredAtOnce = 64;
 
 }  // namespace
@@ -54,19 +54,19 @@ void Model::reserve_head() {
   scored_logits_.reserve((size_t)rows * logits_stride_);
 }
 
-void Model::project_head(Member& member) {
-  member.for_each(num_chosen_, [&](int i) {
+void Model::project_head(Worker& worker) {
+  worker.for_each(num_chosen_, [&](int i) {
     bool finite;
     head_in_.set_row(i, normed(head_tokens_[i], final_norm, &finite));
     poisoned_[i] = !finite;
   });
-  multiply(member, head_in_, head, [&](int first, int count, int panel, float* out) {
-    note_logits(member, first, count, panel, out);
+  multiply(worker, head_in_, head, [&](int first, int count, int panel, float* out) {
+    note_logits(worker, first, count, panel, out);
   });
 }
 
-// Keeps each row's best logit so far, by thread, and the logits themselves where they are asked for.
-void Model::note_logits(Member& member, int first, int rows, int panel, float* out) {
+// Keeps a row's best logit so far, by thread; or all of its logits if they are needed.
+void Model::note_logits(Worker& worker, int first, int rows, int panel, float* out) {
   const int columns = std::min(kPanel, spec_.vocab - panel * kPanel);
   for (int r = 0; r < rows; ++r) {
     float* logits = out + r * kPanel;
@@ -75,28 +75,28 @@ void Model::note_logits(Member& member, int first, int rows, int panel, float* o
       std::copy_n(logits, kPanel, logits_of(first + r) + panel * kPanel);
       continue;
     }
-    Best& best = bests_[(size_t)member.index() * num_chosen_ + first + r];
+    Best& best = bests_[(size_t)worker.index() * num_chosen_ + first + r];
     const Floats a = load(logits), b = load(logits + kLanes);
     best.finite &= (bits(equal(a, a)) & bits(equal(b, b))) == 0xffff;
     const Floats both = max(a, b);
     if (!bits(at_least(both, broadcast(best.value)))) continue;
     const float value = largest(both);
     const int token = panel * kPanel + (int)(std::find(logits, logits + kPanel, value) - logits);
-    // Panels come in any order.
+    // Panels come in any order, so compare the ids as well.
     if (value > best.value || token < best.token) std::tie(best.value, best.token) = std::tie(value, token);
   }
 }
 
-void Model::choose(Member& member) {
+void Model::choose(Worker& worker) {
   if (plan_.logits) {
-    member.for_each(num_chosen_, [&](int i) {
+    worker.for_each(num_chosen_, [&](int i) {
       std::copy_n(logits_of(i), spec_.vocab,
                   plan_.logits + (size_t)i * spec_.vocab);
     });
     return;
   }
-  await_masks(member);
-  member.for_each(num_chosen_, [&](int i) { plan_.tokens[i] = poisoned_[i] ? kFailedToken : choose_one(i); });
+  await_masks(worker);
+  worker.for_each(num_chosen_, [&](int i) { plan_.tokens[i] = poisoned_[i] ? kFailedToken : choose_one(i); });
 }
 
 int32_t Model::choose_one(int row) {
@@ -112,20 +112,20 @@ int32_t Model::choose_one(int row) {
   return token;
 }
 
-// How likely what follows some tokens of prompts was behind them.
-void Model::score(Member& member) {
+// Writes the log-probabilities of the tokens that follow scored tokens of prompts.
+void Model::score(Worker& worker) {
   for (int first = 0; first < plan_.num_scored; first += kScoredAtOnce) {
     const int rows = std::min(kScoredAtOnce, plan_.num_scored - first);
-    member.for_each(rows, [&](int i) {
+    worker.for_each(rows, [&](int i) {
       bool finite;
       scored_in_.set_row(i, normed(head_tokens_[num_chosen_ + first + i], final_norm, &finite));
     });
-    multiply(member, scored_in_, head, [&](int begin, int count, int panel, const float* out) {
+    multiply(worker, scored_in_, head, [&](int begin, int count, int panel, const float* out) {
       for (int r = 0; r < count; ++r) {
         std::copy_n(out + r * kPanel, kPanel, scored_logits_.data() + (size_t)(begin + r) * logits_stride_ + panel * kPanel);
       }
     });
-    member.for_each(rows, [&](int i) {
+    worker.for_each(rows, [&](int i) {
       const size_t at = (size_t)(first + i) * plan_.scores_width;
       const int count = std::min(plan_.num_score_logprobs[first + i], plan_.scores_width - 1);
       write_logprobs(scored_logits_.data() + (size_t)i * logits_stride_, spec_.vocab, plan_.score_targets[first + i],
@@ -134,13 +134,13 @@ void Model::score(Member& member) {
   }
 }
 
-void Model::await_masks(Member& member) const {
+void Model::await_masks(Worker& worker) const {
   if (!plan_.masks) return;
-  if (member.leads()) poll_until([&] { return __atomic_load_n(plan_.masks_written, __ATOMIC_ACQUIRE) != 0; });
-  member.for_each(0, [](int) {});  // the others sleep at its barrier
+  if (worker.leads()) poll_until([&] { return __atomic_load_n(plan_.masks_written, __ATOMIC_ACQUIRE) != 0; });
+  worker.for_each(0, [](int) {});  // the other threads sleep at this barrier
 }
 
-// Of equal logits the lowest id wins, whichever thread saw it.
+// Returns the best token over all threads. Of equal logits the lowest id wins, whichever thread found it.
 int32_t Model::best_of_threads(int row) const {
   Best best = bests_[row];
   for (int t = 1; t < team_.size(); ++t) {

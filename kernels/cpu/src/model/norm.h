@@ -6,7 +6,7 @@
 
 namespace penstock {
 
-// By the root of the mean square. Rows and weights lie in `padded` numbers, zeros behind the first `count`. Answers whether
+// RMS norm. Rows and weights have `padded` numbers, of which those after the first `count` are zero. Returns whether
 // the row is finite.
 inline bool rms_norm(const float* x, const float* weight, int padded, int count, float eps, float* out) {
   Floats squares = zeros();
@@ -17,7 +17,7 @@ inline bool rms_norm(const float* x, const float* weight, int padded, int count,
   return std::isfinite(total);
 }
 
-// By mean and variance.
+// Layer norm, by mean and variance. Arguments and result as for rms_norm.
 inline bool layer_norm(const float* x, const float* weight, const float* bias, int padded, int count, float eps,
                        float* out) {
   Floats sums = zeros(), squares = zeros();

@@ -25,7 +25,7 @@ struct Q8_0Block {
   int8_t values[32];
 };
 
-// A group of 32 weights in GGUF's terms: w = scale * q + minimum with q in [0, 15].
+// A group of 32 weights, as in GGUF: w = scale * q + minimum with q in [0, 15].
 struct Group4 {
   f16 scale, minimum;
   uint8_t q[kGroup];
@@ -45,13 +45,13 @@ void unpack_nibbles(const uint8_t* nibbles, uint8_t* q) {
   }
 }
 
-// The f16 at or above |x|, so that what it scales stays in its range.
+// Rounds x up to an f16, so that the quantized values stay in their range.
 f16 scale_at_least(float x) {
   f16 scale = narrow_f16(x);
   return widen_f16(scale) < x ? f16(scale + 1) : scale;
 }
 
-// Zero, or NaN where a weight is not finite: a largest number is found without a look at NaN.
+// Returns 0, or NaN if a weight is not finite. Searching for the largest number does not detect a NaN.
 float poison_of(const float* w, int count) {
   float poison = 0;
   for (int i = 0; i < count; ++i) poison += 0 * w[i];

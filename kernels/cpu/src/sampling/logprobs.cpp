@@ -10,7 +10,7 @@ namespace penstock {
 namespace {
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
-// So many weights are summed in single precision.
+// Weights that are summed in single precision before their sum is added in double precision.
 constexpr int kSpan = 64 * kLanes;
 
 float best_of(const float* logits, int vocab) {
@@ -35,7 +35,7 @@ double log_sum_exp(const float* logits, int vocab, float best) {
   return best + std::log(total);
 }
 
-// The best so far, in order.
+// The best tokens so far, in descending order.
 class Top {
  public:
   Top(int count, int32_t* ids, float* logits) : count_(count), ids_(ids), logits_(logits) {

@@ -40,7 +40,7 @@ int32_t first_equal(const float* logits, int vocab, float value) {
   return (int32_t)(std::find(logits, logits + vocab, value) - logits);
 }
 
-// The repetition penalty is of Keskar et al., arXiv:1909.05858; the other two are OpenAI's.
+// Applies the penalties. The repetition penalty is that of Keskar et al., arXiv:1909.05858; the others are OpenAI's.
 void penalise(float* logits, int vocab, const SamplingRule& rule) {
   thread_local std::vector<int32_t> counts;
   if ((int)counts.size() < vocab) counts.resize(vocab);
@@ -93,7 +93,7 @@ class Candidates {
 
   void keep_min_p(float min_p) { threshold_ = std::log(min_p); }
 
-  // The k best, and what equals the last of them.
+  // Keeps the k best tokens, and all that equal the last of these.
   void keep_top_k(int k) {
     count_buckets();
     int before = 0, bucket = 0;
@@ -105,7 +105,8 @@ class Candidates {
     threshold_ = std::max(threshold_, *kth);
   }
 
-  // The best while those that are strictly better hold less than a share p of the weight, and what equals the last.
+  // Keeps the best tokens while the strictly better ones have less than a share p of the weight, and all that equal
+  // the last.
   void keep_top_p(float p) {
     count_buckets();
     double total = 0;
@@ -129,7 +130,7 @@ class Candidates {
     threshold_ = std::max(threshold_, last);
   }
 
-  // The first id whose cumulated weight exceeds the share `uniform` of all kept weight.
+  // Returns the first id at which the cumulative weight exceeds the share `uniform` of all kept weight.
   int32_t draw(double uniform) const {
     double total = 0;
     for (int i = 0; i < vocab_; i += kLanes) total += block_weight(i);
@@ -164,7 +165,7 @@ class Candidates {
     return i;
   }
 
-  // Always summed in the same order, so that two passes agree.
+  // Sums always in the same order, so that two passes agree.
   double block_weight(int block) const {
     double weight = 0;
     if (block + kLanes <= vocab_) {
@@ -184,7 +185,7 @@ class Candidates {
     float lowest = 0;
     for (int i = 0; i < vocab_; ++i)
       if (kept(i)) lowest = std::min(lowest, logs_[i]);
-    // Logits that hardly differ share one bucket.
+    // Logits that barely differ share one bucket.
     per_unit_ = kBuckets / -lowest;
     if (!std::isfinite(per_unit_)) per_unit_ = 0;
     sizes_.assign(kBuckets, 0);

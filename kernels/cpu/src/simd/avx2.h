@@ -1,4 +1,4 @@
-// Sixteen lanes in two AVX2 registers: the same operations as simd_avx512.h, for CPUs without AVX-512.
+// Sixteen lanes in two AVX2 registers: the same operations as avx512.h, for CPUs without AVX-512.
 #pragma once
 #include <immintrin.h>
 
@@ -8,7 +8,7 @@ namespace penstock {
 
 constexpr const char* kIsa = "avx2";
 
-// Registers of sixteen lanes.
+// Vectors of sixteen lanes that fit into the registers.
 constexpr int kRegisters = 8;
 
 struct Floats {
@@ -17,7 +17,7 @@ struct Floats {
 struct Ints {
   __m256i a, b;
 };
-// 64 bytes as a dot product reads them: sixteen pairs of bf16 or sixteen groups of four bytes.
+// 64 bytes as an operand of a dot product: sixteen pairs of bf16 or sixteen groups of four bytes.
 struct Bytes {
   __m256i a, b;
 };
@@ -71,7 +71,7 @@ PENSTOCK_INLINE float largest(Floats x) {
   return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
-// Rounds to nearest even in the low half of each lane; a NaN stays one.
+// Rounds to nearest even, in the low half of each lane; a NaN stays NaN.
 PENSTOCK_INLINE __m256i narrow_bf16(__m256 x) {
   const __m256i u = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
@@ -168,7 +168,8 @@ PENSTOCK_INLINE __m256 dot_bf16(__m256 acc, __m256i x, __m256i y) {
 PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes x, Bytes y) {
   return {dot_bf16(acc.a, x.a, y.a), dot_bf16(acc.b, x.b, y.b)};
 }
-// Bytes 0 and 2, then 1 and 3, of each lane as 16-bit integers: the one-instruction product of bytes would saturate.
+// Multiplies bytes 0 and 2, then 1 and 3, of each lane as 16-bit integers: the one-instruction product of bytes
+// saturates.
 PENSTOCK_INLINE __m256i dot_u8s8(__m256i acc, __m256i u, __m256i s) {
   const __m256i low = _mm256_set1_epi16(255);
   const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
@@ -199,8 +200,8 @@ PENSTOCK_INLINE uint32_t bits(Mask m) {
   return (uint32_t)_mm256_movemask_ps(m.a) | (uint32_t)_mm256_movemask_ps(m.b) << 8;
 }
 
-// Sums and differences of lanes that lie H apart: lane i becomes x[i] + x[i + H] where bit H of i is clear, x[i - H] - x[i]
-// where it is set.
+// Sums and differences of lanes at distance H: lane i becomes x[i] + x[i + H] if bit H of i is clear, and x[i - H] -
+// x[i] if it is set.
 template <int H>
 PENSTOCK_INLINE __m256 half_butterfly(__m256 x) {
   __m256 other;

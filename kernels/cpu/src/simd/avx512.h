@@ -17,7 +17,7 @@ struct Floats {
 struct Ints {
   __m512i v;
 };
-// 64 bytes as a dot product reads them: sixteen pairs of bf16 or sixteen groups of four bytes.
+// 64 bytes as an operand of a dot product: sixteen pairs of bf16 or sixteen groups of four bytes.
 struct Bytes {
   __m512i v;
 };
@@ -87,8 +87,8 @@ PENSTOCK_INLINE Bytes high_nibbles(Bytes a) {
 PENSTOCK_INLINE Floats dot_bf16(Floats acc, Bytes a, Bytes b) {
   return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};
 }
-// acc + the four products of unsigned with signed bytes per lane. In assembly because GCC 12 spills accumulators around
-// the intrinsic.
+// acc + the four products of unsigned with signed bytes per lane. In assembly, because GCC 12 spills accumulators
+// around the intrinsic.
 PENSTOCK_INLINE Ints dot_u8s8(Ints acc, Bytes unsigned_bytes, Bytes signed_bytes) {
   asm("vpdpbusd %2,%1,%0" : "+v"(acc.v) : "v"(unsigned_bytes.v), "v"(signed_bytes.v));
   return acc;
@@ -101,8 +101,8 @@ PENSTOCK_INLINE Mask equal(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v,
 PENSTOCK_INLINE Floats select(Mask m, Floats yes, Floats no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
 PENSTOCK_INLINE uint32_t bits(Mask m) { return m.v; }
 
-// Sums and differences of lanes that lie H apart: lane i becomes x[i] + x[i + H] where bit H of i is clear, x[i - H] - x[i]
-// where it is set.
+// Sums and differences of lanes at distance H: lane i becomes x[i] + x[i + H] if bit H of i is clear, and x[i - H] -
+// x[i] if it is set.
 template <int H>
 PENSTOCK_INLINE Floats butterfly(Floats x) {
   __m512 other;
@@ -115,8 +115,8 @@ PENSTOCK_INLINE Floats butterfly(Floats x) {
   return {_mm512_fmadd_ps(x.v, signs, other)};
 }
 
-// Lane i is the reduction of all lanes of x[i]: halves are combined until each quarter holds four of them, then across.
-// Lanes from N on repeat others.
+// Lane i is the reduction of all lanes of x[i]. Halves are combined until each quarter holds four of them, then
+// quarters are combined across. Lanes from N on repeat others.
 template <int N, class Op>
 PENSTOCK_INLINE __m512 reduce_each(const __m512 (&x)[N], const Op& op) {
   constexpr int kPairs = (N + 1) / 2, kQuads = (kPairs + 1) / 2;

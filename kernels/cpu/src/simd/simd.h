@@ -1,4 +1,4 @@
-// Vectors of sixteen lanes, whatever the CPU calls them, and the functions that are made of them.
+// Vectors of sixteen lanes, the same for every instruction set, and the functions that are built from them.
 #pragma once
 #ifdef __AVX512BF16__
 #include "simd/avx512.h"
@@ -32,10 +32,10 @@ PENSTOCK_INLINE bf16 narrow(float x) {
   return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// 2^t within 3e-7 + 6e-8 |t| of relative error for t <= 0; below -126 it is 2^-126; NaN stays NaN. Range reduction to
-// 2^n * 2^f with a polynomial of degree 6 for 2^f on [-0.5, 0.5].
+// 2^t for t <= 0, with a relative error within 3e-7 + 6e-8 |t|. Below -126 the result is 2^-126; NaN stays NaN.
+// Reduces the range to 2^n * 2^f, with a polynomial of degree 6 for 2^f on [-0.5, 0.5].
 PENSTOCK_INLINE Floats exp2_of_negative(Floats t) {
-  // The maximum instruction answers its second operand where one is NaN.
+  // The maximum instruction returns its second operand if either is NaN.
   t = max(broadcast(-126.f), t);
   const Floats n = round(t);
   const Floats f = t - n;
@@ -51,10 +51,10 @@ PENSTOCK_INLINE Floats exp2_of_negative(Floats t) {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// e^x within 3e-7 + 8e-8 |x| of relative error for x <= 0; below -87 it is about e^-87; NaN stays NaN.
+// e^x for x <= 0, with a relative error within 3e-7 + 8e-8 |x|. Below -87 the result is about e^-87; NaN stays NaN.
 PENSTOCK_INLINE Floats exp_of_negative(Floats x) { return exp2_of_negative(x * broadcast(kLog2E)); }
 
-// x / (1 + e^-y), by the exponential of -|y| so that nothing overflows.
+// x / (1 + e^-y), computed from the exponential of -|y| so that nothing overflows.
 PENSTOCK_INLINE Floats gated_by(Floats x, Floats y) {
   const Floats e = exp_of_negative(zeros() - abs(y));
   const Floats numerator = select(greater(zeros(), y), e, broadcast(1.f));
@@ -69,7 +69,7 @@ PENSTOCK_INLINE Floats gelu_tanh(Floats x) {
   return gated_by(x, broadcast(1.5957691216f) * cubic);
 }
 
-// x times the share of a normal distribution below x, within 2e-7 |x|: erfc by Abramowitz and Stegun, 7.1.26.
+// x times the normal distribution function at x, within 2e-7 |x|: erfc by Abramowitz and Stegun, 7.1.26.
 PENSTOCK_INLINE Floats gelu(Floats x) {
   const Floats z = abs(x) * broadcast(0.70710678f);
   const Floats t = broadcast(1.f) / fma(z, broadcast(0.3275911f), broadcast(1.f));

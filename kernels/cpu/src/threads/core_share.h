@@ -1,4 +1,4 @@
-// How much of its core each thread of a team gets, and how many threads are worth using.
+// Measures which share of its core each thread of a team gets, and chooses how many threads to use.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -9,19 +9,19 @@
 
 namespace penstock {
 
-// What one thread got of its core while it had something to compute.
+// The CPU time that one thread received, and the time during which it had work to do.
 struct CoreUse {
   int64_t cpu_ns = 0;
   int64_t wanted_ns = 0;
 
-  // In [0, 1]; 1 where nothing was measured.
+  // The thread's share of its core, in [0, 1]; 1 if nothing was measured.
   double share() const { return wanted_ns > 0 ? std::min(1.0, (double)cpu_ns / wanted_ns) : 1.0; }
 };
 
-// How many threads compute a step fastest. All threads wait for each other at barriers, so a team of n threads is as fast as
-// n times its slowest one. `shares`: what each thread gets of its core.
+// Returns the number of threads that computes a step fastest. The threads wait for each other at barriers, so n
+// threads are only as fast as n times the slowest of them. `shares`: each thread's share of its core, in [0, 1].
 inline int best_team_size(std::vector<double> shares) {
-  constexpr double kMinGain = 1.25;  // a smaller team must be clearly faster
+  constexpr double kMinGain = 1.25;  // a smaller team must be faster by this factor
   std::sort(shares.begin(), shares.end(), std::greater<>());
   int best = (int)shares.size();
   double best_speed = kMinGain * best * shares.back();
@@ -32,7 +32,7 @@ inline int best_team_size(std::vector<double> shares) {
   return best;
 }
 
-// What a thread gets of a core that it asks for some milliseconds of, for nothing but to find that out.
+// Returns the share of its core that the calling thread gets. To measure it, the thread consumes 5 ms of CPU time.
 inline double measure_core_share() {
   constexpr int64_t kProbeNs = 5'000'000;
   const int64_t began_ns = clock_ns(CLOCK_MONOTONIC), cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);

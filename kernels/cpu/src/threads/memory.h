@@ -1,4 +1,4 @@
-// Memory that kernels read with aligned loads: zeroed, in huge pages where the kernel grants them, touched only as used.
+// Zeroed memory, aligned for the kernels' loads. Linux maps its pages on first use, as huge pages where it can.
 #pragma once
 #include <sys/mman.h>
 
@@ -9,7 +9,7 @@
 
 namespace penstock {
 
-// Bytes that memory answers at once.
+// Bytes of a cache line.
 constexpr int kLine = 64;
 
 template <class T>
@@ -21,7 +21,7 @@ class Buffer {
     data_ = static_cast<T*>(allocate(num_bytes()));
     owns_ = true;
   }
-  // Of memory that somebody else keeps for longer.
+  // Borrows memory, which its owner must keep alive for longer than this buffer.
   Buffer(T* data, size_t count) : data_(data), count_(count) {}
   Buffer(Buffer&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)),
@@ -41,18 +41,18 @@ class Buffer {
   size_t count() const { return count_; }
   T& operator[](size_t i) const { return data_[i]; }
 
-  // At least `count` elements; what was there is gone when it had to grow.
+  // Grows the buffer to at least `count` elements. Growing discards the old contents.
   void reserve(size_t count) {
     if (count > count_) *this = Buffer(count);
   }
 
  private:
   static constexpr size_t kHugePage = 2 << 20;
-  // The kernels prefetch past the end, never read there.
+  // No padding is needed: the kernels prefetch past the end but never read there.
   size_t num_bytes() const { return count_ * sizeof(T); }
 
 #ifdef __SANITIZE_ADDRESS__
-  // A sanitizer watches the ends of what comes from the allocator.
+  // The sanitizer checks bounds only for memory that comes from the allocator.
   static void* allocate(size_t bytes) { return std::memset(::operator new(bytes, kAlignment), 0, bytes); }
   static void release(void* data, size_t) { ::operator delete(data, kAlignment); }
   static constexpr std::align_val_t kAlignment{64};

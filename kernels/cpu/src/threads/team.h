@@ -1,4 +1,4 @@
-// The threads that compute a step together: all run the same program and share out the items of each of its loops.
+// A team of threads that computes steps. All threads run the same program and share the iterations of its loops.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -18,18 +18,18 @@ namespace penstock {
 
 class Team;
 
-// One thread's part in a program of its team.
-class Member {
+// One thread's view of the program that its team runs.
+class Worker {
  public:
-  Member(Team& team, int index) : team_(team), index_(index) {}
+  Worker(Team& team, int index) : team_(team), index_(index) {}
 
-  // In [0, threads of this program).
+  // The thread's index, in [0, threads of this program).
   int index() const { return index_; }
   bool leads() const { return index_ == 0; }
 
-  // Calls `body(i)` for the items of [0, count) that fall to this thread, and comes back when all threads' are done.
-  // Each thread goes through an equal part of its own, since long runs stream best, and then through what is left of the
-  // others', since one that has to give its core to another process now and then is slower.
+  // Calls `body(i)` for every i in [0, count), divided among the threads, and returns when all threads have finished.
+  // Each thread first works through a contiguous part of its own, because long runs stream best from memory. Then it
+  // helps with the other parts, because a thread may lose its core to another process for a while.
   template <class Body>
   void for_each(int count, const Body& body);
 
@@ -44,8 +44,8 @@ class Member {
 
 class Team {
  public:
-  // `cores`, null or one for each thread, says where the threads stay; the first is the leader's, the thread that calls
-  // `join`, from `bind_leader` on.
+  // `cores`: null, or the core to pin each thread to. The first core is for the leader, which is the thread that
+  // calls `join`. The leader is pinned once it calls `bind_leader`.
   explicit Team(int size, const int32_t* cores = nullptr)
       : size_(size), active_(size), slots_(size), counters_((size_t)kCounters * size) {
     if (cores) cores_.assign(cores, cores + size);
@@ -53,33 +53,34 @@ class Team {
     try {
       for (int i = 1; i < size; ++i) threads_.emplace_back([this, i] { serve(i); });
     } catch (...) {
-      // The system has no more of them: those that run would end the process with their handles.
+      // The system can start no more threads. End those that run: destroying a running std::thread ends the process.
       end();
       throw;
     }
   }
 
-  // What was started must have been joined.
+  // `join` must have returned for the last program.
   ~Team() { end(); }
 
   int size() const { return size_; }
-  // Threads that the next program runs on.
+  // The number of threads that run the next program.
   int active() const { return active_; }
 
-  // Says that the calling thread does nothing but `start` and `join`: it is scheduled as the team's own threads are.
+  // Declares that the calling thread does nothing but `start` and `join`. It is then scheduled like the team's
+  // threads.
   void bind_leader() {
     slots_[0].thread = gettid();
     schedule(0);
   }
 
-  // Starts `program` on the team's own threads; `join` must have come back from the one before.
-  void start(std::function<void(Member&)> program) {
+  // Starts `program` on the team's own threads. `join` must have returned for the previous program.
+  void start(std::function<void(Worker&)> program) {
     program_ = std::move(program);
     is_started_ = true;
     launch();
   }
 
-  // Runs the caller's share of the program, if one was started, and comes back when all threads have left it.
+  // Runs the calling thread's share of the program, if one was started. Returns when all threads have finished it.
   void join() {
     if (!is_started_) return;
     is_started_ = false;
@@ -90,13 +91,13 @@ class Team {
     if (window_ns_ >= kWindowNs) judge();
   }
 
-  // Runs what follows on the `count` threads that got most of their cores lately. The others sleep.
+  // Runs later programs on the `count` threads that recently got the largest shares of their cores. The others sleep.
   void resize(int count) {
     active_ = count;
     const auto gets_more = [this](int a, int b) { return slots_[a].use.share() > slots_[b].use.share(); };
     for (int i = 0; i < size_; ++i) order_[i] = i;
     best_cores_ = order_;
-    std::stable_sort(order_.begin() + 1, order_.end(), gets_more);  // the leader is never left out
+    std::stable_sort(order_.begin() + 1, order_.end(), gets_more);  // the leader always stays active
     std::stable_sort(best_cores_.begin(), best_cores_.end(), gets_more);
     best_cores_.resize(count);
     for (int rank = count; rank < size_; ++rank) slots_[order_[rank]].probed_share = 0;
@@ -104,26 +105,26 @@ class Team {
   }
 
  private:
-  friend class Member;
+  friend class Worker;
   static constexpr int kCounters = 4;
   static constexpr int kProbe = -1;
-  static constexpr int64_t kWindowNs = 300'000'000;         // of programs, between two looks at the shares
-  static constexpr int64_t kProbeEveryNs = 2'000'000'000;  // while threads are left out
-  static constexpr double kCrowded = 0.75, kQuiet = 0.92;  // shares below and above which time slices change
-  static constexpr double kRegained = 0.8;                 // share at which a thread that was left out comes back
+  static constexpr int64_t kWindowNs = 300'000'000;         // program time between two checks of the shares
+  static constexpr int64_t kProbeEveryNs = 2'000'000'000;  // between probes of inactive threads
+  static constexpr double kCrowded = 0.75, kQuiet = 0.92;  // below: short time slices; above: long
+  static constexpr double kRegained = 0.8;                 // share at which an inactive thread rejoins
 
-  // Of the items of a thread's part, those that were taken.
+  // How many items of one thread's part have been taken.
   struct alignas(64) Counter {
     std::atomic<int> taken{0};
   };
 
   struct ThreadSlot {
-    WaitWord launched;         // counts what this thread was told to run
+    WaitWord launched;         // number of programs and probes this thread was told to run
     std::atomic<int> rank{0};  // its index in the next program, or kProbe
-    std::atomic<pid_t> thread{0};  // 0: not known
+    std::atomic<pid_t> thread{0};  // 0 until known
     CoreUse use;
     std::atomic<bool> is_probing{false};
-    double probed_share = 0;  // of the last probe
+    double probed_share = 0;  // share of its core at the last probe
   };
 
   void end() {
@@ -152,7 +153,7 @@ class Team {
     slot.thread = gettid();
     schedule(index);
     for (uint32_t seen = 0;; ++seen) {
-      // Steps follow each other closely: the spin saves the wake-up.
+      // Steps follow each other closely, so the spin of `wait_while` usually saves a wake-up.
       while (slot.launched.value() == seen) slot.launched.wait_while(seen);
       if (slot.rank == kProbe) {
         slot.probed_share = measure_core_share();
@@ -166,17 +167,17 @@ class Team {
   }
 
   void run(ThreadSlot& slot) {
-    Member member(*this, slot.rank);
+    Worker worker(*this, slot.rank);
     const int64_t began_ns = clock_ns(CLOCK_MONOTONIC), cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
-    program_(member);
+    program_(worker);
     slot.use.cpu_ns += clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_ns;
     const int64_t took_ns = clock_ns(CLOCK_MONOTONIC) - began_ns;
-    slot.use.wanted_ns += took_ns - member.slept_ns_;
-    if (member.leads()) window_ns_ += took_ns;
+    slot.use.wanted_ns += took_ns - worker.slept_ns_;
+    if (worker.leads()) window_ns_ += took_ns;
   }
 
-  // Reacts to what the threads got of their cores since the last call: a thread whose core is taken holds all others up at
-  // every barrier.
+  // Adapts the team to the shares that its threads got since the last check. A thread that loses its core delays all
+  // others at every barrier.
   void judge() {
     std::vector<double> shares;
     for (int rank = 0; rank < active_; ++rank) shares.push_back(slots_[order_[rank]].use.share());
@@ -196,7 +197,8 @@ class Team {
     window_ns_ = 0;
   }
 
-  // Takes the threads that were left out back once their cores are free again, and has them find out now and then.
+  // Lets the inactive threads measure their cores from time to time, and activates them once all their cores are
+  // free.
   void probe() {
     bool is_free = true;
     for (int rank = active_; rank < size_; ++rank) {
@@ -218,14 +220,14 @@ class Team {
     }
   }
 
-  // Tells the system where a thread may run and how long its time slices are.
+  // Tells Linux on which cores a thread may run and how long its time slices are.
   void schedule(int index) {
     const pid_t thread = slots_[index].thread;
     if (!thread) return;
     request_time_slice(thread, is_crowded_ ? kDefaultSliceNs : kLongSliceNs);
     if (cores_.empty()) return;
-    // Each thread has a core of its own, else two that wake each other are put on one and stay there for milliseconds.
-    // Where some are left out, the others share the best cores.
+    // Each thread has a core of its own: otherwise Linux may put two threads that wake each other on the same core
+    // for milliseconds. While some threads are inactive, the active ones share the best cores.
     const auto end = order_.begin() + active_;
     const bool is_active = std::find(order_.begin(), end, index) != end;
     cpu_set_t allowed;
@@ -237,31 +239,32 @@ class Team {
     sched_setaffinity(thread, sizeof allowed, &allowed);
   }
 
-  // `loop` counts the loops of this program; the last thread to arrive clears the counters that were used.
-  void barrier(Member& member, uint32_t loop) {
+  // Waits for all threads at the end of a loop; `loop` counts the loops of this program. The last thread to arrive
+  // resets the loop's counters.
+  void barrier(Worker& worker, uint32_t loop) {
     const uint32_t generation = generation_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == active_ - 1) {
       for (int i = 0; i < active_; ++i) counter(loop, i).taken.store(0, std::memory_order_relaxed);
       arrived_.store(0, std::memory_order_relaxed);
       generation_.set(generation + 1);
     } else {
-      while (generation_.value() == generation) member.slept_ns_ += generation_.wait_while(generation);
+      while (generation_.value() == generation) worker.slept_ns_ += generation_.wait_while(generation);
     }
   }
 
   const int size_;
   int active_;
   std::vector<int32_t> cores_;
-  std::vector<int> order_;       // the slots by rank; the leader's is the first
-  std::vector<int> best_cores_;  // the slots whose cores are used, while some are left out
+  std::vector<int> order_;       // indices of the slots by rank; the leader comes first
+  std::vector<int> best_cores_;  // slots whose cores the active threads share while others are inactive
   bool is_crowded_ = false;
   int64_t probed_ns_ = 0;
-  int64_t window_ns_ = 0;  // how long programs took since the last look
-  std::function<void(Member&)> program_;
+  int64_t window_ns_ = 0;  // program time since the last check
+  std::function<void(Worker&)> program_;
   uint32_t num_programs_ = 0;
   bool is_started_ = false;
   std::vector<ThreadSlot> slots_;
-  WaitWord done_;        // number of the last program that all threads have left
+  WaitWord done_;        // number of the last program that all threads have finished
   WaitWord generation_;  // of the barrier
   alignas(64) std::atomic<int> unfinished_{0};
   alignas(64) std::atomic<int> arrived_{0};
@@ -270,7 +273,7 @@ class Team {
 };
 
 template <class Body>
-void Member::for_each(int count, const Body& body) {
+void Worker::for_each(int count, const Body& body) {
   const int num_threads = team_.active_;
   for (int k = 0; k < num_threads; ++k) {
     const int owner = (index_ + k) % num_threads;

@@ -1,4 +1,4 @@
-// How long a thread may compute before the scheduler looks for another one.
+// Sets how long a thread may compute before Linux runs another one.
 #pragma once
 #include <sched.h>
 #include <sys/resource.h>
@@ -9,16 +9,17 @@
 
 namespace penstock {
 
-// The longest slice that Linux gives. It changes no thread's share of the core. It lets any thread that wakes up with a
-// shorter slice run first at once, where a message would otherwise wait milliseconds for the end of this thread's slice.
+// The longest slice that Linux grants. The length of a slice does not change a thread's share of the core. But a
+// thread that wakes with a shorter slice preempts one with a longer slice at once. Without that, the thread that
+// handles a message would wait milliseconds for the end of this thread's slice.
 constexpr uint64_t kLongSliceNs = 100'000'000;
 
-// The system's own slice. Beside threads that compute all the time, a thread that wakes up must not have a longer slice
-// than theirs: it would wait for the end of their slice at every barrier.
+// Linux's default slice. On a core where another process computes all the time, a thread that wakes must not have a
+// longer slice than that process. It would wait for the end of the other slice at every barrier.
 constexpr uint64_t kDefaultSliceNs = 0;
 
-// Requests a time slice for a thread of this process. Linux before 6.12 and other scheduling policies than the normal one
-// ignore it. https://docs.kernel.org/scheduler/sched-eevdf.html
+// Requests a time slice for a thread of this process. Linux before 6.12 ignores the request, and so do scheduling
+// policies other than the normal one. https://docs.kernel.org/scheduler/sched-eevdf.html
 inline void request_time_slice(pid_t thread, uint64_t slice_ns) {
   struct {
     uint32_t size, policy;

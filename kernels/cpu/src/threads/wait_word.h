@@ -1,4 +1,4 @@
-// A number that threads wait on: they spin for a moment, then sleep until it changes.
+// A number that threads wait on. They spin briefly, then sleep until it changes.
 #pragma once
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -19,8 +19,8 @@ inline int64_t clock_ns(clockid_t clock) {
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
-// sched_yield is never used: it gives away the rest of the time slice, 100 ms here, and since Linux 6.16 the thread's claim
-// to it as well. Beside two busy loops it made steps of 33 ms take 14 s.
+// The wait never calls sched_yield. That call gives up the rest of the time slice (100 ms here) and, since Linux
+// 6.16, the thread's claim to it as well. Beside two busy loops, it made steps of 33 ms take 14 s.
 class alignas(64) WaitWord {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
@@ -36,8 +36,8 @@ class alignas(64) WaitWord {
     }
   }
 
-  // Waits until the value is not `old`. Returns for how many nanoseconds the thread slept while there was nothing to do for
-  // it: from falling asleep to the change, but not from the change until the thread had a core again.
+  // Waits until the value is not `old`. Returns the nanoseconds for which the thread slept without work: from falling
+  // asleep to the change of the value. The time from the change until the thread had a core again does not count.
   int64_t wait_while(uint32_t old) {
     for (int i = 0; i < kSpins; ++i) {
       if (value() != old) return 0;
@@ -51,8 +51,8 @@ class alignas(64) WaitWord {
   }
 
  private:
-  // 20 to 100 µs, by the CPU's `pause`: the threads of a team reach a barrier within this time while all have a core. On a
-  // busy machine a longer spin would keep the core from the thread that is waited for.
+  // 20 to 100 µs, depending on the CPU's `pause`. While all threads of a team have a core, they reach a barrier
+  // within this time. On a busy machine, a longer spin would take the core from the thread that the others wait for.
   static constexpr int kSpins = 2000;
 
   std::atomic<uint32_t> value_{0};
@@ -60,7 +60,7 @@ class alignas(64) WaitWord {
   std::atomic<int64_t> changed_ns_{0};
 };
 
-// Comes back when `is_true()` is: for flags that are set elsewhere and wake no thread.
+// Returns when `is_true()` holds. For flags that another thread sets without waking the waiting one.
 template <class Condition>
 void poll_until(const Condition& is_true) {
   constexpr timespec kPause{0, 50'000};

@@ -23,7 +23,7 @@ from penstock.gpu_node.engine import Engine, EngineConfig
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.kernels.cpu.library import Format
-from penstock.kernels.reference.turned import turning_matrix
+from penstock.kernels.reference.hadamard import hadamard_rotation
 
 Llama = Callable[..., Path]
 Family = Callable[..., Path]
@@ -69,7 +69,7 @@ def _logits(model: Any, token_ids: list[int]) -> NDArray[np.float32]:
 
 def _round_turned(model: Any) -> None:
     """Rounds each matrix where it reads turned channels or writes them, and turns it back."""
-    hidden, inner = (turning_matrix(size) for size in (model.config.hidden_size, model.config.intermediate_size))
+    hidden, inner = (hadamard_rotation(size) for size in (model.config.hidden_size, model.config.intermediate_size))
     # A tied head has gains that the embedding has not.
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     readers = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}

@@ -1,4 +1,4 @@
-"""Orthogonal matrices that spread over all channels what a few of them carry."""
+"""Orthogonal matrices that spread the outliers of a few channels over all channels (QuaRot, arXiv:2404.00456)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from penstock.kernels.reference.quantised import Floats
 
 
-def turning_matrix(count: int) -> Floats:
-    """For rows of 2^k * m numbers: a Hadamard matrix over runs of 2^k, a cosine transform (DCT-II) over the m runs."""
+def hadamard_rotation(count: int) -> Floats:
+    """Return the rotation of 2^k * m numbers: a Hadamard matrix over runs of 2^k, a DCT-II over the m runs."""
     hadamard = np.ones((1, 1))
     while count % (2 * len(hadamard)) == 0:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
