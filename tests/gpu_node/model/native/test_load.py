@@ -318,7 +318,7 @@ def _room_left(mib: int) -> Iterator[None]:
 @pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer's shadow is larger")
 def test_threads_that_the_system_has_not_are_refused_and_those_it_had_end(llama: Llama, this_isa: Isa) -> None:
     before = _cores().keys()
-    with _room_left(600), pytest.raises(ConfigError, match=r"num_threads 1000 cannot be had: .+"):
+    with _room_left(600), pytest.raises(ConfigError, match=r"num_threads 1000 cannot be started: .+"):
         _load(llama(), runner="native", num_threads=1000)
     assert _cores().keys() <= before
 
