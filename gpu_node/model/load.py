@@ -85,9 +85,9 @@ def _has_gpu() -> bool:
         return False
     import torch
 
-    from penstock.gpu_node.model.gpu.device import OLDEST_CARD
+    from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY
 
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= OLDEST_CARD
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_COMPUTE_CAPABILITY
 
 
 def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOptions) -> Description:

@@ -135,7 +135,7 @@ def test_without_kernels_torch_computes_and_a_line_says_why(
     assert re.search(reason, said["reason"])
     with pytest.raises(ConfigError, match=f"runner native: {reason}"):
         _load(folder, runner="native")
-    with pytest.raises(ConfigError, match=r"quantization int8 cannot be had: .* the native runner has int8"):
+    with pytest.raises(ConfigError, match=r"quantization int8 is not supported: .* the native runner has int8"):
         _load(folder, quantization="int8")
 
 
