@@ -47,11 +47,11 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
     tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), spec)
-    keep, told = StoredLinearLoader(options.quantization, device), lambda done: progress("load", done)
+    keep, report = StoredLinearLoader(options.quantization, device), lambda done: progress("load", done)
     # A separate Device has its own side stream, because the KV pool's one copies in the other direction.
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple
-    weights = load_weights(tensors, spec, _DTYPES[name], told, device.torch, keep, gather)
+    weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather)
     decoder = GpuDecoder(spec, weights, described.max_model_len)
     adapters = GpuAdapters(spec, options.max_loras, options.max_lora_rank, _DTYPES[name], device.torch)
     sizes = _sizes(described, options, decoder, layout, device)

@@ -43,8 +43,8 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
         supported = f"runner torch has {name}, the native runner has bfloat16 and int8"
         raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} is not supported: {supported}")
     checkpoint = Checkpoint.open(described.source, described.read_scaled)
-    told, is_lazy = (lambda done: progress("load", done)), described.read_scaled is None
-    weights = map_weights(DecoderTensors(checkpoint, spec), spec, dtype, told, is_lazy=is_lazy)
+    report, is_lazy = (lambda done: progress("load", done)), described.read_scaled is None
+    weights = map_weights(DecoderTensors(checkpoint, spec), spec, dtype, report, is_lazy=is_lazy)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
     sizes = cache_sizes(described, options, token_bytes)
     decoder = Decoder(spec, weights, described.max_model_len)

@@ -26,10 +26,8 @@ _WORD_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
     # AutoAWQ's own configs use w_bit and version; transformers' configs use bits and format.
-    bits, format_name = (
-        settings.get("bits", settings.get("w_bit")),
-        settings.get("version") or settings.get("format", "gemm"),
-    )
+    bits = settings.get("bits", settings.get("w_bit"))
+    format_name = settings.get("version") or settings.get("format", "gemm")
     if bits != _BITS:
         raise ConfigError(f"awq of {bits} bits is not supported; supported: {_BITS}")
     if format_name.lower() != "gemm":
