@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.architecture.spec import Llama3Scaling, Rope
-from penstock.gpu_node.model.checkpoint.files import source
+from penstock.gpu_node.model.checkpoint import source
 from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, resolve_model
 from penstock.gpu_node.model.checkpoint.tokenizer_export import plain_tokenizer
