@@ -1,4 +1,4 @@
-"""Models and their runners: everything that touches torch or weights, and nothing that touches Redis or scheduling.
+"""Models and their runners: all code that uses torch or weights, and no code that uses Redis or schedules requests.
 
-`protocol.py` is what the engine sees of a runner; it imports no torch.
+`protocol.py` is the interface between the engine and a runner; it imports no torch.
 """

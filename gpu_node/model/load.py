@@ -1,4 +1,4 @@
-"""A model's name and the engine's options to a runner that is ready to step. Torch comes in only where it computes."""
+"""Load a model by name into a runner that is ready for steps. Imports torch only for runners that use it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 def load_model(model: str, options: RunnerOptions, progress: Progress, *, revision: str | None = None) -> LoadedModel:
-    """Find, check and load a model, of the hub's a `revision`.
+    """Find, check and load a model; `revision` selects a revision on the Hugging Face hub.
 
-    Raises ConfigError naming what is missing or not supported, or what there is no memory for.
+    Raises ConfigError that names the missing file, the unsupported setting, or the memory that cannot be allocated.
     """
     source = resolve_model(model, progress, revision)
     config = read_object(source.folder / "config.json")
@@ -50,8 +50,8 @@ def load_model(model: str, options: RunnerOptions, progress: Progress, *, revisi
 
 
 def _load(described: Description, options: RunnerOptions, progress: Progress) -> tuple[ModelRunner, str]:
-    """The runner, and a name for what its results depend on besides the model's files."""
-    if options.runner == "gpu" or (options.runner == "auto" and _has_card()):
+    """Return the runner and the name of its arithmetic (`LoadedModel.arithmetic`)."""
+    if options.runner == "gpu" or (options.runner == "auto" and _has_gpu()):
         from penstock.gpu_node.model.gpu.load import load_gpu
 
         return load_gpu(described, options, progress)
@@ -76,15 +76,18 @@ def _cache_of(options: RunnerOptions) -> str:
     return f"{kv} and {swap}"
 
 
-def _has_card() -> bool:
-    """Whether torch sees a CUDA device of use; where the system has none, torch need not be asked."""
+def _has_gpu() -> bool:
+    """Return whether torch sees a supported CUDA device.
+
+    Without an NVIDIA driver the answer is no, and torch is not imported.
+    """
     if not Path("/dev/nvidiactl").exists():
         return False
     import torch
 
-    from penstock.gpu_node.model.gpu.device import OLDEST_CARD
+    from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY
 
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= OLDEST_CARD
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_COMPUTE_CAPABILITY
 
 
 def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOptions) -> Description:
@@ -94,7 +97,7 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
     except KeyError as error:
         raise ConfigError(f"{source.folder}/config.json has no {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{source.folder}/config.json makes no sense: {error}") from error
+        raise ConfigError(f"{source.folder}/config.json is invalid: {error}") from error
     if options.max_model_len is not None and options.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len {options.max_model_len} is more than the model's own limit of {spec.max_position} tokens"
@@ -109,7 +112,10 @@ def _describe(source: ModelSource, config: Mapping[str, Any], options: RunnerOpt
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """All ids that end a text, of generation_config.json or else config.json. Raises ConfigError for what is no id."""
+    """Return the end-of-sequence token ids from generation_config.json, or else from config.json.
+
+    Raises ConfigError for an eos_token_id that is neither an id nor a list of ids.
+    """
     path = folder / "generation_config.json"
     generation = read_object(path) if path.is_file() else {}
     eos = generation.get("eos_token_id")

@@ -1,4 +1,4 @@
-"""What the engine and a model runner say to each other: one plan in, one token per sampling row out."""
+"""The interface between the engine and a model runner: a step plan goes in, one token per sampling row comes out."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from penstock.contract.adapters import AdapterRef
 
 NULL_BLOCK = 0
-"""Padding of block tables; never written by a sequence, always finite."""
+"""The block id that pads block tables. No sequence writes to this block, so its values stay finite."""
 
 NO_COPIES = np.empty((0, 2), dtype=np.int32)
 
 NO_ADAPTER = -1
 
 FAILED_TOKEN = -1
-"""Stands for a row whose logits were not finite: that row failed, the others did not."""
+"""The token of a row that failed because its logits were not finite. Other rows of the step are not affected."""
 
 NO_LOGPROBS = -1
 
@@ -33,31 +33,34 @@ _MASK_BITS = 32
 
 
 class TokenMasks:
-    """Which tokens some rows of a step may choose, written while the step already runs; runners wait for that."""
+    """Bit masks of the tokens that some rows of a step may choose.
+
+    The engine writes the masks while the step already runs. A runner waits for them before it samples.
+    """
 
     def __init__(self, is_masked: NDArray[np.bool_], vocab_size: int) -> None:
-        """is_masked: [num_samples], which rows have a mask; until it is written it allows nothing."""
+        """is_masked: [num_samples], whether a row has a mask. A mask allows no token until it is written."""
         self.rows = np.where(is_masked, np.cumsum(is_masked) - 1, -1).astype(np.int32)
-        """[num_samples]: the row of `words` that a sampling row goes by, -1 where it may choose any token."""
+        """[num_samples]: the row of `words` that masks a sampling row; -1 where the row may choose any token."""
         self.words = np.zeros((int(is_masked.sum()), -(-vocab_size // _MASK_BITS)), dtype=np.uint32)
-        """[num_masked, vocab / 32]: a bit for each token, the lowest first."""
+        """[num_masked, vocab / 32]: one bit per token, lowest bit first; 1 allows the token."""
         self.written = np.zeros(1, dtype=np.int32)
-        """Not 0 once all words are written, for those who look at memory."""
+        """[1]: nonzero once all words are written. Native kernels poll this memory."""
         self._all_written = threading.Event()
 
     def finish(self) -> None:
-        """Say that all words are written."""
+        """Signal that all words are written."""
         self.written[0] = 1
         self._all_written.set()
 
     def wait(self) -> None:
-        """Block until they are."""
+        """Block until all words are written."""
         self._all_written.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each sampling row of a step chooses its token; every array is [num_samples]."""
+    """The sampling parameters of each row of a step; every array is [num_samples]."""
 
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int32]
@@ -71,131 +74,131 @@ class SamplingRows:
     seed: NDArray[np.uint64]
     choice: NDArray[np.int32]
     position: NDArray[np.int32]
-    """Place of the token to sample in its choice, counted from 0."""
+    """Index of the token to sample within its choice, counted from 0."""
     seen: tuple[NDArray[np.int32], ...]
-    """Per row its tokens so far, prompt and output; empty where no penalty looks at them."""
+    """Per row: its tokens so far, prompt and output; empty where the row has no penalty."""
     num_seen_prompt: NDArray[np.int32]
-    """How many of a row's `seen` are prompt: the repetition penalty counts those too, the other two do not."""
+    """How many tokens of a row's `seen` are prompt. Only the repetition penalty counts prompt tokens."""
     banned: tuple[NDArray[np.int32], ...]
-    """Per row the tokens that must not be chosen."""
+    """Per row: the tokens that must not be chosen."""
     biased: tuple[NDArray[np.int32], ...] = ()
-    """Per row the tokens, each once, whose logits are moved before all else; () where no row has any."""
+    """Per row: the distinct tokens with a logit bias, which is applied first; () where no row has a bias."""
     biases: tuple[NDArray[np.float32], ...] = ()
-    """By how much, in the shape of `biased`."""
+    """The logit bias of each token in `biased`, in the same shape."""
     masks: TokenMasks | None = None
-    """What rows may choose at all, written while the step runs; None where no row has a mask."""
+    """Masks of allowed tokens, written while the step runs; None where no row has a mask."""
     num_logprobs: NDArray[np.int32] | None = None
-    """How many of the likeliest tokens are wanted beside each row's own, NO_LOGPROBS for none at all; None where no
-    row wants any."""
+    """How many of the most likely tokens to report beside a row's own token; NO_LOGPROBS where the row wants no
+    logprobs. None where no row wants any."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Tokens of prompts, computed in a step, behind which it is known what comes: how likely is that?"""
+    """Prompt tokens of a step at which the logprob of the known next token is computed."""
 
     tokens: NDArray[np.int32]
-    """[num_scored]: which of the step's tokens."""
+    """[num_scored]: indices into the step's tokens."""
     targets: NDArray[np.int32]
-    """[num_scored]: what follows each."""
+    """[num_scored]: the prompt token that follows each one."""
     num_logprobs: NDArray[np.int32]
-    """[num_scored]: how many of the likeliest tokens are wanted beside it."""
+    """[num_scored]: how many of the most likely tokens to report beside the target."""
     seqs: NDArray[np.int32]
-    """[num_scored]: whose they are, for the caller."""
+    """[num_scored]: the sequence of each one; only the caller uses it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Some rows' logarithms of the softmax of their logits, as they were before biases, penalties, bans and masks.
+    """The log-softmax of some rows' logits before biases, penalties, bans and masks.
 
-    The first column is the row's own token, the others are the likeliest ones, the best first; of equal ones any. There
-    are as many columns as for the row that wants most; what is behind those that a row wants means nothing.
+    Column 0 is the row's own token. The other columns are the most likely tokens, best first; ties are in any order.
+    The width is that of the row with the largest `num_logprobs`; a row's columns past its own number are undefined.
     """
 
     token_ids: NDArray[np.int32]
-    """[num_rows, 1 + most]"""
+    """[num_rows, 1 + largest num_logprobs]"""
     values: NDArray[np.float32]
-    """[num_rows, 1 + most]"""
+    """[num_rows, 1 + largest num_logprobs]"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of a mixed batch: prefill chunks and decode steps of `num_seqs` sequences, packed without padding.
 
-    A runner stores the keys and values of all tokens of a layer before any of them attends, because two sequences of
-    one step may share a block that only one of them fills.
+    In each layer, a runner stores the keys and values of all tokens before it computes attention. Two sequences of one
+    step may share a block that only one of them fills.
     """
 
     token_ids: NDArray[np.int32]
-    """[num_tokens]; -1 - i stands for what row i of the step before samples, while that is in flight."""
+    """[num_tokens]; -1 - i stands for the token that row i of the previous step samples while that is in flight."""
     positions: NDArray[np.int32]
     """[num_tokens]"""
     query_starts: NDArray[np.int32]
     """[num_seqs + 1]: sequence i owns the tokens from query_starts[i] to query_starts[i + 1]."""
     context_lens: NDArray[np.int32]
-    """[num_seqs]: tokens in the cache once this step's are stored."""
+    """[num_seqs]: tokens in the KV cache after this step's tokens are stored."""
     block_tables: NDArray[np.int32]
     """[num_seqs, max_blocks], padded with NULL_BLOCK."""
     sample_tokens: NDArray[np.int32]
-    """[num_samples]: behind which of `token_ids` a token is sampled, ascending."""
+    """[num_samples]: indices into `token_ids` after which a token is sampled, ascending."""
     sampling: SamplingRows
     copies: NDArray[np.int32] = field(default_factory=lambda: NO_COPIES)
-    """[num_copies, 2]: from which block to which one; done in order, before anything of the step is stored or read."""
+    """[num_copies, 2]: source and target block. Copies run in order, before the step stores or reads any block."""
     adapters: NDArray[np.int32] | None = None
-    """[num_seqs]: the place of each sequence's adapter in the runner, or NO_ADAPTER; None where nobody has one."""
+    """[num_seqs]: the adapter slot of each sequence, or NO_ADAPTER; None where no sequence has an adapter."""
     scored: ScoredTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, and where its time went."""
+    """The tokens and logprobs of a step, and the time of each of its parts."""
 
     tokens: NDArray[np.int32]
-    """[num_samples]: each sampling row's token, FAILED_TOKEN where that row's logits were not finite."""
+    """[num_samples]: the token of each sampling row; FAILED_TOKEN where the row's logits were not finite."""
     forward_ms: float
     sample_ms: float
     copy_ms: float = 0.0
     logprobs: Logprobs | None = None
-    """Of the sampling rows, where one of them wants any; a failed one's mean nothing."""
+    """Logprobs of the sampling rows; None where no row wants any. Those of a failed row are undefined."""
     scores: Logprobs | None = None
-    """Of the plan's scored tokens."""
+    """Logprobs of the plan's scored tokens."""
 
 
 class Adapter(Protocol):
-    """A low-rank adapter of the model, ready to be given to its runner."""
+    """A LoRA adapter of the model, ready to load into an adapter slot of its runner."""
 
     @property
     def digest(self) -> str:
-        """Of its content: adapters of one digest give the same tokens."""
+        """A digest of the content: adapters with equal digests give the same tokens."""
 
     def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
-        """What it adds to a layer's matrix, part by part."""
+        """Return the low-rank terms added to a layer's matrix, one per adapted part."""
 
 
 class AdapterSource(Protocol):
-    """Where adapters come from; safe for use by several threads."""
+    """Finds adapters by name; thread-safe."""
 
     def digests(self) -> dict[str, str]:
-        """What there is, by name."""
+        """Return the digest of each available adapter by name."""
 
     def find(self, wanted: AdapterRef) -> Adapter:
-        """An adapter. Raises NotFoundError for an unknown name, RequestError for one that cannot be used."""
+        """Return an adapter. Raises NotFoundError for an unknown name, RequestError for an unusable adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Blocks of a KV cache besides the null block: ids from 1 to num_device_blocks, and behind those the host's.
+    """The size of a KV cache. Device blocks have ids from 1 to num_device_blocks; host blocks follow.
 
-    The runners on the CPU have both in one memory, and steps read and store in either.
+    The CPU runners keep both kinds in one memory, and their steps read and write either kind.
     """
 
     num_device_blocks: int
     num_host_blocks: int
     block_bytes: int
-    """Of all layers."""
+    """Bytes of one block over all layers."""
 
     @property
     def num_blocks(self) -> int:
-        """All of them, the null block included."""
+        """The number of blocks, the null block included."""
         return 1 + self.num_device_blocks + self.num_host_blocks
 
 
@@ -203,46 +206,49 @@ class StepHandle(Protocol):
     """A step that may still be running."""
 
     def result(self) -> StepResult:
-        """Wait for it; raises what made the whole step fail: MemoryError where a smaller one might not."""
+        """Wait for the step and return its result.
+
+        Raises the error that made the whole step fail; MemoryError means that a smaller step might succeed.
+        """
 
 
 class ModelRunner(Protocol):
-    """Owns weights and KV tensors and runs steps one after the other."""
+    """Owns the weights and the KV cache, and runs steps one after another."""
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be submitted before the first of them is done; past 1, plans may stand ahead of tokens."""
+        """The number of steps that may be in flight at once. Above 1, a plan may refer to tokens not yet sampled."""
 
     @property
     def cache_sizes(self) -> CacheSizes:
-        """What the KV cache holds."""
+        """The number and size of the KV blocks."""
 
     @property
     def verifies_drafts(self) -> bool:
-        """Whether a step may sample behind more of its tokens than it has sequences."""
+        """Whether one sequence may sample after several of its tokens in a step, as speculative decoding does."""
 
     def bind_thread(self) -> None:
-        """Let the calling thread, which does nothing but wait for steps, run where the runner has most of it."""
+        """Set the CPU affinity of the calling thread, which only waits for steps, to suit the runner's threads."""
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Start a step and come back at once.
+        """Start a step and return at once.
 
-        Its plan's arrays must not change until the result is there. Raises as a result does.
+        The caller must not change the plan's arrays before the result is available. Raises like `StepHandle.result`.
         """
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Forget what blocks hold once steps in flight are done, so that a NaN in them reaches no later one."""
+        """Clear blocks after the steps in flight, so that a NaN in them cannot reach a later step."""
 
-    def set_adapter(self, place: int, adapter: Adapter) -> None:
-        """Put an adapter in a place, from 0 to `max_loras`, instead of what was there.
+    def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
+        """Load an adapter into a slot, 0 <= adapter_slot < `max_loras`, and replace the adapter there.
 
-        Steps that were submitted before still compute with that.
+        Steps that were submitted earlier still compute with the previous adapter.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """What a runner needs to know beyond the model itself. Numbers of blocks win over sizes in GiB."""
+    """The options that a runner is built with. A number of blocks takes precedence over a size in GiB."""
 
     runner: str
     """`auto`, `gpu`, `native` or `torch`."""
@@ -261,31 +267,31 @@ class RunnerOptions:
     cpu_offload_gib: float = 0.0
     max_num_batched_tokens: int = 512
     reserved_cores: int = 0
-    """Cores to leave to other processes where `num_threads` is None."""
+    """CPU cores to leave to other processes where `num_threads` is None."""
     deterministic: bool = False
-    """Whether a card may not cut contexts by the size of the batch, nor sums of products at all."""
+    """Whether a GPU splits contexts independently of the batch size and never splits the sums of matrix products."""
     weight_cache: bool = True
-    """Whether packed weights lie in a file that the machine's processes share."""
+    """Whether packed weights are kept in a file that all processes of the machine share."""
     lora: Mapping[str, Path] = field(default_factory=dict)
-    """Adapters by name."""
+    """Folders of adapters, by adapter name."""
     lora_dir: Path | None = None
-    """Holds more of them, each in a folder of its name."""
+    """A folder of further adapters, each in a subfolder of its name."""
     max_loras: int = 0
-    """Places for adapters that one step may compute with."""
+    """Adapter slots: the number of adapters that one step may compute with."""
     max_lora_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A runner and what the engine must know about the model it runs."""
+    """A runner, and the facts about its model that the engine needs."""
 
     runner: ModelRunner
     folder: Path
-    """Holds the tokenizer's files."""
+    """The folder with the tokenizer's files."""
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
     adapters: AdapterSource
     arithmetic: str
-    """Names the runner, its kernels and the formats it computes in: what tokens depend on besides the model's files."""
+    """Names the runner, its kernels and number formats: all that tokens depend on besides the model's files."""
     revision: str

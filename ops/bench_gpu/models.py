@@ -91,7 +91,7 @@ def make_model(
     spec = SPECS[name]
     decoder = GpuDecoder(spec, _random_weights(spec, dtype, device.torch, quantization), max_model_len)
     layout = KvLayout(spec, BLOCK_SIZE, dtype)
-    free = torch.cuda.mem_get_info()[0] if device.is_card else layout.block_bytes * 80
+    free = torch.cuda.mem_get_info()[0] if device.is_gpu else layout.block_bytes * 80
     num_blocks = int(0.8 * free) // layout.block_bytes
     sizes = CacheSizes(num_blocks, 0, layout.block_bytes)
     pool = KvPool(layout, num_blocks, 0, device)

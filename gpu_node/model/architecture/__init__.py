@@ -1,1 +1,1 @@
-"""The architecture of a decoder as data: its spec, and one file for each family of models."""
+"""The architecture of a decoder as data: its spec, and one file per model family."""

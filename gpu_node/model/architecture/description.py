@@ -1,4 +1,4 @@
-"""A model before its weights are read: what every runner is built from."""
+"""The description of a model before its weights are read; every runner is built from it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model's files and what is made of them."""
+    """A model's files, and the spec and options read from them."""
 
     source: ModelSource
     spec: ModelSpec
     stored_dtype: str
-    """What config.json says its numbers are kept in."""
+    """The dtype of the checkpoint as config.json states it."""
     max_model_len: int
     read_scaled: ReadScaled | None = None
-    """Finds the quantised matrices of a checkpoint that has some."""
+    """Reads the quantized matrices of a quantized checkpoint; None for other checkpoints."""
 
 
 def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int) -> CacheSizes:
-    """Blocks of a CPU runner's KV cache at `token_bytes` for a token in all layers.
+    """Return the number of KV blocks of a CPU runner; `token_bytes` is the size of one token over all layers.
 
-    Raises ConfigError for a cache without a block, and for options that only a card's runner can honour.
+    Raises ConfigError if kv_cache_gib does not hold one block, and for options that only the GPU runner supports.
     """
     if options.gpu_memory_utilization is not None:
-        raise ConfigError("gpu_memory_utilization needs a card; on the CPU, kv_cache_gib sizes the KV cache")
+        raise ConfigError("gpu_memory_utilization needs a GPU; on the CPU, kv_cache_gib sizes the KV cache")
     if options.cpu_offload_gib:
-        raise ConfigError("cpu_offload_gib needs a card; on the CPU, weights lie in host memory as they are")
+        raise ConfigError("cpu_offload_gib needs a GPU; on the CPU, all weights are in host memory already")
     block_bytes = token_bytes * options.block_size
     num_device_blocks = options.num_blocks
     if num_device_blocks is None:
@@ -45,7 +45,7 @@ def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int
 
 
 def num_host_blocks(options: RunnerOptions, block_bytes: int) -> int:
-    """Blocks of the host pool, by number or by size."""
+    """Return the number of KV blocks in host memory, from num_swap_blocks or else from swap_space_gib."""
     if options.num_host_blocks is not None:
         return options.num_host_blocks
     return int(options.swap_space_gib * 2**30) // block_bytes

@@ -1,4 +1,4 @@
-"""What the config.json of Hugging Face's decoders says, read into a spec's parts."""
+"""Read the config.json of a Hugging Face decoder into the parts of a spec."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_of(config: Config, field: str, default: str) -> Activation:
-    """The activation that a field names."""
+    """Return the activation that a config field names. Raises ConfigError for an unsupported one."""
     name = config.get(field, default)
     if name not in _ACTIVATIONS:
         raise ConfigError(f"{field} {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
@@ -38,13 +38,13 @@ def activation_of(config: Config, field: str, default: str) -> Activation:
 
 
 def head_dim_of(config: Config) -> int:
-    """The size of a head where it is not said: an equal share of the hidden state."""
+    """Return the size of an attention head: `head_dim`, or else hidden_size / num_attention_heads."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def rope_of(config: Config, dim: int, *, theta: float = 10_000.0) -> Rope:
-    """Rotary positions of `dim` channels; `theta` is the family's own where the config has none."""
-    # transformers 5 writes rope_parameters, checkpoints from before it rope_theta and rope_scaling.
+    """Return the rotary embedding over `dim` channels of a head; `theta` is the family's default."""
+    # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return Rope(float(rope.get("rope_theta") or config.get("rope_theta") or theta), dim, _scaling_of(config, rope, dim))
 
@@ -68,7 +68,7 @@ def _scaling_of(config: Config, rope: Config, dim: int) -> Scaling | None:
         return _yarn_of(config, rope)
     if kind == "factors":
         if len(rope["factors"]) != dim // 2:
-            raise ConfigError(f"positions have {len(rope['factors'])} factors for {dim // 2} frequencies")
+            raise ConfigError(f"rope scaling has {len(rope['factors'])} factors for {dim // 2} frequencies")
         return FactorsScaling(tuple(rope["factors"]))
     raise ConfigError(f"rope scaling {kind!r} is not supported; supported: default, linear, dynamic, llama3, yarn")
 
@@ -98,7 +98,10 @@ def _yarn_magnitude(factor: float, scale: float) -> float:
 
 
 def max_position_of(config: Config, rope: Rope | None, default: int = 2048) -> int:
-    """Tokens that a model can attend to. For most kinds of stretching, configs say what was before that."""
+    """Return the number of tokens that a model can attend to.
+
+    For linear, dynamic and YaRN scaling, the config states the length before scaling.
+    """
     limit = int(config.get("max_position_embeddings", default))
     scaling = None if rope is None else rope.scaling
     if isinstance(scaling, YarnScaling):
@@ -107,7 +110,10 @@ def max_position_of(config: Config, rope: Rope | None, default: int = 2048) -> i
 
 
 def sliding_windows(config: Config) -> tuple[int | None, ...]:
-    """Of models whose layers see all tokens or, where `use_sliding_window` says so, some of them a window."""
+    """Return the attention window of each layer, None for full attention.
+
+    Without `use_sliding_window`, all layers have full attention.
+    """
     num_layers: int = config["num_hidden_layers"]
     if not config.get("use_sliding_window"):
         return (None,) * num_layers
@@ -133,11 +139,11 @@ LLAMA_NAMES = NameMap(
     mlp_in=(_LAYER + "mlp.gate_proj", _LAYER + "mlp.up_proj"),
     mlp_out=_LAYER + "mlp.down_proj",
 )
-"""The names that Llama's descendants have kept."""
+"""The tensor names of Llama and the families derived from it."""
 
 
 def llama_shapes(config: Config) -> dict[str, Any]:
-    """The fields of a spec that configs of Llama's descendants say alike."""
+    """Return the spec fields that Llama and the families derived from it read from a config in the same way."""
     num_heads, head_dim = config["num_attention_heads"], head_dim_of(config)
     rope = rope_of(config, head_dim)
     return {

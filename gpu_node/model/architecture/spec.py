@@ -1,4 +1,4 @@
-"""What a decoder is made of, declared: one record that every family fills and every runner reads."""
+"""The spec of a decoder: one record that every model family fills in and every runner reads."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from penstock.contract.errors import ConfigError
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 NormKind: TypeAlias = Literal["rms", "layer"]
 MatrixName: TypeAlias = Literal["qkv", "out", "mlp_in", "mlp_out"]
-"""The matrices of a layer, as runners multiply with them."""
+"""The matrices of a layer; runners compute one matrix product for each."""
 MATRICES: tuple[MatrixName, ...] = ("qkv", "out", "mlp_in", "mlp_out")
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All angles are divided by `factor`."""
+    """RoPE scaling that divides all angles by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long wavelengths are stretched by `factor`, short ones stay, between is blended."""
+    """Llama 3's RoPE scaling: stretch long wavelengths by `factor`, keep short ones, and interpolate between."""
 
     factor: float
     low_freq_factor: float
@@ -35,7 +35,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """Behind the original length, theta grows with the position (NTK-aware)."""
+    """NTK-aware RoPE scaling: past the original length, theta grows with the position."""
 
     factor: float
     original_max_position: int
@@ -43,8 +43,10 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Channels that turn less than `beta_slow` times in the original length are stretched by `factor`, those that turn
-    more than `beta_fast` times stay, between is blended; cosines and sines are multiplied (arXiv:2309.00071).
+    """YaRN RoPE scaling (arXiv:2309.00071).
+
+    Channels with fewer than `beta_slow` rotations within the original length are stretched by `factor`. Channels with
+    more than `beta_fast` rotations stay the same; those between are interpolated.
     """
 
     factor: float
@@ -52,14 +54,14 @@ class YarnScaling:
     beta_fast: float
     beta_slow: float
     magnitude: float
-    """Of cosines and sines."""
+    """The factor that all cosines and sines are multiplied by."""
     whole_channels: bool
-    """Whether the blend begins and ends at whole channels."""
+    """Whether the bounds of the interpolated range are rounded to whole channels."""
 
 
 @dataclass(frozen=True, slots=True)
 class FactorsScaling:
-    """Each frequency is divided by a factor of its own."""
+    """RoPE scaling that divides each frequency by its own factor."""
 
     factors: tuple[float, ...]
 
@@ -69,7 +71,7 @@ Scaling: TypeAlias = LinearScaling | Llama3Scaling | DynamicScaling | YarnScalin
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions, of a head's first `dim` channels."""
+    """Rotary position embedding over the first `dim` channels of each head."""
 
     theta: float
     dim: int
@@ -78,28 +80,28 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameMap:
-    """Where a checkpoint keeps its tensors, without `.weight` and `.bias`; `{layer}` stands for the layer's index."""
+    """The tensor names of a checkpoint, without `.weight` and `.bias`; `{layer}` stands for the layer index."""
 
     embedding: str
     final_norm: str
     head: str
     attention_norm: str
     qkv: tuple[str, ...]
-    """Queries, keys and values; or one tensor with, for each key head, its queries' rows, its own and its value's."""
+    """Queries, keys and values; or one fused tensor that holds, per KV head, the rows of its queries, key and value."""
     q_norm: str | None = None
     k_norm: str | None = None
-    """RMS norms of each head's queries and keys, before they are rotated; both or none."""
+    """RMS norms of each head's queries and keys, applied before RoPE. Either both names are set or neither."""
     out: str
     mlp_norm: str | None
-    """None: the MLP reads what the attention's norm gave."""
+    """None: the MLP reads the output of the attention norm."""
     mlp_in: tuple[str, ...]
-    """Gate and up where the MLP is gated, else the one matrix that its activation follows."""
+    """Gate and up projections of a gated MLP, else the single input projection."""
     mlp_out: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Shapes and constants of a decoder. Raises ConfigError for sizes that are none."""
+    """The shapes and constants of a decoder. Raises ConfigError for invalid sizes."""
 
     vocab_size: int
     hidden_size: int
@@ -109,16 +111,16 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     max_position: int
-    """Tokens that it can attend to, scaling of positions included."""
+    """The number of tokens that the model can attend to, with RoPE scaling applied."""
     norm: NormKind = "rms"
     norm_eps: float
     rope: Rope | None
-    """None: positions are biases of the scores instead (ALiBi)."""
+    """None: attention scores have position biases instead (ALiBi)."""
     windows: tuple[int | None, ...]
-    """By layer: how many tokens each token sees, itself included; None: all before it."""
+    """Per layer: the attention window in tokens, the token itself included; None: all earlier tokens."""
     activation: Activation = "silu"
     parallel_residual: bool = False
-    """Whether the MLP reads what the attention reads, and not its result."""
+    """Whether the MLP reads the layer's input, in parallel with the attention, instead of the attention's output."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -128,29 +130,29 @@ class ModelSpec:
     def __post_init__(self) -> None:
         self._check_numbers()
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"{self.num_heads} heads of queries do not share {self.num_kv_heads} of keys evenly")
-        # Kernels rotate pairs of a head's channels, and take no more than it has.
+            raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        # Kernels rotate pairs of channels, and never more channels than a head has.
         if self.rope is not None and (self.rope.dim % 2 or not 0 <= self.rope.dim <= self.head_dim):
-            raise ConfigError(f"{self.rope.dim} channels of heads of {self.head_dim} cannot rotate in pairs")
+            raise ConfigError(f"rope dim is {self.rope.dim}, want an even number from 0 to head_dim {self.head_dim}")
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
-                raise ConfigError(f"a window is of {window!r} tokens, which is no size")
+                raise ConfigError(f"an attention window is {window!r}, want a whole number of at least 1")
 
     def _check_numbers(self) -> None:
         sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "int"}
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name} is {size!r}, which is no size")
+                raise ConfigError(f"{name} is {size!r}, want a whole number of at least 1")
         if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
-            raise ConfigError(f"norm_eps is {self.norm_eps!r}, which is no small number")
+            raise ConfigError(f"norm_eps is {self.norm_eps!r}, want a finite number of at least 0")
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP's activation is of a gate that its other input is multiplied by."""
+        """Whether the MLP is gated: its activation applies to the gate, which multiplies the up projection."""
         return len(self.names.mlp_in) > 1
 
     def parts_of(self, matrix: MatrixName) -> tuple[tuple[str, int], ...]:
-        """The tensors whose rows make up a layer's matrix, as checkpoints name them, and how many rows each has."""
+        """Return the checkpoint tensors that a layer's matrix consists of: each name and its number of rows."""
         names = self.names
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if matrix == "qkv":
@@ -161,7 +163,7 @@ class ModelSpec:
         return ((names.out if matrix == "out" else names.mlp_out, self.hidden_size),)
 
     def columns_of(self, matrix: MatrixName) -> int:
-        """Numbers that a layer's matrix multiplies with."""
+        """Return the number of columns of a layer's matrix, its input size."""
         if matrix == "out":
             return self.num_heads * self.head_dim
         return self.intermediate_size if matrix == "mlp_out" else self.hidden_size
@@ -169,7 +171,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of checkpoint: the architecture that its config.json names, and how that config becomes a spec."""
+    """A model family: the architecture that config.json names, and the function from config to spec."""
 
     architecture: str
     spec_of: Callable[[Mapping[str, Any]], ModelSpec]

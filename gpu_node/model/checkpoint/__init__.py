@@ -1,1 +1,1 @@
-"""Checkpoints: finding, downloading and reading the files of a model. Nothing here imports torch."""
+"""Checkpoints: find, download and read the files of a model. No module imports torch at module level."""

@@ -1,4 +1,4 @@
-"""The folder of what was converted once: each entry is built beside its place and moved there whole."""
+"""The cache of converted models: each entry is built in a temporary folder and then renamed into the cache."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from penstock.runtime.cache_folders import cache_folder as cache_folder
 from penstock.runtime.cache_folders import private_folder
 
 _BUILDING_S = 24 * 60 * 60
-"""A conversion older than this is not under way: its process died."""
+"""A temporary folder older than this belongs to a process that died."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
 
 def built_once(name: str, build: Callable[[Path], None]) -> Path:
-    """The cached folder called `name`; where there is none, `build` writes it to the path that it is given.
+    """Return the cached folder `name`; if there is none, `build` writes it to the path that it receives.
 
-    Two processes may race, and either may die half way: what others see is whole or not there. Where the cache cannot
-    be written, it is built for this process alone. Raises ConfigError where nothing can be written at all.
+    Safe against races and crashes: other processes see the whole folder or none. If the cache cannot be written, the
+    folder is built for this process only. Raises ConfigError if no folder can be written.
     """
     folder = cache_folder() / "models" / name
     if folder.is_dir():
@@ -36,8 +36,8 @@ def built_once(name: str, build: Callable[[Path], None]) -> Path:
             building = _building_folder(folder)
         except OSError:
             raise ConfigError(f"PENSTOCK_CACHE: {error}; set it to a folder that can be written") from error
-    with building as beside:
-        built = Path(beside) / "model"
+    with building as temporary:
+        built = Path(temporary) / "model"
         build(built)
         try:
             built.rename(folder)
@@ -49,14 +49,14 @@ def built_once(name: str, build: Callable[[Path], None]) -> Path:
 
 
 def _building_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder beside the one to be built; raises OSError where none can be made."""
+    """Return a temporary folder next to `folder`. Raises OSError if it cannot be created."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     _sweep(folder.parent, time.time() - _BUILDING_S)
     return tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent)
 
 
 def samples(path: Path) -> Iterator[bytes]:
-    """A file's size and pieces spread over it: enough to tell files apart without reading all of a large one."""
+    """Yield a file's size and samples spread over it, which tell files apart without reading a large file."""
     size = path.stat().st_size
     yield str(size).encode()
     with path.open("rb") as file:
@@ -66,7 +66,7 @@ def samples(path: Path) -> Iterator[bytes]:
 
 
 def _sweep(models: Path, before_s: float) -> None:
-    """Remove what conversions that died before a time left half built."""
+    """Remove temporary folders that were last changed before `before_s`; their conversions died."""
     for left in models.glob(".*"):
         # Another process may sweep, or finish, at the same time.
         with suppress(OSError):

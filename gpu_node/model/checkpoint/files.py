@@ -1,4 +1,4 @@
-"""Tensors of safetensors and GGUF files under Hugging Face's names, mapped from the files; no torch."""
+"""Read tensors of safetensors and GGUF files under Hugging Face's names, memory-mapped and without torch."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _SAFETENSORS_KINDS = {
     "I32": ("i32", 4),
     "I64": ("i64", 8),
 }
-"""What is read, and its bytes a number."""
+"""The supported safetensors dtypes, with the bytes per number."""
 _GGML_KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _INTERLEAVED_HEADS = {
     "llama": {".q_proj.": "llama.attention.head_count", ".k_proj.": "llama.attention.head_count_kv"},
     "qwen2": {},
     "qwen3": {},
 }
-"""GGUF's architectures that are read here; which of their tensors keep the two halves of each head interleaved, and
-where the file says how many heads that are."""
+"""The supported GGUF architectures. For tensors with the two halves of each head interleaved: the part of the name
+that selects them, and the metadata key with the number of heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as its file keeps it."""
+    """A tensor in the representation of its file."""
 
     name: str
     kind: str
@@ -54,10 +54,10 @@ class StoredTensor:
     data: NDArray[np.uint8]
     """[rows, bytes per row], read-only, mapped from the file; a vector is one row."""
     row_order: NDArray[np.int32] | None = None
-    """Row i of Hugging Face's layout is stored as row `row_order[i]`; None: as row i."""
+    """Row i of Hugging Face's layout is stored as row `row_order[i]`; None: rows are in order."""
 
     def take_rows(self, rows: NDArray[np.int32], *shape: int) -> StoredTensor:
-        """Some of its rows as a tensor of their own; of a vector, some of its numbers."""
+        """Return a tensor of the given rows; for a vector, of the given elements."""
         if len(self.shape) == 1:
             values = self.to_float32()[rows]
             return StoredTensor(self.name, "float32", shape, values.view(np.uint8).reshape(1, -1))
@@ -65,7 +65,7 @@ class StoredTensor:
         return replace(self, shape=shape, row_order=order)
 
     def span(self, start: int, end: int) -> StoredTensor:
-        """A matrix's rows from `start` up to `end` as a tensor of their own."""
+        """Return a tensor of a matrix's rows from `start` to `end` (exclusive)."""
         shape = end - start, self.shape[1]
         if self.row_order is None:
             return replace(self, shape=shape, data=self.data[start:end])
@@ -73,34 +73,34 @@ class StoredTensor:
 
     @property
     def rows(self) -> NDArray[np.uint8]:
-        """`data` in Hugging Face's order of rows: a copy where they are stored in another one."""
+        """`data` in Hugging Face's row order; a copy if the stored order differs."""
         return self.data if self.row_order is None else self.data[self.row_order]
 
     def to_float32(self) -> NDArray[np.float32]:
-        """A copy of the values, in `shape` and in Hugging Face's order of rows."""
+        """Return a copy of the values, in `shape` and in Hugging Face's row order."""
         return _decoded(self, self.rows).reshape(self.shape)
 
 
 Stored: TypeAlias = StoredTensor | ScaledTensor
 FindStored: TypeAlias = Callable[[str], StoredTensor | None]
 ReadScaled: TypeAlias = Callable[[str, FindStored], ScaledTensor | None]
-"""The matrix of a name, without `.weight`, out of the tensors that it is kept in; None where it is not quantised."""
+"""Reads the matrix of a name, without `.weight`, from its quantized tensors; returns None if it is not quantized."""
 
 
 class Checkpoint:
-    """The tensors of a model by name."""
+    """The tensors of a model, found by name."""
 
     def __init__(self, find: FindStored, maps: Iterable[mmap.mmap], read_scaled: ReadScaled | None = None) -> None:
-        """`maps`: the files that the tensors are in."""
+        """maps: the mapped weight files; read_scaled: reads quantized matrices."""
         self._find = find
         self._maps = tuple(maps)
         self._read_scaled = read_scaled
 
     @classmethod
     def open(cls, source: ModelSource, read_scaled: ReadScaled | None = None) -> Checkpoint:
-        """Maps a model's weight files. Raises ConfigError for files that are missing, cut short or of another kind.
+        """Map a model's weight files. Raises ConfigError for files that are missing, truncated or invalid.
 
-        `read_scaled` finds the quantised matrices of checkpoints that have some.
+        read_scaled: reads the quantized matrices of a quantized checkpoint.
         """
         maps = {path: mapped(path) for path in weight_files(source)}
         if source.gguf is not None:
@@ -109,9 +109,9 @@ class Checkpoint:
         return cls(tensors.get, maps.values(), read_scaled)
 
     def get(self, name: str, *shape: int) -> Stored:
-        """The tensor of a name, of which nothing is read yet unless it is quantised.
+        """Return a tensor by name. Its data is read lazily from the mapped file, unless it is quantized.
 
-        Raises ConfigError when it is missing, of another shape than the config says, or of a kind that cannot be read.
+        Raises ConfigError if the tensor is missing, has another shape than the config says, or an unsupported dtype.
         """
         tensor = self._scaled(name) or self._find(name)
         if tensor is None:
@@ -123,7 +123,7 @@ class Checkpoint:
         return tensor
 
     def release(self) -> None:
-        """Let go of the pages that were read; what is needed again is read again."""
+        """Release the file pages that were read; a later access reads them from the file again."""
         for content in self._maps:
             content.madvise(mmap.MADV_DONTNEED)
 
@@ -143,7 +143,7 @@ class Checkpoint:
 
 
 def weight_files(source: ModelSource) -> list[Path]:
-    """The files that hold a model's weights. Raises ConfigError when there are none, or only pickles."""
+    """Return a model's weight files. Raises ConfigError if files are missing or the weights are pickled."""
     if source.gguf is not None:
         return [source.gguf]
     folder = source.folder
@@ -162,7 +162,7 @@ def weight_files(source: ModelSource) -> list[Path]:
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """A file's bytes, read-only. Raises ConfigError for an empty one."""
+    """Map a file read-only. Raises ConfigError for an empty file."""
     with path.open("rb") as file:
         try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -171,11 +171,14 @@ def mapped(path: Path) -> mmap.mmap:
 
 
 def read_safetensors(path: Path, held: mmap.mmap | bytes) -> Iterable[tuple[str, StoredTensor]]:
-    """The tensors of one file by name, mapped or in memory. Raises ConfigError for one cut short or of another kind."""
+    """Return the tensors of a safetensors file by name. Raises ConfigError for a truncated or invalid file.
+
+    held: the file's content, mapped or in memory.
+    """
     content = np.frombuffer(held, np.uint8)
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     if 8 + header_bytes > len(content):
-        raise ConfigError(f"{path} is cut short or no safetensors file")
+        raise ConfigError(f"{path} is cut short or not a safetensors file")
     try:
         header: dict[str, dict[str, Any]] = json.loads(content[8 : 8 + header_bytes].tobytes())
         header.pop("__metadata__", None)
@@ -183,17 +186,17 @@ def read_safetensors(path: Path, held: mmap.mmap | bytes) -> Iterable[tuple[str,
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} has no safetensors header: {error}") from error
+        raise ConfigError(f"{path} has no valid safetensors header: {error}") from error
 
 
 def _safetensor(name: str, entry: Mapping[str, Any], data: NDArray[np.uint8]) -> StoredTensor:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-    # Another name must not be taken for one of ggml's formats, whose rows have lengths of their own.
+    # The prefix keeps unknown dtypes from being taken for ggml formats, whose row lengths differ.
     kind, item_bytes = _SAFETENSORS_KINDS.get(entry["dtype"], (f"safetensors {entry['dtype']}", None))
     if not 0 <= start <= end <= len(data):
-        raise ConfigError(f"it is cut short: tensor {name} ends behind the file's end")
+        raise ConfigError(f"the file is cut short: tensor {name} ends past the end of the file")
     if item_bytes is not None and end - start != prod(shape) * item_bytes:
-        raise ConfigError(f"tensor {name} has {end - start} bytes for the shape {list(shape)}")
+        raise ConfigError(f"tensor {name} has {end - start} bytes, which do not match its shape {list(shape)}")
     return StoredTensor(name, kind, shape, _rows(data[start:end], shape))
 
 
@@ -202,7 +205,7 @@ def _rows(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 
 class _GgufFile:
-    """Finds the tensors of a GGUF file by Hugging Face's names."""
+    """Finds the tensors of a GGUF file by Hugging Face's names, in Hugging Face's row order."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self._content = np.frombuffer(mapped, np.uint8)
@@ -213,8 +216,8 @@ class _GgufFile:
             raise ConfigError(f"cannot read {path}: {error.message}") from error
 
     def find(self, name: str) -> StoredTensor | None:
-        its_name = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        tensor: GgufTensor | None = self._header.tensors.get(its_name)
+        gguf_name = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensor: GgufTensor | None = self._header.tensors.get(gguf_name)
         if tensor is None:
             return None
         data = self._content[tensor.start : tensor.start + tensor.num_bytes]
@@ -225,11 +228,11 @@ class _GgufFile:
 
 
 def _conventions(header: GgufHeader) -> tuple[dict[str, int], Any]:
-    """Numbers of heads by parts of the names of the tensors that keep heads interleaved, and the map of names."""
+    """Return the number of heads of interleaved tensors by name part, and the map from Hugging Face's names."""
     name = str(header.metadata.get("general.architecture"))
     if name not in _INTERLEAVED_HEADS:
         raise ConfigError(f"architecture {name} is not supported in GGUF; supported: {', '.join(_INTERLEAVED_HEADS)}")
-    architecture = next(known for known, its_name in MODEL_ARCH_NAMES.items() if its_name == name)
+    architecture = next(known for known, gguf_name in MODEL_ARCH_NAMES.items() if gguf_name == name)
     counts = {suffix: _count(header, key) for suffix, key in _INTERLEAVED_HEADS[name].items()}
     return counts, get_tensor_name_map(architecture, _count(header, f"{name}.block_count"))
 
@@ -237,14 +240,17 @@ def _conventions(header: GgufHeader) -> tuple[dict[str, int], Any]:
 def _count(header: GgufHeader, key: str) -> int:
     count = header.metadata.get(key)
     if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"its metadata says {count!r} for {key}")
+        raise ConfigError(f"the metadata says {count!r} for {key}, want a whole number of at least 1")
     return count
 
 
 def _deinterleaved(num_rows: int, num_heads: int) -> NDArray[np.int32]:
-    """Row r of a head's first half is stored as its row 2r, of its second half as row 2r + 1."""
+    """Return the row order that undoes the interleaving.
+
+    Row r of a head's first half is stored as row 2r of the head, row r of its second half as row 2r + 1.
+    """
     if num_rows % (2 * num_heads):
-        raise ConfigError(f"{num_rows} rows are no pairs of halves of {num_heads} heads")
+        raise ConfigError(f"{num_rows} rows do not divide into two halves for each of {num_heads} heads")
     return np.arange(num_rows, dtype=np.int32).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
 
 
@@ -268,13 +274,13 @@ def _decoded(tensor: StoredTensor, rows: NDArray[np.uint8]) -> NDArray[np.float3
 
 
 def _check_kind(tensor: StoredTensor) -> None:
-    if tensor.kind not in _DECODERS and not _can_dequantise(tensor.kind):
+    if tensor.kind not in _DECODERS and not _can_dequantize(tensor.kind):
         raise ConfigError(f"tensor {tensor.name} is stored as {tensor.kind}, which cannot be read")
 
 
 @cache
-def _can_dequantise(kind: str) -> bool:
-    """Whether the library reads a ggml format, found by trying one block."""
+def _can_dequantize(kind: str) -> bool:
+    """Return whether the gguf package can dequantize a ggml format, found by trying one block."""
     try:
         ggml_type = GGMLQuantizationType[kind.upper()]
         dequantize(np.zeros((1, GGML_QUANT_SIZES[ggml_type][1]), np.uint8), ggml_type)

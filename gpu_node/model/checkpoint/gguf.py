@@ -1,4 +1,4 @@
-"""GGUF files to what Hugging Face's format holds, through transformers; nothing here runs when the result is cached."""
+"""Convert the config and tokenizer of a GGUF file to Hugging Face's format with transformers. The result is cached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.gpu_node.model.checkpoint.gguf_header import read_header
 
 
 def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
-    """Write config and tokenizer of `gguf` to a new `folder`. Raises ConfigError for a file that cannot be read."""
+    """Write the config and tokenizer of `gguf` to a new `folder`. Raises ConfigError for an unreadable file."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -21,16 +21,16 @@ def describe_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], Non
     auto_model: Any = AutoModelForCausalLM
     progress("convert", 0.0)
     try:
-        # Says what a file lacks that was cut short; that parser says which of its arrays it could not shape.
+        # Parse the header first, because its errors for truncated files are clearer than those of transformers.
         read_header(np.memmap(gguf, np.uint8, "r").data)
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         progress("convert", 0.5)
         tokenizer = auto_tokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # Without weights: it only knows its class and what ends a text.
+        # Without weights: only the class name and the end-of-sequence ids are needed.
         with torch.device("meta"):
             model = auto_model.from_config(config, dtype=torch.bfloat16)
     except Exception as error:
-        # A file of unknown origin through a foreign parser: it may fail in any way.
+        # A third-party parser may raise any exception for a file of unknown origin.
         raise ConfigError(f"cannot read {gguf}: {error}") from error
     model.config.architectures = [type(model).__name__]
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Quantised matrices in GGUF's blocks of 32 columns, which the kernels of every runner are made for."""
+"""Quantized matrices in GGUF's blocks of 32 columns, a layout that the kernels of all runners support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK = 32
 
 
 def block_kind(tensor: Stored) -> str:
-    """`q4_0`, `q4_1` or `q8_0` where a tensor is that or becomes it in blocks, else the kind that it has."""
+    """Return the kind of `in_blocks(tensor)` if a tensor is stored in, or fits into, GGUF blocks; else its own kind."""
     if isinstance(tensor, StoredTensor) or tensor.kind == "fp8":
         return tensor.kind
     if tensor.shape[1] % BLOCK or (tensor.group % BLOCK and tensor.group < tensor.shape[1]):
@@ -23,7 +23,10 @@ def block_kind(tensor: Stored) -> str:
 
 
 def in_blocks(tensor: Stored) -> StoredTensor:
-    """A tensor as it is stored, or as the same numbers in blocks with scales in float16; else its values in float32."""
+    """Return a scaled tensor in GGUF blocks with float16 scales, or in float32 if it does not fit into blocks.
+
+    A tensor that is not scaled is returned unchanged.
+    """
     if isinstance(tensor, StoredTensor):
         return tensor
     kind = block_kind(tensor)
@@ -38,7 +41,7 @@ def _q4_0(tensor: ScaledTensor) -> NDArray[np.uint8]:
 
 def _q4_1(tensor: ScaledTensor) -> NDArray[np.uint8]:
     zeros = np.zeros_like(tensor.scales) if tensor.zeros is None else tensor.zeros
-    # A nibble of 0 stands for -8.
+    # A nibble of 0 encodes -8.
     minima = -tensor.scales * (zeros + 8)
     return _joined(_halves(tensor, tensor.scales), _halves(tensor, minima), _nibbles(tensor))
 
@@ -52,16 +55,16 @@ _BLOCKS = {"q4_0": _q4_0, "q4_1": _q4_1, "q8_0": _q8_0}
 
 
 def _halves(tensor: ScaledTensor, by_group: Floats) -> NDArray[np.uint8]:
-    """Numbers of groups in float16 for each block, [rows, blocks, 2]."""
+    """Spread per-group numbers to blocks, as the bytes of float16, [rows, blocks, 2]."""
     num_blocks = tensor.shape[1] // BLOCK
-    # A group may be said to be larger than what there is.
+    # A checkpoint may state a group that is larger than the matrix.
     repeats = min(-(-tensor.group // BLOCK), num_blocks)
     by_block = np.repeat(by_group.astype("<f2"), repeats, axis=1)[:, :num_blocks]
     return np.ascontiguousarray(by_block)[..., None].view(np.uint8)
 
 
 def _nibbles(tensor: ScaledTensor) -> NDArray[np.uint8]:
-    """Columns i and i + 16 of each block in one byte, [rows, blocks, 16]."""
+    """Pack columns i and i + 16 of each block into one byte, [rows, blocks, 16]."""
     nibbles = (tensor.numbers + 8).astype(np.uint8).reshape(len(tensor.numbers), -1, BLOCK)
     return nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] * np.uint8(16)
 

@@ -1,7 +1,7 @@
-"""What stands at the head of a GGUF file: its metadata, and where each tensor lies.
+"""Read the header of a GGUF file: its metadata, and the offset of each tensor.
 
-The `gguf` package reads this too, but makes an array of every single token of the vocabulary: seconds for what takes
-milliseconds when lists are stepped over. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The `gguf` package also parses headers, but creates an array for each token of the vocabulary, which takes seconds.
+Skipping lists takes milliseconds. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: the name of its format in lower case, and where its bytes lie in the file."""
+    """One tensor of a GGUF file: its ggml format in lower case, its shape, and its byte range in the file."""
 
     ggml_type: str
     shape: tuple[int, ...]
@@ -38,41 +38,45 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata without its lists, and the tensors by their GGUF names."""
+    """The metadata of a GGUF file without its lists, and its tensors by GGUF name."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
 
 def read_header(content: memoryview) -> GgufHeader:
-    """The header of a whole file. Raises ConfigError for one that is cut short, no GGUF file, or cannot be true."""
+    """Parse the header of a complete file. Raises ConfigError for a file that is truncated, invalid or no GGUF."""
     cursor = _Cursor(content)
     try:
         if cursor.take(4) != _MAGIC or cursor.number(_U32) not in _VERSIONS:
-            raise ConfigError("it is no GGUF file of version 2 or 3")
+            raise ConfigError("the file is not a GGUF file of version 2 or 3")
         num_tensors, num_entries = cursor.number(_U64), cursor.number(_U64)
         metadata = dict(cursor.entry() for _ in range(num_entries))
         infos = [cursor.tensor_info() for _ in range(num_tensors)]
     except (struct.error, UnicodeDecodeError, OverflowError) as error:
-        raise ConfigError(f"its header is cut short or broken: {error}") from error
+        raise ConfigError(f"the header is cut short or broken: {error}") from error
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ConfigError(f"its tensors are aligned to {alignment!r}")
+        raise ConfigError(f"general.alignment is {alignment!r}, want a whole number of at least 1")
     data_start = -(-cursor.at // alignment) * alignment
     tensors = {name: _tensor(name, dims, kind, data_start + offset) for name, dims, kind, offset in infos}
     for name, tensor in tensors.items():
         if tensor.start + tensor.num_bytes > len(content):
-            raise ConfigError(f"it is cut short: tensor {name} ends behind the file's end")
+            raise ConfigError(f"the file is cut short: tensor {name} ends past the end of the file")
     _check_layers(metadata, len(tensors))
     return GgufHeader({key: value for key, value in metadata.items() if value is not None}, tensors)
 
 
 def _check_layers(metadata: Mapping[str, Any], num_tensors: int) -> None:
-    """Whoever reads on makes something for each layer: of billions, nobody gets to the tensor that is missing."""
+    """Reject a layer count above the number of tensors.
+
+    Later code allocates objects per layer, so a count of billions would exhaust memory before it finds a missing
+    tensor.
+    """
     key = f"{metadata.get('general.architecture')}.block_count"
     count = metadata.get(key)
     if isinstance(count, int) and count > num_tensors:
-        raise ConfigError(f"its metadata says {count} for {key}, but it has {num_tensors} tensors")
+        raise ConfigError(f"the metadata says {count} for {key}, but it has {num_tensors} tensors")
 
 
 def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTensor:
@@ -87,7 +91,7 @@ def _tensor(name: str, dims: tuple[int, ...], kind: int, start: int) -> GgufTens
 
 
 class _Cursor:
-    """Reads on from a place; past the end it raises struct.error."""
+    """Reads values one after another; raises struct.error past the end."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -109,7 +113,7 @@ class _Cursor:
         return self.take(self.number(_U64)).decode()
 
     def entry(self) -> tuple[str, Any]:
-        """A key and its value; None for a list."""
+        """Read a metadata key and its value; skip lists, whose value is None."""
         key, kind = self.text(), self.number(_U32)
         if kind in _SCALARS:
             return key, self.number(_SCALARS[kind])
@@ -121,7 +125,7 @@ class _Cursor:
         return key, None
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, dimensions (fastest first), format and place behind the header."""
+        """Read a tensor's name, dimensions (fastest first), format, and offset from the start of the data."""
         name = self.text()
         dims = tuple(self.number(_U64) for _ in range(self.number(_U32)))
         return name, dims, self.number(_U32), self.number(_U64)

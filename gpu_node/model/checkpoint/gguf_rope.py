@@ -1,4 +1,4 @@
-"""How a GGUF file scales its positions, which transformers does not read."""
+"""Read the RoPE scaling of a GGUF file, which transformers ignores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.gpu_node.model.checkpoint.files import mapped
 from penstock.gpu_node.model.checkpoint.gguf_header import read_header
 
 _FACTORS = "rope_freqs.weight"
-"""What each frequency is divided by, as the converter writes it for Llama 3.1 and later."""
+"""The tensor of divisors, one per frequency, that the converter writes for Llama 3.1 and later."""
 _FIELDS = {
     "type": "rope_type",
     "factor": "factor",
@@ -21,11 +21,11 @@ _FIELDS = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-"""https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and what config.json calls it."""
+"""GGUF's field names (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and those of config.json."""
 
 
 def with_rope_scaling(config: dict[str, Any], gguf: Path) -> dict[str, Any]:
-    """A config with a file's scaling of positions in it. Raises ConfigError for a file that cannot be read."""
+    """Return the config with the RoPE scaling of a GGUF file added. Raises ConfigError for an unreadable file."""
     content = np.frombuffer(mapped(gguf), np.uint8)
     try:
         header = read_header(content.data)

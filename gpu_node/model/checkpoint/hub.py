@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: only the files that are needed, and only of models that can be run."""
+"""Download models from the Hugging Face hub: only the files that are needed, and only of supported models."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vo
 _FOLDERS = ["*/*"]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _BYTES_WRITTEN = "huggingface_hub.snapshot_download"
-"""What huggingface_hub calls the bar of bytes that are on disk, those of all files together."""
+"""The name of huggingface_hub's progress bar for the bytes of all files that are written to disk."""
 
 Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """What a name like `ORG/MODEL`, `ORG/MODEL@REVISION` or `ORG/MODEL:FILE.gguf@REVISION` says."""
+    """A parsed model name: `ORG/MODEL`, `ORG/MODEL@REVISION` or `ORG/MODEL:FILE.gguf@REVISION`."""
 
     repo_id: str
     file: str | None
-    """A GGUF file of it."""
+    """The GGUF file to use from the repository."""
     revision: str | None
-    """A branch, a tag or a commit; None: the hub's default."""
+    """A branch, a tag or a commit; None: the hub's default branch."""
 
     @classmethod
     def parse(cls, name: str, revision: str | None) -> Self:
-        """`revision` is for names without one. Raises ConfigError for two, and for a file of another kind."""
+        """Parse a model name; `revision` applies to names without one.
+
+        Raises ConfigError for two different revisions and for a file that is not a .gguf file.
+        """
         whole, _, named = name.partition("@")
         repo_id, _, file = whole.partition(":")
         if named and revision not in (None, named):
-            raise ConfigError(f"model {name} names a revision, and revision {revision} another one")
+            raise ConfigError(f"model {name} contradicts revision {revision}: give only one revision")
         if file and not file.endswith(".gguf"):
-            raise ConfigError(f"model {name}: behind the colon stands a .gguf file of {repo_id}, not {file}")
+            raise ConfigError(f"model {name}: want a .gguf file of {repo_id} after the colon, not {file}")
         return cls(repo_id, file or None, named or revision or None)
 
     def __str__(self) -> str:
@@ -50,10 +53,10 @@ class HubModel:
 
 
 def downloaded(model: HubModel, progress: Progress) -> Path:
-    """The folder with a model's files, or the GGUF file that it names.
+    """Download a model and return the folder of its files, or the GGUF file that it names.
 
-    What is in the hub's cache is not fetched again. Raises ConfigError for a model that the hub does not have or give,
-    or that cannot be run.
+    Files in the hub's cache are not downloaded again. Raises ConfigError for a model that the hub does not have, does
+    not give access to, or that is not supported.
     """
     with _errors_in_plain_words(model):
         progress(0.0)
@@ -64,42 +67,50 @@ def downloaded(model: HubModel, progress: Progress) -> Path:
         sizes = _sizes(model, folder)
         wanted = _weight_names(model, folder, sizes)
         missing = sum(sizes[name] for name in wanted if name in sizes and not (folder / name).is_file())
-        _snapshot(model, wanted, commit=folder.name, heard=_bar_class(missing, progress))
+        _snapshot(model, wanted, commit=folder.name, bar_class=_bar_class(missing, progress))
         progress(1.0)
         return folder
 
 
 def _snapshot(
-    model: HubModel, names: list[str], *, ignored: list[str] | None = None, commit: str | None = None, heard: Any = None
+    model: HubModel,
+    names: list[str],
+    *,
+    ignored: list[str] | None = None,
+    commit: str | None = None,
+    bar_class: Any = None,
 ) -> Path:
     from huggingface_hub import snapshot_download
 
     revision = commit or model.revision
-    kinds = {"allow_patterns": names, "ignore_patterns": ignored, "tqdm_class": heard}
+    kinds = {"allow_patterns": names, "ignore_patterns": ignored, "tqdm_class": bar_class}
     return Path(snapshot_download(model.repo_id, revision=revision, **kinds))
 
 
 def _gguf_file(model: HubModel, file: str, progress: Progress) -> Path:
-    # Nothing of it yet: only which commit is meant and what that holds.
+    # A tiny file first, only to learn the commit and its list of files.
     folder = _snapshot(model, [".gitattributes"])
     sizes = _sizes(model, folder)
     if sizes and file not in sizes:
         raise ConfigError(f"model {model} has no file {file}; it has {_listed(sizes, '.gguf')}")
     missing = 0 if (folder / file).is_file() else sizes.get(file, 0)
-    _snapshot(model, [file], commit=folder.name, heard=_bar_class(missing, progress))
+    _snapshot(model, [file], commit=folder.name, bar_class=_bar_class(missing, progress))
     progress(1.0)
     return folder / file
 
 
 def _check_config(model: HubModel, folder: Path) -> None:
-    """Before gigabytes are fetched: whether the architecture is one of ours."""
+    """Raise ConfigError for an unsupported architecture, before gigabytes are downloaded."""
     path = folder / "config.json"
     if path.is_file():
         family_of(read_object(path))
 
 
 def _sizes(model: HubModel, folder: Path) -> dict[str, int]:
-    """Of all files of the commit in `folder`, by name; nothing where they were fetched before the hub's cache knew."""
+    """Return the size of each file of the commit in `folder`, by name.
+
+    Returns an empty dict if an older huggingface_hub downloaded the commit and did not cache its file list.
+    """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -111,7 +122,7 @@ def _sizes(model: HubModel, folder: Path) -> dict[str, int]:
 
 
 def _weight_names(model: HubModel, folder: Path, sizes: Mapping[str, int]) -> list[str]:
-    """The safetensors of a model in one format only. Raises ConfigError where there are none."""
+    """Return the names of a model's safetensors files, without duplicates. Raises ConfigError if there are none."""
     shards = shards_of(folder)
     if shards is not None:
         return shards
@@ -132,12 +143,15 @@ def _listed(names: Mapping[str, int] | list[str], ending: str) -> str:
 
 
 def _bar_class(num_bytes: int, progress: Progress) -> type[Any]:
-    """huggingface_hub's bar, which shows itself where there is a terminal, and tells `progress` of bytes."""
+    """Return a subclass of huggingface_hub's progress bar that also reports downloaded bytes to `progress`.
+
+    num_bytes: the bytes to download in total.
+    """
     from huggingface_hub.utils.tqdm import tqdm
 
     bar: type[Any] = tqdm
 
-    class Heard(bar):  # type: ignore[misc]
+    class ReportingBar(bar):  # type: ignore[misc]
         _written = 0.0
         _lock_of_written = Lock()
 
@@ -153,7 +167,7 @@ def _bar_class(num_bytes: int, progress: Progress) -> type[Any]:
             shown: bool | None = super().update(n)
             return shown
 
-    return Heard
+    return ReportingBar
 
 
 @contextmanager
@@ -170,15 +184,15 @@ def _errors_in_plain_words(model: HubModel) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(
-            f"the hub has no model {model.repo_id}, or does not show it to you; private ones want HF_TOKEN"
+            f"the hub has no model {model.repo_id}, or it is private; private models need HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ConfigError(f"model {model.repo_id} has no revision {model.revision}") from error
     except errors.HFValidationError as error:
-        raise ConfigError(f"{model.repo_id} is no folder, no .gguf file and no id of a model of the hub") from error
+        raise ConfigError(f"{model.repo_id} is not a folder, a .gguf file or the id of a model on the hub") from error
     except (errors.HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         if constants.HF_HUB_OFFLINE:
-            place = f"not whole in the hub's cache, {constants.HF_HUB_CACHE}"
-            raise ConfigError(f"model {model} is {place}, and HF_HUB_OFFLINE forbids to fetch it") from error
-        said = re.sub(r"\s+", " ", str(error))[:300]
-        raise ConfigError(f"cannot get model {model} from {constants.ENDPOINT}: {said}") from error
+            state = f"not complete in the hub's cache, {constants.HF_HUB_CACHE}"
+            raise ConfigError(f"model {model} is {state}, and HF_HUB_OFFLINE forbids downloading it") from error
+        reason = re.sub(r"\s+", " ", str(error))[:300]
+        raise ConfigError(f"cannot download model {model} from {constants.ENDPOINT}: {reason}") from error

@@ -1,4 +1,4 @@
-"""Objects in JSON files of unknown origin."""
+"""Read objects from JSON files of unknown origin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.contract.errors import ConfigError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a JSON file says. Raises ConfigError for one that is missing, cannot be read or is no object."""
+    """Read a JSON object from a file. Raises ConfigError if it is missing, unreadable or not an object."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:

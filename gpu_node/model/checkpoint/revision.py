@@ -1,4 +1,4 @@
-"""A name for what a model computes, equal wherever the same files are loaded the same way."""
+"""Compute the revision of a loaded model, which is equal wherever the same files are loaded the same way."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CONFIG_FILES = ("config.json", "generation_config.json")
 
 
 def revision_of(source: ModelSource, arithmetic: str) -> str:
-    """32 hex digits over tokenizer, configs, the weight files' sizes and samples, and how they are computed with.
+    """Return 32 hex digits over the tokenizer, the configs, samples of the weight files, and the arithmetic.
 
-    Samples and not every byte, because a node of a large model should not read all of it twice to start. Neither
-    folders nor a GGUF file's name count: machines keep the same model in different places.
+    The digest covers samples instead of all bytes, because a node should not read a large model twice at start. Folder
+    names and the name of a GGUF file do not count, because machines keep the same model under different paths.
     """
     digest = hashlib.blake2b(arithmetic.encode(), digest_size=16)
     for name in _TOKENIZER_FILES:
@@ -36,7 +36,7 @@ def revision_of(source: ModelSource, arithmetic: str) -> str:
 
 
 def _config_content(path: Path) -> bytes:
-    """What a config says, whichever version of transformers wrote it down."""
+    """Return a config in canonical form, independent of the transformers version that wrote it."""
     config = json.loads(path.read_bytes())
     config.pop("transformers_version", None)
     return json.dumps(config, sort_keys=True).encode()

@@ -1,4 +1,4 @@
-"""Which files hold the weights of a checkpoint that is in several."""
+"""Find the weight files of a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def shards_of(folder: Path) -> list[str] | None:
-    """The files that a folder's index names, sorted; None where there is no index.
+    """Return the sorted names of the files in a folder's index; None if there is no index.
 
-    Raises ConfigError for one that cannot be read or names none.
+    Raises ConfigError for an index that cannot be read or names no files.
     """
     path = folder / INDEX
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""From what the user calls a model to local files: a folder in Hugging Face's format, or one beside a GGUF file."""
+"""Resolve a model name to local files: a folder in Hugging Face's format, with the weights there or in a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from penstock.gpu_node.model.checkpoint.gguf import describe_gguf
 from penstock.gpu_node.model.checkpoint.hub import HubModel, downloaded
 
 _CONVERTER_VERSION = 2
-"""Goes up when the converters write other files than before, so that no node goes on with the older ones."""
+"""Increased when the converters' output changes, so that no node uses outdated cached files."""
 
 Progress = Callable[[str, float], None]
-"""Hears a stage and the fraction of it that is done."""
+"""Receives a loading stage and the fraction of it that is done, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model's files are."""
+    """The local files of a model."""
 
     folder: Path
-    """Holds config.json and the tokenizer's files; the weights too, unless they are in `gguf`."""
+    """The folder of config.json and the tokenizer's files, and of the weights unless they are in `gguf`."""
     gguf: Path | None = None
 
 
 def resolve_model(model: str, progress: Progress, revision: str | None = None) -> ModelSource:
-    """The files of a model given as a folder, a `.gguf` file or a name of the hub (`HubModel`).
+    """Return the files of a model given as a folder, a `.gguf` file or a name on the hub (`HubModel`).
 
-    What a GGUF file says of config and tokenizer is written to the cache folder once. Raises ConfigError when there is
-    no such model.
+    The config and tokenizer of a GGUF file are converted once into the cache folder. Raises ConfigError if there is no
+    such model.
     """
     path = Path(model).expanduser()
     is_local = path.exists() or model.startswith((".", "/", "~")) or (model.endswith(".gguf") and ":" not in model)
     if not is_local:
         path = downloaded(HubModel.parse(model, revision), lambda fraction: progress("download", fraction))
     elif revision is not None:
-        raise ConfigError(f"revision {revision} is for models of the hub, {model} is a path")
+        raise ConfigError(f"revision {revision} is only for models of the hub, but {model} is a path")
     if path.is_dir():
         return ModelSource(path)
     if path.suffix != ".gguf":
@@ -50,7 +50,10 @@ def resolve_model(model: str, progress: Progress, revision: str | None = None) -
 
 
 def _cached_name(gguf: Path) -> str:
-    """Names a file by time of change and samples: reading all of a large one would take as long as loading it."""
+    """Return the cache name of a GGUF file from its modification time and samples.
+
+    Reading all of a large file would take as long as loading it.
+    """
     digest = hashlib.blake2b(str(gguf.stat().st_mtime_ns).encode(), digest_size=8)
     for sample in samples(gguf):
         digest.update(sample)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by the part that they play in a decoder, whatever their names and however they are fused."""
+"""Find a checkpoint's tensors by their role in the decoder, independent of their names and of fusion."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from penstock.gpu_node.model.checkpoint.files import Checkpoint, Stored
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """The parts of a matrix, whose rows follow each other."""
+    """A matrix made of parts whose rows follow one another."""
 
     weights: tuple[Stored, ...]
     biases: tuple[Stored, ...] = ()
-    """One a part, or none at all."""
+    """One bias per part, or none at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredNorm:
-    """A norm's factors, and what a layer norm adds."""
+    """The weight of a norm, and the bias of a layer norm."""
 
     weight: Stored
     bias: Stored | None
@@ -30,7 +30,7 @@ class StoredNorm:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """One decoder layer; what its parts are is said where `DecoderTensors` has each alone."""
+    """The tensors of one decoder layer; the methods of `DecoderTensors` describe each field."""
 
     attention_norm: StoredNorm
     qkv: StoredLinear
@@ -42,30 +42,30 @@ class StoredLayer:
 
 
 class DecoderTensors:
-    """Finds them. Who asks for one that is missing or not of the config's shape gets a ConfigError naming it."""
+    """Finds the tensors of a decoder. Methods raise ConfigError for a missing tensor or a shape unlike the config's."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
         self._checkpoint = checkpoint
         self._spec = spec
 
     def release(self) -> None:
-        """Let go of the checkpoint's pages that were read."""
+        """Release the checkpoint's file pages that were read."""
         self._checkpoint.release()
 
     def embedding(self) -> Stored:
-        """[vocab, hidden]."""
+        """Return the token embedding, [vocab, hidden]."""
         return self._table(self._spec.names.embedding)
 
     def head(self) -> Stored:
-        """[vocab, hidden], the embedding where they are tied."""
+        """Return the LM head, [vocab, hidden]; the embedding if the two are tied."""
         return self.embedding() if self._spec.tied_head else self._table(self._spec.names.head)
 
     def final_norm(self) -> StoredNorm:
-        """Of the hidden state, before the head."""
+        """Return the norm of the hidden state before the head."""
         return self._norm(self._spec.names.final_norm)
 
     def layer(self, layer: int) -> StoredLayer:
-        """All of a layer."""
+        """Return all tensors of a layer."""
         return StoredLayer(
             attention_norm=self.attention_norm(layer),
             qkv=self.qkv(layer),
@@ -77,16 +77,16 @@ class DecoderTensors:
         )
 
     def attention_norm(self, layer: int) -> StoredNorm:
-        """Of the hidden state, before the attention."""
+        """Return the norm of the hidden state before the attention."""
         return self._norm(self._spec.names.attention_norm.format(layer=layer))
 
     def mlp_norm(self, layer: int) -> StoredNorm | None:
-        """Of the hidden state, before the MLP; None where that reads what the attention reads."""
+        """Return the norm of the hidden state before the MLP; None if the MLP shares the attention's norm."""
         name = self._spec.names.mlp_norm
         return None if name is None else self._norm(name.format(layer=layer))
 
     def head_norms(self, layer: int) -> tuple[Stored, Stored] | None:
-        """The factors of queries and keys, [head_dim] each, where heads are normed."""
+        """Return the norm weights of queries and keys, [head_dim] each; None if heads are not normed."""
         names, size = self._spec.names, self._spec.head_dim
         if names.q_norm is None or names.k_norm is None:
             return None
@@ -96,7 +96,7 @@ class DecoderTensors:
         return q, k
 
     def qkv(self, layer: int) -> StoredLinear:
-        """Queries [num_heads * head_dim, hidden], keys and values [num_kv_heads * head_dim, hidden]."""
+        """Return queries [num_heads * head_dim, hidden], keys and values [num_kv_heads * head_dim, hidden]."""
         stored = self._linear("qkv", layer, has_bias=self._spec.qkv_bias)
         if len(self._spec.names.qkv) > 1:
             return stored
@@ -106,15 +106,15 @@ class DecoderTensors:
         )
 
     def out(self, layer: int) -> StoredLinear:
-        """[hidden, num_heads * head_dim]."""
+        """Return the output projection of the attention, [hidden, num_heads * head_dim]."""
         return self._linear("out", layer, has_bias=self._spec.out_bias)
 
     def mlp_in(self, layer: int) -> StoredLinear:
-        """[intermediate, hidden] for each input of the MLP's activation."""
+        """Return the input projections of the MLP, [intermediate, hidden] each: gate and up, or a single one."""
         return self._linear("mlp_in", layer, has_bias=self._spec.mlp_bias)
 
     def mlp_out(self, layer: int) -> StoredLinear:
-        """[hidden, intermediate]."""
+        """Return the output projection of the MLP, [hidden, intermediate]."""
         return self._linear("mlp_out", layer, has_bias=self._spec.mlp_bias)
 
     def _table(self, name: str) -> Stored:
@@ -134,12 +134,12 @@ class DecoderTensors:
         )
 
     def _unfused(self, fused: Stored) -> tuple[Stored, ...]:
-        """Queries, keys and values of a tensor that keeps them by key head."""
+        """Return queries, keys and values of a fused tensor that groups them by KV head."""
         return tuple(fused.take_rows(rows, len(rows), *fused.shape[1:]) for rows in rows_by_part(self._spec))
 
 
 def rows_by_part(spec: ModelSpec) -> tuple[NDArray[np.int32], ...]:
-    """Which rows of a tensor that keeps them by key head are the queries', the keys' and the values'."""
+    """Return the row indices of queries, keys and values in a fused tensor that groups them by KV head."""
     num_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     by_head = np.arange(num_rows, dtype=np.int32).reshape(spec.num_kv_heads, -1, spec.head_dim)
     return by_head[:, :-2].ravel(), by_head[:, -2].ravel(), by_head[:, -1].ravel()

@@ -1,4 +1,4 @@
-"""Tokenizers that are only whole once transformers has loaded them, saved once so that no later start needs it."""
+"""Export tokenizers that need transformers to a complete tokenizer.json, once, so that later starts do not need it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from penstock.gpu_node.model.checkpoint.conversion_cache import built_once
 
 _PATTERNS = ("*token*", "*.model", "vocab*", "merges*", "chat_template*", "config.json")
 _WITHOUT_VOCABULARY = re.compile(r"(config|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template.*")
-"""Of these files alone transformers makes a tokenizer without a single word, and says nothing."""
+"""From these files alone, transformers silently makes a tokenizer without a vocabulary."""
 _PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
-"""Take tokenizer.json as it is. Classes of one family take only vocabulary and merges from it and build the rest."""
+"""Tokenizer classes that use tokenizer.json unchanged. Other classes read only its vocabulary and merges."""
 _EXPORT_VERSION = 1
 
 
 def plain_tokenizer(folder: Path) -> Path:
-    """`folder` where its tokenizer.json says all, else a cached folder with one that does.
+    """Return a folder with a complete tokenizer.json: `folder` itself, or else a cached folder with the export.
 
-    Raises ConfigError when there is no tokenizer, or none that is fast.
+    Raises ConfigError if there is no tokenizer or no fast one.
     """
     if (folder / "tokenizer.json").is_file() and _class_name(folder) in _PLAIN_CLASSES:
         return folder
@@ -52,7 +52,7 @@ def _export(folder: Path, target: Path) -> None:
     try:
         tokenizer = auto_tokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        # Files of unknown origin through a foreign parser: it may fail in any way.
+        # A third-party parser may raise any exception for files of unknown origin.
         raise ConfigError(f"no usable tokenizer in {folder}: {' '.join(str(error).split())}") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {folder} cannot be written as a tokenizer.json")

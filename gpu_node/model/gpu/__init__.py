@@ -1,5 +1,5 @@
-"""The runner of a CUDA device: Triton's kernels around torch's matrix products, decode steps as replayed graphs.
+"""The GPU runner: Triton kernels around torch's matrix products, with decode steps replayed as CUDA graphs.
 
-On CPU tensors all of it runs by Triton's interpreter, which is how it is tested without a card: streams, events and
-graphs are then nothing (`device.py`). But for `load.py` it needs torch, triton and numpy only.
+Without a GPU, Triton's interpreter runs the kernels on CPU tensors, which is how tests run them. Streams, events and
+graphs then do nothing (`device.py`). All modules except `load.py` need only torch, triton and numpy.
 """

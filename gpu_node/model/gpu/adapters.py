@@ -1,4 +1,4 @@
-"""Adapters on a card: one table for each matrix with room for all places, multiplied by Triton's kernel."""
+"""LoRA adapters on a GPU: one table per matrix holds all adapter slots, and a Triton kernel multiplies with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from penstock.kernels.triton.lora import add_lora
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """down: [places, ranks of all parts, in]; up: [places, out, the same ranks], zeros where nothing is added."""
+    """The adapters of one matrix, zero where an adapter adds nothing.
+
+    down: [slots, ranks of all parts, in]; up: [slots, out, ranks of all parts].
+    """
 
     down: Tensor
     up: Tensor
@@ -28,42 +31,42 @@ _Tables: TypeAlias = dict[tuple[int, MatrixName], _Table]
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """Which rows of a step have which adapter."""
+    """The adapter of each row of a step."""
 
     tables: _Tables
     tiles: Tensor | None
     tiles_at_samples: Tensor | None
 
     def add(self, layer: int, matrix: MatrixName, x: Tensor, out: Tensor) -> Tensor:
-        """Add to the products of some rows what their adapters say, in place. x: [rows, in]; out: [rows, out]."""
+        """Add the adapters' products to the rows that have one, in place. x: [rows, in]; out: [rows, out]."""
         if self.tiles is not None:
             table = self.tables[layer, matrix]
             add_lora(out, x, table.down, table.up, self.tiles)
         return out
 
     def at_samples(self) -> AdaptedRows:
-        """The same where only rows that sample are left."""
+        """Return the adapters of only those rows whose logits are computed."""
         return AdaptedRows(self.tables, self.tiles_at_samples, self.tiles_at_samples)
 
 
 NOT_ADAPTED = AdaptedRows({}, None, None)
-"""Of a step in which nobody has an adapter."""
+"""The adapters of a step in which no sequence has one."""
 
 
 class GpuAdapters:
-    """The adapters that a runner has at the moment, by place."""
+    """The adapters that are loaded into a runner's adapter slots."""
 
     def __init__(
-        self, spec: ModelSpec, num_places: int, max_rank: int, dtype: torch.dtype, device: torch.device
+        self, spec: ModelSpec, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._spec = spec
         self._max_rank = max_rank
         self._device = device
-        layers = range(spec.num_layers if num_places else 0)
-        self._tables = {(at, matrix): self._table(matrix, num_places, dtype) for at in layers for matrix in MATRICES}
+        layers = range(spec.num_layers if num_slots else 0)
+        self._tables = {(at, matrix): self._table(matrix, num_slots, dtype) for at in layers for matrix in MATRICES}
 
-    def set(self, place: int, adapter: Adapter) -> None:
-        """Put an adapter in a place, behind the steps that were submitted."""
+    def set(self, adapter_slot: int, adapter: Adapter) -> None:
+        """Load an adapter into a slot, after the steps that were already submitted."""
         for (layer, matrix), table in self._tables.items():
             down, up = (torch.zeros(half.shape[1:]) for half in (table.down, table.up))
             firsts = list(accumulate((rows for _, rows in self._spec.parts_of(matrix)), initial=0))
@@ -71,11 +74,11 @@ class GpuAdapters:
                 (rows, rank), rank_at, first = part.up.shape, self._max_rank * part.part, firsts[part.part]
                 down[rank_at : rank_at + rank] = torch.from_numpy(part.down)
                 up[first : first + rows, rank_at : rank_at + rank] = torch.from_numpy(part.up)
-            table.down[place].copy_(down)
-            table.up[place].copy_(up)
+            table.down[adapter_slot].copy_(down)
+            table.up[adapter_slot].copy_(up)
 
     def compile(self) -> None:
-        """Compile what adds adapters, each matrix's at its rank, by adding to a row of nobody."""
+        """Compile the adapter kernels for the rank of each matrix by running them on a dummy row."""
         tile = torch.tensor([[0, 0, 1]], dtype=torch.int32, device=self._device)
         for (layer, _), table in self._tables.items():
             if layer == 0:
@@ -83,14 +86,14 @@ class GpuAdapters:
                 add_lora(out, x, table.down, table.up, tile)
 
     def rows_of(self, step: StepInputs[Tensor]) -> AdaptedRows:
-        """Who has which in a step."""
+        """Return the adapter of each row of a step."""
         if not len(step.adapter_tiles):
             return NOT_ADAPTED
         return AdaptedRows(self._tables, step.adapter_tiles, step.sampled_adapter_tiles)
 
-    def _table(self, matrix: MatrixName, num_places: int, dtype: torch.dtype) -> _Table:
+    def _table(self, matrix: MatrixName, num_slots: int, dtype: torch.dtype) -> _Table:
         parts = self._spec.parts_of(matrix)
         ranks, rows = self._max_rank * len(parts), sum(rows for _, rows in parts)
-        shapes = (num_places, ranks, self._spec.columns_of(matrix)), (num_places, rows, ranks)
+        shapes = (num_slots, ranks, self._spec.columns_of(matrix)), (num_slots, rows, ranks)
         down, up = (torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
         return _Table(down, up)

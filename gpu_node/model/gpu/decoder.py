@@ -1,4 +1,4 @@
-"""The forward pass of a decoder by Triton's kernels, driven by its spec; the caller owns the cache."""
+"""The forward pass of a decoder on Triton kernels, as its spec describes it. The caller owns the KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.kernels.triton.prefill_attention import prefill_attention
 
 
 class GpuDecoder:
-    """A model's weights and the arithmetic over them."""
+    """A model's weights and its forward pass."""
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
         self.spec = spec
@@ -35,7 +35,7 @@ class GpuDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and logits."""
+        """The dtype of activations and logits."""
         return self._weights.dtype
 
     def logits(
@@ -46,9 +46,10 @@ class GpuDecoder:
         splits: int,
         adapted: AdaptedRows = NOT_ADAPTED,
     ) -> Tensor:
-        """Store the step's keys and values; the logits behind the tokens that it samples at, [num_samples, vocab].
+        """Store the step's keys and values and return the logits of its sampling tokens, [num_samples, vocab].
 
-        ids: [num_tokens], all of them known; splits: of the contexts of sequences that decode.
+        ids: [num_tokens], the token ids with all earlier samples filled in; splits: the number of parts that each
+        context of a decoding sequence is split into.
         """
         spec, weights = self.spec, self._weights
         # The residual stream stays in float32, as the torch runner's does.
@@ -58,11 +59,11 @@ class GpuDecoder:
             qkv = adapted.add(i, "qkv", normed, layer.qkv(normed))
             attended = self._attend(step, qkv, cache, layer, spec.windows[i], splits).flatten(1)
             if i == spec.num_layers - 1:
-                # Behind the last attention a token matters only where something is sampled from it.
+                # After the last attention, only tokens whose logits are wanted need the rest of the layer.
                 residual, attended, normed = (x[step.sampling] for x in (residual, attended, normed))
                 adapted = adapted.at_samples()
             added = adapted.add(i, "out", attended, layer.out(attended))
-            delta = self._behind_attention(residual, normed, added, i, layer, adapted)
+            delta = self._after_attention(residual, normed, added, i, layer, adapted)
         return weights.head(_add_norm(residual, delta, weights.final_norm))
 
     def _attend(
@@ -87,10 +88,13 @@ class GpuDecoder:
             prefill_attention(*given, step.tiles, scale=scale, window=window, biases=self._biases)
         return out
 
-    def _behind_attention(
+    def _after_attention(
         self, residual: Tensor, normed: Tensor, attended: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows
     ) -> Tensor:
-        """What the rest of a layer adds to the residual stream, of which all but the last term may be in it already."""
+        """Compute the rest of a layer; return what remains to be added to the residual stream.
+
+        Without a parallel residual, the attention output is added to `residual` in place.
+        """
         if not self.spec.parallel_residual:
             return self._mlp(_add_norm(residual, attended, layer.mlp_norm), at, layer, adapted)
         if layer.mlp_norm is not layer.attention_norm:

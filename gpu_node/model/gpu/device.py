@@ -1,4 +1,4 @@
-"""What a card has and the CPU does not: streams, events, pinned memory and graphs."""
+"""Streams, events, pinned memory and graphs of a GPU, with stand-ins that do nothing on the CPU."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ from torch import Tensor
 
 from penstock.gpu_node.model.gpu.page_locked import page_locked
 
-OLDEST_CARD = 8, 0
-"""The compute capability that the kernels want: before Ampere, Triton knows no bfloat16."""
+MIN_COMPUTE_CAPABILITY = 8, 0
+"""Ampere: Triton does not support bfloat16 on earlier GPUs."""
 
 
 class DeviceEvent(Protocol):
-    """A point in a stream's work."""
+    """An event recorded in a stream, like a CUDA event."""
 
     def wait(self) -> None:
-        """Block the calling thread until it is reached."""
+        """Block the calling thread until the event is reached."""
 
     def hold(self) -> None:
-        """Let the current stream go no further before it is reached."""
+        """Make the current stream wait for the event."""
 
     def ms_since(self, earlier: DeviceEvent) -> float:
-        """Time between two marks that were reached."""
+        """Return the milliseconds between two events; both must have been reached."""
 
 
 class Device:
-    """A card, or the CPU in its place, where work is done by the time that it is asked for."""
+    """A GPU, or the CPU as its stand-in, where all work completes at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
-        self.is_card = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if self.is_card else None  # type: ignore[no-untyped-call]
+        self.is_gpu = device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if self.is_gpu else None  # type: ignore[no-untyped-call]
 
     @property
     def has_float8(self) -> bool:
-        """Whether kernels may convert to and multiply float8."""
-        return not self.is_card or torch.cuda.get_device_capability(self.torch) >= (8, 9)
+        """Whether kernels can convert to float8 and multiply it."""
+        return not self.is_gpu or torch.cuda.get_device_capability(self.torch) >= (8, 9)
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host that the card copies from and to by itself."""
-        return torch.zeros(*shape, dtype=dtype, pin_memory=self.is_card)
+        """Return zeroed pinned host memory, which the GPU copies from and to asynchronously."""
+        return torch.zeros(*shape, dtype=dtype, pin_memory=self.is_gpu)
 
     def pinned_run(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """The same for what is large: `pinned` takes the next power of two."""
+        """Return zeroed pinned host memory of the exact size; `pinned` rounds up to a power of two."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if not self.is_card or not num_bytes:
+        if not self.is_gpu or not num_bytes:
             return torch.zeros(*shape, dtype=dtype)
         return page_locked(num_bytes, self.torch).view(dtype).view(shape)
 
-    def mark(self) -> DeviceEvent:
-        """The end of what the current stream was given so far."""
-        return _GpuEvent() if self.is_card else _CpuEvent()
+    def record_event(self) -> DeviceEvent:
+        """Record an event after the work submitted to the current stream so far."""
+        return _GpuEvent() if self.is_gpu else _CpuEvent()
 
     def on_side(self) -> AbstractContextManager[object]:
-        """Give work to a second stream; what it needs of the other's must be marked and held."""
+        """Submit work to the side stream. Order it against the main stream with `record_event` and `hold`."""
         return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
     def capture(self, work: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
-        """What does `work` again on the same memory, and the memory pool to hand to the next capture."""
-        if not self.is_card:
+        """Capture `work` as a CUDA graph; return its replay function and the memory pool for the next capture."""
+        if not self.is_gpu:
             return work, None
-        # Kernels are compiled, and libraries allocate what they need, before the capture.
+        # Run once before the capture, so that kernels are compiled and libraries allocate their memory.
         work()
         torch.cuda.synchronize(self.torch)
         graph = torch.cuda.CUDAGraph()
@@ -78,7 +78,7 @@ class Device:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Let no garbage be found: what gives memory back to the card may wait for it, which ends a capture."""
+    """Disable garbage collection. A finalizer that frees GPU memory may synchronize, which aborts a capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:

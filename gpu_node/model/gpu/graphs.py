@@ -1,4 +1,4 @@
-"""Decode steps as graphs: one for each of a few batch sizes, captured once and replayed with sampling inside."""
+"""Decode steps as CUDA graphs: one per batch size bucket, captured at start and replayed with sampling included."""
 
 from __future__ import annotations
 
@@ -15,53 +15,60 @@ from penstock.gpu_node.model.gpu.inputs import Ints, StepInputs, aligned, pad_de
 from penstock.kernels.triton.sampler import RULE_COLUMNS
 
 Compute = Callable[[StepInputs[Tensor]], Tensor]
-"""Runs a step, leaves the tokens that rows choose by their logits alone where the next one finds them; the logits."""
+"""Runs a step and returns its logits. Stores the tokens of rows without penalties or masks for the next step."""
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then steps of 16 to 256 and of 32 behind, up to the first that holds `max_num_seqs`."""
+    """Return the batch sizes with a graph: 1, 2, 4, 8, then multiples of 16 up to 256, then of 32.
+
+    The last one is the first that holds `max_num_seqs`.
+    """
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, max(max_num_seqs, 256) + 32, 32)]
     return sizes[: bisect_left(sizes, max_num_seqs) + 1]
 
 
 class DecodeGraphs:
-    """Graphs of one decoder, over one place in the device's memory that steps are copied to."""
+    """The CUDA graphs of one decoder. All of them read a step from one device buffer."""
 
     def __init__(
         self, device: Device, compute: Compute, max_num_seqs: int, max_blocks: int, logits: tuple[int, torch.dtype]
     ) -> None:
-        """max_blocks: of a sequence; logits: how many there are of a row, and of what kind."""
+        """max_blocks: KV blocks of one sequence; logits: the vocabulary size and the dtype of logits."""
         self._sizes = bucket_sizes(max_num_seqs)
-        most = self._sizes[-1]
-        self._logits = torch.zeros(most, logits[0], dtype=logits[1], device=device.torch)
-        self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device.torch)
-        blank = _blank(most)
-        room = size_of(blank) + aligned(most * max_blocks)
-        self._arrival = torch.zeros(room, dtype=torch.int32, device=device.torch)
+        max_rows = self._sizes[-1]
+        self._logits = torch.zeros(max_rows, logits[0], dtype=logits[1], device=device.torch)
+        self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device.torch)
+        blank = _blank(max_rows)
+        capacity = size_of(blank) + aligned(max_rows * max_blocks)
+        self._inputs = torch.zeros(capacity, dtype=torch.int32, device=device.torch)
         self._replays: dict[int, Callable[[], None]] = {}
         pool = None
-        # The largest first: the memory that it takes is enough for all others.
+        # The largest first: its memory pool is large enough for all other graphs.
         for size in reversed(self._sizes):
             packed = device.pinned(size_of(blank), dtype=torch.int32)
-            step = replace(to_device(packed, self._arrival, _blank(size)), block_tables=self._tables[:size])
+            step = replace(to_device(packed, self._inputs, _blank(size)), block_tables=self._tables[:size])
             self._replays[size], pool = device.capture(self._work(compute, step), pool)
 
     def can_run(self, step: StepInputs[Ints]) -> bool:
-        """Whether every sequence of a packed step decodes and samples, no token is only scored, and none is adapted.
+        """Return whether a graph can run a packed step.
 
-        A graph knows of no adapters: who has none would pay for them.
+        In such a step every sequence decodes one token and samples, no token is only scored, and no sequence has an
+        adapter. Graphs omit the adapter kernels, so that steps without adapters do not pay for them.
         """
         num_seqs = len(step.context_lens)
         decodes = len(step.token_ids) == num_seqs == len(step.sampling) == len(step.rules)
         return decodes and num_seqs <= self._sizes[-1] and not len(step.adapter_tiles)
 
     def padded(self, step: StepInputs[Ints]) -> StepInputs[Ints]:
-        """A packed step as `run` takes it."""
+        """Pad a packed step to the next batch size with a graph, as `run` expects it."""
         return pad_decode(step, self._sizes[bisect_left(self._sizes, len(step.token_ids))])
 
     def run(self, packed: Tensor, step: StepInputs[Ints]) -> Tensor:
-        """Replay the graph of a padded step, `packed` being pinned memory for it; its logits, until the next replay."""
-        tables = to_device(packed, self._arrival, step).block_tables
+        """Replay the graph of a padded step and return its logits, which the next replay overwrites.
+
+        packed: a pinned staging buffer for the step.
+        """
+        tables = to_device(packed, self._inputs, step).block_tables
         self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
         self._replays[len(step.token_ids)]()
         return self._logits
@@ -70,14 +77,14 @@ class DecodeGraphs:
         kept = self._logits[: len(step.rules)]
 
         def work() -> None:
-            # All graphs share the memory that they compute in: what is to outlive a replay has a place of its own.
+            # All graphs share one memory pool, so results that outlive a replay are copied out of it.
             kept.copy_(compute(step))
 
         return work
 
 
 def _blank(num_rows: int) -> StepInputs[Ints]:
-    """A padded step of nothing but padding."""
+    """Return a step of `num_rows` padding rows."""
     widths = {"tiles": 2, "rules": len(RULE_COLUMNS), "adapter_tiles": 3, "sampled_adapter_tiles": 3, "block_tables": 1}
     shapes = {field.name: (0, widths[field.name]) if field.name in widths else 0 for field in fields(StepInputs)}
     return pad_decode(StepInputs(**{name: np.zeros(shape, np.int32) for name, shape in shapes.items()}), num_rows)

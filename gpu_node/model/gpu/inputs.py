@@ -1,4 +1,4 @@
-"""A step's plan on the device: packed into one run of integers, which one copy brings there."""
+"""The inputs of a step on the GPU: packed into one int32 array, so that one copy transfers them."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ _NO_ADAPTER_TILES = np.zeros((0, 3), np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs(Generic[Array]):
-    """What the kernels read of a step, int32: as it is packed on the host, or as it lies on the device."""
+    """The int32 arrays that the kernels read for a step, on the host or on the device."""
 
     token_ids: Array
-    """[num_tokens]; below 0: -1 - i stands for the token that row i of the step before sampled."""
+    """[num_tokens]; -1 - i stands for the token that row i of the previous step sampled."""
     positions: Array
     slots: Array
-    """[num_tokens]: where keys and values go; -1 for a token of padding."""
+    """[num_tokens]: KV cache slots that keys and values are stored to; -1 for padding tokens."""
     query_starts: Array
     context_lens: Array
     decoding: Array
-    """[num_decoding]: sequences of one token."""
+    """[num_decoding]: sequences with one token in the step."""
     tiles: Array
-    """[num_tiles, 2]: of the queries of all others."""
+    """[num_tiles, 2]: query tiles of all other sequences, from `prefill_tiles`."""
     sampling: Array
-    """Tokens whose logits are wanted: [num_samples] that a row is sampled behind, then those that are only scored."""
+    """Tokens whose logits are wanted: [num_samples] tokens to sample after, then tokens that are only scored."""
     rules: Array
-    """[num_samples, columns of a rule]: none of them with a row of marks."""
+    """[num_samples, len(RULE_COLUMNS)]: sampling rules, none of which refers to a row of marks."""
     adapter_tiles: Array
-    """[num_tiles, 3]: as `lora_tiles` says of all tokens."""
+    """[num_tiles, 3]: tiles of tokens with an adapter, from `lora_tiles`."""
     sampled_adapter_tiles: Array
-    """The same of the tokens of `sampling`."""
+    """[num_tiles, 3]: the same for the tokens of `sampling`."""
     block_tables: Array
-    """The last one, because the same graph runs steps with tables of any width."""
+    """[num_seqs, max_blocks]. Stays the last field, because one graph runs steps with tables of any width."""
 
     @property
     def arrays(self) -> list[Array]:
-        """All of them, in order."""
+        """All fields in order."""
         return [getattr(self, field.name) for field in fields(self)]
 
 
 def pack_step(plan: StepPlan, block_size: int) -> StepInputs[Ints]:
-    """A plan's arrays; by its rules nobody looks at more than logits."""
+    """Pack the arrays of a plan. Its sampling rules refer to no marks, so rows choose by their logits alone."""
     counts = np.diff(plan.query_starts)
     seqs = np.repeat(np.arange(len(counts)), counts)
     blocks = plan.block_tables[seqs, plan.positions // block_size]
     sampling = plan.sample_tokens if plan.scored is None else np.concatenate((plan.sample_tokens, plan.scored.tokens))
     tiles = sampled_tiles = _NO_ADAPTER_TILES
     if plan.adapters is not None:
-        places = plan.adapters[seqs]
-        tiles, sampled_tiles = lora_tiles(places), lora_tiles(places[sampling])
+        slots = plan.adapters[seqs]
+        tiles, sampled_tiles = lora_tiles(slots), lora_tiles(slots[sampling])
     return StepInputs(
         token_ids=plan.token_ids,
         positions=plan.positions,
@@ -78,9 +78,9 @@ def pack_step(plan: StepPlan, block_size: int) -> StepInputs[Ints]:
 
 
 def pad_decode(step: StepInputs[Ints], num_rows: int) -> StepInputs[Ints]:
-    """A packed step in which every sequence decodes and samples, with rows of padding behind; they have no tables.
+    """Append padding rows to a packed step in which every sequence decodes and samples.
 
-    Padding has no context, stores nothing and takes the best of its logits.
+    Padding rows have no block table and no context, store nothing, and sample greedily.
     """
     more = num_rows - len(step.token_ids)
     rows = np.arange(num_rows, dtype=np.int32)
@@ -100,7 +100,10 @@ def pad_decode(step: StepInputs[Ints], num_rows: int) -> StepInputs[Ints]:
 
 
 def to_device(packed: Tensor, arrival: Tensor, step: StepInputs[Ints]) -> StepInputs[Tensor]:
-    """Copy arrays through pinned memory to one place on the device; views of them there, which are aligned."""
+    """Copy a step's arrays to the device in one transfer and return aligned views of them there.
+
+    packed: a pinned staging buffer; arrival: the device buffer.
+    """
     views, at = [], 0
     host = packed.numpy()
     for array in step.arrays:
@@ -112,10 +115,10 @@ def to_device(packed: Tensor, arrival: Tensor, step: StepInputs[Ints]) -> StepIn
 
 
 def aligned(count: int) -> int:
-    """Integers in whole lines of 16: kernels load what is aligned in one go."""
+    """Round a number of int32 up to a multiple of 16 (64 bytes), because kernels load aligned arrays faster."""
     return -(-count // 16) * 16
 
 
 def size_of(step: StepInputs[Ints]) -> int:
-    """Integers that `to_device` needs room for."""
+    """Return the number of int32 that `to_device` needs for a step."""
     return sum(aligned(array.size) for array in step.arrays)

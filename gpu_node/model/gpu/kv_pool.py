@@ -1,4 +1,4 @@
-"""The KV cache of a card: blocks of all layers' keys and values, on the device and behind those in pinned memory."""
+"""The KV cache of the GPU runner: blocks in device memory, and swapped-out blocks in pinned host memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _STAGED_BYTES = 64 << 20
 
 
 class KvLayout:
-    """Where things lie in a block: by layer keys, values, and their scales if they are quantised.
+    """The layout of a block: for each layer its keys, its values, and their scales if they are quantized.
 
-    A block is one run of memory, so that moving it between the tiers is one copy.
+    A block is contiguous, so that swapping it in or out takes one copy.
     """
 
     def __init__(self, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> None:
@@ -34,80 +34,86 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Of all layers."""
+        """Bytes of one block over all layers."""
         return self.num_layers * self.layer_bytes
 
 
 class KvPool:
-    """The blocks. 0 is the null block; those from `num_device_blocks + 1` on are the host's."""
+    """The KV blocks. Block 0 is the null block; blocks from `num_device_blocks + 1` on are in host memory."""
 
     def __init__(self, layout: KvLayout, num_device_blocks: int, num_host_blocks: int, device: Device) -> None:
         self._layout = layout
         self._device = device
         self._host_from = num_device_blocks + 1
         block_bytes = layout.block_bytes
-        self._near = torch.zeros(self._host_from, block_bytes, dtype=torch.uint8, device=device.torch)
-        self._far = device.pinned_run(num_host_blocks, block_bytes, dtype=torch.uint8)
-        self._jump = self._far.data_ptr() - self._near.data_ptr() - self._near.nbytes if num_host_blocks else 0
+        self._device_blocks = torch.zeros(self._host_from, block_bytes, dtype=torch.uint8, device=device.torch)
+        self._host_blocks = device.pinned_run(num_host_blocks, block_bytes, dtype=torch.uint8)
+        self._host_jump = (
+            self._host_blocks.data_ptr() - self._device_blocks.data_ptr() - self._device_blocks.nbytes
+            if num_host_blocks
+            else 0
+        )
         num_staged = min(num_host_blocks, max(1, _STAGED_BYTES // block_bytes))
         self._staged = torch.empty(num_staged, block_bytes, dtype=torch.uint8, device=device.torch)
-        self._leaving: DeviceEvent | None = None
+        self._copied_out: DeviceEvent | None = None
         self.layers = [self._layer(layer) for layer in range(layout.num_layers)]
 
     def copy(self, copies: NDArray[np.int32]) -> None:
-        """Copy blocks in order. What goes to the host leaves by a stream of its own, while the step computes."""
+        """Copy blocks in order. Copies from device to host run on the side stream while the step computes."""
         for wave in independent_waves(copies):
-            leaves = (wave[:, 0] < self._host_from) & (wave[:, 1] >= self._host_from)
-            if not leaves.all():
-                staying = wave[~leaves]
-                if (staying >= self._host_from).any():
-                    self.settle()
-                copy_blocks(self._near, staying, host_from=self._host_from, host_jump=self._jump)
-            leaving = wave[leaves]
-            while len(leaving):
-                self._send(leaving[: len(self._staged)])
-                leaving = leaving[len(self._staged) :]
+            is_swap_out = (wave[:, 0] < self._host_from) & (wave[:, 1] >= self._host_from)
+            if not is_swap_out.all():
+                others = wave[~is_swap_out]
+                if (others >= self._host_from).any():
+                    self.wait_for_swap_out()
+                copy_blocks(self._device_blocks, others, host_from=self._host_from, host_jump=self._host_jump)
+            swapped_out = wave[is_swap_out]
+            while len(swapped_out):
+                self._swap_out(swapped_out[: len(self._staged)])
+                swapped_out = swapped_out[len(self._staged) :]
 
-    def settle(self) -> None:
-        """Let what follows see all that left for the host."""
-        if self._leaving is not None:
-            self._leaving.hold()
-            self._leaving = None
+    def wait_for_swap_out(self) -> None:
+        """Make the current stream wait for all copies to the host."""
+        if self._copied_out is not None:
+            self._copied_out.hold()
+            self._copied_out = None
 
     def has_host_block(self, tables: NDArray[np.int32]) -> bool:
-        """Whether a step reads or fills blocks of the host."""
-        return bool(len(self._far)) and bool((tables >= self._host_from).any())
+        """Return whether a step with these block tables reads or writes host blocks."""
+        return bool(len(self._host_blocks)) and bool((tables >= self._host_from).any())
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Clear blocks."""
-        self.settle()
-        near = [block for block in blocks if block < self._host_from]
-        self._near[near] = 0
+        self.wait_for_swap_out()
+        on_device = [block for block in blocks if block < self._host_from]
+        self._device_blocks[on_device] = 0
         for block in blocks:
             if block >= self._host_from:
-                self._far[block - self._host_from].copy_(torch.zeros_like(self._near[0]), non_blocking=True)
+                self._host_blocks[block - self._host_from].copy_(
+                    torch.zeros_like(self._device_blocks[0]), non_blocking=True
+                )
 
-    def _send(self, copies: NDArray[np.int32]) -> None:
-        """Copy device blocks to the host. They are staged first, because the step may fill them anew at once."""
-        self.settle()
+    def _swap_out(self, copies: NDArray[np.int32]) -> None:
+        """Copy device blocks to the host through a staging buffer, because the step may overwrite them at once."""
+        self.wait_for_swap_out()
         sources = sent(copies[:, 0].astype(np.int64), self._device.torch)
-        # By words: each number that is copied has its place worked out.
-        near, there = self._near.view(torch.int32), self._staged[: len(copies)].view(torch.int32)
-        torch.index_select(near, 0, sources, out=there)
-        staged = self._device.mark()
+        # As int32: index_select computes an address per element, so larger elements are faster.
+        on_device, there = self._device_blocks.view(torch.int32), self._staged[: len(copies)].view(torch.int32)
+        torch.index_select(on_device, 0, sources, out=there)
+        staged = self._device.record_event()
         with self._device.on_side():
             staged.hold()
             for block, target in zip(self._staged, copies[:, 1].tolist(), strict=False):
-                self._far[target - self._host_from].copy_(block, non_blocking=True)
-            self._leaving = self._device.mark()
+                self._host_blocks[target - self._host_from].copy_(block, non_blocking=True)
+            self._copied_out = self._device.record_event()
 
     def _layer(self, layer: int) -> PagedCache:
         layout, at = self._layout, layer * self._layout.layer_bytes
         heads, block_size, head_dim = layout.shape
 
         def view(dtype: torch.dtype, start: int, *inner: int) -> Tensor:
-            """One kind of thing of all blocks, [heads, num_blocks, *inner], which begins at a byte of a block."""
-            numbers = self._near.view(dtype)
+            """View one array of all blocks as [heads, num_blocks, *inner]; it starts at byte `start` of a block."""
+            numbers = self._device_blocks.view(dtype)
             place = torch.empty(inner, device="meta")
             strides = place.numel(), numbers.shape[1], *place.stride()
             return numbers.as_strided((heads, len(numbers), *inner), strides, start // dtype.itemsize)
@@ -118,4 +124,4 @@ class KvPool:
             first = at + 2 * layout.part_bytes
             k_scales = view(torch.float32, first, block_size)
             v_scales = view(torch.float32, first + layout.scale_bytes, block_size)
-        return PagedCache(k, v, k_scales, v_scales, self._host_from, self._jump)
+        return PagedCache(k, v, k_scales, v_scales, self._host_from, self._host_jump)

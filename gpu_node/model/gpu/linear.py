@@ -1,4 +1,4 @@
-"""The layers' matrices on a card, as they are or quantised to few bits as they are loaded."""
+"""The matrices of layers on a GPU, unquantized or quantized at load time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 from penstock.kernels.triton.products import GROUP, multiply_int4, multiply_scaled, pack_int4, quantise_vectors
 
 SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Formats with a scale for each row of weights, whose activations are quantised row by row too."""
+"""Formats with one scale per weight row. Their activations are quantized with one scale per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class ScaledLinear:
-    """x @ weight.T + bias in int8 or float8."""
+    """x @ weight.T + bias, with weights and activations in int8 or float8."""
 
     weight: Tensor
     scales: Tensor
@@ -40,7 +40,7 @@ class ScaledLinear:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, kept: torch.dtype) -> Self:
-        """weight: [out, in]; bias: [out]."""
+        """Quantize a weight [out, in] to the dtype `kept`; bias: [out]."""
         return cls(*quantise_vectors(weight.contiguous(), kept), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class ScaledLinear:
 
 @dataclass(frozen=True, slots=True)
 class Int4Linear:
-    """x @ weight.T + bias, the weight in int4 with a scale and a minimum for each 32 columns, x as it is."""
+    """x @ weight.T + bias, the weight in int4 with a scale and a minimum per 32 columns, x unquantized."""
 
     packed: Tensor
     scales: Tensor
@@ -61,7 +61,7 @@ class Int4Linear:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> Self:
-        """weight: [out, in]; bias: [out]."""
+        """Quantize a weight [out, in] to int4; bias: [out]."""
         return cls(*pack_int4(weight), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -71,11 +71,11 @@ class Int4Linear:
 
 
 KeptLinear: TypeAlias = PlainLinear | ScaledLinear | Int4Linear
-"""All tensors of a layer's matrix are its fields."""
+"""A matrix of a layer; its dataclass fields are all of its tensors."""
 
 
 def linear_of(quantization: str) -> Callable[[Tensor, Tensor | None], KeptLinear]:
-    """What keeps a layer's matrix: quantization is `none`, `int4`, or of SCALED."""
+    """Return the constructor of a layer's matrix; quantization is `none`, `int4` or a key of SCALED."""
     if quantization == "none":
         return PlainLinear
     if quantization == "int4":
@@ -84,5 +84,5 @@ def linear_of(quantization: str) -> Callable[[Tensor, Tensor | None], KeptLinear
 
 
 def can_pack_int4(*widths: int) -> bool:
-    """Whether matrices of so many columns are whole groups."""
+    """Return whether int4's groups divide matrices with these numbers of columns."""
     return all(width % GROUP == 0 for width in widths)

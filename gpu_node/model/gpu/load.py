@@ -1,4 +1,4 @@
-"""A described model to a card's runner, with a KV cache of what the card has left."""
+"""Build the GPU runner for a described model, with a KV cache in the GPU memory that is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.gpu.adapters import GpuAdapters
 from penstock.gpu_node.model.gpu.decoder import GpuDecoder
-from penstock.gpu_node.model.gpu.device import OLDEST_CARD, Device
+from penstock.gpu_node.model.gpu.device import MIN_COMPUTE_CAPABILITY, Device
 from penstock.gpu_node.model.gpu.graphs import bucket_sizes
 from penstock.gpu_node.model.gpu.kv_pool import KvLayout, KvPool
 from penstock.gpu_node.model.gpu.linear import SCALED, can_pack_int4
@@ -29,7 +29,7 @@ from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.gpu.stored import StoredLinearLoader
 from penstock.gpu_node.model.gpu.weights import load_weights
 from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
-from penstock.gpu_node.model.torch_common.memory_errors import naming_lack_of_memory
+from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.kernels.triton.products import MEDIUM_ROWS
 
 _log = logging.getLogger(__name__)
@@ -38,29 +38,29 @@ _KV_DTYPES = _DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _UTILIZATION = 0.9
 
 
-@naming_lack_of_memory()
+@translate_out_of_memory()
 def load_gpu(described: Description, options: RunnerOptions, progress: Progress) -> tuple[GpuRunner, str]:
-    """The runner, and a name for its arithmetic. Raises ConfigError naming what is missing or not supported."""
+    """Return the runner and the name of its arithmetic. Raises ConfigError for a missing or unsupported feature."""
     device = Device(_device())
     spec, name = described.spec, _dtype_name(options.dtype, described.stored_dtype)
     _check(options, spec, device)
     kept = name if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layout = KvLayout(spec, options.block_size, _KV_DTYPES[kept])
     tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), spec)
-    keep, told = StoredLinearLoader(options.quantization, device), lambda done: progress("load", done)
-    # A device object of its own has a side stream of its own: blocks that leave by the pool's go the other way.
+    keep, report = StoredLinearLoader(options.quantization, device), lambda done: progress("load", done)
+    # A separate Device has its own side stream, because the KV pool's one copies in the other direction.
     stream = partial(OffloadedLayers, spec.num_layers, options.cpu_offload_gib, Device(device.torch))
     gather = stream if options.cpu_offload_gib else tuple
-    weights = load_weights(tensors, spec, _DTYPES[name], told, device.torch, keep, gather)
+    weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather)
     decoder = GpuDecoder(spec, weights, described.max_model_len)
     adapters = GpuAdapters(spec, options.max_loras, options.max_lora_rank, _DTYPES[name], device.torch)
     sizes = _sizes(described, options, decoder, layout, device)
     pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
     limits = Limits(options.max_num_seqs, described.max_model_len, options.block_size, options.deterministic)
-    if options.deterministic and device.is_card:
+    if options.deterministic and device.is_gpu:
         _forbid_split_sums()
     runner = GpuRunner(decoder, adapters, pool, sizes, limits, device)
-    if device.is_card:
+    if device.is_gpu:
         _compile_rest(runner, decoder, pool, options)
     formats = "+".join(sorted(keep.formats))
     arithmetic = {"dtype": name, "quantization": formats, "kv_cache_dtype": kept}
@@ -71,10 +71,10 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
 
 
 def _compile_rest(runner: GpuRunner, decoder: GpuDecoder, pool: KvPool, options: RunnerOptions) -> None:
-    """Compile what steps need beside the graphs before the first one comes."""
-    most = options.max_num_batched_tokens
-    # Tiles of products depend on how many rows there are, and graphs need not be of so many.
-    for num_tokens in sorted({min(MEDIUM_ROWS, most), most}):
+    """Compile the kernels that steps outside of graphs need, before the first request arrives."""
+    limit = options.max_num_batched_tokens
+    # Tile sizes of matrix products depend on the number of rows, which may exceed that of every graph.
+    for num_tokens in sorted({min(MEDIUM_ROWS, limit), limit}):
         run_largest_step(decoder, pool, num_tokens, options.max_num_seqs)
     runner.compile_rest()
 
@@ -83,9 +83,9 @@ def _device() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        if capability < OLDEST_CARD:
-            has, wanted = (".".join(map(str, pair)) for pair in (capability, OLDEST_CARD))
-            raise ConfigError(f"runner gpu: {name} has compute capability {has}, and {wanted} is the least")
+        if capability < MIN_COMPUTE_CAPABILITY:
+            has, wanted = (".".join(map(str, pair)) for pair in (capability, MIN_COMPUTE_CAPABILITY))
+            raise ConfigError(f"runner gpu: {name} has compute capability {has}, want at least {wanted}")
         return device
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
@@ -97,13 +97,13 @@ def _device() -> torch.device:
 def _check(options: RunnerOptions, spec: ModelSpec, device: Device) -> None:
     quantization = options.quantization
     if quantization not in ("auto", "none", "int4", *SCALED):
-        raise ConfigError(f"quantization {quantization} cannot be had on a card: want auto, none, int8, int4 or fp8")
+        raise ConfigError(f"quantization {quantization} is not supported on a GPU: want auto, none, int8, int4 or fp8")
     if quantization == "int4" and not can_pack_int4(
         spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     ):
-        raise ConfigError("quantization int4 wants matrices whose columns are a multiple of 32")
+        raise ConfigError("quantization int4 needs matrices with a multiple of 32 columns")
     if "fp8" in (quantization, options.kv_cache_dtype) and not device.has_float8:
-        raise ConfigError("fp8 needs a card of compute capability 8.9 or later")
+        raise ConfigError("fp8 needs a GPU of compute capability 8.9 or later")
 
 
 def _dtype_name(wanted: str, stored: str) -> str:
@@ -113,12 +113,12 @@ def _dtype_name(wanted: str, stored: str) -> str:
 
 
 def _forbid_split_sums() -> None:
-    """Let no product cut its sums over columns into parts, which end up added in one order or another.
+    """Forbid split-K matrix products, whose partial sums are added in a varying order.
 
-    Only cuBLASLt can be told so: with the library that torch takes by itself, products would be refused.
+    Only cuBLASLt supports this; with torch's default BLAS library, products would fail.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it calls itself experimental
+        warnings.simplefilter("ignore")  # torch warns that the API is experimental
         torch.backends.cuda.preferred_blas_library("cublaslt")
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
@@ -128,19 +128,23 @@ def _forbid_split_sums() -> None:
 def _sizes(
     described: Description, options: RunnerOptions, decoder: GpuDecoder, layout: KvLayout, device: Device
 ) -> CacheSizes:
-    """By number where one is given; else what the card has left once the largest step has run, or kv_cache_gib."""
+    """Return the size of the KV cache.
+
+    On a GPU without num_kv_blocks, the cache gets the memory that the largest step leaves. Without a GPU,
+    kv_cache_gib sizes it.
+    """
     token_bytes, vocab = layout.block_bytes // options.block_size, described.spec.vocab_size
-    if not device.is_card:
+    if not device.is_gpu:
         return cache_sizes(described, replace(options, cpu_offload_gib=0.0), token_bytes)
     num_blocks = options.num_blocks
     if num_blocks is None:
-        # What only loading needed is nobody's.
+        # Return memory that only loading needed.
         torch.cuda.empty_cache()
         peak = peak_bytes(decoder, KvPool(layout, 1, 0, device), options.max_num_batched_tokens, options.max_num_seqs)
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         share = options.gpu_memory_utilization or _UTILIZATION
-        # The rows of marks, and the logits of the largest graph.
+        # Memory for the rows of marks and for the logits of the largest graph.
         sampling = (8 * FIRST_ROWS + decoder.dtype.itemsize * bucket_sizes(options.max_num_seqs)[-1]) * vocab
         left = bytes_left(total=total, free=free, reserved=reserved, peak=peak + sampling, utilization=share)
         num_blocks = left // layout.block_bytes - 1

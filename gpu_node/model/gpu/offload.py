@@ -1,4 +1,4 @@
-"""Layers whose matrices lie in host memory and come to the card one after another, each ahead of its products."""
+"""Offloaded layers: matrices in host memory that are streamed to the GPU one layer after another, ahead of use."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ _GIB = 1 << 30
 
 
 class OffloadedLayers:
-    """A decoder's layers, of which the fewest that cover a number of bytes lie in pinned memory, evenly over the depth.
+    """A decoder's layers, some of them offloaded to pinned host memory at even distances.
 
-    To go over the layers is to stream them. The k-th of those in pinned memory has its matrices in buffer k % 2 on the
-    device, always: there they are from when the layer is yielded to when the next one is asked for, as work of the
-    stream that is current then. What streams are told is the same each time, so that graphs may capture it, and it
-    begins and ends within one pass.
+    The fewest layers that cover `offload_gib` are offloaded. Iterating over the layers streams them. The k-th offloaded
+    layer always uses device buffer k % 2. Its matrices are valid, in the order of the current stream, from the time it
+    is yielded until the next layer is requested. Each pass submits the same work to the streams and completes it, so
+    that CUDA graphs can capture a pass.
     """
 
     def __init__(self, num_layers: int, offload_gib: float, device: Device, layers: Iterable[LayerWeights]) -> None:
-        """device: one whose side stream is free; layers: there, each given up before the next one is taken.
+        """device: one with an unused side stream; layers: on the device, each released before the next is read.
 
-        Raises ConfigError where the layers have less than `offload_gib` GiB of matrices, or so few would leave that the
-        buffers take as much.
+        Raises ConfigError if all layers have less than `offload_gib` GiB of matrices, or if the buffers would take as
+        much memory as offloading frees.
         """
         self._num_layers = num_layers
         self._offload_gib = offload_gib
         self._device = device
         self._buffers: list[Tensor] = []
-        self._hosts: list[Tensor] = []
+        self._host_copies: list[Tensor] = []
         self._offloaded: frozenset[int] = frozenset()
         self._layers = list(map(self._kept, range(num_layers), layers))
-        count, mib = len(self._hosts), len(self._buffers[0]) / (1 << 20)
+        count, mib = len(self._host_copies), len(self._buffers[0]) / (1 << 20)
         facts = {"num_offloaded": count, "num_layers": num_layers}
         facts |= {"host_mib": round(mib * count), "freed_mib": round(mib * (count - _NUM_BUFFERS))}
         _log.info("layers are offloaded", extra=facts)
 
     def __iter__(self) -> Iterator[LayerWeights]:
-        coming = map(self._fetch, range(len(self._hosts)))
+        coming = map(self._fetch, range(len(self._host_copies)))
         arrivals = deque(islice(coming, _NUM_BUFFERS))
         for i, layer in enumerate(self._layers):
             if i not in self._offloaded:
@@ -62,13 +62,16 @@ class OffloadedLayers:
             arrivals.extend(islice(coming, 1))
 
     def _fetch(self, k: int) -> DeviceEvent:
-        """Let the k-th layer's matrices come once what was asked for before is done; when they are there."""
-        freed = self._device.mark()
+        """Start to copy the k-th offloaded layer to its buffer after the work submitted so far.
+
+        Returns the event that the copy is complete.
+        """
+        freed = self._device.record_event()
         with self._device.on_side():
             freed.hold()
             buffer = self._buffers[k % _NUM_BUFFERS]
-            buffer.copy_(self._hosts[k], non_blocking=True)
-            return self._device.mark()
+            buffer.copy_(self._host_copies[k], non_blocking=True)
+            return self._device.record_event()
 
     def _kept(self, i: int, layer: LayerWeights) -> LayerWeights:
         if i == 0:
@@ -79,13 +82,13 @@ class OffloadedLayers:
             self._buffers = [
                 torch.zeros(size, dtype=torch.uint8, device=self._device.torch) for _ in range(_NUM_BUFFERS)
             ]
-        return self._sent_away(layer) if i in self._offloaded else layer
+        return self._moved_to_host(layer) if i in self._offloaded else layer
 
-    def _sent_away(self, layer: LayerWeights) -> LayerWeights:
-        """The layer over a buffer, its matrices in pinned memory."""
-        buffer = self._buffers[len(self._hosts) % _NUM_BUFFERS]
+    def _moved_to_host(self, layer: LayerWeights) -> LayerWeights:
+        """Move a layer's matrices to pinned memory and return the layer with its tensors in a device buffer."""
+        buffer = self._buffers[len(self._host_copies) % _NUM_BUFFERS]
         if _packed_bytes(layer) > len(buffer):
-            raise ConfigError("cpu_offload_gib wants layers of one size, and these are stored in formats of several")
+            raise ConfigError("cpu_offload_gib needs layers of equal size, but this checkpoint mixes formats")
         at = 0
 
         def pack(tensor: Tensor) -> Tensor:
@@ -95,31 +98,34 @@ class OffloadedLayers:
             return place.copy_(tensor)
 
         packed = _mapped(layer, pack)
-        self._hosts.append(self._device.pinned_run(len(buffer), dtype=torch.uint8).copy_(buffer))
+        self._host_copies.append(self._device.pinned_run(len(buffer), dtype=torch.uint8).copy_(buffer))
         return packed
 
 
 def _spread(count: int, num_layers: int) -> list[int]:
-    """As far apart as can be; the last layer is one of them, so that little is left to compute when all have come."""
+    """Return `count` layers at even distances.
+
+    The last layer is one of them, so that little computation remains after the last copy.
+    """
     return [(k + 1) * num_layers // count - 1 for k in range(count)]
 
 
 def _num_covering(offload_gib: float, layer_bytes: int, num_layers: int) -> int:
-    """The fewest layers whose matrices are so much."""
+    """Return the fewest layers with at least `offload_gib` of matrices. Raises ConfigError for a useless number."""
     count = -int(-offload_gib * _GIB // layer_bytes)
     if count > num_layers:
-        most = num_layers * layer_bytes / _GIB
-        raise ConfigError(f"cpu_offload_gib {offload_gib:g} is more than the layers' matrices, {most:.4g} GiB")
+        limit = num_layers * layer_bytes / _GIB
+        raise ConfigError(f"cpu_offload_gib {offload_gib:g} is more than the layers' matrices, {limit:.4g} GiB")
     if count <= _NUM_BUFFERS:
         least = _NUM_BUFFERS * layer_bytes / _GIB
         raise ConfigError(
-            f"cpu_offload_gib {offload_gib:g} frees nothing: want more than {least:.4g}, which the card needs to stream"
+            f"cpu_offload_gib {offload_gib:g} frees nothing: want more than {least:.4g}, the size of the GPU buffers"
         )
     return count
 
 
 def _packed_bytes(layer: LayerWeights) -> int:
-    """What the tensors of a layer's matrices take one behind another."""
+    """Return the bytes of a layer's matrices, packed with alignment."""
     sizes: list[int] = []
 
     def measure(tensor: Tensor) -> Tensor:
@@ -131,7 +137,7 @@ def _packed_bytes(layer: LayerWeights) -> int:
 
 
 def _mapped(layer: LayerWeights, change: Callable[[Tensor], Tensor]) -> LayerWeights:
-    """A layer whose matrices have other tensors, asked for in one order."""
+    """Return the layer with each tensor of its matrices replaced by `change`, which is called in a fixed order."""
 
     def product(product: Product) -> KeptLinear:
         kept: Any = product
@@ -149,5 +155,5 @@ def _mapped(layer: LayerWeights, change: Callable[[Tensor], Tensor]) -> LayerWei
 
 
 def _aligned(size: int) -> int:
-    """Bytes in whole lines: kernels load what is aligned in one go."""
+    """Round a size up to a multiple of 256 bytes, because kernels load aligned tensors faster."""
     return -(-size // _ALIGNED) * _ALIGNED

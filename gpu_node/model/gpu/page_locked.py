@@ -1,4 +1,4 @@
-"""Host memory that a card reads and writes by itself, of exactly the size that is asked for."""
+"""Page-locked host memory of an exact size, which the GPU reads and writes directly."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 _MAPPED_AND_PORTABLE = 0
-"""cudaHostRegisterDefault, where card and host share one address space."""
+"""cudaHostRegisterDefault; GPU and host share one address space."""
 
 
 def page_locked(num_bytes: int, device: torch.device) -> Tensor:
-    """Zeros [num_bytes] in uint8, at the same address for the card, page-aligned; given back with their last view.
+    """Return page-aligned zeros, [num_bytes] uint8, at the same address on the GPU; freed with their last view.
 
-    torch's own allocator would round them up to a power of two. Raises MemoryError where they cannot be had.
+    torch's own allocator would round the size up to a power of two. Raises MemoryError if the memory cannot be locked.
     """
-    # Shared, as mmap has it by default: a fork does not have pages copied that the card goes on using.
+    # A shared mapping, the default of mmap: after a fork, pages that the GPU still uses are not copied on write.
     area = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     tensor = torch.from_numpy(area)
     code = int(_runtime().cudaHostRegister(tensor.data_ptr(), num_bytes, _MAPPED_AND_PORTABLE))
     if code:
         gib = num_bytes / (1 << 30)
-        raise MemoryError(f"the host has no {gib:.4g} GiB to lock for {device}: cudaHostRegister failed with {code}")
-    # The tensor's storage holds `area`, and that the mapping: an array's finalizers run before its memory goes.
+        raise MemoryError(f"cannot lock {gib:.4g} GiB of host memory for {device}: cudaHostRegister failed with {code}")
+    # The tensor's storage holds `area`, which holds the mapping. An array's finalizers run before its memory is freed.
     weakref.finalize(area, _release, tensor.data_ptr(), device).atexit = False
     return tensor
 
 
 def _release(address: int, device: torch.device) -> None:
-    """Once nothing is on its way there any more."""
+    """Unregister the memory after all copies of the device are complete."""
     torch.cuda.synchronize(device)
     _runtime().cudaHostUnregister(address)
 

@@ -1,4 +1,4 @@
-"""How much of a card's memory a step takes, and how many blocks fit what is left."""
+"""Measure the GPU memory that a step takes, and compute what is left for the KV cache."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
 @torch.inference_mode()
 def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: int) -> None:
-    """Compute `num_tokens` tokens of prompts and sample `num_samples` rows behind the first one; stores nothing."""
+    """Run a prefill step of `num_tokens` and sample `num_samples` rows after its first token; stores nothing."""
     device = pool.layers[0].k.device
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-    # No prompt is longer than a context may be: biases end there.
+    # No prompt is longer than the maximum context, where position biases end.
     longest = min(num_tokens, decoder.num_positions)
     starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
     counts = np.diff(starts)
-    # The null block stands for all of their contexts.
+    # All contexts consist of the null block.
     tables = ints(len(counts), aligned(longest // pool.layers[0].block_size + 1))
     step = StepInputs(
         token_ids=ints(num_tokens),
@@ -46,7 +46,7 @@ def run_largest_step(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_sam
 
 
 def peak_bytes(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: int) -> int:
-    """What the largest step takes on the card beyond what is there before it."""
+    """Return the peak GPU memory of the largest step, beyond the memory allocated before it."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run_largest_step(decoder, pool, num_tokens, num_samples)
@@ -55,9 +55,10 @@ def peak_bytes(decoder: GpuDecoder, pool: KvPool, num_tokens: int, num_samples: 
 
 
 def bytes_left(*, total: int, free: int, reserved: int, peak: int, utilization: float) -> int:
-    """What a share of a card's memory leaves for the cache.
+    """Return the bytes for the KV cache, within a share `utilization` of the GPU's memory.
 
-    total, free: of the card now, all processes counted; reserved: what torch holds and could use for the step's `peak`.
+    total, free: GPU memory now, over all processes; reserved: unused memory that torch holds and can use for the
+    step's `peak`.
     """
     taken = total - free
     return int(total * utilization) - taken - max(0, peak - reserved)

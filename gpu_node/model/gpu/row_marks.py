@@ -1,4 +1,4 @@
-"""What some rows' sampling looks at beside their logits: tokens seen and banned, biases, and masks."""
+"""The sampler's marks for rows that depend on more than their logits: seen and banned tokens, biases and masks."""
 
 from __future__ import annotations
 
@@ -12,60 +12,63 @@ from penstock.kernels.triton.sampler import Marks, mark_entries, pack_rules
 from penstock.kernels.triton.sending import sent
 
 FIRST_ROWS = 8
-"""Rows of marks that there is room for before anybody needs one; 8 bytes a token of the vocabulary each."""
+"""Rows of marks allocated at start. A row takes 8 bytes per token of the vocabulary."""
 
 
 class RowMarks:
-    """Keeps the sampler's marks, as many rows as were ever needed: one for each of a step that looks at any."""
+    """Holds the sampler's marks: one row per sampling row that needs marks. Grows to the largest step so far."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.marks = Marks.empty(FIRST_ROWS, vocab, device)
 
-    def write(self, rows: SamplingRows, places: Ints) -> Tensor:
-        """Say what rows that have a place look at, once their masks are written; the rules by which all rows choose."""
-        looking = np.flatnonzero(places >= 0).tolist()
-        self.make_room(len(looking))
-        self.marks.clear(len(looking))
+    def write(self, rows: SamplingRows, mark_rows: Ints) -> Tensor:
+        """Wait for the masks, write the marks, and return the sampling rules of all rows.
+
+        mark_rows: [num_samples], from `mark_rows_of`.
+        """
+        marked = np.flatnonzero(mark_rows >= 0).tolist()
+        self.reserve(len(marked))
+        self.marks.clear(len(marked))
         entries = [
-            mark_entries(place, rows.seen[i], int(rows.num_seen_prompt[i]), rows.banned[i])
-            for place, i in enumerate(looking)
+            mark_entries(mark_row, rows.seen[i], int(rows.num_seen_prompt[i]), rows.banned[i])
+            for mark_row, i in enumerate(marked)
         ]
         self.marks.add(self._sent(np.concatenate(entries)))
         if rows.biased:
-            owners = np.repeat(places[looking], [len(rows.biased[i]) for i in looking])
-            biased, biases = (np.concatenate([lists[i] for i in looking]) for lists in (rows.biased, rows.biases))
+            owners = np.repeat(mark_rows[marked], [len(rows.biased[i]) for i in marked])
+            biased, biases = (np.concatenate([lists[i] for i in marked]) for lists in (rows.biased, rows.biases))
             self.marks.biases[self._sent(owners), self._sent(biased)] = self._sent(biases)
         if rows.masks is not None:
             rows.masks.wait()
             masked = np.flatnonzero(rows.masks.rows >= 0)
             words = rows.masks.words[rows.masks.rows[masked]].view(np.int32)
-            self.marks.allow_only(self._sent(places[masked]), self._sent(words))
-        return self._sent(pack_rules(rows, places))
+            self.marks.allow_only(self._sent(mark_rows[masked]), self._sent(words))
+        return self._sent(pack_rules(rows, mark_rows))
 
     def compile(self) -> None:
-        """Compile what writes marks, by writing some that nobody looks at."""
+        """Compile the kernels that write marks by writing unused ones."""
         row, words = np.zeros(1, np.int32), np.zeros((1, -(-self.marks.marks.shape[1] // 32)), np.int32)
         self.marks.add(self._sent(np.zeros((1, 3), np.int32)))
         self.marks.allow_only(self._sent(row), self._sent(words))
 
-    def make_room(self, num_rows: int) -> None:
-        """Have as many rows of marks; what they hold is lost."""
+    def reserve(self, num_rows: int) -> None:
+        """Allocate at least `num_rows` rows of marks; growing discards their contents."""
         have, vocab = self.marks.marks.shape
         if num_rows > have:
             device = self.marks.marks.device
-            self.marks = Marks.empty(1, 1, device)  # so that the old ones need not be there beside the new ones
+            self.marks = Marks.empty(1, 1, device)  # free the old marks before allocating new ones
             self.marks = Marks.empty(max(num_rows, 2 * have), vocab, device)
 
     def _sent(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return sent(array, self.marks.marks.device)
 
 
-def places_of(rows: SamplingRows) -> Ints:
-    """Each row's row of marks, [num_samples]; -1 for those that look at their logits alone."""
+def mark_rows_of(rows: SamplingRows) -> Ints:
+    """Return the row of marks of each sampling row, [num_samples]; -1 for rows that depend only on their logits."""
     lists = zip(rows.seen, rows.banned, strict=True)
-    looks = np.array([bool(len(seen) or len(banned)) for seen, banned in lists], dtype=bool)
+    has_marks = np.array([bool(len(seen) or len(banned)) for seen, banned in lists], dtype=bool)
     if rows.biased:
-        looks |= np.array(list(map(len, rows.biased))) > 0
+        has_marks |= np.array(list(map(len, rows.biased))) > 0
     if rows.masks is not None:
-        looks |= rows.masks.rows >= 0
-    return np.where(looks, np.cumsum(looks) - 1, -1).astype(np.int32)
+        has_marks |= rows.masks.rows >= 0
+    return np.where(has_marks, np.cumsum(has_marks) - 1, -1).astype(np.int32)

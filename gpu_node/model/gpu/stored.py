@@ -1,4 +1,4 @@
-"""The layers' matrices on a card as their checkpoint keeps them, where a kernel multiplies with that."""
+"""Keep the layers' matrices on a GPU in the checkpoint's own format, if a kernel supports that format."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _HALF_BLOCK = BLOCK // 2
 
 
 class StoredLinearLoader:
-    """Keeps matrices in one format, or with `auto` each as it is stored, else in the decoder's dtype."""
+    """Loads matrices in one format. `auto` keeps each stored format that has a kernel, else the decoder's dtype."""
 
     def __init__(self, quantization: str, device: Device) -> None:
         self._quantization = quantization
         self._device = device
         self.formats: set[str] = set()
-        """Those that were used: `none`, `int4`, `int8`, `fp8`."""
+        """The formats in use, out of `none`, `int4`, `int8` and `fp8`."""
 
     def __call__(self, stored: StoredLinear, convert: Convert) -> KeptLinear:
-        """A matrix of parts whose rows follow each other."""
+        """Load a matrix whose parts' rows follow one another."""
         bias = convert(stored.biases) if stored.biases else None
         name = self._stored_format(stored.weights) if self._quantization == "auto" else None
         if name is None:
@@ -45,7 +45,7 @@ class StoredLinearLoader:
         return kept
 
     def _stored_format(self, parts: tuple[Stored, ...]) -> str | None:
-        """The format that all parts are stored in, if a kernel has it."""
+        """Return the common stored format of all parts if a kernel supports it, else None."""
         names = {_format_of(part) for part in parts}
         name = names.pop() if len(names) == 1 else None
         return None if name == "fp8" and not self._device.has_float8 else name
@@ -56,18 +56,18 @@ class StoredLinearLoader:
 
 def _format_of(part: Stored) -> str | None:
     if isinstance(part, ScaledTensor) and part.kind in SCALED:
-        # The kernels have one scale for a row, and no zeros.
+        # The kernels support one scale per row and no zero points.
         return part.kind if part.group >= part.shape[1] and part.zeros is None else None
     return "int4" if block_kind(part) in ("q4_0", "q4_1") else None
 
 
 def _scaled(part: ScaledTensor) -> tuple[NDArray[np.generic], ...]:
-    """The bytes of numbers [rows, columns], and scales [rows]."""
+    """Return the bytes of the numbers [rows, columns] and the scales [rows]."""
     return part.numbers.view(np.uint8), part.scales[:, 0]
 
 
 def _int4(part: Stored) -> tuple[NDArray[np.generic], ...]:
-    """Nibbles [rows, columns / 2], scales and minima [rows, columns / 32], of GGUF's blocks."""
+    """Return nibbles [rows, columns / 2], scales and minima [rows, columns / 32] from GGUF's blocks."""
     tensor = in_blocks(part)
     data = tensor.data if tensor.row_order is None else tensor.data[tensor.row_order]
     blocks = data.reshape(len(data), tensor.shape[1] // BLOCK, -1)

@@ -1,4 +1,4 @@
-"""A decoder's weights on a card, or on what stands for one."""
+"""Load a decoder's weights onto a GPU, or onto the CPU as its stand-in."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.gpu_node.model.torch_common.layers import DecoderWeights, LayerWei
 from penstock.gpu_node.model.torch_common.tensors import Convert, Converter, read_layer, read_norm
 
 MakeLinear: TypeAlias = Callable[[StoredLinear, Convert], Product]
-"""Keeps a matrix as it likes: as it is stored, or as what converting it gives."""
+"""Makes a product of a stored matrix, which it may keep as stored or convert."""
 
 
 def plain_linear(stored: StoredLinear, convert: Convert) -> PlainLinear:
-    """A matrix in the decoder's dtype."""
+    """Load a matrix in the decoder's dtype."""
     return PlainLinear(convert(stored.weights), convert(stored.biases) if stored.biases else None)
 
 
@@ -33,10 +33,10 @@ def load_weights(
     linear: MakeLinear = plain_linear,
     gather: Callable[[Iterator[LayerWeights]], Iterable[LayerWeights]] = tuple,
 ) -> DecoderWeights:
-    """Read, fuse and convert a checkpoint layer by layer, onto a device.
+    """Read, fuse and convert a checkpoint layer by layer onto a device.
 
-    `linear` keeps the layers' matrices; embedding and head stay as they are. `gather` gets each layer as it is read.
-    Raises ConfigError naming a tensor that is missing or of another shape.
+    linear: makes the layers' matrices; embedding and head are always in `dtype`. gather: collects the layers as they
+    are read. Raises ConfigError that names a missing tensor or one with another shape.
     """
     convert = Converter(dtype, device)
     embedding = convert.tensor(tensors.embedding())

@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA): reading them, checking them against the model, and finding them by name."""
+"""LoRA adapters: read them, check them against the model, and find them by name."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) in PEFT's format: read, checked against the model, named by content."""
+"""Read LoRA adapters (arXiv:2106.09685) in PEFT's format, check them against the model, and compute their digests."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _UNSUPPORTED = (
     *("rank_pattern", "alpha_pattern", "layer_replication", "fan_in_fan_out", "alora_invocation_tokens"),
     *("arrow_config", "megatron_config"),
 )
-"""Fields of a config that change what an adapter computes."""
-_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Ways in which training may have begun that leave the base model's weights as they are."""
+"""Config fields that change what an adapter computes; an adapter that sets one is refused."""
+_PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights that leave the base model's weights unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +41,22 @@ class _Pair:
     down: StoredTensor
     up: StoredTensor
     row_order: NDArray[np.int32] | None
-    """Of the rows of `up`, where the checkpoint keeps them in another order than the runners."""
+    """The order of the rows of `up`, if the checkpoint's order differs from the runners'."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Adapter:
-    """An adapter's tensors, as they were when its file was read."""
+    """The tensors of an adapter, held in memory so that later changes of its file do not matter."""
 
     name: str
     digest: str
-    """Of its config and weights: adapters of one digest give the same tokens."""
+    """A digest of its config and weights: adapters with equal digests give the same tokens."""
     rank: int
     _factor: float
     _pairs: Mapping[tuple[int, MatrixName], tuple[_Pair, ...]]
 
     def low_ranks(self, layer: int, matrix: MatrixName) -> tuple[LowRank, ...]:
-        """What it adds to a layer's matrix, part by part; () where it leaves it as it is."""
+        """Return the low-rank terms added to a layer's matrix, one per adapted part; () if there are none."""
         return tuple(self._low_rank(pair) for pair in self._pairs.get((layer, matrix), ()))
 
     def _low_rank(self, pair: _Pair) -> LowRank:
@@ -65,7 +65,10 @@ class Adapter:
 
 
 def digest_of(folder: Path) -> str:
-    """32 hex digits over an adapter's config and every byte of its weights. Raises ConfigError for a missing file."""
+    """Return 32 hex digits over an adapter's config and all bytes of its weights.
+
+    Raises ConfigError for a missing file.
+    """
     digest = hashlib.blake2b(json.dumps(read_object(folder / CONFIG_FILE), sort_keys=True).encode(), digest_size=16)
     with _weights_of(folder).open("rb") as file:
         while block := file.read(1 << 20):
@@ -74,15 +77,15 @@ def digest_of(folder: Path) -> str:
 
 
 def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank: int) -> Adapter:
-    """An adapter of the model that `spec` describes; `digest` is what `digest_of` says of it.
+    """Read an adapter of the model that `spec` describes; `digest` comes from `digest_of`.
 
-    Raises ConfigError naming what is missing, not supported, of another shape, or meant for another model.
+    Raises ConfigError that names a missing file or tensor, an unsupported setting, or a tensor for another model.
     """
     config, weights = read_object(folder / CONFIG_FILE), _weights_of(folder)
     rank, factor = _rank_and_factor(config)
     if rank > max_rank:
         raise ConfigError(f"{CONFIG_FILE}: r is {rank}, more than max_lora_rank {max_rank}")
-    # In memory of its own: whoever writes over a mapped file changes what it holds, and who cuts it ends the process.
+    # Read into memory: a write to a mapped file would change the tensors, and truncation would crash the process.
     stored = dict(read_safetensors(weights, weights.read_bytes()))
     pairs: dict[tuple[int, MatrixName], tuple[_Pair, ...]] = {}
     for layer in range(spec.num_layers):
@@ -91,7 +94,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
             if found:
                 pairs[layer, matrix] = found
     if stored:
-        raise ConfigError(f"{WEIGHTS_FILE} has {next(iter(stored))}, for which this model has no matrix of a layer")
+        raise ConfigError(f"{WEIGHTS_FILE} has {next(iter(stored))}, which matches no layer matrix of this model")
     if not pairs:
         raise ConfigError(f"{WEIGHTS_FILE} has no tensors")
     return Adapter(name, digest, rank, factor, pairs)
@@ -100,7 +103,7 @@ def read_adapter(folder: Path, name: str, digest: str, spec: ModelSpec, max_rank
 def _pairs_of(
     stored: dict[str, StoredTensor], spec: ModelSpec, layer: int, matrix: MatrixName, rank: int
 ) -> Iterator[_Pair]:
-    """Take what is meant for a matrix out of `stored`."""
+    """Yield the tensor pairs for a matrix and remove them from `stored`."""
     is_fused = matrix == "qkv" and len(spec.names.qkv) == 1
     order = np.concatenate(rows_by_part(spec)) if is_fused else None
     for part, (name, rows) in enumerate(spec.parts_of(matrix)):
@@ -116,7 +119,7 @@ def _take(stored: dict[str, StoredTensor], name: str, shape: tuple[int, int]) ->
     if tensor is None:
         raise ConfigError(f"{WEIGHTS_FILE} has no {name}")
     if tensor.shape != shape:
-        raise ConfigError(f"{name} has shape {list(tensor.shape)}, model and config say {list(shape)}")
+        raise ConfigError(f"{name} has shape {list(tensor.shape)}, but model and config need {list(shape)}")
     if tensor.kind not in _KINDS:
         raise ConfigError(f"{name} is stored as {tensor.kind}; supported: {', '.join(sorted(_KINDS))}")
     return tensor
@@ -131,7 +134,7 @@ def _rank_and_factor(config: Mapping[str, Any]) -> tuple[int, float]:
             raise ConfigError(f"{CONFIG_FILE}: {name} is not supported")
     if config.get("bias", "none") != "none":
         raise ConfigError(f"{CONFIG_FILE}: bias {config['bias']!r} is not supported, only none")
-    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+    if config.get("init_lora_weights") not in _PLAIN_INITS:
         start = config["init_lora_weights"]
         raise ConfigError(f"{CONFIG_FILE}: init_lora_weights {start!r} is not supported, it changes the base model too")
     rank, alpha = config.get("r"), config.get("lora_alpha")

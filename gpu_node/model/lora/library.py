@@ -1,4 +1,4 @@
-"""The adapters that a node can serve: some named at the start, others by their folder's name in a shared folder."""
+"""The adapters that a node can serve: those named at start, and those in a shared folder, by subfolder name."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from penstock.gpu_node.model.lora.adapter import CONFIG_FILE, WEIGHTS_FILE, Adap
 _log = logging.getLogger(__name__)
 
 _MAX_KEPT = 8
-"""Adapters that stay in memory though nobody uses them, those read last."""
+"""The number of most recently read adapters that stay in memory without a user."""
 _Stamp = tuple[tuple[int, int], ...]
-"""Size and time of an adapter's files: as long as it stays, so does what they hold."""
+"""Size and modification time of an adapter's files; while it is unchanged, the digest is not recomputed."""
 
 
 class AdapterLibrary:
-    """Finds adapters by name and reads them; safe for use by several threads."""
+    """Finds adapters by name and reads them; thread-safe."""
 
     def __init__(self, spec: ModelSpec, named: Mapping[str, Path], folder: Path | None, max_rank: int) -> None:
-        """Raises ConfigError for an adapter of `named` that cannot be used, and for a folder that is none."""
+        """Read all adapters of `named`. Raises ConfigError if one is unusable or `folder` is not a folder."""
         self._spec = spec
         self._named = dict(named)
         self._folder = folder
@@ -35,7 +35,7 @@ class AdapterLibrary:
         self._digests: dict[Path, tuple[_Stamp, str]] = {}
         self._read: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
         self._kept: deque[Adapter] = deque(maxlen=_MAX_KEPT)
-        self._left_out: dict[Path, str] = {}
+        self._reported: dict[Path, str] = {}
         self._lock = threading.Lock()
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"lora_dir {folder} is not a folder")
@@ -46,29 +46,29 @@ class AdapterLibrary:
                 raise ConfigError(f"lora {name}: {error.message}") from error
 
     def digests(self) -> dict[str, str]:
-        """What each adapter holds, by name, as of now."""
+        """Return the current digest of each usable adapter by name."""
         found = {}
         with self._lock:
             for name, path in self._folders():
                 try:
                     found[name] = self._digest(path)
                 except (ConfigError, OSError) as error:
-                    self._leave_out(path, str(error))
+                    self._report_unusable(path, str(error))
         return found
 
     def find(self, wanted: AdapterRef) -> Adapter:
-        """The adapter of a name and, if one is given, of a digest.
+        """Return the adapter with a name and, if given, a digest.
 
-        Raises NotFoundError for a name that is not there, and RequestError saying what is wrong with an adapter.
+        Raises NotFoundError for an unknown name, and RequestError for an adapter that is unusable or has changed.
         """
-        # Without the lock: another thread may be reading a large one.
+        # Look without the lock first, because another thread may hold it while it reads a large adapter.
         if (known := self._read.get(wanted.digest)) is not None:
             return known
         with self._lock:
             folders = dict(self._folders())
             if wanted.name not in folders:
                 names = ", ".join(sorted(folders)) or "none"
-                message = f"adapter {wanted.name!r} is not here; there are: {names}"
+                message = f"adapter {wanted.name!r} is unknown; known adapters: {names}"
                 raise NotFoundError(message, code="adapter_not_found", param="adapter")
             try:
                 adapter = self._adapter(wanted.name, folders[wanted.name])
@@ -76,7 +76,7 @@ class AdapterLibrary:
                 message = f"adapter {wanted.name!r} cannot be used: {error}"
                 raise RequestError(message, code="adapter_unusable", param="adapter") from error
         if wanted.digest not in ("", adapter.digest):
-            message = f"adapter {wanted.name!r} is not the one any more that the job was submitted with"
+            message = f"adapter {wanted.name!r} has changed since the job was submitted"
             raise RequestError(message, code="adapter_changed", param="adapter")
         return adapter
 
@@ -86,7 +86,7 @@ class AdapterLibrary:
             return known
         adapter = read_adapter(folder, name, digest, self._spec, self._max_rank)
         if self._digest(folder) != digest:
-            raise ConfigError("its files changed while they were read")
+            raise ConfigError("the adapter's files changed while they were read")
         self._read[digest] = adapter
         self._kept.append(adapter)
         return adapter
@@ -99,20 +99,20 @@ class AdapterLibrary:
             known = self._digests[folder] = stamp, digest_of(folder)
         return known[1]
 
-    def _leave_out(self, folder: Path, why: str) -> None:
-        """It may be on its way there, or away: a folder that stays so is told of once."""
-        if self._left_out.get(folder) != why:
-            self._left_out[folder] = why
+    def _report_unusable(self, folder: Path, why: str) -> None:
+        """Log an unusable adapter once per reason. It may be incomplete because it is still being copied."""
+        if self._reported.get(folder) != why:
+            self._reported[folder] = why
             _log.warning("an adapter is left out", extra={"folder": str(folder), "reason": why})
 
     def _folders(self) -> Iterator[tuple[str, Path]]:
-        """Of all adapters by name; those that were named hide those of the shared folder."""
+        """Yield the name and folder of each adapter; named adapters take precedence over the shared folder."""
         yield from self._named.items()
         try:
             paths = [] if self._folder is None else sorted(self._folder.iterdir())
         except OSError:
-            paths = []  # it is away for the moment
+            paths = []  # the folder may be unmounted for a moment
         for path in paths:
-            is_one = path.name not in self._named and re.fullmatch(NAME_PATTERN, path.name)
-            if is_one and (path / CONFIG_FILE).is_file():
+            is_adapter_name = path.name not in self._named and re.fullmatch(NAME_PATTERN, path.name)
+            if is_adapter_name and (path / CONFIG_FILE).is_file():
                 yield path.name, path

@@ -1,4 +1,4 @@
-"""What an adapter is made of."""
+"""The low-rank terms that an adapter consists of."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one part of a layer's matrix: up @ down."""
+    """The low-rank term up @ down that an adapter adds to one part of a layer's matrix."""
 
     part: int
-    """Which of the parts that the spec names."""
+    """The index of the part in `ModelSpec.parts_of`."""
     down: NDArray[np.float32]
     """[rank, columns]"""
     up: NDArray[np.float32]
-    """[rows, rank], the adapter's factor included."""
+    """[rows, rank], multiplied by the adapter's scaling factor."""

@@ -1,1 +1,1 @@
-"""The native CPU runner: a checkpoint packed for the kernels of penstock.kernels.cpu, and steps of it."""
+"""The native CPU runner: packs a checkpoint for the kernels of penstock.kernels.cpu and runs steps on them."""

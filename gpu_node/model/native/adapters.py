@@ -1,4 +1,4 @@
-"""Adapters to what the native kernels add to their products."""
+"""Load LoRA adapters into the adapter slots of the native kernels."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _SLOTS: dict[MatrixName, Slot] = {"qkv": Slot.QKV, "out": Slot.OUT, "mlp_in": Sl
 
 
 class NativeAdapters:
-    """Hands them over as `Packer` hands over the matrices that they go beside."""
+    """Gives adapters to the native model in the row layout that `Packer` uses for the base matrices."""
 
-    def __init__(self, model: NativeModel, described: Description, *, turned: bool) -> None:
+    def __init__(self, model: NativeModel, described: Description, *, rotated: bool) -> None:
         self._model = model
         self._spec = described.spec
         self._source = described.source
-        self._turned = turned
+        self._rotated = rotated
 
-    def set(self, place: int, adapter: Adapter) -> None:
-        """Put an adapter in a place; no step may be running."""
+    def set(self, adapter_slot: int, adapter: Adapter) -> None:
+        """Load an adapter into a slot. No step may be running."""
         for layer in range(self._spec.num_layers):
             for matrix, slot in _SLOTS.items():
                 parts = [self._part(matrix, part) for part in adapter.low_ranks(layer, matrix)]
                 gains = self._gains.get((layer, matrix)) if parts else None
-                self._model.set_adapter(place, slot, layer, parts, gains)
+                self._model.set_adapter(adapter_slot, slot, layer, parts, gains)
 
     def _part(self, matrix: MatrixName, part: LowRank) -> LowRankRows:
         place, first = Place.PLAIN, sum(rows for _, rows in self._spec.parts_of(matrix)[: part.part])
@@ -43,11 +43,11 @@ class NativeAdapters:
 
     @cached_property
     def _gains(self) -> dict[tuple[int, MatrixName], NDArray[np.float32]]:
-        """The weights of the norms that a turned model has in the matrices behind them, by layer and matrix.
+        """The norm weights that a Hadamard-rotated model folds into the next matrix, by layer and matrix.
 
-        They are read when the first adapter comes: steps wait for that, so not for each one anew.
+        They are read once, with the first adapter, because steps wait while an adapter is set.
         """
-        if not self._turned:
+        if not self._rotated:
             return {}
         tensors = DecoderTensors(Checkpoint.open(self._source), self._spec)
         gains: dict[tuple[int, MatrixName], NDArray[np.float32]] = {}

@@ -1,4 +1,4 @@
-"""Which format of the kernels each matrix is kept in."""
+"""The choice of kernel format for each matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN = {
     **dict.fromkeys(("bfloat16", "float16", "float32"), Format.BF16),
     **dict.fromkeys(("q4_0", "q4_1"), Format.INT4_GROUP),
 }
-"""What keeps a stored kind without loss; every other one is dequantised to groups of int8."""
+"""The lossless format of each stored kind. Every other kind is dequantized and kept as grouped int8."""
 _BY_PRECISION = (Format.BF16, Format.INT8, Format.INT8_GROUP, Format.INT4_GROUP)
 _SOURCES = {
     "float32": Source.FLOAT32,
@@ -32,14 +32,20 @@ _SOURCES = {
 
 
 def format_of(parts: Iterable[Stored], quantization: str) -> Format:
-    """The format of a matrix made of `parts`: the one asked for, else the most precise that a part is stored in."""
+    """Return the format of a matrix made of `parts`.
+
+    With `auto` it is the most precise format among those of the parts, else the format that was asked for.
+    """
     if quantization != "auto":
         return _FORMATS[quantization]
     return min((_OWN.get(block_kind(part), Format.INT8_GROUP) for part in parts), key=_BY_PRECISION.index)
 
 
 def rows_of(tensor: Stored) -> tuple[Source, NDArray[np.uint8], NDArray[np.int32] | None]:
-    """A tensor's rows as the kernels read them: their kind, bytes [rows, row bytes], and the order to take them in."""
+    """Return a tensor's rows as the kernels read them: their kind, bytes [rows, row bytes], and the row order.
+
+    A row order of None means the rows are in order.
+    """
     blocks = in_blocks(tensor)
     source = _SOURCES.get(blocks.kind)
     if source is not None:

@@ -1,4 +1,4 @@
-"""A described model to a native runner, where this machine and the model allow one."""
+"""Build the native runner for a described model, if this machine and the kernels support the model."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _KV_FORMATS = {"auto": KvFormat.BF16, "bfloat16": KvFormat.BF16, "int8": KvForma
 
 
 class NativeUnavailableError(Exception):
-    """The native kernels do not run here, or not this model; says why."""
+    """The native kernels do not support this machine or this model; the message says why."""
 
 
 def load_native(described: Description, options: RunnerOptions, progress: Progress) -> tuple[NativeRunner, str]:
-    """The runner, and a name for its arithmetic.
+    """Return the runner and the name of its arithmetic.
 
-    Raises NativeUnavailableError, and ConfigError for a checkpoint that is missing, cut short or not what it says, and
-    for more threads than the system has.
+    Raises NativeUnavailableError. Raises ConfigError for a checkpoint that is missing, truncated or inconsistent, and
+    for threads that the system cannot start.
     """
     _check(described, options)
     isa, library = _kernels(progress)
@@ -53,29 +53,29 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
     except AbiError as error:
         raise ConfigError(f"the compiled kernels do not fit this code, build them again: {error}") from error
     except KernelError as error:
-        raise ConfigError(f"num_threads {threads} cannot be had: {error}") from error
-    quantization, turned = _quantization(spec, options.quantization), bool(native_spec.turned)
+        raise ConfigError(f"num_threads {threads} cannot be started: {error}") from error
+    quantization, rotated = _quantization(spec, options.quantization), bool(native_spec.turned)
 
     def pack(keep: PackedWriter | None) -> set[Format]:
-        return Packer(model, described, quantization, progress, turned=turned, keep=keep).pack()
+        return Packer(model, described, quantization, progress, rotated=rotated, keep=keep).pack()
 
-    layout = f"{library.stem}-{quantization}{'-turned' if turned else ''}"
+    layout = f"{library.stem}-{quantization}{'-turned' if rotated else ''}"
     cached = packed_once(described, layout, pack) if options.weight_cache else None
     if cached is not None:
         cached.give_to(model)
     formats = pack(None) if cached is None else cached.formats
     set_positions(model, described)
-    arithmetic = _arithmetic(isa, formats, kv_format, turned=turned)
+    arithmetic = _arithmetic(isa, formats, kv_format, rotated=rotated)
     facts = {"arithmetic": arithmetic, "num_threads": threads}
     facts |= {"num_kv_blocks": sizes.num_device_blocks, "num_swap_blocks": sizes.num_host_blocks}
     _log.info("native runner", extra=facts)
-    adapters = NativeAdapters(model, described, turned=turned)
+    adapters = NativeAdapters(model, described, rotated=rotated)
     runner = NativeRunner(model, adapters, sizes, vocab_size=spec.vocab_size, num_threads=threads)
     return runner, arithmetic
 
 
 def _kernels(progress: Progress) -> tuple[Isa, Path]:
-    """The library for this CPU, compiled if it is not there yet."""
+    """Return this CPU's instruction set and the path of its kernel library, which is compiled if necessary."""
     isa = best_isa(cpu_flags())
     if isa is None:
         raise NativeUnavailableError("the CPU has neither AVX-512 with BF16 and VNNI nor AVX2")
@@ -86,7 +86,7 @@ def _kernels(progress: Progress) -> tuple[Isa, Path]:
 
 
 def _library_in(folder: Path, isa: Isa, progress: Progress) -> Path:
-    """From a folder that can be written, or has the library already; else from one of this process's own."""
+    """Return the kernel library in `folder`, or in a private folder if `folder` cannot be written."""
     try:
         return library_path(isa, folder, lambda done: progress("compile", done))
     except OSError as error:
@@ -96,21 +96,23 @@ def _library_in(folder: Path, isa: Isa, progress: Progress) -> Path:
 def _check(described: Description, options: RunnerOptions) -> None:
     spec = described.spec
     if options.dtype not in ("auto", "bfloat16"):
-        raise NativeUnavailableError(f"they compute in bfloat16, not {options.dtype}")
+        raise NativeUnavailableError(f"the kernels compute in bfloat16, not {options.dtype}")
     if options.dtype == "auto" and described.source.gguf is None and described.stored_dtype == "float32":
         raise NativeUnavailableError("the checkpoint is float32; dtype bfloat16 would round it")
     if options.quantization == "fp8":
-        raise NativeUnavailableError("they have none, int8, int8_group and int4, not fp8, which a card has")
+        raise NativeUnavailableError("quantization may be none, int8, int8_group and int4, not fp8, which needs a GPU")
     if options.kv_cache_dtype not in _KV_FORMATS:
-        raise NativeUnavailableError(f"they keep keys and values in bfloat16 or int8, not {options.kv_cache_dtype}")
+        raise NativeUnavailableError(f"the KV cache may be bfloat16 or int8, not {options.kv_cache_dtype}")
     if options.block_size % PAGE_TOKENS:
-        raise NativeUnavailableError(f"they want a block_size that is a multiple of {PAGE_TOKENS}")
+        raise NativeUnavailableError(f"block_size {options.block_size} is not a multiple of {PAGE_TOKENS}")
     if spec.head_dim % PAGE_TOKENS or spec.head_dim > MAX_HEAD_DIM:
-        raise NativeUnavailableError(f"head_dim {spec.head_dim} is no multiple of {PAGE_TOKENS} up to {MAX_HEAD_DIM}")
+        raise NativeUnavailableError(
+            f"head_dim {spec.head_dim} is not a multiple of {PAGE_TOKENS} of at most {MAX_HEAD_DIM}"
+        )
 
 
 def _kv_token_bytes(spec: ModelSpec, kv_format: KvFormat) -> int:
-    """Of all layers; int8 keeps a float32 scale for each key and value."""
+    """Return the KV bytes of one token over all layers; int8 includes a float32 scale per key and value."""
     head_bytes = 2 * spec.head_dim if kv_format is KvFormat.BF16 else spec.head_dim + 4
     return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
 
@@ -130,7 +132,7 @@ def _native_spec(described: Description, options: RunnerOptions, num_blocks: int
         block_size=options.block_size,
         num_blocks=num_blocks,
         kv_format=kv_format,
-        turned=_is_turned(spec, options.quantization),
+        turned=_is_rotated(spec, options.quantization),
         rotary_dim=0 if spec.rope is None else spec.rope.dim,
         activation=_ACTIVATIONS[spec.activation],
         has_layer_norms=spec.norm == "layer",
@@ -139,19 +141,20 @@ def _native_spec(described: Description, options: RunnerOptions, num_blocks: int
     )
 
 
-def _is_turned(spec: ModelSpec, quantization: str) -> bool:
-    """One scale for a whole row does not do for channels with outliers; groups do without.
+def _is_rotated(spec: ModelSpec, quantization: str) -> bool:
+    """Return whether the hidden state is Hadamard-rotated, which spreads outlier channels over all channels.
 
-    Only what is normed by its length stays the same when it is turned: a layer norm knows the channels' mean.
+    Only int8 needs it: a row has a single scale there, while grouped formats have one per group. RMS norms commute
+    with the rotation; layer norms do not, because they subtract the mean over channels.
     """
     return quantization == "int8" and spec.norm == "rms"
 
 
 def _quantization(spec: ModelSpec, wanted: str) -> str:
-    """What was asked for; int8 in groups where rows cannot be turned."""
-    return "int8_group" if wanted == "int8" and not _is_turned(spec, wanted) else wanted
+    """Return the requested quantization, or int8_group instead of int8 where the rotation is not possible."""
+    return "int8_group" if wanted == "int8" and not _is_rotated(spec, wanted) else wanted
 
 
-def _arithmetic(isa: Isa, formats: set[Format], kv_format: KvFormat, *, turned: bool) -> str:
+def _arithmetic(isa: Isa, formats: set[Format], kv_format: KvFormat, *, rotated: bool) -> str:
     weights = "+".join(weights.name.lower() for weights in sorted(formats))
-    return f"native-{isa}-{weights}{'-turned' if turned else ''}-kv-{kv_format.name.lower()}"
+    return f"native-{isa}-{weights}{'-turned' if rotated else ''}-kv-{kv_format.name.lower()}"

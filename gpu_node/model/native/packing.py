@@ -1,4 +1,4 @@
-"""A checkpoint's tensors to what the kernels read."""
+"""Pack a checkpoint's tensors into the layout that the native kernels read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.gpu_node.model.native.packed_file import PackedWriter
 from penstock.kernels.cpu.library import Format, NativeModel, Place, Slot, Vector
 
 _SLAB_BYTES = 16 << 20
-"""Of a vocabulary's table, in float32, that is read at a time."""
+"""Rows of an embedding table are read in slabs of this many bytes, counted in float32."""
 _NORM_BIASES = {
     Vector.ATTENTION_NORM: Vector.ATTENTION_NORM_BIAS,
     Vector.MLP_NORM: Vector.MLP_NORM_BIAS,
@@ -27,7 +27,7 @@ _Gains: TypeAlias = NDArray[np.float32] | None
 
 
 class Packer:
-    """Lays a checkpoint out for the kernels, matrix by matrix: what was read is let go of before the next is."""
+    """Packs a checkpoint for the kernels matrix by matrix, and releases the pages that it read after each part."""
 
     def __init__(
         self,
@@ -36,28 +36,28 @@ class Packer:
         quantization: str,
         progress: Progress,
         *,
-        turned: bool,
+        rotated: bool,
         keep: PackedWriter | None = None,
     ) -> None:
-        """With `keep` the weights go there, and are the model's no more."""
+        """keep: the writer that receives the packed weights; the model then releases its own copy of each matrix."""
         self._model = model
         self._keep = keep
         self._spec = described.spec
         self._tensors = DecoderTensors(Checkpoint.open(described.source, described.read_scaled), described.spec)
         self._quantization = quantization
-        self._turned = turned
+        self._rotated = rotated
         self._progress = progress
         self._formats: set[Format] = set()
 
     def pack(self) -> set[Format]:
-        """All of it; the formats that were used."""
+        """Pack all weights and return the formats of the matrices."""
         spec, tensors = self._spec, self._tensors
         for layer in range(spec.num_layers):
             self._pack_layer(layer)
             self._progress("load", (layer + 1) / (spec.num_layers + 1))
         gains = self._set_norm(Vector.FINAL_NORM, 0, tensors.final_norm())
         self._pack_table(Slot.HEAD, tensors.head(), gains)
-        # Only as long as the norm does not go into the head are tied ones the same.
+        # A tied embedding equals the head only if the final norm is not folded into the head.
         if not spec.tied_head or gains is not None:
             self._pack_table(Slot.EMBEDDING, tensors.embedding(), None)
         self._progress("load", 1.0)
@@ -75,12 +75,12 @@ class Packer:
         self._fuse(Slot.MLP_OUT, layer, tensors.mlp_out(layer))
 
     def _fuse(self, slot: Slot, layer: int, linear: StoredLinear, gains: _Gains = None) -> None:
-        """One matrix with the parts' rows one after the other."""
+        """Pack the parts into one matrix, with their rows one after another."""
         firsts = np.cumsum([0, *(part.shape[0] for part in linear.weights)]).tolist()
         self._fill(slot, layer, linear, [(Place.PLAIN, first) for first in firsts[:-1]], gains)
 
     def _interleave(self, slot: Slot, layer: int, linear: StoredLinear, gains: _Gains) -> None:
-        """One matrix in which the rows of two parts alternate by halves of a panel."""
+        """Pack two parts into one matrix in which their rows alternate by half panels."""
         self._fill(slot, layer, linear, [(Place.FIRST_HALF, 0), (Place.SECOND_HALF, 0)], gains)
 
     def _fill(
@@ -97,7 +97,7 @@ class Packer:
         self._finish(slot, layer, linear.weights, weights)
 
     def _pack_table(self, slot: Slot, table: Stored, gains: _Gains) -> None:
-        """A matrix with a row for each token: large, and of nothing that concerns all rows together."""
+        """Pack a matrix with one row per vocabulary token in slabs; its rows are independent of each other."""
         weights = self._allocate(slot, 0, (table,))
         rows, columns = table.shape
         slab_rows = max(1, _SLAB_BYTES // (4 * columns))
@@ -117,8 +117,8 @@ class Packer:
             self._model.release(slot, layer)
 
     def _allocate(self, slot: Slot, layer: int, parts: tuple[Stored, ...]) -> Format:
-        # Rows of a turned embedding are read one at a time, and an error in one stays in the sum of all layers.
-        precise = self._turned and slot is Slot.EMBEDDING
+        # Keep a rotated embedding in bfloat16: an error in its row stays in the residual stream through all layers.
+        precise = self._rotated and slot is Slot.EMBEDDING
         weights = Format.BF16 if precise else format_of(parts, self._quantization)
         if not precise:
             self._formats.add(weights)
@@ -126,12 +126,12 @@ class Packer:
         return weights
 
     def _set_norm(self, vector: Vector, layer: int, norm: StoredNorm) -> _Gains:
-        """Give a norm its weights; a turned model's go into the matrix behind it, for which they come back."""
+        """Set a norm's weights. With rotation, set ones and return the weights to fold into the next matrix."""
         gains = norm.weight.to_float32()
-        self._set_vector(vector, layer, np.ones_like(gains) if self._turned else gains)
+        self._set_vector(vector, layer, np.ones_like(gains) if self._rotated else gains)
         if norm.bias is not None:
             self._set_vector(_NORM_BIASES[vector], layer, norm.bias.to_float32())
-        return gains if self._turned else None
+        return gains if self._rotated else None
 
     def _set_vector(self, vector: Vector, layer: int, values: NDArray[np.float32]) -> None:
         self._model.set_vector(vector, layer, values)
@@ -140,5 +140,5 @@ class Packer:
 
 
 def _rows_and_columns(parts: tuple[Stored, ...]) -> tuple[int, int]:
-    """Of the matrix that the parts' rows make."""
+    """Return the shape of the matrix that consists of the parts' rows."""
     return sum(part.shape[0] for part in parts), parts[0].shape[1]

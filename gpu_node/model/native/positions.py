@@ -1,4 +1,4 @@
-"""What the kernels know of positions, which is the spec's and no checkpoint's."""
+"""Set the position tables of a native model. They follow from the spec and are not stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHUNK_TOKENS = 64
 
 
 def set_positions(model: NativeModel, described: Description) -> None:
-    """Each layer's window, and the angles by which positions turn or the biases that they give scores."""
+    """Set each layer's attention window, and the RoPE angles or the ALiBi score biases by position."""
     spec = described.spec
     for layer, window in enumerate(spec.windows):
         model.set_window(layer, window or 0)

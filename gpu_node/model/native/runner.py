@@ -1,4 +1,4 @@
-"""Steps of a plan on the native kernels."""
+"""The runner that executes step plans on the native kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class NativeRunner:
-    """Runs each step on the model's own threads; `submit` only starts them."""
+    """Runs each step on the native model's threads; `submit` starts the step and returns at once."""
 
     max_in_flight = 1
 
@@ -39,23 +39,23 @@ class NativeRunner:
         self._num_threads = num_threads
         self._is_warned = False
         self.num_threads_in_use = num_threads
-        """Threads that computed the last step: fewer than there are while other processes take the cores of some."""
+        """The threads that computed the last step; fewer than num_threads while other processes occupy some cores."""
 
     @property
     def cache_sizes(self) -> CacheSizes:
-        """What the KV cache holds."""
+        """The number and size of the KV blocks."""
         return self._sizes
 
     @property
     def verifies_drafts(self) -> bool:
-        """Any of a step's tokens may be sampled behind."""
+        """True: a step may sample after any of its tokens."""
         return True
 
     def bind_thread(self) -> None:
-        """Schedule the calling thread as the model's own threads, which leave it a core where each has one."""
+        """Pin the calling thread like the model's threads, which leave it a core if there are enough cores."""
         self._model.bind_thread()
 
-    def submit(self, plan: StepPlan) -> _Flight:
+    def submit(self, plan: StepPlan) -> _InFlightStep:
         """Start a step."""
         tokens, times_ms = np.empty(len(plan.sample_tokens), dtype=np.int32), np.zeros(3, dtype=np.float32)
         ragged = _ragged(plan.sampling)
@@ -67,10 +67,10 @@ class NativeRunner:
                 **_wanted_logprobs(plan, outputs),
             )
         )
-        return _Flight(self._wait, outputs, plan, ragged)
+        return _InFlightStep(self._wait, outputs, plan, ragged)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
-        """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
+        """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
         logits = np.empty((len(plan.token_ids), self._vocab_size), dtype=np.float32)
         times_ms = np.zeros(3, dtype=np.float32)
         rest = *_addresses(plan.adapters), len(plan.copies), *_addresses(plan.copies)
@@ -86,26 +86,28 @@ class NativeRunner:
             _log.warning("cores are taken", extra=extra)
 
     def _logprobs(self, plan: StepPlan) -> tuple[Logprobs | None, Logprobs | None]:
-        """Room for those of the sampling rows and of the scored tokens."""
+        """Allocate the logprobs of the sampling rows and of the scored tokens; None where they are not wanted."""
         scored = None if plan.scored is None else plan.scored.num_logprobs
-        return _room(plan.sampling.num_logprobs, self._vocab_size), _room(scored, self._vocab_size)
+        return _logprob_buffers(plan.sampling.num_logprobs, self._vocab_size), _logprob_buffers(
+            scored, self._vocab_size
+        )
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear blocks in every layer."""
         self._model.clear_blocks(block_ids)
 
-    def set_adapter(self, place: int, adapter: Adapter) -> None:
-        """Put an adapter in a place, once no step runs."""
+    def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
+        """Wait for the step in flight, then load an adapter into a slot."""
         self._model.wait()
-        self._adapters.set(place, adapter)
+        self._adapters.set(adapter_slot, adapter)
 
     def close(self) -> None:
-        """End the threads and free the memory."""
+        """End the model's threads and free its memory."""
         self._model.close()
 
 
 class _Outputs(NamedTuple):
-    """Where the kernels write."""
+    """The arrays that the kernels write a step's results to."""
 
     tokens: NDArray[np.int32]
     logprobs: Logprobs | None
@@ -113,33 +115,33 @@ class _Outputs(NamedTuple):
     times_ms: NDArray[np.float32]
 
 
-class _Flight:
-    """A step on its way; keeps alive what the kernels read and write."""
+class _InFlightStep:
+    """A step that may still be running; keeps the arrays alive that the kernels read and write."""
 
     def __init__(self, wait: Callable[[], None], outputs: _Outputs, *inputs: Any) -> None:
         self._wait = wait
         self._outputs = outputs
         self._inputs = inputs
-        self._has_landed = False
+        self._is_complete = False
 
     def __del__(self) -> None:
-        # A step that nobody waited for still reads the arrays.
-        self._land()
+        # The kernels may still access the arrays of a step that was never waited for.
+        self._complete()
 
     def result(self) -> StepResult:
-        self._land()
+        self._complete()
         tokens, logprobs, scores, times_ms = self._outputs
         forward_ms, sample_ms, copy_ms = times_ms.tolist()
         return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores)
 
-    def _land(self) -> None:
-        if not self._has_landed:
-            self._has_landed = True
+    def _complete(self) -> None:
+        if not self._is_complete:
+            self._is_complete = True
             self._wait()
 
 
 def _step(plan: StepPlan) -> tuple[int | None, ...]:
-    """The fields of a NativePlan up to its ragged ones."""
+    """Return the fields of a NativePlan that come before its ragged ones."""
     rows = plan.sampling
     return (
         *(len(plan.token_ids), len(plan.context_lens), len(plan.sample_tokens)),
@@ -151,8 +153,8 @@ def _step(plan: StepPlan) -> tuple[int | None, ...]:
     )
 
 
-def _room(num_logprobs: NDArray[np.int32] | None, vocab_size: int) -> Logprobs | None:
-    """Arrays for rows that want so many; uninitialised."""
+def _logprob_buffers(num_logprobs: NDArray[np.int32] | None, vocab_size: int) -> Logprobs | None:
+    """Allocate uninitialized logprobs, wide enough for the row that wants the most; None where no row wants any."""
     if num_logprobs is None:
         return None
     shape = len(num_logprobs), 1 + min(int(num_logprobs.max()), vocab_size)
@@ -160,17 +162,17 @@ def _room(num_logprobs: NDArray[np.int32] | None, vocab_size: int) -> Logprobs |
 
 
 def _wanted_logprobs(plan: StepPlan, outputs: _Outputs) -> dict[str, int | None]:
-    """The fields of a NativePlan that are about them."""
+    """Return the fields of a NativePlan for logprobs and scores."""
     fields: dict[str, int | None] = {}
-    if (room := outputs.logprobs) is not None:
-        arrays = plan.sampling.num_logprobs, room.token_ids, room.values
+    if (buffers := outputs.logprobs) is not None:
+        arrays = plan.sampling.num_logprobs, buffers.token_ids, buffers.values
         fields |= zip(("num_logprobs", "logprob_ids", "logprobs"), _addresses(*arrays), strict=True)
-        fields["logprobs_width"] = room.values.shape[1]
-    if (scored := plan.scored) is not None and (room := outputs.scores) is not None:
+        fields["logprobs_width"] = buffers.values.shape[1]
+    if (scored := plan.scored) is not None and (buffers := outputs.scores) is not None:
         names = "scored_tokens", "score_targets", "num_score_logprobs", "score_ids", "scores"
         wanted = scored.tokens, scored.targets, scored.num_logprobs
-        fields |= zip(names, _addresses(*wanted, room.token_ids, room.values), strict=True)
-        fields |= {"num_scored": len(scored.tokens), "scores_width": room.values.shape[1]}
+        fields |= zip(names, _addresses(*wanted, buffers.token_ids, buffers.values), strict=True)
+        fields |= {"num_scored": len(scored.tokens), "scores_width": buffers.values.shape[1]}
     return fields
 
 
@@ -179,7 +181,7 @@ _NOTHING_RAGGED: tuple[_Table, ...] = (None,) * 10
 
 
 def _ragged(rows: SamplingRows) -> tuple[_Table, ...]:
-    """What rows have lists of, as tables of addresses and lengths; nothing where all are empty."""
+    """Return the per-row lists of `rows` as tables of addresses and lengths; None where all lists are empty."""
     seen, num_seen = _table(rows.seen)
     banned, num_banned = _table(rows.banned)
     biased, num_biased = _table(rows.biased)
@@ -199,7 +201,7 @@ def _pointers(lists: Sequence[NDArray[Any]]) -> NDArray[np.uint64]:
 
 
 def _mask_pointers(masks: TokenMasks) -> NDArray[np.uint64]:
-    """0 for rows without a mask."""
+    """Return the address of each row's mask; 0 for rows without a mask."""
     starts = masks.words.ctypes.data + masks.rows.astype(np.uint64) * np.uint64(masks.words.strides[0])
     return np.where(masks.rows >= 0, starts, np.uint64(0))
 

@@ -1,4 +1,4 @@
-"""One copy of a model's packed weights for all processes of a machine: a file of the cache, packed by the first."""
+"""The cache of packed weights: the first process packs a file, and all processes of the machine share it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.kernels.cpu.library import Format
 
 _log = logging.getLogger(__name__)
 _UNUSED_S = 7 * 24 * 60 * 60
-"""Files that no process opened for so long go when another one is written."""
+"""Files that no process opened for this long are deleted when another file is written."""
 _SUFFIX = ".weights"
 _PART = ".part"
 
@@ -30,10 +30,10 @@ _PART = ".part"
 def packed_once(
     described: Description, layout: str, pack: Callable[[PackedWriter], Iterable[Format]]
 ) -> PackedWeights | None:
-    """The cached file of a model's weights in a `layout`.
+    """Return the cached file of a model's weights in a `layout`; pack it first if there is none.
 
-    Where there is none, `pack` has a writer write all of it and answers the formats. Of processes that start together
-    one packs, the others wait for it. Where the folder cannot be used: a warning, and None.
+    `pack` writes all weights to the given writer and returns their formats. If several processes start together, one
+    packs and the others wait. If the cache folder is unusable, logs a warning and returns None.
     """
     key = _key(described, layout)
     name = re.sub(r"[^\w.-]+", "-", (described.source.gguf or described.source.folder.resolve()).name)
@@ -46,7 +46,7 @@ def packed_once(
 
 
 def _key(described: Description, layout: str) -> str:
-    """Of all that the packed bytes depend on: files, kernels, and the code that reads and packs."""
+    """Return a digest of everything the packed bytes depend on: weight files, kernels, and the loading code."""
     code = blake2b(digest_size=16)
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
@@ -66,28 +66,30 @@ def _opened(path: Path, key: str) -> PackedWeights | None:
     except ValueError as error:
         _log.warning("packed weights are made anew", extra={"path": str(path), "reason": str(error)})
         return None
-    # So that it does not count as unused; another's file is not ours to touch.
+    # Mark the file as used. That fails, harmlessly, for a file of another user.
     with suppress(OSError):
         os.utime(path)
     return found
 
 
-def _packed(path: Path, key: str, pack: Callable[[PackedWriter], Iterable[Format]], room: int) -> PackedWeights | None:
-    """Packs into a file beside, whose lock says that its writer lives, and moves it to its place whole."""
+def _packed(
+    path: Path, key: str, pack: Callable[[PackedWriter], Iterable[Format]], needed_bytes: int
+) -> PackedWeights | None:
+    """Pack into a locked temporary file, then rename it to `path`. The lock ends when its writer dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(_PART)
     while True:
-        # The lock ends with the file's being closed, or with the process.
+        # Closing the file or the end of the process releases the lock.
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not _is_at(file.fileno(), part):
-                # Whoever had the lock before has moved or removed it.
+                # The previous holder of the lock renamed or removed the file.
                 continue
             found = _opened(path, key)
             try:
                 if found is None:
                     _sweep(path.parent, time.time() - _UNUSED_S)
-                    _want_room(path.parent, room)
+                    _require_free_space(path.parent, needed_bytes)
                     file.truncate(0)
                     writer = PackedWriter(file, key)
                     writer.finish(pack(writer))
@@ -104,15 +106,15 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _want_room(folder: Path, num_bytes: int) -> None:
-    """Others may need the disk too: it is not filled up to the last byte before the try fails."""
+def _require_free_space(folder: Path, num_bytes: int) -> None:
+    """Raise OSError if the disk has less than `num_bytes` free, rather than fill it up for other programs."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise OSError(f"{folder} has {free >> 20} MiB free, want {num_bytes >> 20}")
 
 
 def _sweep(folder: Path, before_s: float) -> None:
-    """Remove what was not used since a time. Processes that map a removed file keep it."""
+    """Remove files that were not used since `before_s`. Processes that map a removed file keep their mapping."""
     for path in folder.iterdir():
         # Another process may sweep at the same time.
         with suppress(OSError):

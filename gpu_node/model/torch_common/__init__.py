@@ -1,1 +1,1 @@
-"""What the torch runner and the GPU runner share: layers, norms, positions, sampling."""
+"""Code that the torch runner and the GPU runner share: layers, norms, positions, sampling."""

@@ -1,4 +1,4 @@
-"""A decoder's weights as torch runners multiply with them, wherever they come from."""
+"""The weights of a decoder in the form that the torch runners compute with."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from torch import Tensor
 from penstock.gpu_node.model.torch_common.norm import Norm
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
-"""Multiplies rows, [num_tokens, in], with a matrix that it keeps as it likes: [num_tokens, out]."""
+"""Multiplies rows [num_tokens, in] by a matrix in any format; returns [num_tokens, out]."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer."""
+    """The weights of one decoder layer."""
 
     attention_norm: Norm
     qkv: Product
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
     head_norms: tuple[Norm, Norm] | None
-    """Of queries and keys."""
+    """The norms of each head's queries and keys; None where the model has none."""
     out: Product
     mlp_norm: Norm
     mlp_in: Product
-    """[intermediate, hidden], twice that many rows where it is gated: gate, up."""
+    """[intermediate, hidden]; a gated MLP has twice as many rows: gate, then up."""
     mlp_out: Product
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All tensors of a decoder."""
+    """All weights of a decoder."""
 
     embedding: Callable[[Tensor], Tensor]
-    """Of token ids [num_tokens]: [num_tokens, hidden]."""
+    """Returns the embeddings [num_tokens, hidden] of token ids [num_tokens]."""
     layers: Iterable[LayerWeights]
-    """Gone over once a step, in order."""
+    """The layers in order; each step iterates over them once."""
     final_norm: Norm
     head: Product
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         return self.final_norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of the weights."""
         return self.final_norm.weight.device

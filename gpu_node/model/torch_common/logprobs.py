@@ -1,4 +1,4 @@
-"""How likely tokens are by rows of logits, in torch on any device."""
+"""Compute logprobs from logits, in torch on any device."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _ROWS_AT_ONCE = 64
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, num_logprobs: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
-    """The arrays of `Logprobs`, as tensors, for some tokens. logits: [rows, vocab]; token_ids: [rows]."""
-    most = min(int(num_logprobs.max(initial=0)), logits.shape[-1])
+    """Return the arrays of `Logprobs` as tensors. logits: [rows, vocab]; token_ids: [rows]."""
+    num_best = min(int(num_logprobs.max(initial=0)), logits.shape[-1])
     parts = zip(torch.split(logits, _ROWS_AT_ONCE), torch.split(token_ids, _ROWS_AT_ONCE), strict=True)
-    ids, values = zip(*(_part(part.float(), own.long()[:, None], most) for part, own in parts), strict=True)
+    ids, values = zip(*(_part(part.float(), own.long()[:, None], num_best) for part, own in parts), strict=True)
     return torch.cat(ids), torch.cat(values)
 
 
 def to_numpy(ids: Tensor, values: Tensor) -> Logprobs:
-    """The same, on the host."""
+    """Copy the arrays to the host as `Logprobs`."""
     return Logprobs(ids.to(torch.int32).cpu().numpy(), values.cpu().numpy())
 
 
-def _part(logits: Tensor, own: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    best = logits.topk(most, dim=-1)
-    # A failed row's token is no token.
+def _part(logits: Tensor, own: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
+    best = logits.topk(num_best, dim=-1)
+    # A failed row has token -1.
     chosen = logits.gather(1, own.clamp(min=0))
     values = torch.cat((chosen, best.values), dim=1) - logits.logsumexp(dim=-1, keepdim=True)
     return torch.cat((own, best.indices), dim=1), values

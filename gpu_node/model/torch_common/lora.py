@@ -1,4 +1,4 @@
-"""Adapters beside a torch runner's products: the rows of each adapter are multiplied together."""
+"""LoRA adapters of the torch runner: all rows of a step with the same adapter are multiplied together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.gpu_node.model.protocol import NO_ADAPTER, Adapter, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Adds to the outputs from `first` on. down: [rank, in]; up: [rows, rank]."""
+    """A low-rank term that is added to the outputs from `first` on. down: [rank, in]; up: [rows, rank]."""
 
     first: int
     down: Tensor
@@ -29,12 +29,12 @@ _Weights: TypeAlias = dict[tuple[int, MatrixName], tuple[_Part, ...]]
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """Which rows of a step have which adapter."""
+    """The adapter of each row of a step."""
 
     groups: tuple[tuple[_Weights, Tensor], ...]
 
     def add(self, layer: int, matrix: MatrixName, x: Tensor, out: Tensor) -> Tensor:
-        """Add to the products of some rows what their adapters say, in place. x: [rows, in]; out: [rows, out]."""
+        """Add the adapters' products to the rows that have one, in place. x: [rows, in]; out: [rows, out]."""
         for weights, rows in self.groups:
             for part in weights.get((layer, matrix), ()):
                 more = (x[rows] @ part.down.T) @ part.up.T
@@ -42,31 +42,33 @@ class AdaptedRows:
         return out
 
     def at(self, tokens: Tensor) -> Self:
-        """The same where only some tokens are left, [num_left]."""
+        """Return the adapters of only the given tokens, [num_tokens]."""
         left = ((weights, torch.isin(tokens, rows).nonzero().flatten()) for weights, rows in self.groups)
         return type(self)(tuple(left))
 
 
 class TorchAdapters:
-    """The adapters that a runner has at the moment, by place."""
+    """The adapters that are loaded into a runner's adapter slots."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         self._spec = spec
         self._dtype = dtype
         self._weights: dict[int, _Weights] = {}
 
-    def set(self, place: int, adapter: Adapter) -> None:
-        """Put an adapter in a place."""
-        named = ((layer, matrix) for layer in range(self._spec.num_layers) for matrix in MATRICES)
-        self._weights[place] = {at: tuple(self._part(at[1], part) for part in adapter.low_ranks(*at)) for at in named}
+    def set(self, adapter_slot: int, adapter: Adapter) -> None:
+        """Load an adapter into a slot."""
+        matrices = ((layer, matrix) for layer in range(self._spec.num_layers) for matrix in MATRICES)
+        self._weights[adapter_slot] = {
+            at: tuple(self._part(at[1], part) for part in adapter.low_ranks(*at)) for at in matrices
+        }
 
     def rows_of(self, plan: StepPlan) -> AdaptedRows:
-        """Who has which in a step."""
+        """Return the adapter of each row of a step."""
         if plan.adapters is None:
             return AdaptedRows(())
-        places = np.repeat(plan.adapters, np.diff(plan.query_starts))
-        present = sorted({*places.tolist()} - {NO_ADAPTER})
-        return AdaptedRows(tuple((self._weights[at], torch.from_numpy(np.flatnonzero(places == at))) for at in present))
+        slots = np.repeat(plan.adapters, np.diff(plan.query_starts))
+        present = sorted({*slots.tolist()} - {NO_ADAPTER})
+        return AdaptedRows(tuple((self._weights[at], torch.from_numpy(np.flatnonzero(slots == at))) for at in present))
 
     def _part(self, matrix: MatrixName, part: LowRank) -> _Part:
         firsts = list(accumulate((rows for _, rows in self._spec.parts_of(matrix)), initial=0))

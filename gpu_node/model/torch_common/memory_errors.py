@@ -1,4 +1,4 @@
-"""Torch's lack of memory by Python's name for it."""
+"""Translate torch's out-of-memory errors to MemoryError."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from contextlib import contextmanager
 import torch
 
 _TEXTS = "can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory"
-"""Of torch for the host; of torch for pinned memory, libraries and graphs; of Triton for kernels."""
+"""Messages of torch for host memory; of torch for pinned memory, libraries and graphs; of Triton for kernels."""
 
 
 @contextmanager
-def naming_lack_of_memory() -> Iterator[None]:
-    """Raise MemoryError where torch found none; it has an error for cards, and for the host one that its text tells."""
+def translate_out_of_memory() -> Iterator[None]:
+    """Raise MemoryError in place of torch's out-of-memory errors.
+
+    torch has an error class for GPU memory; for host memory, only the text of a RuntimeError tells.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -10,14 +10,14 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """By the root of the mean square, or with a bias by mean and variance too (a layer norm)."""
+    """An RMS norm, or a layer norm if it has a bias."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., size of the weight]; returns its shape, in the weight's dtype."""
+        """Normalize x, [..., size of the weight], and return it in the weight's dtype."""
         wide, shape = x.float(), self.weight.shape
         if self.bias is None:
             return functional.rms_norm(wide, shape, eps=self.eps).to(self.weight.dtype) * self.weight

@@ -1,4 +1,4 @@
-"""How tokens know their places: tables of angles or of biases, computed once for a model."""
+"""Position tables, computed once per model: RoPE angles or ALiBi biases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Table = NDArray[np.float32]
 
 
 def rope_angles(rope: Rope, num_positions: int) -> tuple[Table, Table]:
-    """Cosine and sine by position, each [num_positions, rope.dim / 2], for both halves of what rotates."""
+    """Return cosines and sines by position, each [num_positions, rope.dim / 2]; both halves of a head share them."""
     positions = np.arange(num_positions, dtype=np.float32)[:, None]
     angles = positions * _frequencies(rope, num_positions)
     magnitude = np.float32(rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling) else 1)
@@ -30,7 +30,7 @@ def rope_angles(rope: Rope, num_positions: int) -> tuple[Table, Table]:
 
 
 def _frequencies(rope: Rope, num_positions: int) -> Table:
-    """By position where they depend on it, else [1, rope.dim / 2]."""
+    """Return frequencies: [num_positions, rope.dim / 2] where they depend on the position, else [1, rope.dim / 2]."""
     scaling = rope.scaling
     if isinstance(scaling, DynamicScaling):
         return _powers(_growing_theta(rope, scaling, num_positions), rope.dim)
@@ -46,12 +46,15 @@ def _frequencies(rope: Rope, num_positions: int) -> Table:
 
 
 def _powers(theta: NDArray[np.float64], dim: int) -> Table:
-    """theta: [n, 1]; returns [n, dim / 2]."""
+    """Return the RoPE frequencies of `dim` channels, [n, dim / 2]. theta: [n, 1]."""
     return (1.0 / theta ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
 
 
 def _growing_theta(rope: Rope, scaling: DynamicScaling, num_positions: int) -> NDArray[np.float64]:
-    """Each token is rotated as if the text ended with it, so that how a text is cut into steps changes nothing."""
+    """Return theta by position, [num_positions, 1], as if the text ended at that position.
+
+    So the result does not depend on how a prompt is split into steps.
+    """
     length = np.maximum(np.arange(1, num_positions + 1), scaling.original_max_position)[:, None]
     growth = scaling.factor * length / scaling.original_max_position - (scaling.factor - 1)
     grown: NDArray[np.float64] = rope.theta * growth ** (rope.dim / (rope.dim - 2))
@@ -59,37 +62,37 @@ def _growing_theta(rope: Rope, scaling: DynamicScaling, num_positions: int) -> N
 
 
 def _blended(frequencies: Table, kept: NDArray[np.floating], factor: float) -> Table:
-    """Frequencies of which a share, in [0, 1], is kept and the rest divided."""
+    """Interpolate between frequencies (kept = 1) and frequencies / factor (kept = 0)."""
     blended: Table = (frequencies * (kept + (1.0 - kept) / factor)).astype(np.float32)
     return blended
 
 
 def _llama3_kept(frequencies: Table, scaling: Llama3Scaling) -> NDArray[np.floating]:
     wavelengths = 2 * np.pi / frequencies
-    turns = scaling.original_max_position / wavelengths
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    rotations = scaling.original_max_position / wavelengths
+    kept = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return kept.clip(0.0, 1.0)
 
 
 def _yarn_kept(rope: Rope, scaling: YarnScaling) -> NDArray[np.floating]:
-    def channel(turns: float) -> float:
-        """That turns so often in the original length."""
-        return rope.dim * log(scaling.original_max_position / (turns * 2 * pi)) / (2 * log(rope.theta))
+    def channel(rotations: float) -> float:
+        """Return the channel that makes this many rotations within the original length."""
+        return rope.dim * log(scaling.original_max_position / (rotations * 2 * pi)) / (2 * log(rope.theta))
 
     first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
     if scaling.whole_channels:
         first, last = floor(first), ceil(last)
     first, last = max(first, 0), min(last, rope.dim - 1)
-    # Nothing lies between where they are one.
+    # Avoid a division by zero where both bounds are equal.
     between = last - first or 1e-3
     return 1 - ((np.arange(rope.dim // 2) - first) / between).clip(0.0, 1.0)
 
 
 def alibi_biases(spec: ModelSpec, num_positions: int) -> Table:
-    """What is added to the scores of a token at each position, [num_heads, num_positions] (arXiv:2108.12409).
+    """Return the ALiBi biases by key position, [num_heads, num_positions] (arXiv:2108.12409).
 
-    A score's bias may be shifted by what is the same for all tokens, so the seen token's position stands for its
-    distance. Falcon was trained with slopes, positions and products rounded to bfloat16, and is run with them.
+    Softmax ignores a shift that is the same for all keys, so the key's position replaces its distance to the query.
+    Slopes, positions and products are rounded to bfloat16, because Falcon was trained that way.
     """
     slopes = to_bf16(np.array(_slopes(spec.num_heads), dtype=np.float32))
     products: Table = np.outer(slopes, to_bf16(np.arange(num_positions, dtype=np.float32)))
@@ -97,7 +100,10 @@ def alibi_biases(spec: ModelSpec, num_positions: int) -> Table:
 
 
 def _slopes(num_heads: int) -> list[float]:
-    """A geometric series for a power of two of heads; other numbers take every second one of the next such series."""
+    """Return the ALiBi slope of each head: a geometric series for a power of two of heads.
+
+    For other numbers, the remaining heads take every second slope of the series for the next power of two.
+    """
     whole = 2 ** floor(log2(num_heads))
     rest = num_heads - whole
     return [2 ** (-8 * i / whole) for i in range(1, whole + 1)] + [

@@ -1,4 +1,4 @@
-"""Logits to tokens, every row by its own rules: those of kernels/reference/sampler.py, for a whole step at once."""
+"""Sample a whole step's tokens from logits, each row by its own rules as in kernels/reference/sampler.py."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from penstock.gpu_node.model.protocol import FAILED_TOKEN, SamplingRows
 from penstock.kernels.reference.philox import sampling_uniform
 
 _NUM_CANDIDATES = 512
-"""Tokens looked at before a row's whole vocabulary is sorted for its top-p limit; torch takes them without a sort of
-everything only while there are 64 times as many."""
+"""The number of best tokens that are tried for a top-p limit before the whole vocabulary is sorted.
+
+torch selects them without a full sort only if the vocabulary is at least 64 times as large.
+"""
 
 
 def has_adjustments(rows: SamplingRows) -> bool:
-    """Whether `adjust` would change anything."""
+    """Return whether `adjust` would change any logits."""
     return rows.masks is not None or any(map(len, rows.biased))
 
 
 def adjust(logits: Tensor, rows: SamplingRows) -> None:
-    """Add the rows' biases, then wait for their masks and make impossible what those do not allow.
+    """Add the rows' biases, then wait for their masks and set the logits of disallowed tokens to -inf.
 
     logits: [num_samples, vocab] on any device, changed in place.
     """
@@ -33,20 +35,20 @@ def adjust(logits: Tensor, rows: SamplingRows) -> None:
         allowed = np.unpackbits(rows.masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
         masked = np.flatnonzero(rows.masks.rows >= 0)
         forbidden = torch.from_numpy(allowed[rows.masks.rows[masked]] == 0).to(logits.device)
-        places = torch.from_numpy(masked).to(logits.device)
-        logits[places] = logits[places].masked_fill(forbidden, -torch.inf)
+        masked_rows = torch.from_numpy(masked).to(logits.device)
+        logits[masked_rows] = logits[masked_rows].masked_fill(forbidden, -torch.inf)
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
-    """One token a row; FAILED_TOKEN where logits are not finite, or were not after the row's penalties and bans.
+    """Sample one token per row; FAILED_TOKEN where logits are not finite before or after penalties and bans.
 
-    logits: [num_samples, vocab] in float32, overwritten. A row's token depends on nothing but that row.
+    logits: [num_samples, vocab] in float32, overwritten. A row's token depends only on that row.
     """
     best, at = logits.max(dim=-1)
     failed = ~torch.isfinite(best).numpy()
     if has_adjustments(rows) or any(map(len, (*rows.seen, *rows.banned))):
         adjust(logits, rows)
-        _penalise(logits, rows)
+        _penalize(logits, rows)
         _ban(logits, rows)
         best, at = logits.max(dim=-1)
         failed |= ~torch.isfinite(best).numpy()
@@ -58,24 +60,24 @@ def sample(logits: Tensor, rows: SamplingRows) -> NDArray[np.int32]:
     return tokens
 
 
-def _penalise(logits: Tensor, rows: SamplingRows) -> None:
+def _penalize(logits: Tensor, rows: SamplingRows) -> None:
     for i, seen in enumerate(rows.seen):
         if not len(seen):
             continue
-        _penalise_repetition(logits[i], torch.from_numpy(seen).long(), float(rows.repetition_penalty[i]))
+        _penalize_repetition(logits[i], torch.from_numpy(seen).long(), float(rows.repetition_penalty[i]))
         frequency, presence = float(rows.frequency_penalty[i]), float(rows.presence_penalty[i])
         if frequency or presence:
-            _penalise_output(logits[i], seen[rows.num_seen_prompt[i] :], frequency, presence)
+            _penalize_output(logits[i], seen[rows.num_seen_prompt[i] :], frequency, presence)
 
 
-def _penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> None:
-    """Divide positive and multiply negative logits of tokens seen before, as in the CTRL paper (arXiv:1909.05858)."""
+def _penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> None:
+    """Divide positive and multiply negative logits of seen tokens by the penalty, as in CTRL (arXiv:1909.05858)."""
     scores = logits[seen]
     logits[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
-def _penalise_output(logits: Tensor, output: NDArray[np.int32], frequency: float, presence: float) -> None:
-    """Take from each token that was said the one penalty as often as it was said, and the other once."""
+def _penalize_output(logits: Tensor, output: NDArray[np.int32], frequency: float, presence: float) -> None:
+    """Subtract the frequency penalty once per occurrence of a token in the output, and the presence penalty once."""
     tokens, counts = map(torch.from_numpy, np.unique(output, return_counts=True))
     logits[tokens] = logits[tokens] - frequency * counts - presence
 
@@ -87,8 +89,8 @@ def _ban(logits: Tensor, rows: SamplingRows) -> None:
 
 
 def _draw(logits: Tensor, rows: SamplingRows, drawn: NDArray[np.intp]) -> NDArray[np.int32]:
-    """Invert each row's cumulative distribution, in the order of token ids, at the row's own random number."""
-    # The maximum is taken off first so that a tiny temperature overflows to -inf and never to NaN.
+    """Sample by inverting each row's cumulative distribution, in token id order, at the row's own random number."""
+    # Subtract the maximum first, so that a tiny temperature overflows to -inf and never to NaN.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / torch.from_numpy(rows.temperature[drawn])[:, None]
     min_p = rows.min_p[drawn]
     if min_p.any():
@@ -101,17 +103,17 @@ def _draw(logits: Tensor, rows: SamplingRows, drawn: NDArray[np.intp]) -> NDArra
     uniform = sampling_uniform(rows.seed[drawn], rows.choice[drawn], rows.position[drawn])
     total = cumulative[:, -1:].contiguous()
     target = torch.from_numpy(uniform)[:, None] * total
-    # Rounding may put the target on the total itself; the last token with any weight is meant then.
+    # Rounding may make the target equal to the total; then the last token with a nonzero weight is chosen.
     token = torch.searchsorted(cumulative, target, right=True)
     last = torch.searchsorted(cumulative, total, right=False)
     return torch.minimum(token, last).squeeze(1).numpy().astype(np.int32)
 
 
 def _limit(logits: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32]) -> Tensor:
-    """Mask all but each row's `top_k` best tokens and, of these, the fewest that hold `top_p` of their weight."""
+    """Mask all tokens but each row's `top_k` best and, of these, the fewest that hold `top_p` of the probability."""
     vocab = logits.shape[-1]
     k = torch.from_numpy(np.where(top_k > 0, np.minimum(top_k, vocab), vocab).astype(np.int64))[:, None]
-    # A sum of shares may round past 1, so "all" must be more than any sum.
+    # A sum of probabilities may round past 1, so "no limit" must exceed any sum.
     p = torch.from_numpy(np.where(top_p < 1, top_p, np.float32(np.inf)))[:, None]
     open_ended = bool(((top_p < 1) & (top_k == 0)).any())
     num_candidates = min(vocab, max(_NUM_CANDIDATES if open_ended else 1, int(top_k.max(initial=0))))
@@ -123,7 +125,7 @@ def _limit(logits: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32])
 
 
 def _threshold(logits: Tensor, k: Tensor, p: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """The lowest logit that each row keeps, [rows, 1], and whether the best `num_candidates` were enough to tell."""
+    """Return the lowest logit that each row keeps, [rows, 1], and whether `num_candidates` were enough to find it."""
     best = logits.topk(num_candidates, dim=-1).values
     whole = num_candidates == logits.shape[-1]
     kth = best.gather(1, k.clamp(max=num_candidates) - 1)

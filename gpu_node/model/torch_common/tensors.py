@@ -1,4 +1,4 @@
-"""A checkpoint's tensors to the torch tensors that a decoder multiplies with."""
+"""Convert a checkpoint's tensors to torch tensors."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from penstock.gpu_node.model.torch_common.layers import LayerWeights, Product
 from penstock.gpu_node.model.torch_common.norm import Norm
 
 Convert: TypeAlias = Callable[[tuple[Stored, ...]], Tensor]
-"""Stored tensors as one, their rows one after another."""
+"""Converts stored tensors to one tensor, with their rows one after another."""
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SLAB_BYTES = 1 << 20
-"""Of a dequantised matrix, in float32, that is made at a time."""
+"""A matrix is dequantized in slabs of this many bytes of float32."""
 
 
 class Converter:
-    """Stored tensors to torch's in one dtype, on a device or, where none is named, in this process's memory.
+    """Converts stored tensors to torch tensors of one dtype, on a device or, without one, in host memory.
 
-    There a tensor that is stored in that dtype is no copy but the file's own pages, which nobody may write to.
+    In host memory, a tensor that is stored in that dtype is not copied: it is a read-only view of the mapped file.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
@@ -33,31 +33,31 @@ class Converter:
         self._device = device
 
     def __call__(self, parts: tuple[Stored, ...]) -> Tensor:
-        """The parts' rows one after another."""
+        """Convert the parts to one tensor, with their rows one after another."""
         return self.tensor(parts[0]) if len(parts) == 1 else self._filled(parts)
 
     def tensor(self, stored: Stored) -> Tensor:
-        """In the shape that it has."""
+        """Convert one tensor and keep its shape."""
         view = _view(stored) if self.is_mapped(stored) else None
         return self._filled((stored,)) if view is None else view
 
     def is_mapped(self, stored: Stored) -> bool:
-        """Whether a tensor stays where its file is mapped."""
+        """Return whether `tensor` returns a view of the mapped file for this tensor."""
         is_as_stored = isinstance(stored, StoredTensor) and stored.row_order is None
         return self._device is None and is_as_stored and _FLOATS.get(stored.kind) is self.dtype
 
     def _filled(self, parts: tuple[Stored, ...]) -> Tensor:
         sizes = [part.shape[0] for part in parts]
         values = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=self.dtype, device=self._device)
-        for part, place in zip(parts, torch.split(values, sizes), strict=True):
-            _fill(place, part)
+        for part, target in zip(parts, torch.split(values, sizes), strict=True):
+            _fill(target, part)
         return values
 
 
 def read_layer(
     stored: StoredLayer, convert: Converter, norm_eps: float, linear: Callable[[StoredLinear, Converter], Product]
 ) -> LayerWeights:
-    """A layer's weights; `linear` keeps its matrices as it likes."""
+    """Read a layer's weights; `linear` makes its matrices."""
 
     def norm(stored: StoredNorm) -> Norm:
         return read_norm(stored, convert, norm_eps)
@@ -78,33 +78,33 @@ def read_layer(
 
 
 def read_norm(stored: StoredNorm, convert: Converter, eps: float) -> Norm:
-    """A norm's weights."""
+    """Read a norm's weights."""
     return Norm(convert.tensor(stored.weight), None if stored.bias is None else convert.tensor(stored.bias), eps)
 
 
 def _view(stored: Stored) -> Tensor | None:
-    """A tensor of floats as torch reads it, mapped where its rows are stored in order; None for other kinds."""
+    """Return a torch view of a float tensor, mapped if its rows are stored in order; None for other kinds."""
     kind = _FLOATS.get(stored.kind)
     if kind is None or not isinstance(stored, StoredTensor):
         return None
     rows = stored.rows
     if rows.ctypes.data % kind.itemsize:
-        # A header of odd length in front of it: not every kernel reads that.
+        # A file header of odd length misaligns the data, which some kernels cannot read.
         rows = rows.copy()
-    # Unlike from_numpy it takes what must not be written to.
+    # from_dlpack accepts read-only arrays; from_numpy does not.
     return from_dlpack(rows).view(kind).reshape(stored.shape)
 
 
-def _fill(place: Tensor, stored: Stored) -> None:
-    """Write a tensor's values to where they shall be, by slabs where they are dequantised."""
+def _fill(target: Tensor, stored: Stored) -> None:
+    """Write a stored tensor's values to `target`; dequantize matrices in slabs."""
     view = _view(stored)
     if view is not None:
-        place.copy_(view)
+        target.copy_(view)
         return
     if len(stored.shape) == 1:
-        place.copy_(torch.from_numpy(stored.to_float32()))
+        target.copy_(torch.from_numpy(stored.to_float32()))
         return
     slab_rows = max(1, _SLAB_BYTES // (4 * stored.shape[1]))
-    for first in range(0, len(place), slab_rows):
-        end = min(first + slab_rows, len(place))
-        place[first:end] = torch.from_numpy(stored.span(first, end).to_float32())
+    for first in range(0, len(target), slab_rows):
+        end = min(first + slab_rows, len(target))
+        target[first:end] = torch.from_numpy(stored.span(first, end).to_float32())

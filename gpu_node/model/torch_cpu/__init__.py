@@ -1,1 +1,1 @@
-"""The reference runner: plain torch on the CPU. It runs every model that penstock supports."""
+"""The reference runner in plain torch on the CPU. It runs every model that penstock supports."""

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: sequences of like length are attended together, straight from their blocks."""
+"""Paged attention in plain torch: batches sequences of similar length and reads their KV blocks directly."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ _MIN_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Sequences attended in one call. B sequences, Q queries each, S = padded context in tokens."""
+    """The sequences of one attention call: B sequences, Q queries each, S = padded context in tokens."""
 
     tokens: Tensor
-    """[B * Q]: places of the queries in the packed step, ascending."""
+    """[B * Q]: indices of the queries in the packed step, ascending."""
     pages: Tensor
     """[num_kv_heads * B * S / block_size]: pages of every head, as rows of a cache viewed per head and block."""
     masks: Mapping[int | None, Tensor]
-    """By the window that they leave open: [B, 1 or num_heads, Q, S], -inf or what is added to scores.
+    """By attention window: [B, 1 or num_heads, Q, S], -inf for hidden keys, else the bias of the score.
 
-    In the cache's dtype, and of this rank because torch's fast attention takes no other."""
+    The masks have the cache's dtype and four dimensions, because torch's fast attention accepts no other."""
 
 
 class KvCache:
-    """Keys and values of one layer, head-major: [num_kv_heads, num_blocks, block_size, head_dim] each."""
+    """The keys and values of one layer, head-major: [num_kv_heads, num_blocks, block_size, head_dim] each."""
 
     def __init__(self, num_kv_heads: int, num_blocks: int, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
-        # Zeros and not garbage: what padding points to is masked, but 0 x NaN would still be NaN.
+        # Zeros, because masked padding still enters products, and 0 x NaN is NaN.
         self.k = torch.zeros(num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype)
         self.v = torch.zeros_like(self.k)
 
     def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Write tokens. k, v: [num_tokens, num_kv_heads, head_dim]; slots: [num_kv_heads * num_tokens], head-major."""
+        """Store the keys and values of tokens.
+
+        k, v: [num_tokens, num_kv_heads, head_dim]; slots: [num_kv_heads * num_tokens], head-major.
+        """
         head_dim = k.shape[-1]
         self.k.view(-1, head_dim).index_copy_(0, slots, k.transpose(0, 1).reshape(-1, head_dim))
         self.v.view(-1, head_dim).index_copy_(0, slots, v.transpose(0, 1).reshape(-1, head_dim))
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy blocks as they are before any of the targets is written. Both: [num_copies]."""
+        """Copy blocks, with all sources read before any target is written. sources, targets: [num_copies]."""
         for kept in (self.k, self.v):
             kept[:, targets] = kept[:, sources]
 
@@ -57,9 +60,9 @@ class KvCache:
 
 
 class PagedAttention:
-    """Attention of one step over all layers: what depends on the plan only is worked out once.
+    """The attention of a step. `groups` and `targets` depend only on the plan and are computed once for all layers.
 
-    Buffers for gathered pages are kept from step to step; one thread at a time may use it.
+    Not thread-safe: the buffer for gathered pages is reused from step to step.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class PagedAttention:
         biases: Tensor | None = None,
         windows: Collection[int | None] = (None,),
     ) -> None:
-        """biases: [num_heads, max_position], what is added to the scores of a token; windows: all that layers have."""
+        """biases: [num_heads, max_position], score biases by key position; windows: the windows of all layers."""
         self._num_kv_heads = num_kv_heads
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -81,8 +84,9 @@ class PagedAttention:
         self._scratch = torch.empty(0, dtype=dtype)
 
     def targets(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
-        """Where each token's key and value go, for every head: [num_kv_heads * num_tokens]; and the blocks that get
-        their first token: what others left in them must go, as masks do not silence NaN.
+        """Return the cache slot of each token for every head, [num_kv_heads * num_tokens], and the newly used blocks.
+
+        Blocks that receive their first token must be cleared, because masks do not silence a NaN in old contents.
         """
         seqs = np.repeat(np.arange(len(plan.context_lens)), np.diff(plan.query_starts))
         blocks = plan.block_tables[seqs, plan.positions // self._block_size].astype(np.int64)
@@ -91,11 +95,14 @@ class PagedAttention:
         return slots, blocks[offsets == 0].tolist()
 
     def groups(self, plan: StepPlan) -> list[AttentionGroup]:
-        """Split a step into groups whose members waste little on each other's padding."""
+        """Split a step into groups of sequences with similar context lengths, so that padding stays small."""
         return [self._group(plan, seqs) for seqs in _split(plan, self._block_size)]
 
     def attend(self, q: Tensor, cache: KvCache, groups: list[AttentionGroup], window: int | None = None) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim]; returns the same shape. The step's keys must be stored already."""
+        """Compute attention of q, [num_tokens, num_heads, head_dim]; returns the same shape.
+
+        The step's keys and values must be stored already.
+        """
         if len(groups) == 1:
             return self._attend_group(q, cache, groups[0], window)
         out = torch.empty_like(q)
@@ -124,20 +131,22 @@ class PagedAttention:
         num_queries = int(plan.query_starts[seqs[0] + 1] - starts[0])
         num_blocks = -(-int(contexts.max()) // self._block_size)
         steps = np.arange(num_queries)
-        own_places = (contexts - num_queries)[:, None] + steps
+        query_positions = (contexts - num_queries)[:, None] + steps
         pages = plan.block_tables[seqs, :num_blocks].astype(np.int64).ravel()
         return AttentionGroup(
             tokens=torch.from_numpy((starts[:, None] + steps).ravel()),
             pages=self._for_each_head(pages, self._num_blocks),
-            masks={window: self._mask(own_places, num_blocks * self._block_size, window) for window in self._windows},
+            masks={
+                window: self._mask(query_positions, num_blocks * self._block_size, window) for window in self._windows
+            },
         )
 
-    def _mask(self, own_places: NDArray[np.int64], context: int, window: int | None) -> Tensor:
-        """own_places: [B, Q], those of the queries in their sequences."""
-        places, own = np.arange(context), own_places[:, None, :, None]
-        hidden = places > own
+    def _mask(self, query_positions: NDArray[np.int64], context: int, window: int | None) -> Tensor:
+        """Return the mask of a window. query_positions: [B, Q], the queries' positions in their sequences."""
+        key_positions, own = np.arange(context), query_positions[:, None, :, None]
+        hidden = key_positions > own
         if window is not None:
-            hidden |= places <= own - window
+            hidden |= key_positions <= own - window
         shown = torch.zeros(1) if self._biases is None else _padded(self._biases[:, :context], context)[:, None]
         return torch.where(torch.from_numpy(hidden), -torch.inf, shown).to(self._dtype)
 
@@ -147,26 +156,25 @@ class PagedAttention:
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q: [B, num_heads, head_dim]; k, v: [num_kv_heads, B, S, head_dim]; mask: [B, 1 or num_heads, 1, S].
+    """Compute attention for one query per sequence; returns q's shape.
 
-    Returns q's shape.
-
-    In bfloat16 this is 2 to 3 times as fast as torch's fused attention, which is made for more queries.
+    q: [B, num_heads, head_dim]; k, v: [num_kv_heads, B, S, head_dim]; mask: [B, 1 or num_heads, 1, S].
+    In bfloat16 this is 2 to 3 times as fast as torch's fused attention, which is optimized for many queries.
     """
     shape = q.shape
     # The query heads that share a key head become queries of that head.
     q = q.view(len(q), len(k), -1, q.shape[-1]).transpose(0, 1) * q.shape[-1] ** -0.5
     scores = q @ k.transpose(-1, -2)
-    # One row of it for all heads, or one for each, which lie as the queries do.
+    # The mask has one row for all heads, or one per head in the layout of the queries.
     mask = mask.view(len(mask), -1, q.shape[2] if mask.shape[1] > 1 else 1, mask.shape[-1]).transpose(0, 1)
     out = torch.softmax(scores.float() + mask, dim=-1).to(v.dtype) @ v
     return out.transpose(0, 1).reshape(shape)
 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q: [B * Q, num_heads, head_dim]; k, v: [num_kv_heads, B, S, head_dim]; mask: [B, 1 or num_heads, Q, S].
+    """Compute attention for Q queries per sequence; returns q's shape.
 
-    Returns q's shape.
+    q: [B * Q, num_heads, head_dim]; k, v: [num_kv_heads, B, S, head_dim]; mask: [B, 1 or num_heads, Q, S].
     """
     shape = q.shape
     q = q.view(len(mask), mask.shape[2], *shape[1:]).transpose(1, 2)
@@ -177,12 +185,12 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def _padded(biases: Tensor, context: int) -> Tensor:
-    """Pages may end behind the last position, where all is masked. biases: [num_heads, at most context]."""
+    """Pad biases, [num_heads, at most context], to whole pages; positions in the padding are masked anyway."""
     return functional.pad(biases, (0, context - biases.shape[1]))
 
 
 def _split(plan: StepPlan, block_size: int) -> Iterator[NDArray[np.int64]]:
-    """Sequences to attend together: each prefill chunk alone, decode steps with others of about their length."""
+    """Yield the sequences of each group: a prefill chunk alone, decode steps with others of similar length."""
     counts = np.diff(plan.query_starts)
     for seq in np.flatnonzero(counts > 1):
         yield np.array([seq])

@@ -23,7 +23,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Decoder:
-    """A model's weights and the arithmetic over them; the caller owns the caches."""
+    """A model's weights and its forward pass. The caller owns the KV caches."""
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, num_positions: int) -> None:
         self._spec = spec
@@ -32,19 +32,22 @@ class Decoder:
         self._activation = _ACTIVATIONS[spec.activation]
         self._rotation = None
         if spec.rope is not None:
-            # Both halves of what rotates turn by the same angles.
+            # Both halves of the rotated channels have the same angles.
             self._rotation = tuple(
                 torch.from_numpy(table).repeat(1, 2).to(weights.dtype)
                 for table in rope_angles(spec.rope, num_positions)
             )
 
     def logits(self, plan: StepPlan, caches: list[KvCache], attention: PagedAttention, tokens: Tensor) -> Tensor:
-        """Store the step's keys and values; the logits after some of its `tokens`, [tokens, vocab] in float32."""
+        """Store the step's keys and values and return the logits after `tokens`, [len(tokens), vocab] in float32.
+
+        tokens: indices of the step's tokens.
+        """
         groups, adapted = attention.groups(plan), self.adapters.rows_of(plan)
         slots, begun = attention.targets(plan)
         positions = torch.from_numpy(plan.positions)
         angles = None if self._rotation is None else tuple(table[positions].unsqueeze(1) for table in self._rotation)
-        # The residual stream stays in float32: rounded after each layer, SmolLM2's bfloat16 logits err twice as much.
+        # The residual stream stays in float32: rounding it per layer doubles the error of SmolLM2's bfloat16 logits.
         x = self._weights.embedding(torch.from_numpy(plan.token_ids)).float()
         for i, (layer, cache) in enumerate(zip(self._weights.layers, caches, strict=True)):
             q, k, v = self._qkv(x, i, layer, angles, adapted)
@@ -53,16 +56,16 @@ class Decoder:
             cache.store(k, v, slots)
             attended = attention.attend(q, cache, groups, self._spec.windows[i])
             if i == self._spec.num_layers - 1:
-                # Behind the last attention a token matters only where its logits are wanted.
+                # After the last attention, only tokens whose logits are wanted need the rest of the layer.
                 x, attended, adapted = x[tokens], attended[tokens], adapted.at(tokens)
             attended = attended.flatten(1)
-            x = self._behind_attention(x, adapted.add(i, "out", attended, layer.out(attended)), i, layer, adapted)
+            x = self._after_attention(x, adapted.add(i, "out", attended, layer.out(attended)), i, layer, adapted)
         return self._weights.head(self._weights.final_norm(x)).float()
 
     def _qkv(
         self, x: Tensor, at: int, layer: LayerWeights, angles: tuple[Tensor, ...] | None, adapted: AdaptedRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim]."""
+        """Return queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim]."""
         spec, normed = self._spec, layer.attention_norm(x)
         fused = adapted.add(at, "qkv", normed, layer.qkv(normed)).view(len(x), -1, spec.head_dim)
         q, k, v = fused.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
@@ -72,10 +75,10 @@ class Decoder:
             q, k = (_rotate(heads, *angles) for heads in (q, k))
         return q.contiguous(), k, v
 
-    def _behind_attention(
+    def _after_attention(
         self, x: Tensor, attended: Tensor, at: int, layer: LayerWeights, adapted: AdaptedRows
     ) -> Tensor:
-        """The rest of a layer. x: what came into it, attended: what its attention adds, both [num_tokens, hidden]."""
+        """Compute the rest of a layer. x: its input; attended: its attention output; both [num_tokens, hidden]."""
         if self._spec.parallel_residual:
             return x + attended + self._mlp(x, at, layer, adapted)
         x = x + attended
@@ -93,9 +96,12 @@ class Decoder:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first channels of each head. x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, dim]."""
+    """Apply RoPE to the first `dim` channels of each head.
+
+    x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, dim].
+    """
     dim = cos.shape[-1]
-    turning, half = x[..., :dim], dim // 2
-    crossed = torch.cat((-turning[..., half:], turning[..., :half]), dim=-1)
-    turned = turning * cos + crossed * sin
-    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)
+    channels, half = x[..., :dim], dim // 2
+    crossed = torch.cat((-channels[..., half:], channels[..., :half]), dim=-1)
+    rotated = channels * cos + crossed * sin
+    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)

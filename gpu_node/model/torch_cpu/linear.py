@@ -1,4 +1,4 @@
-"""A matrix product whose weight lies as this processor multiplies it fastest."""
+"""Matrix products with weights in the memory layout that this CPU multiplies fastest."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn import functional
 
 
 class Linear:
-    """x @ weight.T + bias. Prepacks the weight where it can, and then keeps no other copy of it.
+    """x @ weight.T + bias. Prepacks the weight if the CPU supports it, and then keeps no other copy.
 
-    Packed by oneDNN, SmolLM2's bfloat16 products take 8 ms instead of 12 for one token and 27 instead of 32 for 64:
-    `functional.linear` rearranges the weight again at every call.
+    Packed by oneDNN, SmolLM2's bfloat16 products take 8 ms instead of 12 for one token, and 27 instead of 32 for 64.
+    `functional.linear` reorders the weight at every call.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -24,7 +24,7 @@ class Linear:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._prepacked else weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, in], possibly none; returns [num_tokens, out]."""
+        """x: [num_tokens, in], where num_tokens may be 0; returns [num_tokens, out]."""
         if self._prepacked:
             return _multiply_prepacked(x, self._weight, self._bias)
         return functional.linear(x, self._weight, self._bias)
@@ -32,21 +32,20 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
-    """The products of matrices that are parts of one, their outputs side by side."""
+    """A fused matrix kept as separate parts, whose outputs are concatenated."""
 
     parts: tuple[Linear, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, in]; returns [num_tokens, all outputs]."""
+        """x: [num_tokens, in]; returns [num_tokens, outputs of all parts]."""
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
 @cache
 def can_prepack(dtype: torch.dtype) -> bool:
-    """Whether weights of `dtype` can be prepacked here, found by trying one.
+    """Return whether weights of `dtype` can be prepacked on this machine, found by trying one.
 
-    The operations are those that torch's own compiler emits, but not part of its public interface: a torch without
-    them is no error.
+    torch's own compiler emits these operations, but they are not public: a torch without them is not an error.
     """
     if dtype is not torch.bfloat16 or not torch.cpu._is_avx512_bf16_supported():
         return False

@@ -1,4 +1,4 @@
-"""A described model to a torch runner."""
+"""Build the torch runner for a described model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.protocol import RunnerOptions
-from penstock.gpu_node.model.torch_common.memory_errors import naming_lack_of_memory
+from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.positions import alibi_biases
 from penstock.gpu_node.model.torch_cpu.attention import PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
@@ -26,23 +26,25 @@ _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@naming_lack_of_memory()
+@translate_out_of_memory()
 def load_torch(described: Description, options: RunnerOptions, progress: Progress) -> tuple[TorchRunner, str]:
-    """The runner, and a name for its arithmetic. Raises ConfigError naming what is missing or not supported."""
+    """Return the runner and the name of its arithmetic. Raises ConfigError for a missing or unsupported feature."""
     if options.quantization not in ("auto", "none"):
-        others = "the native runner has int8, int8_group and int4, a card int8, int4 and fp8"
-        raise ConfigError(f"quantization {options.quantization} cannot be had: torch has auto and none, {others}")
-    # Torch knows the affinity, but not the CPU quota of a container.
-    most = max(1, usable_cores() - options.reserved_cores)
-    torch.set_num_threads(options.num_threads or min(torch.get_num_threads(), most))
+        supported = (
+            "runner torch has auto and none, the native runner has int8, int8_group and int4, a GPU int8, int4, fp8"
+        )
+        raise ConfigError(f"quantization {options.quantization} is not supported: {supported}")
+    # torch respects the CPU affinity, but not the CPU quota of a container.
+    limit = max(1, usable_cores() - options.reserved_cores)
+    torch.set_num_threads(options.num_threads or min(torch.get_num_threads(), limit))
     spec, name = described.spec, _choose_dtype(options.dtype, described.stored_dtype)
     dtype = _DTYPES[name]
     if options.kv_cache_dtype not in ("auto", name):
-        kept = f"torch keeps {name}, the native runner bfloat16 or int8"
-        raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} cannot be had: {kept}")
+        supported = f"runner torch has {name}, the native runner has bfloat16 and int8"
+        raise ConfigError(f"kv_cache_dtype {options.kv_cache_dtype} is not supported: {supported}")
     checkpoint = Checkpoint.open(described.source, described.read_scaled)
-    told, is_lazy = (lambda done: progress("load", done)), described.read_scaled is None
-    weights = map_weights(DecoderTensors(checkpoint, spec), spec, dtype, told, is_lazy=is_lazy)
+    report, is_lazy = (lambda done: progress("load", done)), described.read_scaled is None
+    weights = map_weights(DecoderTensors(checkpoint, spec), spec, dtype, report, is_lazy=is_lazy)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
     sizes = cache_sizes(described, options, token_bytes)
     decoder = Decoder(spec, weights, described.max_model_len)
@@ -59,14 +61,17 @@ def load_torch(described: Description, options: RunnerOptions, progress: Progres
 
 
 def _biases(described: Description) -> Tensor | None:
-    """What is added to scores where positions are no rotations."""
+    """Return the ALiBi score biases of a model without RoPE, else None."""
     if described.spec.rope is not None:
         return None
     return torch.from_numpy(alibi_biases(described.spec, described.max_model_len))
 
 
 def _choose_dtype(wanted: str, stored: str) -> str:
-    """What was asked for; else the checkpoint's own where this CPU multiplies it well; else float32."""
+    """Return the requested dtype; with `auto`, bfloat16 if the checkpoint has it and this CPU has AVX512-BF16.
+
+    Otherwise `auto` means float32.
+    """
     if wanted != "auto":
         return wanted
     capability = torch.backends.cpu.get_cpu_capability()

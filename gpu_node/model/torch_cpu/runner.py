@@ -1,4 +1,4 @@
-"""A model runner in plain torch: the one that runs everywhere and that the others are measured against."""
+"""The model runner in plain torch. It runs on every CPU, and the other runners are tested against it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.protocol import Adapter, CacheSizes, Logprobs, SamplingRows, StepPlan, StepResult
 from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
-from penstock.gpu_node.model.torch_common.memory_errors import naming_lack_of_memory
+from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.sampler import sample
 from penstock.gpu_node.model.torch_cpu.attention import KvCache, PagedAttention
 from penstock.gpu_node.model.torch_cpu.decoder import Decoder
 
 
 class TorchRunner:
-    """Runs each step on a thread of its own; torch's operations let go of the GIL."""
+    """Runs each step on a single worker thread; torch's operations release the GIL."""
 
     max_in_flight = 1
 
@@ -42,43 +42,43 @@ class TorchRunner:
             KvCache(spec.num_kv_heads, sizes.num_blocks, block_size, spec.head_dim, dtype)
             for _ in range(spec.num_layers)
         ]
-        # The only thread that computes: each that did would keep a team of OpenMP threads as large as this one's.
+        # Only this thread computes, because every thread that calls torch keeps its own team of OpenMP threads.
         self._thread = ThreadPoolExecutor(1, "penstock-torch")
 
     @property
     def cache_sizes(self) -> CacheSizes:
-        """What the KV cache holds."""
+        """The number and size of the KV blocks."""
         return self._sizes
 
     @property
     def verifies_drafts(self) -> bool:
-        """Any of a step's tokens may be sampled behind."""
+        """True: a step may sample after any of its tokens."""
         return True
 
     def bind_thread(self) -> None:
-        """Nothing to do: steps run on a thread of their own."""
+        """Do nothing: steps run on a separate thread."""
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Start a step."""
         return self._thread.submit(self._step, plan)
 
     def logits(self, plan: StepPlan) -> NDArray[np.float32]:
-        """Run a step that samples nothing; the logits after each of its tokens, [num_tokens, vocab]."""
+        """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
         return self._thread.submit(self._logits, plan, torch.arange(len(plan.token_ids))).result().numpy()
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear blocks in every layer."""
         self._thread.submit(self._zero, list(block_ids)).result()
 
-    def set_adapter(self, place: int, adapter: Adapter) -> None:
-        """Put an adapter in a place, behind the steps that were submitted."""
-        self._thread.submit(self._decoder.adapters.set, place, adapter).result()
+    def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
+        """Load an adapter into a slot, after the steps that were already submitted."""
+        self._thread.submit(self._decoder.adapters.set, adapter_slot, adapter).result()
 
     @torch.inference_mode()
     def _logits(self, plan: StepPlan, tokens: Tensor) -> Tensor:
         return self._decoder.logits(plan, self._caches, self._attention, tokens)
 
-    @naming_lack_of_memory()
+    @translate_out_of_memory()
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:
         copied_s = time.perf_counter()
@@ -100,7 +100,10 @@ class TorchRunner:
         return StepResult(tokens, forward_ms, sample_ms, copy_ms, logprobs, scores)
 
     def _copy(self, copies: NDArray[np.int32]) -> None:
-        """All copies at once: what a block ends up with is what some block held before the first of them."""
+        """Apply all copies at once.
+
+        Chains are resolved first, so that each target gets the contents that some block had before the first copy.
+        """
         origins: dict[int, int] = {}
         for source, target in copies.tolist():
             origins[target] = origins.get(source, source)
@@ -115,7 +118,7 @@ class TorchRunner:
 
 
 def _sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int32], Logprobs | None]:
-    """One token a row and, where rows want it, how likely tokens were before anything was done to the logits."""
+    """Sample one token per row. Return the tokens and, if any row wants them, logprobs of the unmodified logits."""
     if not len(logits):
         return np.empty(0, dtype=np.int32), None
     if rows.num_logprobs is None:

@@ -1,4 +1,4 @@
-"""A decoder's weights for the torch runner, read when they are first needed, used in their files where they can be."""
+"""Load a decoder's weights for the torch runner: lazily, and mapped from the checkpoint's files where possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.gpu_node.model.torch_cpu.linear import FusedLinear, Linear, can_pr
 
 
 class LayersAsNeeded:
-    """Layers, each read when it is first asked for, and kept."""
+    """A decoder's layers; each one is read on its first use and then kept."""
 
     def __init__(self, num_layers: int, read: Callable[[int], LayerWeights]) -> None:
         self._num_layers = num_layers
@@ -31,14 +31,14 @@ class LayersAsNeeded:
 def map_weights(
     tensors: DecoderTensors, spec: ModelSpec, dtype: torch.dtype, progress: Callable[[float], None], *, is_lazy: bool
 ) -> DecoderWeights:
-    """All of a checkpoint found, and the head of it read; the pages that were copied are let go of.
+    """Find all tensors of a checkpoint, read the head, and release the file pages that were copied.
 
-    Embeddings are read row by row where they are stored, for each step's tokens. With `is_lazy` layers are read as the
-    first step comes to them; quantised checkpoints cannot, since to find their tensors is to read them.
-    Raises ConfigError naming a tensor that is missing or of another shape.
+    Each step reads only the embedding rows of its tokens. With `is_lazy`, the first step reads the layers. That is not
+    possible for quantized checkpoints, because finding their tensors reads them. Raises ConfigError that names a
+    missing tensor or one with another shape.
     """
     convert = Converter(dtype)
-    # First, while there is nothing yet beside it: for a moment it may be there twice.
+    # The head comes first, while memory is free: packing may need two copies of it for a moment.
     head = Linear(convert.tensor(tensors.head()))
     tensors.release()
     found = _found(tensors, spec, progress)
@@ -60,7 +60,7 @@ def map_weights(
 
 
 def packed_or_mapped(stored: StoredLinear, convert: Converter) -> Product:
-    """A matrix packed, or else its parts where they are stored, or else those in one."""
+    """Return a matrix: its mapped parts if they are all mapped and packing is not possible, else one fused copy."""
     if can_prepack(convert.dtype) or not all(map(convert.is_mapped, stored.weights)):
         return Linear(convert(stored.weights), convert(stored.biases) if stored.biases else None)
     biases: Iterable[Tensor | None] = (
@@ -77,8 +77,8 @@ def _found(tensors: DecoderTensors, spec: ModelSpec, progress: Callable[[float],
 
 
 def _trim() -> None:
-    """Let the system have the gaps that copies on the way left between matrices: a tenth of SmolLM2's weights."""
-    # Only glibc has it.
+    """Return freed memory between matrices to the system: a tenth of SmolLM2's weights."""
+    # Only glibc has malloc_trim.
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

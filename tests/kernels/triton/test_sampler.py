@@ -11,20 +11,20 @@ from fixtures.sampling import SamplingCase, level_draws, rows_of, sampling_cases
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
-from penstock.gpu_node.model.gpu.row_marks import RowMarks, places_of
+from penstock.gpu_node.model.gpu.row_marks import RowMarks, mark_rows_of
 from penstock.kernels.reference.sampler import NO_TOKENS
 from penstock.kernels.triton.sampler import pack_rules, sample
 
 
 def _tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
     row_marks = RowMarks(case.logits.shape[1], device)
-    row_marks.make_room(len(case.logits))
+    row_marks.reserve(len(case.logits))
     row_marks.marks.marks.fill_(99)
     row_marks.marks.biases.fill_(torch.nan)
-    places = places_of(case.rows)
-    rules = torch.from_numpy(pack_rules(case.rows, places)).to(device)
-    if (places >= 0).any():
-        rules = row_marks.write(case.rows, places)
+    mark_rows = mark_rows_of(case.rows)
+    rules = torch.from_numpy(pack_rules(case.rows, mark_rows)).to(device)
+    if (mark_rows >= 0).any():
+        rules = row_marks.write(case.rows, mark_rows)
     return sample(torch.from_numpy(case.logits).to(device), rules, row_marks.marks).cpu().numpy()
 
 

@@ -1,4 +1,4 @@
-"""One file per family of models, each with its `FAMILY`; `family_of` finds the one that a checkpoint's config names."""
+"""One file per model family, each with a `FAMILY`; `family_of` finds the family that a config names."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from penstock.gpu_node.model.architecture.spec import Family
 
 @cache
 def families() -> dict[str, Family]:
-    """Every family of this folder, by its architecture's name: a new file is all that a new one takes."""
+    """Return every family of this folder by architecture name. A new file adds a family without registration."""
     found = (import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__))
     return {family.architecture: family for family in found}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises ConfigError naming what is asked for and what is supported."""
+    """Return the family of a config.json. Raises ConfigError that lists the supported architectures."""
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else "none"
     family = families().get(architecture)
     if family is None:
-        # Where there is an auto_map, the checkpoint brings Python code that computes it.
+        # A checkpoint with an auto_map ships its own Python code for the model.
         own_code = "; code that a checkpoint brings (trust_remote_code) is never run" if config.get("auto_map") else ""
         supported = ", ".join(families())
         raise ConfigError(f"architecture {architecture} is not supported; supported: {supported}{own_code}")

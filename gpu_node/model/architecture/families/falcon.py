@@ -1,4 +1,4 @@
-"""Falcon in its three shapes: 7B (one key head), 40B and 11B (groups of heads), and RW (ALiBi, sequential layers)."""
+"""Falcon in its three variants: 7B (one key head), 40B and 11B (groups of heads), and RW (ALiBi, sequential layers)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: layer norms, biases, a plain MLP beside the attention, and heads that rotate in part."""
+"""GPT-NeoX and Pythia: layer norms, biases, an MLP without a gate in parallel with attention, and partial RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 1 to 3 and what is built alike (SmolLM2, TinyLlama, ...)."""
+"""Llama 1 to 3 and models of the same architecture (SmolLM2, TinyLlama, ...)."""
 
 from __future__ import annotations
 

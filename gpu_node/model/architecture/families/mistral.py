@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window in every layer, or with none."""
+"""Mistral: Llama with a sliding window in every layer, or in none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases in what makes queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama with biases in the query, key and value projections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with a norm of each head's queries and keys."""
+"""Qwen3: Llama with RMS norms on each head's queries and keys."""
 
 from __future__ import annotations
 

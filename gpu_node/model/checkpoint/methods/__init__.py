@@ -1,4 +1,4 @@
-"""One file per way in which checkpoints are quantised, each with its `METHOD`; `reader_of` finds a config's."""
+"""One file per quantization method of checkpoints, each with a `METHOD`; `reader_of` finds that of a config."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from penstock.gpu_node.model.checkpoint.methods.parts import Method
 
 @cache
 def methods() -> dict[str, Method]:
-    """Every method of this folder, by the name that configs have for it: a new file is all that a new one takes."""
+    """Return every method of this folder by its `quant_method`. A new file adds a method without registration."""
     modules = (import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__))
     found = (module.METHOD for module in modules if hasattr(module, "METHOD"))
     return {method.name: method for method in found}
 
 
 def reader_of(config: Mapping[str, Any]) -> ReadScaled | None:
-    """What reads the matrices that a config.json says are quantised; None where it says none are.
+    """Return the reader of a quantized checkpoint's matrices; None if config.json states no quantization.
 
-    Raises ConfigError naming a method, or a setting of one, that is not read.
+    Raises ConfigError that names an unsupported method or setting.
     """
     settings = config.get("quantization_config") or config.get("compression_config")
     if not settings:
@@ -32,9 +32,9 @@ def reader_of(config: Mapping[str, Any]) -> ReadScaled | None:
     try:
         name = settings.get("quant_method")
         if name not in methods():
-            raise ConfigError(f"quant_method {name} of config.json is not read; read: {', '.join(methods())}")
+            raise ConfigError(f"quant_method {name} of config.json is not supported; supported: {', '.join(methods())}")
         return methods()[name].reader_of(settings)
     except KeyError as error:
         raise ConfigError(f"quantization_config of config.json has no {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"quantization_config of config.json makes no sense: {error}") from error
+        raise ConfigError(f"quantization_config of config.json is invalid: {error}") from error

@@ -1,7 +1,8 @@
-"""AWQ as AutoAWQ writes it for its gemm kernels (arXiv:2306.00978): integers of 4 bits, zeros for groups of inputs.
+"""AWQ as AutoAWQ writes it for its gemm kernels (arXiv:2306.00978): 4-bit integers with zeros per group of inputs.
 
-A matrix is kept by inputs: `qweight` [inputs, outputs / 8] and `qzeros` [groups, outputs / 8], whose words hold outputs
-0, 2, 4, 6, 1, 3, 5 and 7 of eight, lowest bits first; `scales` [groups, outputs]. https://github.com/casper-hansen/AutoAWQ
+Matrices are stored transposed: `qweight` [inputs, outputs / 8], `qzeros` [groups, outputs / 8] and `scales`
+[groups, outputs]. Each word holds outputs 0, 2, 4, 6, 1, 3, 5 and 7 of eight, lowest bits first.
+https://github.com/casper-hansen/AutoAWQ
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 
 _BITS = 4
 _MIDDLE = 8
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word each of eight outputs is."""
+_WORD_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""The position of each of eight outputs within a word."""
 
 
 def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
-    # Older configs call them w_bit and version, transformers' bits and format.
-    bits, form = settings.get("bits", settings.get("w_bit")), settings.get("version") or settings.get("format", "gemm")
+    # AutoAWQ's own configs use w_bit and version; transformers' configs use bits and format.
+    bits = settings.get("bits", settings.get("w_bit"))
+    format_name = settings.get("version") or settings.get("format", "gemm")
     if bits != _BITS:
-        raise ConfigError(f"awq of {bits} bits is not read; read: {_BITS}")
-    if form.lower() != "gemm":
-        raise ConfigError(f"awq in the format {form} is not read; read: gemm")
+        raise ConfigError(f"awq of {bits} bits is not supported; supported: {_BITS}")
+    if format_name.lower() != "gemm":
+        raise ConfigError(f"awq in the format {format_name} is not supported; supported: gemm")
     group_size = int(settings["group_size"] if "group_size" in settings else settings["q_group_size"])
 
     def read(name: str, find: FindStored) -> ScaledTensor | None:
@@ -53,8 +55,8 @@ def _read(parts: Parts, group_size: int) -> ScaledTensor:
 
 
 def _in_order(words: NDArray[np.int32]) -> NDArray[np.int8]:
-    eights = unpacked(words, _BITS).reshape(len(words), -1, len(_PLACES))
-    return eights[..., _PLACES].reshape(len(words), -1).view(np.int8)
+    eights = unpacked(words, _BITS).reshape(len(words), -1, len(_WORD_ORDER))
+    return eights[..., _WORD_ORDER].reshape(len(words), -1).view(np.int8)
 
 
 METHOD = Method("awq", _reader_of)

@@ -1,9 +1,10 @@
-"""What llm-compressor writes, in the formats of compressed-tensors: float8, int8, or integers packed into words.
+"""compressed-tensors, which llm-compressor writes: float8, int8, or integers packed into 32-bit words.
 
-`float-quantized` and `int-quantized` keep `weight` as it is, `naive-quantized` either; `pack-quantized` keeps
-`weight_packed` [outputs, inputs / n], numbers above their least, `weight_shape`, zeros packed along the outputs, and
-with `actorder` the group of each input, `weight_g_idx`. `weight_scale`: one for the matrix, for each output, for groups
-of its inputs, or for blocks. https://github.com/vllm-project/compressed-tensors
+`float-quantized` and `int-quantized` store an unpacked `weight`; `naive-quantized` stores either kind.
+`pack-quantized` stores `weight_packed` [outputs, inputs / n] with an offset that makes numbers nonnegative,
+`weight_shape`, zeros packed along the outputs, and with `actorder` the group of each input, `weight_g_idx`.
+`weight_scale` has one scale per matrix, per output, per group of inputs, or per block.
+https://github.com/vllm-project/compressed-tensors
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantiz
 
 
 def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
-    form = settings["format"]
-    if form not in _FORMATS:
-        raise ConfigError(f"compressed-tensors in the format {form} is not read; read: {', '.join(_FORMATS)}")
+    format_name = settings["format"]
+    if format_name not in _FORMATS:
+        raise ConfigError(
+            f"compressed-tensors in the format {format_name} is not supported; supported: {', '.join(_FORMATS)}"
+        )
     sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
-        raise ConfigError(f"compressed-tensors with the sparse format {sparse} is not read; read: dense")
+        raise ConfigError(f"compressed-tensors with the sparse format {sparse} is not supported; supported: dense")
     if settings.get("transform_config"):
-        raise ConfigError("compressed-tensors with a transform_config is not read")
+        raise ConfigError("compressed-tensors with a transform_config is not supported")
     blocks = {
         tuple(group["weights"]["block_structure"])
         for group in settings.get("config_groups", {}).values()
         if (group.get("weights") or {}).get("strategy") == "block"
     }
     if len(blocks) > 1:
-        raise ConfigError(f"compressed-tensors with blocks of several sizes is not read: {sorted(blocks)}")
+        raise ConfigError(f"compressed-tensors with blocks of several sizes is not supported: {sorted(blocks)}")
     block = next(iter(blocks), None)
 
     def read(name: str, find: FindStored) -> ScaledTensor | None:
@@ -53,7 +56,9 @@ def _read_packed(parts: Parts) -> ScaledTensor | None:
     words, (rows, columns) = parts.integers("weight_packed"), _shape(parts)
     bits = next((bits for bits in KINDS if words.shape == (rows, -(-columns * bits // 32))), None)
     if bits is None:
-        raise ConfigError(f"{parts.name} {[rows, columns]} in {list(words.shape)} words is not of 4 or 8 bits")
+        raise ConfigError(
+            f"{parts.name} {[rows, columns]} in {list(words.shape)} words has neither 4 nor 8 bits per number"
+        )
     middle = 1 << (bits - 1)
     scales, group = parts.scales("weight_scale", (rows, columns), None)
     zeros = None
@@ -75,7 +80,7 @@ def _read_int8(parts: Parts) -> ScaledTensor | None:
 
 
 def _spread(zeros: Floats | None, scales: Floats) -> Floats | None:
-    """A zero for each scale; None where all are 0."""
+    """Broadcast zeros to the shape of the scales; None if all zeros are 0."""
     return None if zeros is None or not zeros.any() else np.broadcast_to(zeros, scales.shape)
 
 
@@ -83,7 +88,7 @@ def _shape(parts: Parts) -> tuple[int, int]:
     stored = parts.get("weight_shape")
     layout = {"i32": "<i4", "i64": "<i8"}.get(stored.kind)
     if layout is None or stored.shape != (2,):
-        raise ConfigError(f"tensor {stored.name} is {stored.kind} {list(stored.shape)}, not two integers")
+        raise ConfigError(f"tensor {stored.name} is {stored.kind} {list(stored.shape)}, want two integers")
     rows, columns = stored.data.view(layout).ravel().tolist()
     return rows, columns
 

@@ -1,8 +1,8 @@
-"""Float8 as transformers, vLLM and DeepSeek write it: `weight` in float8_e4m3fn, with scales that it is multiplied by.
+"""Float8 as transformers, vLLM and DeepSeek write it: `weight` in float8_e4m3fn, multiplied by its scales.
 
-`weight_scale_inv` or `weight_scale`: one for the matrix, one for each output, or one for each block of
-`weight_block_size` outputs and inputs. Scales of activations (`input_scale`) are not used: activations keep their
-precision, or are scaled by what they are. https://huggingface.co/docs/transformers/quantization/finegrained_fp8
+`weight_scale_inv` or `weight_scale` has one scale per matrix, per output, or per block of `weight_block_size` outputs
+and inputs. Static activation scales (`input_scale`) are not used: activations stay unquantized or are scaled
+dynamically. https://huggingface.co/docs/transformers/quantization/finegrained_fp8
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FLOAT8 = "f8_e4m3"
 
 
 def read_float8(parts: Parts, block: tuple[int, int] | None) -> ScaledTensor | None:
-    """A matrix in float8, if that is what it is."""
+    """Return a matrix that is stored in float8; None for other matrices."""
     weight = parts.find("weight")
     if weight is None or weight.kind != _FLOAT8:
         return None

@@ -1,8 +1,8 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it (arXiv:2210.17323): integers of 4 or 8 bits, zeros for groups of inputs.
+"""GPTQ as AutoGPTQ and GPTQModel write it (arXiv:2210.17323): 4-bit or 8-bit integers with zeros per group of inputs.
 
-A matrix is kept by inputs: `qweight` [inputs / n, outputs] with n numbers of a column in each word, `qzeros`
-[groups, outputs / n], `scales` [groups, outputs] and `g_idx`, the group of each input: with `desc_act` any.
-The format `gptq` keeps words of zeros less a word of ones, `gptq_v2` as they are.
+Matrices are stored transposed: `qweight` [inputs / n, outputs] with n numbers of a column per word, `qzeros`
+[groups, outputs / n], `scales` [groups, outputs], and `g_idx`, the group of each input. With `desc_act`, the groups
+are in any order. The format `gptq` stores zeros minus one, `gptq_v2` stores them unchanged.
 https://github.com/AutoGPTQ/AutoGPTQ, https://github.com/ModelCloud/GPTQModel
 """
 
@@ -18,34 +18,36 @@ from penstock.gpu_node.model.checkpoint.files import FindStored, ReadScaled
 from penstock.gpu_node.model.checkpoint.methods.parts import KINDS, Method, Parts, by_any_groups, unpacked
 from penstock.gpu_node.model.checkpoint.scaled_matrix import ScaledTensor
 
-_ONE_LESS = {"gptq": True, "gptq_v2": False}
+_HAS_ZEROS_MINUS_ONE = {"gptq": True, "gptq_v2": False}
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""A one for each number of a word."""
+"""A word that holds the number 1 in each of its fields, by bits per number."""
 
 
 def _reader_of(settings: Mapping[str, Any]) -> ReadScaled:
-    bits, form = settings["bits"], settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    bits, format_name = settings["bits"], settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if bits not in KINDS:
-        raise ConfigError(f"gptq of {bits} bits is not read; read: 4, 8")
-    if form not in _ONE_LESS:
-        raise ConfigError(f"gptq in the format {form} is not read; read: {', '.join(_ONE_LESS)}")
+        raise ConfigError(f"gptq of {bits} bits is not supported; supported: 4, 8")
+    if format_name not in _HAS_ZEROS_MINUS_ONE:
+        raise ConfigError(
+            f"gptq in the format {format_name} is not supported; supported: {', '.join(_HAS_ZEROS_MINUS_ONE)}"
+        )
     group_size = int(settings["group_size"])
     if settings.get("dynamic"):
-        raise ConfigError("gptq with settings of single modules (dynamic) is not read")
+        raise ConfigError("gptq with settings for single modules (dynamic) is not supported")
 
-    missing = _ONES[bits] if _ONE_LESS[form] else 0
+    zeros_offset = _ONES[bits] if _HAS_ZEROS_MINUS_ONE[format_name] else 0
 
     def read(name: str, find: FindStored) -> ScaledTensor | None:
         parts = Parts(name, find)
-        return None if parts.find("qweight") is None else _read(parts, bits, group_size, missing)
+        return None if parts.find("qweight") is None else _read(parts, bits, group_size, zeros_offset)
 
     return read
 
 
-def _read(parts: Parts, bits: int, group_size: int, missing: int) -> ScaledTensor:
+def _read(parts: Parts, bits: int, group_size: int, zeros_offset: int) -> ScaledTensor:
     numbers = unpacked(parts.integers("qweight").T, bits)
-    # Whole words are one less in each number, and borrow where one was 0: added as words, they wrap back.
-    packed_zeros = unpacked(parts.integers("qzeros") + np.int32(missing), bits)
+    # The writer subtracted 1 per number from whole words, with borrows; adding it back to whole words undoes them.
+    packed_zeros = unpacked(parts.integers("qzeros") + np.int32(zeros_offset), bits)
     scales = parts.floats("scales", *packed_zeros.shape).T
     middle = 1 << (bits - 1)
     zeros = packed_zeros.T.astype(np.float32) - middle

@@ -1,4 +1,4 @@
-"""The tensors that together are one quantised matrix."""
+"""Read the tensors that together store one quantized matrix."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ from penstock.gpu_node.model.checkpoint.files import FindStored, ReadScaled, Sto
 from penstock.gpu_node.model.checkpoint.scaled_matrix import Floats, NumberKind, ScaledTensor
 
 KINDS: dict[int, NumberKind] = {4: "int4", 8: "int8"}
-"""By the bits of the integers that are read."""
+"""The kind of number by its bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way of quantising checkpoints: its `quant_method`, and how its settings become what reads its matrices."""
+    """A quantization method: its `quant_method`, and the function from its settings to the reader of its matrices."""
 
     name: str
     reader_of: Callable[[Mapping[str, Any]], ReadScaled]
 
 
 class Parts:
-    """A matrix's tensors by the last part of their names. Raises ConfigError naming one that is missing or odd."""
+    """The tensors of a matrix by the last part of their names. Methods raise ConfigError for a missing or bad one."""
 
     def __init__(self, name: str, find: FindStored) -> None:
-        """name: of the matrix, without `.weight`."""
+        """name: the matrix's name without `.weight`."""
         self.name = f"{name}.weight"
         self._name = name
         self._find = find
 
     def find(self, part: str) -> StoredTensor | None:
-        """The tensor of a part, if there is one."""
+        """Return the tensor of a part; None if there is none."""
         return self._find(f"{self._name}.{part}")
 
     def get(self, part: str) -> StoredTensor:
-        """The tensor of a part."""
+        """Return the tensor of a part."""
         stored = self.find(part)
         if stored is None:
             raise ConfigError(f"the checkpoint has no tensor {self._name}.{part}")
         return stored
 
     def integers(self, part: str) -> NDArray[np.int32]:
-        """A part of 32-bit integers, in its shape."""
+        """Return a part of 32-bit integers."""
         stored = self.get(part)
         if stored.kind != "i32":
             raise ConfigError(f"tensor {stored.name} is stored as {stored.kind}, not as i32")
         return stored.data.view("<i4").reshape(stored.shape)
 
     def floats(self, part: str, *shape: int) -> Floats:
-        """A part of numbers that must be of a shape."""
+        """Return a part as float32; it must have the given shape."""
         stored = self.get(part)
         if stored.shape != shape:
-            raise ConfigError(f"tensor {stored.name} has shape {list(stored.shape)}, its matrix wants {list(shape)}")
+            raise ConfigError(f"tensor {stored.name} has shape {list(stored.shape)}, its matrix needs {list(shape)}")
         return stored.to_float32()
 
     def scales(self, part: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[Floats, int]:
-        """Scales of a matrix of `shape`, [rows, groups], and how many columns share one.
+        """Return the scales of a matrix of `shape`, [rows, groups], and the number of columns that share one.
 
-        They are kept for all of it, for each row, for groups of each row, or for blocks of `block` rows and columns.
+        Checkpoints store one scale per matrix, per row, per group of a row, or per block of `block` rows and columns.
         """
         (rows, columns), stored = shape, self.get(part)
         if np.prod(stored.shape) == 1:
@@ -77,7 +77,7 @@ class Parts:
 
 
 def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
-    """The numbers of 4 or 8 bits in the last axis of words, lowest bits first."""
+    """Unpack 4-bit or 8-bit numbers from words along the last axis, lowest bits first."""
     octets = np.ascontiguousarray(words).view(np.uint8)
     if KINDS[bits] == "int8":
         return octets
@@ -85,12 +85,14 @@ def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
 
 
 def by_any_groups(tensor: ScaledTensor, groups: NDArray[np.int32]) -> ScaledTensor:
-    """A matrix each of whose columns is of any group of those that it has scales for. groups: [columns]."""
-    # Some writers leave an index of zeros where columns are in order.
+    """Return the matrix with its columns assigned to groups in any order. groups: [columns], each column's group."""
+    # Some writers leave an index of zeros where groups are in order.
     if not groups.any() or np.array_equal(groups, np.arange(tensor.shape[1]) // tensor.group):
         return tensor
     num_groups = tensor.scales.shape[1]
     if len(groups) != tensor.shape[1] or groups.min() < 0 or groups.max() >= num_groups:
-        raise ConfigError(f"{tensor.name} has {num_groups} groups, and an index of {len(groups)} to {groups.max()}")
+        raise ConfigError(
+            f"{tensor.name} has {num_groups} groups, but an index of {len(groups)} columns up to group {groups.max()}"
+        )
     zeros = None if tensor.zeros is None else tensor.zeros[:, groups]
     return replace(tensor, scales=tensor.scales[:, groups], zeros=zeros, group=1)

@@ -19,7 +19,7 @@ def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch) -
     for name, value in {"synchronize": None, "CUDAGraph": graph, "graph": nullcontext()}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     device = Device(torch.device("cpu"))
-    device.is_card = True
+    device.is_gpu = True
     is_collecting: list[bool] = []
     assert device.capture(lambda: is_collecting.append(gc.isenabled()), None) == (graph.replay, 7)
     assert is_collecting == [True, False]

@@ -75,7 +75,7 @@ def test_a_card_without_a_number_of_blocks_is_filled(
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(load, "peak_bytes", lambda *_: mib // 4)
     device, layout, decoder = _parts(tiny_model)
-    device.is_card = True
+    device.is_gpu = True
     options = runner_options(num_blocks=None, max_num_seqs=4, gpu_memory_utilization=utilization)
     given: Any = SimpleNamespace(spec=decoder.spec, max_model_len=64), options, decoder, layout, device
     sampling = (8 * FIRST_ROWS + 4 * 4) * decoder.spec.vocab_size
@@ -160,7 +160,7 @@ def test_a_card_that_is_too_old_is_refused_by_name(tiny_model: Path, monkeypatch
     facts = {"is_available": True, "current_device": 0, "get_device_capability": (7, 5), "get_device_name": "Tesla T4"}
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5, and 8\.0 is the least"):
+    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5, want at least 8\.0"):
         _load(tiny_model)
 
 

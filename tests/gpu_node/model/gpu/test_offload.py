@@ -72,7 +72,7 @@ class _Streams(Device):
         self.current = 0
         self.clocks = [[0, 0], [0, 0]]
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         return _Point(self, self.clocks[self.current])
 
     @contextmanager
@@ -205,5 +205,5 @@ def test_an_engine_says_the_same_with_weights_in_host_memory(tmp_path: Path) -> 
 
 def test_layers_that_are_larger_than_the_first_are_refused() -> None:
     layers = [_layer("int4"), *(_layer() for _ in range(NUM_LAYERS - 1))]
-    with pytest.raises(ConfigError, match="cpu_offload_gib wants layers of one size"):
+    with pytest.raises(ConfigError, match="cpu_offload_gib needs layers of equal size"):
         _offloaded(layers, 5, Device(CPU))

@@ -73,4 +73,4 @@ def test_a_device_gives_zeros_of_the_shape(shape: tuple[int, int]) -> None:
     device = Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     tensor = device.pinned_run(*shape, dtype=torch.int16)
     assert (tensor.shape, tensor.dtype, bool(tensor.any())) == (shape, torch.int16, False)
-    assert tensor.is_pinned() == (device.is_card and bool(len(tensor)))
+    assert tensor.is_pinned() == (device.is_gpu and bool(len(tensor)))

@@ -195,7 +195,7 @@ def test_lack_of_memory_for_masks_is_known_as_such(tiny_model: Path, monkeypatch
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     runner = _runner(tiny_model, "gpu")
-    monkeypatch.setattr(runner._row_marks, "make_room", out_of_memory)
+    monkeypatch.setattr(runner._row_marks, "reserve", out_of_memory)
     allowed = np.arange(384) % 2 == 0
     flight = runner.submit(plan_of([(Track([5, 6, 7, 8], [1, 2]), 4)], rows_of(1, position=0, mask=[allowed])))
     with pytest.raises(MemoryError):

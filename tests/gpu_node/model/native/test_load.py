@@ -135,7 +135,7 @@ def test_without_kernels_torch_computes_and_a_line_says_why(
     assert re.search(reason, said["reason"])
     with pytest.raises(ConfigError, match=f"runner native: {reason}"):
         _load(folder, runner="native")
-    with pytest.raises(ConfigError, match=r"quantization int8 cannot be had: .* the native runner has int8"):
+    with pytest.raises(ConfigError, match=r"quantization int8 is not supported: .* the native runner has int8"):
         _load(folder, quantization="int8")
 
 
@@ -318,7 +318,7 @@ def _room_left(mib: int) -> Iterator[None]:
 @pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer's shadow is larger")
 def test_threads_that_the_system_has_not_are_refused_and_those_it_had_end(llama: Llama, this_isa: Isa) -> None:
     before = _cores().keys()
-    with _room_left(600), pytest.raises(ConfigError, match=r"num_threads 1000 cannot be had: .+"):
+    with _room_left(600), pytest.raises(ConfigError, match=r"num_threads 1000 cannot be started: .+"):
         _load(llama(), runner="native", num_threads=1000)
     assert _cores().keys() <= before
 
