@@ -1,4 +1,4 @@
-"""Classes as rights: the most urgent class that a caller may ask for."""
+"""The check of a requested priority class against the highest class that the caller may use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from penstock.contract.priority import ClassName, Priority
 
 
 def allowed_class(asked: ClassName | None, highest: ClassName, whose: str) -> Priority:
-    """Return the class of a request; one that names none gets `standard`, or `highest` where that is lower.
+    """Return the class of a request. A request without one gets `standard`, or `highest` if that is less urgent.
 
-    `whose` says in the error who set the limit. Raises ForbiddenError for a class above `highest`.
+    `whose` describes the owner of the limit in the error message. Raises ForbiddenError for a class above `highest`.
     """
     limit = Priority.of(highest)
     if asked is None:
