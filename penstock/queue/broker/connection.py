@@ -1,4 +1,4 @@
-"""Connections to Redis, and the translation of its errors."""
+"""Connections to Redis, and the translation of Redis errors into penstock errors."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ _AWAY = (
     OSError,
 )
 
-# At the head of a reply, or inside the report of a script that met it.
+# At the head of an error reply, or inside the error of a script whose call failed.
 _AWAY_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
 
 
 def connect(url: str) -> Redis:
-    """A client for `redis://`, `rediss://` or `unix://`; bytes replies; no blind retries, as the scripts are retried
-    by those who know what they ask. Raises ConfigError for an URL that is none.
+    """Return a client for a `redis://`, `rediss://` or `unix://` URL; replies are bytes.
+
+    The client does not retry. Callers do, because only they know whether a call may be repeated. Raises ConfigError for
+    an invalid URL.
     """
     try:
         redis = SharedRedis.from_url(
@@ -45,13 +47,13 @@ def connect(url: str) -> Redis:
             health_check_interval=HEALTH_CHECK_S,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
-            # Or each connection would tell Redis what library it is: refused to our users, it would fill the ACL log.
+            # Otherwise each connection sends CLIENT SETINFO, which our ACL users may not call, and fills the ACL log.
             driver_info=None,
         )
-        # Connects nowhere, and takes the options behind the URL's question mark.
+        # Opens no connection, but checks the options in the URL's query.
         cast(Any, redis.connection_pool).make_connection()
     except ValueError as error:
-        # Not the URL itself, which may hold a password.
+        # The message omits the URL, which may hold a password.
         raise ConfigError(f"redis_url: {error}", param="redis_url") from error
     except TypeError as error:
         raise ConfigError(f"redis_url: unknown option {str(error).rpartition(' ')[2]}", param="redis_url") from error
@@ -60,7 +62,11 @@ def connect(url: str) -> Redis:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Turns redis-py's errors into ours: away is UnavailableError, full is BusyError, the rest is a bug."""
+    """Translate redis-py's errors.
+
+    An unreachable Redis raises UnavailableError, a full one BusyError, refused credentials or rights ConfigError. Any
+    other error is a bug and raises InvariantError.
+    """
     try:
         with heeding_cancel():
             yield

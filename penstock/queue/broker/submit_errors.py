@@ -1,4 +1,4 @@
-"""From what the submit script answers to the error that it means."""
+"""Translation of refusals by the submit script into errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.contract.job import Job
 
 
 def submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
-    """The error of a job that was not accepted."""
+    """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
     match kind:
         case "UNKNOWN_POOL":
             return NotFoundError(f"no pool {job.pool}", code="model_not_found", param="model")

@@ -1,4 +1,4 @@
-"""Reads what tenants used and what they keep, as the scripts have counted it."""
+"""Reader of tenants' token usage and stored bytes, as the scripts have counted them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SECONDS_A_DAY = 86_400
 
 
 class UsageBroker:
-    """Reads usage. Raises UnavailableError when Redis is away."""
+    """Reader of usage. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = cast(Any, redis)
 
     async def of(self, tenant: str, account: str, days: int) -> list[DayUsage]:
-        """What one account used on each of the last `days` days on which it used anything, in all pools."""
+        """Return one account's usage in all pools, per day of the last `days` days; days without usage are left out."""
         names = [f"{tenant}:{account}:{what}" for what in _WHATS]
         found = []
         for pool, day in await self._pool_days(days):
@@ -36,7 +36,7 @@ class UsageBroker:
         return sorted(found)
 
     async def all(self, days: int) -> list[DayUsage]:
-        """The same of all accounts."""
+        """Return the usage of all accounts in all pools, per day of the last `days` days."""
         found = []
         for pool, day in await self._pool_days(days):
             with translated():
@@ -50,7 +50,7 @@ class UsageBroker:
         return sorted(found)
 
     async def kept(self) -> dict[str, int]:
-        """Bytes that each tenant's jobs and results take, in all pools."""
+        """Return the bytes of Redis memory that each tenant's jobs and results occupy, in all pools."""
         sums: dict[str, int] = defaultdict(int)
         with translated():
             pools = await self._redis.hkeys(keys.POOLS)
