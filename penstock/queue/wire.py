@@ -253,7 +253,7 @@ def decode_request(data: bytes) -> Request:
     """Decode a job's request. Raises WireError for a malformed one."""
     m = unpack_map(data)
     if m.get("kind") != KIND:
-        raise WireError(f"unknown kind of job: {m.get('kind')!r}")
+        raise WireError(f"unknown job kind {m.get('kind')!r}")
     prompts = {"prompt": m.get("prompt"), "prompt_token_ids": m.get("tokens"), "messages": m.get("messages")}
     if sum(prompt is not None for prompt in prompts.values()) != 1:
         raise WireError("a request has exactly one prompt")
