@@ -55,7 +55,7 @@ def few_calls(messages: Any) -> Any:
     """Return `messages` unchanged. Raises ValueError for too many tool calls, before any of them is validated."""
     num_calls = count_calls(messages)
     if num_calls > MAX_CALLS_OF_CHAT:
-        raise ValueError(f"the messages have {num_calls} tool calls in total; the limit is {MAX_CALLS_OF_CHAT}")
+        raise ValueError(f"the messages have {num_calls} tool calls together; the limit is {MAX_CALLS_OF_CHAT}")
     return messages
 
 
