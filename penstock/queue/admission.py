@@ -51,13 +51,13 @@ def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = 
     """
     num_ids = num_prompt_ids(job)
     if num_ids is not None:
-        prompt = fewest = num_ids
+        prompt = min_prompt_tokens = num_ids
     else:
         size = prompt_bytes(job)
         prompt = math.ceil((size + tool_bytes(job)) / record.bytes_per_token)
-        fewest = math.ceil(size / record.max_token_bytes) if record.max_token_bytes else 0
-    if record.max_model_len and fewest >= record.max_model_len:
-        counted = f"{fewest}" if num_ids is not None else f"at least {fewest}"
+        min_prompt_tokens = math.ceil(size / record.max_token_bytes) if record.max_token_bytes else 0
+    if record.max_model_len and min_prompt_tokens >= record.max_model_len:
+        counted = f"{min_prompt_tokens}" if num_ids is not None else f"at least {min_prompt_tokens}"
         raise PromptTooLongError(
             f"prompt has {counted} tokens; the model's limit is {record.max_model_len}, including one output token",
             param="prompt",

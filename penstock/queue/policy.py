@@ -239,7 +239,7 @@ class _ClassQueue(Generic[C]):
         by_cost = policy.name == "sjf"
         for one in sorted(members, key=lambda one: (one.cost, *_age(one)) if by_cost else _age(one)):
             self._queues.setdefault(one.tenant if self._turns else "", deque()).append(one)
-        self._head = self._first(_anyone) if self._turns else min(members, key=_age, default=None)
+        self._head = self._first(_any_tenant) if self._turns else min(members, key=_age, default=None)
 
     def head(self) -> C | None:
         """Return the head of the class, which aging may raise."""
@@ -247,7 +247,7 @@ class _ClassQueue(Generic[C]):
 
     def take(self, may: Callable[[str], bool] | None = None) -> C | None:
         """Remove and return the next candidate; under `fair`, the next one of a tenant for which `may` holds."""
-        one = self._first(may or _anyone)
+        one = self._first(may or _any_tenant)
         if one is not None:
             self.remove(one)
         return one
@@ -267,7 +267,7 @@ class _ClassQueue(Generic[C]):
         return next((self._queues[name][0] for name in in_turn if may(name)), None)
 
 
-def _anyone(tenant: str) -> bool:
+def _any_tenant(tenant: str) -> bool:
     return True
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_AGAIN_S = 0.1
+_RETRY_S = 0.1
 
 
 async def cancel_until_done(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -19,11 +19,11 @@ async def cancel_until_done(tasks: Iterable[asyncio.Task[Any]]) -> None:
     while pending:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
+        _, pending = await asyncio.wait(pending, timeout=_RETRY_S)
 
 
 @contextmanager
-def heeding_cancel() -> Iterator[None]:
+def preserve_cancellation() -> Iterator[None]:
     """Raise CancelledError at the end of the block if the task was canceled inside, even if the block swallowed it.
 
     Until Python 3.12, `asyncio.wait_for`, through which redis-py sends, loses a cancellation that arrives together with

@@ -16,18 +16,18 @@ class CooperativeTurns:
     async def wait(self) -> None:
         """Wait until the caller may work for a few milliseconds."""
         loop = asyncio.get_running_loop()
-        turn = loop.create_future()
-        self._waiting.append(turn)
+        waiter = loop.create_future()
+        self._waiting.append(waiter)
         if not self._is_serving:
             self._is_serving = True
             loop.call_soon(self._serve)
-        await turn
+        await waiter
 
     def _serve(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():  # its caller may have been canceled
-                turn.set_result(None)
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # its caller may have been canceled
+                waiter.set_result(None)
                 break
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._serve)

@@ -14,11 +14,11 @@ from redis.backoff import NoBackoff
 
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
-from penstock.runtime.cancellation import heeding_cancel
+from penstock.runtime.cancellation import preserve_cancellation
 
 CONNECT_TIMEOUT_S = 3.0
 HEALTH_CHECK_S = 15
-_AWAY = (
+_UNREACHABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
     exceptions.BusyLoadingError,
@@ -29,8 +29,8 @@ _AWAY = (
     OSError,
 )
 
-# At the head of an error reply, or inside the error of a script whose call failed.
-_AWAY_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
+# At the head of an error reply, or inside the error of a script in which a call failed.
+_UNREACHABLE_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
 
 
 def connect(url: str) -> Redis:
@@ -68,13 +68,13 @@ def translated() -> Iterator[None]:
     other error is a bug and raises InvariantError.
     """
     try:
-        with heeding_cancel():
+        with preserve_cancellation():
             yield
     except exceptions.AuthenticationError as error:
         raise ConfigError(f"Redis refuses our credentials: {error}", param="redis_url") from error
     except exceptions.NoPermissionError as error:
         raise ConfigError(f"Redis refuses this user: {error}", param="redis_url") from error
-    except _AWAY as error:
+    except _UNREACHABLE as error:
         raise UnavailableError(f"Redis is away: {error}", code="redis_away") from error
     except exceptions.OutOfMemoryError as error:
         raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
@@ -82,6 +82,6 @@ def translated() -> Iterator[None]:
         text = str(error)
         if "OOM" in text:
             raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
-        if _AWAY_CODES.search(text):
+        if _UNREACHABLE_CODES.search(text):
             raise UnavailableError(f"Redis is away: {text}", code="redis_away") from error
         raise InvariantError(f"Redis: {text}") from error

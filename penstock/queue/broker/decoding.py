@@ -23,7 +23,7 @@ async def decoded(
 ) -> list[Chunk]:
     """Decode one page of a log. The result ends early once its log-probabilities exceed `max_bytes` packed bytes.
 
-    `turns` spaces out the steps over rounds of the event loop.
+    `turns` runs each step in its own round of the event loop.
     """
     chunks: list[Chunk] = []
     num_bytes = since_step = 0

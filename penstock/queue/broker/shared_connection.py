@@ -28,7 +28,7 @@ _REPLY_ERRORS = {
     "OOM": exceptions.OutOfMemoryError,
 }
 _REPLICA_CODES = re.compile(r"(?:^|-)(?:READONLY|MASTERDOWN) ")
-"""Errors that only a replica returns, at the head of a reply or inside the error of a script whose call failed."""
+"""Errors that only a replica returns, at the head of a reply or inside the error of a script in which a call failed."""
 
 
 class SharedConnection(asyncio.Protocol):
