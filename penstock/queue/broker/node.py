@@ -86,12 +86,12 @@ class Emission:
 
 @dataclass(frozen=True, slots=True)
 class GivenBackJob:
-    """A job to give back. `cost`: KV tokens that it will probably hold; `most`: KV tokens that it may hold at most."""
+    """A job to give back. `cost`: KV tokens that it will probably hold; `max_kv_tokens`: the most that it may hold."""
 
     job_id: str
     lease: str
     cost: int
-    most: int
+    max_kv_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class NodeBroker:
         answers: list[str] = []
         for start in range(0, len(jobs), MAX_GIVE_BACK_JOBS):
             part = jobs[start : start + MAX_GIVE_BACK_JOBS]
-            arguments = [item for job in part for item in (job.job_id, job.lease, job.cost, job.most)]
+            arguments = [item for job in part for item in (job.job_id, job.lease, job.cost, job.max_kv_tokens)]
             answers += [a.decode() for a in await self._call("give_back", why, *arguments)]
         return answers
 
