@@ -38,5 +38,5 @@ class Named(BaseModel):
 
 
 def _names_of(name: str, field: FieldInfo) -> list[Any]:
-    said = field.validation_alias or name
-    return [*said.choices] if isinstance(said, AliasChoices) else [said]
+    alias = field.validation_alias or name
+    return [*alias.choices] if isinstance(alias, AliasChoices) else [alias]

@@ -55,11 +55,11 @@ def request_error(error: ValidationError, names: Mapping[str, str] | None = None
 
 def rename(error: PenstockError, names: Mapping[str, str]) -> None:
     """Replace our field name in `error` by the caller's; `names` maps ours to the caller's, where they differ."""
-    ours = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
-    theirs = names.get(ours)
-    if theirs is None or error.param is None:
+    own_name = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
+    new_name = names.get(own_name)
+    if new_name is None or error.param is None:
         return
-    param = theirs + error.param.removeprefix(ours)
+    param = new_name + error.param.removeprefix(own_name)
     if error.message.startswith(f"{error.param}:"):
         error.message = param + error.message.removeprefix(error.param)
     error.param = param

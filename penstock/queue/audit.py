@@ -174,14 +174,14 @@ def _differences(chunks: Sequence[Chunk], result: Result) -> Iterator[str]:
         yield "the prompt's log-probabilities differ"
     for choice in result.choices:
         own = [chunk for chunk in logged if chunk.choice == choice.index]
-        told = Choice(
+        logged_choice = Choice(
             choice.index,
             "".join(chunk.text for chunk in own),
             tuple(token for chunk in own for token in chunk.token_ids),
             next((chunk.finish_reason for chunk in own if chunk.finish_reason is not None), None),
             tuple(entry for chunk in own for entry in chunk.logprobs),
         )
-        if told != choice:
+        if logged_choice != choice:
             yield f"choice {choice.index} differs"
 
 

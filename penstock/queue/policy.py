@@ -233,13 +233,13 @@ class _ClassQueue(Generic[C]):
     Under `fair` it holds one queue per tenant, because the tenants' virtual times may change during the scan.
     """
 
-    def __init__(self, members: list[C], policy: PolicyConfig, turns: VirtualTimes) -> None:
-        self._turns = turns if policy.name == "fair" else None
+    def __init__(self, members: list[C], policy: PolicyConfig, virtual_times: VirtualTimes) -> None:
+        self._virtual_times = virtual_times if policy.name == "fair" else None
         self._queues: dict[str, deque[C]] = {}
         by_cost = policy.name == "sjf"
         for one in sorted(members, key=lambda one: (one.cost, *_age(one)) if by_cost else _age(one)):
-            self._queues.setdefault(one.tenant if self._turns else "", deque()).append(one)
-        self._head = self._first(_any_tenant) if self._turns else min(members, key=_age, default=None)
+            self._queues.setdefault(one.tenant if self._virtual_times else "", deque()).append(one)
+        self._head = self._first(_any_tenant) if self._virtual_times else min(members, key=_age, default=None)
 
     def head(self) -> C | None:
         """Return the head of the class, which aging may raise."""
@@ -254,15 +254,15 @@ class _ClassQueue(Generic[C]):
 
     def remove(self, one: C) -> None:
         """Remove a candidate from its queue."""
-        name = one.tenant if self._turns else ""
+        name = one.tenant if self._virtual_times else ""
         self._queues[name].remove(one)
         if not self._queues[name]:
             del self._queues[name]
 
     def _first(self, may: Callable[[str], bool]) -> C | None:
-        if self._turns is None:
+        if self._virtual_times is None:
             return self._queues[""][0] if self._queues else None
-        times = self._turns.times
+        times = self._virtual_times.times
         in_turn = sorted(self._queues, key=lambda name: (times[name], name))
         return next((self._queues[name][0] for name in in_turn if may(name)), None)
 

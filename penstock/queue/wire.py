@@ -194,8 +194,8 @@ def _chunk_of(value: Any) -> Chunk:
         if version == VERSION and all(type(token) is int for token in token_ids):
             return Chunk(job_id, index, choice, position, tuple(token_ids), text)
     # Log-probabilities skip the depth check, because decoding them checks each of their values.
-    likely = {key: value[key] for key in ("l", "q") if key in value} if type(value) is dict else {}
-    m = checked_map({key: member for key, member in value.items() if key not in likely} if likely else value) | likely
+    rows = {key: value[key] for key in ("l", "q") if key in value} if type(value) is dict else {}
+    m = checked_map({key: member for key, member in value.items() if key not in rows} if rows else value) | rows
     if m.get("v") != VERSION:
         raise WireError(f"protocol version {m.get('v')!r} is not {VERSION}")
     for key, value in m.items():

@@ -148,11 +148,11 @@ class NodeBroker:
 
     async def announce(self, record: PoolRecord) -> None:
         """Publish the pool's record to clients, and the adapters of this node."""
-        redis, told = cast(Any, self._redis), wire.encode_record(record)
+        redis, packed = cast(Any, self._redis), wire.encode_record(record)
         with translated():
-            await redis.eval(_ANNOUNCE, 1, keys.POOLS, self._pool, told)
+            await redis.eval(_ANNOUNCE, 1, keys.POOLS, self._pool, packed)
             if record.adapters:
-                await redis.eval(_ANNOUNCE, 1, keys.adapters(self._pool), self._node_id, told)
+                await redis.eval(_ANNOUNCE, 1, keys.adapters(self._pool), self._node_id, packed)
             else:
                 await redis.hdel(keys.adapters(self._pool), self._node_id)
 

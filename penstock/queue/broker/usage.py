@@ -14,7 +14,7 @@ from penstock.contract.usage import DayUsage
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 
-_WHATS = ("jobs", "prompt", "completion", "cached")
+_COUNTERS = ("jobs", "prompt", "completion", "cached")
 _SECONDS_A_DAY = 86_400
 
 
@@ -26,7 +26,7 @@ class UsageBroker:
 
     async def of(self, tenant: str, account: str, days: int) -> list[DayUsage]:
         """Return one account's usage in all pools, per day of the last `days` days; days without usage are left out."""
-        names = [f"{tenant}:{account}:{what}" for what in _WHATS]
+        names = [f"{tenant}:{account}:{counter}" for counter in _COUNTERS]
         found = []
         for pool, day in await self._pool_days(days):
             with translated():
@@ -43,10 +43,10 @@ class UsageBroker:
                 fields = await self._redis.hgetall(keys.usage(pool, day))
             accounts: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
             for name, value in fields.items():
-                tenant, account, what = name.decode().split(":")
-                accounts[tenant, account][what] = int(value)
-            for who, counts in accounts.items():
-                found.append(_usage(day, pool, *who, [counts.get(what, 0) for what in _WHATS]))
+                tenant, account, counter = name.decode().split(":")
+                accounts[tenant, account][counter] = int(value)
+            for owner, counts in accounts.items():
+                found.append(_usage(day, pool, *owner, [counts.get(counter, 0) for counter in _COUNTERS]))
         return sorted(found)
 
     async def kept(self) -> dict[str, int]:
