@@ -29,7 +29,7 @@ from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import CooperativeTurns
-from penstock.runtime.gc_freeze import settle
+from penstock.runtime.gc_freeze import freeze_gc
 from penstock.runtime.logging import configure_logging
 from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.settings import KeySettings
@@ -149,7 +149,7 @@ def run(settings: GatewaySettings) -> None:
     configure_logging()
     asyncio.run(_try(settings))
     server = make_server(settings)
-    settle()
+    freeze_gc()
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
 

@@ -15,7 +15,7 @@ from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.queue.broker.node import GivenBackJob, NodeBroker, Why
-from penstock.queue.policy import in_order_of_retreat
+from penstock.queue.policy import preemption_order
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class LoadShedder:
         """Return the jobs to preempt so that the rest fits, in the order of preemption."""
         (*_, tokens), (*_, sequences) = self._ledger.expected_usage()
         surplus = []
-        for job in in_order_of_retreat([job for job in self._ledger if job.is_in_engine and job.outcome is None]):
+        for job in preemption_order([job for job in self._ledger if job.is_in_engine and job.outcome is None]):
             if tokens <= self._kv_tokens and sequences <= self._max_num_seqs:
                 break
             surplus.append(job)

@@ -22,7 +22,7 @@ from penstock.gpu_node.node import Node
 from penstock.gpu_node.seats import Seats, declare_dead_before_loading, take_seats
 from penstock.gpu_node.settings import NodeSettings
 from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.gc_freeze import settle
+from penstock.runtime.gc_freeze import freeze_gc
 from penstock.runtime.loop_watch import LoopWatch
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ async def run_node(settings: NodeSettings) -> None:
     if settings.tool_parser not in (None, "none") and not engine.tokenizer.takes_tools:
         problem = f"tool_parser is {settings.tool_parser}, but the model's chat template takes no tools"
         raise ConfigError(problem, param="tool_parser")
-    settle()
+    freeze_gc()
     await serve_engine(settings, engine, seats)
 
 

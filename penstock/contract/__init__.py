@@ -1,4 +1,4 @@
-"""What every process agrees on: jobs, chunks, errors, keys, wire format, scripts, admission.
+"""Records that every process shares: jobs, chunks, results, API keys, tenant limits, and the tree of errors.
 
-Imports no torch, no HTTP framework and no other room of the house.
+This package imports no torch, no HTTP framework, no Redis client and no other package of penstock.
 """

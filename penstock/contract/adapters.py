@@ -1,4 +1,4 @@
-"""Which adapter of a model a job runs with."""
+"""Reference to the LoRA adapter that a job runs with."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-"""An adapter's name, which is a folder's name too."""
+"""An adapter's name. It also names the adapter's folder, so it holds no path separator."""
 LORA_PATTERN = NAME_PATTERN.removesuffix("$") + "=.+$"
-"""NAME=PATH, as flags have it."""
+"""The `NAME=PATH` argument of a command-line flag."""
 AdapterName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 
 
 class AdapterRef(BaseModel):
-    """An adapter by name and, as the pool's record has it, by content; a text is a name alone.
+    """An adapter's name and the digest of its weights, as the pool record lists it. A plain string is a name alone.
 
-    The digest sees to it that every node that works on a job uses the same weights; without one any will do.
+    With a digest, every node that works on the job must use exactly these weights. Without one, any adapter of that
+    name is accepted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,7 +1,7 @@
-"""API keys: who may ask a gateway for what, on whose behalf and how much.
+"""API keys of a gateway: which tenant a caller belongs to, and what it may do.
 
-A key is `pk-<id>-<secret>`. `penstock:keys` holds, under the id, a record with an HMAC of the secret: whoever reads
-Redis can neither use nor guess a key. The HMAC's own key is the pepper, if the installation has one, and the id.
+A key is `pk-<id>-<secret>`. `penstock:keys` stores a record under the id, with an HMAC of the secret. So an attacker
+who can read Redis can neither use nor guess a key. The HMAC's key is the installation's pepper, if any, plus the id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.contract.priority import ClassName
 from penstock.contract.terms import UNLIMITED, Terms
 
 Scope = Literal["infer", "admin"]
-"""`infer`: models and generation. `admin`: figures about everybody."""
+"""`infer` allows listing models and generation. `admin` allows reading statistics about all tenants."""
 MAX_KEY_CHARS = 100
 _ID_BYTES = 8
 _SECRET_BYTES = 32
@@ -29,7 +29,10 @@ _KEY = re.compile(rf"pk-([0-9a-f]{{{2 * _ID_BYTES}}})-([A-Za-z0-9_-]{{1,64}})")
 
 
 class ApiKey(BaseModel):
-    """A key's record. A revoked one is kept, so that a gateway with no valid key left stays closed."""
+    """A key's stored record.
+
+    A revoked key keeps its record. Otherwise a gateway would see no keys at all and serve without authentication.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -39,33 +42,36 @@ class ApiKey(BaseModel):
     scopes: frozenset[Scope] = frozenset(("infer",))
     terms: Terms = UNLIMITED
     highest_class: ClassName = "standard"
-    """The most urgent class that its holder may ask for."""
+    """The most urgent priority class that the caller may request."""
     label: str = Field(default="", max_length=200)
     created_s: int = 0
     is_revoked: bool = False
 
     def require(self, scope: Scope) -> None:
-        """Raises ForbiddenError when the key is not good for this."""
+        """Raise ForbiddenError when the key lacks `scope`."""
         if scope not in self.scopes:
             raise ForbiddenError(f"this API key lacks the scope {scope!r}")
 
     @property
     def metered_terms(self) -> Terms:
-        """The terms of a job that its holder submits: its tokens are counted to this key."""
+        """The terms for a job submitted with this key, with its token usage counted to the key."""
         return self.terms.model_copy(update={"account": self.key_id})
 
 
 def mint(pepper: str) -> tuple[str, str, str]:
-    """A new key as it is told once, its id, and the digest that is kept."""
+    """Return a new key, its id, and the digest to store. The key itself is shown to the operator once, never stored."""
     key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES)
     return f"pk-{key_id}-{secret}", key_id, _digest(pepper, key_id, secret)
 
 
 def identify(key: str, known: Mapping[str, ApiKey], pepper: str) -> ApiKey:
-    """The record of a key. Raises UnauthorizedError, which does not say whether the id or the secret is wrong."""
+    """Return the record of `key`.
+
+    Raises UnauthorizedError, which does not reveal whether the id or the secret is wrong.
+    """
     match = _KEY.fullmatch(key) if len(key) <= MAX_KEY_CHARS else None
     if match is None:
-        raise UnauthorizedError("this is no API key")
+        raise UnauthorizedError("malformed API key")
     record = known.get(match[1])
     kept = record.digest if record is not None and not record.is_revoked else ""
     if not hmac.compare_digest(_digest(pepper, match[1], match[2]).encode(), kept.encode()) or record is None:

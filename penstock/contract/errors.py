@@ -1,24 +1,24 @@
-"""The one tree of errors, with their HTTP status and OpenAI type.
+"""The tree of errors that penstock raises, with their HTTP status.
 
     PenstockError
-    ├── RequestError            400  the caller can mend it; `param` names the field
+    ├── RequestError            400  the caller must change the request; `param` names the field
     │   ├── PromptTooLongError  400
     │   ├── TooCostlyError      400  its grammar takes more time, memory or work than one request may
-    │   ├── UnauthorizedError   401  no API key, or not a valid one
-    │   ├── ForbiddenError      403  the API key is not good for this
+    │   ├── UnauthorizedError   401  the API key is missing or invalid
+    │   ├── ForbiddenError      403  the API key does not permit the request
     │   ├── TooLargeError       413
     │   ├── NotFoundError       404
-    │   └── ConflictError       409  the id or idempotency key is taken by another body
+    │   └── ConflictError       409  the id or idempotency key belongs to another request
     ├── BusyError               429  try again after `retry_after_ms`
-    ├── UnavailableError        503  no node, or Redis away
+    ├── UnavailableError        503  no live node, or Redis is unreachable
     ├── JobFailedError          500  the job ended `failed`; `code` says why
     │   ├── JobCancelledError   499
     │   └── JobExpiredError     504
-    ├── StreamDivergedError     500  the log no longer matches what was delivered
-    ├── ConfigError             500  settings or model files that cannot work
-    └── InvariantError          500  a bug of ours
+    ├── StreamDivergedError     500  the log no longer matches the chunks already delivered
+    ├── ConfigError             500  invalid settings or model files
+    └── InvariantError          500  a bug in penstock
 
-Redis errors are translated in `contract/broker`, HTTP ones in `gateway`, torch's in `gpu_node/model`.
+Redis errors are translated in `queue/broker`, HTTP errors in `gateway`, torch errors in `gpu_node/model`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from penstock.contract.job import Outcome
 
 EXIT_WRONG_USE = 2
-"""Status of a command that was called in a way that cannot work: what ConfigError and RequestError mean to a shell."""
+"""Exit status of a command that was used wrongly. ConfigError and RequestError end a command with it."""
 EXIT_INTERRUPTED = 130
-"""Status of a command that Ctrl-C ended."""
+"""Exit status of a command that Ctrl-C ended."""
 
 
 class PenstockError(Exception):
@@ -49,7 +49,7 @@ class PenstockError(Exception):
             self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What an exception is copied by otherwise knows nothing of arguments that must be named.
+        # By default an exception is copied from its positional arguments; subclasses here need keyword arguments.
         return _copy_of, (type(self), self.args, self.__dict__)
 
 
@@ -60,7 +60,7 @@ def _copy_of(kind: type[PenstockError], args: tuple[Any, ...], fields: dict[str,
 
 
 class RequestError(PenstockError):
-    """The request is wrong and will stay wrong."""
+    """The request is invalid. Repeating it unchanged fails again."""
 
     status = 400
     type = "invalid_request_error"
@@ -68,19 +68,19 @@ class RequestError(PenstockError):
 
 
 class PromptTooLongError(RequestError):
-    """Prompt (plus wanted output) does not fit the model's context or the node's KV cache."""
+    """The prompt plus the requested output exceeds the model's context or the node's KV cache."""
 
     code = "context_length_exceeded"
 
 
 class TooCostlyError(RequestError):
-    """A part of the request causes more work than one request may; `param` names it."""
+    """One part of the request needs more work than one request may cause; `param` names that part."""
 
     code = "too_costly"
 
 
 class UnauthorizedError(RequestError):
-    """Nobody we know: no API key, or not a valid one."""
+    """The API key is missing or invalid."""
 
     status = 401
     type = "authentication_error"
@@ -88,7 +88,7 @@ class UnauthorizedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """Somebody we know, who may not do this."""
+    """The API key is valid but does not permit the request."""
 
     status = 403
     type = "permission_error"
@@ -96,14 +96,14 @@ class ForbiddenError(RequestError):
 
 
 class TooLargeError(RequestError):
-    """A body or field above its size limit."""
+    """A request body or field exceeds its size limit."""
 
     status = 413
     code = "too_large"
 
 
 class NotFoundError(RequestError):
-    """No such job or model."""
+    """No such job, model or other named object."""
 
     status = 404
     type = "not_found_error"
@@ -119,7 +119,7 @@ class ConflictError(RequestError):
 
 
 class BusyError(PenstockError):
-    """The pool is full; the same request will be welcome after `retry_after_ms`."""
+    """A limit of the pool, the tenant or Redis is reached. The caller should repeat it after `retry_after_ms`."""
 
     status = 429
     type = "rate_limit_error"
@@ -131,7 +131,7 @@ class BusyError(PenstockError):
 
 
 class UnavailableError(PenstockError):
-    """Nobody is there to do it now: no node, or Redis is away."""
+    """No live node serves the pool, or Redis is unreachable."""
 
     status = 503
     type = "service_unavailable_error"
@@ -143,39 +143,39 @@ class UnavailableError(PenstockError):
 
 
 class JobFailedError(PenstockError):
-    """The job ended without a full answer."""
+    """The job ended without a complete result."""
 
     code = "job_failed"
 
 
 class JobCancelledError(JobFailedError):
-    """The job was cancelled."""
+    """The job was canceled."""
 
     status = 499
     code = "cancelled"
 
 
 class JobExpiredError(JobFailedError):
-    """The job's deadline passed before it was done."""
+    """The job's deadline passed before the job was done."""
 
     status = 504
     code = "deadline_exceeded"
 
 
 class StreamDivergedError(PenstockError):
-    """What was delivered is no longer what the log says (Redis lost acknowledged writes)."""
+    """The job's log no longer matches the chunks already delivered, because Redis lost acknowledged writes."""
 
     code = "stream_diverged"
 
 
 class ConfigError(PenstockError):
-    """Settings, or files they point to, that cannot work."""
+    """Settings, or files that they point to, are invalid."""
 
     code = "bad_config"
 
 
 class InvariantError(PenstockError):
-    """A state that must not exist."""
+    """The process reached a state that must not exist: a bug in penstock."""
 
 
 _BY_CODE: dict[str, type[PenstockError]] = {
@@ -185,7 +185,10 @@ _BY_CODE: dict[str, type[PenstockError]] = {
 
 
 def error_of(outcome: Outcome) -> PenstockError:
-    """The error a reader raises for a job that did not end `done`: a refusal by the node keeps its own class."""
+    """Return the error to raise for a job that did not end `done`.
+
+    A job that a node refused keeps the class of that refusal, found by its `code`.
+    """
     message = outcome.message or f"job {outcome.state}"
     if outcome.state == "cancelled":
         return JobCancelledError(message)

@@ -1,7 +1,7 @@
-"""Records that travel between processes: what is asked for, what comes back.
+"""Records that travel between processes: jobs, their sampling parameters, token chunks and results.
 
-`SamplingParams` and `Job` are checked by pydantic where they enter (client, HTTP, batch file); `Chunk`, `Usage`,
-`Choice` and `Result` are plain frozen dataclasses because the hot path makes thousands of them a second.
+pydantic checks `SamplingParams` and `Job` where they enter: client, HTTP or batch file. `Chunk`, `Usage`, `Choice` and
+`Result` are plain frozen dataclasses, because the hot path creates thousands of them per second.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_MESSAGES = 4096
 MAX_TOKENS_LIMIT = 1 << 20
 MAX_DEADLINE_S = 7 * 24 * 3600
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
-"""A pool's or tenant's name; shards of a pool are written `<pool>~<n>` and carry no other character."""
+"""A pool's or tenant's name. A shard of a pool is written `<pool>~<n>`, so `~` is not allowed here."""
 _UUID7_PATTERN = r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 JOB_ID_PATTERN = rf"^[A-Za-z0-9_-]{{1,64}}(~[0-9]{{1,4}})?\.{_UUID7_PATTERN}$"
 
@@ -56,7 +56,7 @@ TERMINAL_STATES = frozenset(("done", "failed", "cancelled", "expired"))
 
 def _encodable(text: str) -> str:
     try:
-        # Fifteen times as fast as a look at each character, which would hold up an event loop.
+        # Fifteen times as fast as checking each character, which would block the event loop.
         text.encode()
     except UnicodeEncodeError:
         raise ValueError("text must be valid Unicode, without lone surrogates") from None
@@ -70,20 +70,26 @@ Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
 
-class _Door(BaseModel):
+class _CheckedInput(BaseModel):
+    """Base of records from callers: frozen; unknown fields, NaN and infinity are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class SamplingParams(_Door):
-    """How tokens are chosen and when a choice ends. Names and meanings follow vLLM's.
+class SamplingParams(_CheckedInput):
+    """How tokens are sampled and when a choice ends. Names and meanings follow vLLM's.
 
-    `temperature == 0` is greedy. `top_k` of 0 or -1 means no limit. `min_p` drops tokens less likely than that share of
-    the likeliest one. The repetition penalty counts prompt and output, the other two the output only; a negative one
-    favours what was said. `logit_bias` is added to the logits of the tokens that it names, before all else. `bad_words`
-    are texts whose tokens never follow each other so. `include_stop_str_in_output` leaves what ended a choice in its
-    text. `max_tokens` of None runs to the model's limit. `logprobs` is how many of the likeliest tokens stand beside
-    each token of the output, with how likely they and it were before all of the above; `prompt_logprobs` of the prompt.
-    With no `seed` the job's id gives it, so that a job submitted twice is the same job.
+    - `temperature`: 0 is greedy. `top_k`: 0 or -1 means no limit.
+    - `min_p` drops each token whose probability is below this fraction of the most likely token's probability.
+    - `repetition_penalty` counts prompt and output. `presence_penalty` and `frequency_penalty` count the output only;
+      a negative value favors tokens that already occurred.
+    - `logit_bias` maps a token id to an offset, which is added to its logit before all other steps.
+    - `bad_words` are texts; their token sequences are never generated.
+    - `include_stop_str_in_output` keeps the stop string that ended a choice in its text.
+    - `max_tokens`: None generates up to the model's limit.
+    - `logprobs` is the number of most likely tokens reported with each output token. Their log-probabilities are taken
+      before all steps above. `prompt_logprobs` does the same for prompt tokens.
+    - `seed`: None derives it from the job's id, so that a job submitted twice samples the same tokens.
     """
 
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -104,7 +110,7 @@ class SamplingParams(_Door):
     logit_bias: dict[TokenId, Bias] = Field(default={}, max_length=MAX_LOGIT_BIASES)
     bad_words: tuple[StopString, ...] = Field(default=(), max_length=MAX_BAD_WORDS)
     structured_outputs: StructuredOutputs | None = None
-    """The form that the text must have."""
+    """The schema or grammar that the text must match."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
@@ -136,12 +142,12 @@ class SamplingParams(_Door):
     @classmethod
     def _ends_by_itself(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
         if value is not None and (info.data.get("min_tokens") or info.data.get("ignore_eos")):
-            raise ValueError("says what ends a text: neither min_tokens nor ignore_eos goes with it")
+            raise ValueError("determines where the text ends; it cannot be combined with min_tokens or ignore_eos")
         return value
 
 
-class Message(_Door):
-    """One turn of a chat. Of role `tool`: what the call `tool_call_id` gave."""
+class Message(_CheckedInput):
+    """One message of a chat. With role `tool`, it holds the result of the call `tool_call_id`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text
@@ -149,11 +155,12 @@ class Message(_Door):
     tool_call_id: CallId | None = None
 
 
-class Job(_Door):
-    """One request as it is submitted: a prompt in exactly one of three forms, and what the queue must know.
+class Job(_CheckedInput):
+    """One request as submitted: a prompt in exactly one of three forms, sampling parameters, and queueing options.
 
-    `id` is `<pool>.<uuidv7>`, minted by the caller, so that a retry is the same job. `deadline_ms` and `not_before_ms`
-    are durations from the moment of submission; before the latter it is not taken, nor does it age.
+    `id` is `<pool>.<uuidv7>`. The caller creates it, so that a retried submit is the same job. `deadline_ms` and
+    `not_before_ms` are durations from the moment of submission. Until `not_before_ms` has passed, no node takes the job
+    and its priority does not age. A job with `background` false is canceled when it loses all its readers.
     """
 
     id: Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
@@ -161,11 +168,11 @@ class Job(_Door):
     prompt_token_ids: tuple[TokenId, ...] | None = Field(default=None, min_length=1)
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     packed_prompt: PackedPrompt | None = Field(default=None, repr=False)
-    """A prompt in any of the three forms that was checked and packed elsewhere."""
+    """A prompt in any of the three forms, already checked and packed by another process."""
     tools: Tools | None = None
-    """What a chat's assistant may call."""
+    """The functions that the chat's assistant may call."""
     adapter: AdapterRef | None = None
-    """The adapter that the model runs with."""
+    """The LoRA adapter that the model runs with."""
     params: SamplingParams = SamplingParams()
     tenant: Name = "default"
     priority: Priority = Priority.STANDARD
@@ -186,33 +193,33 @@ class Job(_Door):
         if len(given) != 1:
             raise ValueError(f"exactly one of {', '.join(names)} must be given, not {given or 'none'}")
         if self.tools is not None and self.messages is None and (packed is None or packed.form != "messages"):
-            raise ValueError("tools go with messages only")
+            raise ValueError("tools may be given only together with messages")
         return self
 
     @model_validator(mode="after")
     def _begins_before_deadline(self) -> Self:
         if self.deadline_ms is not None and (self.not_before_ms or 0) >= self.deadline_ms:
-            raise ValueError(f"not_before_ms ({self.not_before_ms}) must lie before deadline_ms ({self.deadline_ms})")
+            raise ValueError(f"not_before_ms ({self.not_before_ms}) must be less than deadline_ms ({self.deadline_ms})")
         return self
 
     @property
     def pool(self) -> str:
-        """The pool (served model) that the id names."""
+        """The pool (a served model and its nodes) that the id names."""
         return pool_of(self.id)
 
 
 def pool_of(job_id: str) -> str:
-    """The pool part of a public job id."""
+    """Return the pool that a job id names."""
     return job_id.partition(".")[0]
 
 
 def is_job_id(text: str) -> bool:
-    """Whether `text` has the form of a public job id."""
+    """Return whether `text` has the form of a job id."""
     return re.fullmatch(JOB_ID_PATTERN, text) is not None
 
 
 def seed_of(job_id: str, params: SamplingParams) -> int:
-    """The 64-bit seed of a job: the caller's, or one derived from the id."""
+    """Return the job's 64-bit seed: the caller's, else one derived from the job id."""
     if params.seed is not None:
         return params.seed & 0xFFFF_FFFF_FFFF_FFFF
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "little")
@@ -220,7 +227,7 @@ def seed_of(job_id: str, params: SamplingParams) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that a job used; `cached_tokens` of the prompt came from the prefix cache."""
+    """Token counts of a job. `cached_tokens` counts the prompt tokens that the prefix cache supplied."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -229,7 +236,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended. `code` is an error code of `errors.py`, empty when done; `param` names the field at fault."""
+    """How a job ended. `code` is an error code from `errors.py`, empty if done; `param` names the invalid field."""
 
     state: TerminalState
     code: str = ""
@@ -239,12 +246,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One entry of a job's token log, the same from engine to browser.
+    """One entry of a job's token log. The same record travels from the engine to the HTTP stream.
 
-    `index` counts chunks of the job, `position` is the place of `token_ids[0]` in its choice. `text` is what became
-    complete and may lag behind the tokens. `outcome` is set in the job's last chunk only, which carries no tokens.
-    Where they were asked for, `logprobs` are those of `token_ids`; the prompt's come in chunks of their own, before all
-    tokens, whose `position` counts in the prompt.
+    `index` counts the job's chunks. `position` is the index of `token_ids[0]` within its choice. `text` holds the
+    characters completed by this chunk and may lag behind the tokens. Only the job's last chunk has an `outcome`; it
+    carries no tokens. `logprobs` has one entry per token of `token_ids`, if requested. Log-probabilities of the prompt
+    come in separate chunks before all output tokens; there `position` is an index into the prompt.
     """
 
     job_id: str
@@ -269,12 +276,12 @@ class Choice:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids`, where they were asked for."""
+    """One entry per token of `token_ids`, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A job's terminal record. Times are Redis milliseconds since the epoch; 0 where the job never got that far."""
+    """A job's terminal record. Times are milliseconds since the epoch by Redis's clock; 0 for a stage never reached."""
 
     job_id: str
     outcome: Outcome
@@ -285,6 +292,6 @@ class Result:
     first_ms: int = 0
     finished_ms: int = 0
     cuts: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
-    """(choice, tokens, characters of text) of each chunk, so that a reader at any index gets exactly the rest."""
+    """(choice, number of tokens, number of characters) of each chunk, so that a reader can resume at any chunk."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token of the prompt, where they were asked for."""
+    """One entry per prompt token, if requested."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: by the softmax of the model's logits as they are, before anything that sampling does."""
+"""Log-probabilities of tokens: log-softmax of the model's raw logits, before bias, penalties and temperature."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_LOGPROBS = 20
-"""Alternatives of a token."""
+"""Alternatives reported per token, at most."""
 MAX_LOGPROBS_OF_JOB = 1 << 18
-"""Values that all tokens of a job may come to: a result is one message."""
+"""Log-probabilities of a whole job, at most: the result is a single Redis value."""
 PROMPT_TOKENS_PER_CHUNK = 128
-"""A chunk of the prompt's has the values of so many tokens, the last one of the rest."""
+"""Prompt tokens per chunk of prompt log-probabilities; the last chunk may have fewer."""
 
 
 class Logprob(NamedTuple):
-    """A token that could have stood at a place, and how likely it was there."""
+    """One candidate token of a position and its log-probability."""
 
     token_id: int
     logprob: float
     token: bytes
-    """What it adds to a text, which need not be whole characters; a special token's name."""
+    """The UTF-8 bytes that the token adds to the text, possibly a partial character; a special token's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token, which comes first, and the likeliest ones at its place, the best first.
+    """Log-probabilities at one position: the actual token first, then the most likely tokens, best first.
 
-    The first token of a prompt has no value, since nothing stands before it. A special token, of which a text shows
-    nothing, has its name as a str.
+    The first token of a prompt has no value, because no logits precede it. In `tokens`, a str is the name of a special
+    token, which adds nothing to the text; bytes are an ordinary token's contribution to the text.
     """
 
     token_ids: tuple[int, ...]
@@ -36,23 +36,23 @@ class TokenLogprobs:
 
     @property
     def logprob(self) -> float | None:
-        """The token's own."""
+        """The log-probability of the actual token; None for the first token of a prompt."""
         return self.values[0] if self.values else None
 
     @property
     def token(self) -> bytes:
-        """The token's own bytes."""
+        """The bytes of the actual token, or the name of a special token."""
         return _bytes_of(self.tokens[0])
 
     @property
     def shown(self) -> bytes:
-        """What of the token a text shows."""
+        """The bytes that the actual token adds to the text; empty for a special token."""
         token = self.tokens[0]
         return b"" if isinstance(token, str) else token
 
     @property
     def top(self) -> list[Logprob]:
-        """The likeliest tokens, the best first, as many as were asked for."""
+        """The most likely tokens, best first, as many as were requested."""
         named = zip(self.token_ids[1:], self.values[1:], self.tokens[1:], strict=True)
         return [Logprob(token_id, value, _bytes_of(token)) for token_id, value, token in named]
 

@@ -1,4 +1,4 @@
-"""What every record whose names come from outside has in common."""
+"""Base class of records parsed from untrusted input; it refuses unknown field names cheaply."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 UNKNOWN_FIELD = "unknown_field"
-"""The kind of error, its code, and the name of what it carries."""
+"""The pydantic error type, the API error code, and the key under which the error's context holds the field name."""
 
 
 class Named(BaseModel):
-    """Base of those records: the first unknown one is refused, alone.
+    """Base of records from untrusted input. Validation stops at the first unknown field.
 
-    pydantic would collect an error for each of a million, and hold up an event loop for seconds.
+    pydantic alone would collect one error per unknown field; a million of them would block the event loop for seconds.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,5 +38,5 @@ class Named(BaseModel):
 
 
 def _names_of(name: str, field: FieldInfo) -> list[Any]:
-    said = field.validation_alias or name
-    return [*said.choices] if isinstance(said, AliasChoices) else [said]
+    alias = field.validation_alias or name
+    return [*alias.choices] if isinstance(alias, AliasChoices) else [alias]

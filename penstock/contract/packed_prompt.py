@@ -1,4 +1,4 @@
-"""A prompt that another process has checked and packed already."""
+"""A prompt that another process has already checked and packed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 PromptField = Literal["prompt", "tokens", "messages"]
-"""The field of a request that holds the prompt."""
+"""The request field that holds the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompt:
-    """A prompt as a request on the queue carries it: msgpack, and the sizes that admission needs."""
+    """A prompt as msgpack bytes, ready to be copied into a request, plus the sizes that admission needs."""
 
     form: PromptField
     data: bytes = field(repr=False)
     num_text_bytes: int = 0
-    """UTF-8 bytes of its texts and roles."""
+    """UTF-8 bytes of the prompt's texts and message roles."""
     num_tokens: int | None = None
-    """Token ids, for a prompt that consists of them."""
+    """Number of token ids of a `tokens` prompt; None for text."""
     num_tool_bytes: int = 0
-    """Bytes of the names and arguments of earlier calls."""
+    """Bytes of the names and arguments of earlier tool calls."""

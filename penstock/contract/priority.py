@@ -1,4 +1,4 @@
-"""Classes of jobs, for those who know nothing else of them."""
+"""Priority classes of jobs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import IntEnum
 from typing import Literal, get_args
 
 ClassName = Literal["interactive", "standard", "batch"]
-"""How callers and settings name a class."""
+"""The name of a class in the API and in settings."""
 
 
 class Priority(IntEnum):
-    """Class of a job; a lower number is more urgent."""
+    """Priority class of a job; a lower number is more urgent."""
 
     INTERACTIVE = 0
     STANDARD = 1
@@ -18,12 +18,12 @@ class Priority(IntEnum):
 
     @classmethod
     def of(cls, name: ClassName) -> Priority:
-        """Return the class of that name."""
+        """Return the class named `name`."""
         return cls[name.upper()]
 
     @property
     def label(self) -> ClassName:
-        """The name of a class as callers write it."""
+        """The class's name in the API."""
         return _LABELS[self]
 
 

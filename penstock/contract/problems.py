@@ -1,4 +1,4 @@
-"""The first thing that pydantic finds wrong, as one error of ours that names the field as its caller wrote it."""
+"""Translation of pydantic's validation errors into penstock errors that name the first invalid field."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from penstock.contract.errors import ConfigError, PenstockError, RequestError
 from penstock.contract.named import UNKNOWN_FIELD
 
 MAX_NAME_CHARS = 128
-"""A field's name may come from a request, so what is echoed of it is bounded."""
+"""Limit for an echoed field name, since the name may come from an untrusted request."""
 _CODES = {"extra_forbidden": UNKNOWN_FIELD, UNKNOWN_FIELD: UNKNOWN_FIELD, "unsupported_value": "unsupported_value"}
-"""By pydantic's kinds of errors, and our own ones."""
+"""Error type, of pydantic or `PydanticCustomError` → API error code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with which field; its text is both."""
+    """One validation problem; `str()` gives field and message."""
 
-    said: str
+    message: str
     param: str | None = None
-    """As in Python, `messages[0].role`; None: the whole."""
+    """Path of the field in Python notation, such as `messages[0].role`; None for the record as a whole."""
     code: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.param}: {self.said}" if self.param else self.said
+        return f"{self.param}: {self.message}" if self.param else self.message
 
 
 def problem_of(error: ValidationError, names: Mapping[str, str] | None = None) -> Problem:
-    """The first problem; `names` tells what callers call a field of ours, where they call it otherwise.
+    """Return the first problem of `error`. `names` maps our field names to the caller's, where they differ.
 
-    It does not show the input, which may be somebody's prompt and may end in a log.
+    The problem never shows the input, because the input may be a prompt and the message may be logged.
     """
     first = error.errors(include_url=False, include_input=False)[0]
     loc = list(first["loc"])
@@ -43,30 +43,30 @@ def problem_of(error: ValidationError, names: Mapping[str, str] | None = None) -
     if unknown is not None:
         loc.append(unknown)
     code = _CODES.get(first["type"])
-    said = "unknown field" if code == UNKNOWN_FIELD else first["msg"].removeprefix("Value error, ")
-    return Problem(said, _path(loc), code)
+    message = "unknown field" if code == UNKNOWN_FIELD else first["msg"].removeprefix("Value error, ")
+    return Problem(message, _path(loc), code)
 
 
 def request_error(error: ValidationError, names: Mapping[str, str] | None = None) -> RequestError:
-    """Of what a caller asked for."""
+    """Return the error for an invalid request; `names` as in `problem_of`."""
     problem = problem_of(error, names)
     return RequestError(str(problem), code=problem.code, param=problem.param)
 
 
 def rename(error: PenstockError, names: Mapping[str, str]) -> None:
-    """Name the field at fault as the caller wrote it; `names` tells what it calls our fields, where it differs."""
-    ours = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
-    theirs = names.get(ours)
-    if theirs is None or error.param is None:
+    """Replace our field name in `error` by the caller's; `names` maps ours to the caller's, where they differ."""
+    own_name = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
+    new_name = names.get(own_name)
+    if new_name is None or error.param is None:
         return
-    param = theirs + error.param.removeprefix(ours)
+    param = new_name + error.param.removeprefix(own_name)
     if error.message.startswith(f"{error.param}:"):
         error.message = param + error.message.removeprefix(error.param)
     error.param = param
 
 
 def config_error(error: ValidationError) -> ConfigError:
-    """Of settings."""
+    """Return the error for invalid settings."""
     problem = problem_of(error)
     return ConfigError(str(problem), param=problem.param)
 

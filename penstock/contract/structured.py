@@ -1,4 +1,4 @@
-"""The form that an answer must have, as it travels with a request. Nodes turn it into what tokens may come next."""
+"""Structured-output options of a request. Nodes compile them into masks of allowed tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ MAX_REGEX_CHARS = 1 << 13
 MAX_ALTERNATIVES = 1024
 MAX_ALTERNATIVE_CHARS = 1024
 MAX_CHOICE_CHARS = 1 << 18
-"""Of all texts of a choice together."""
+"""Characters of all alternatives of `choice` together."""
 
 Alternative = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ALTERNATIVE_CHARS)]
 
 
 class StructuredOutputs(Named):
-    """Exactly one of six forms: a JSON schema (`json` for short, kept as text), any JSON object, what a regular
-    expression matches as a whole, one of several texts, what a grammar in Lark's notation derives, or tool calls as the
-    model writes them.
+    """The constraint that the output must satisfy; exactly one field is set.
+
+    `json_schema` (alias `json`, kept as text): JSON that matches the schema. `json_object`: any JSON object. `regex`: a
+    full match. `choice`: one of these texts. `grammar`: a text derived from a Lark grammar. `calls`: tool calls in the
+    model's own syntax.
     """
 
     json_schema: Annotated[str, StringConstraints(max_length=MAX_GRAMMAR_CHARS)] | None = Field(
@@ -70,13 +72,13 @@ class StructuredOutputs(Named):
     def _not_too_much_text(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         num_chars = sum(map(len, value or ()))
         if num_chars > MAX_CHOICE_CHARS:
-            raise ValueError(f"the texts have {num_chars} characters together; the limit is {MAX_CHOICE_CHARS}")
+            raise ValueError(f"the alternatives have {num_chars} characters together; the limit is {MAX_CHOICE_CHARS}")
         return value
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         given = [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            forms = ", ".join(type(self).model_fields)
-            raise ValueError(f"exactly one of {forms} must be given, not {given or 'none'}")
+            names = ", ".join(type(self).model_fields)
+            raise ValueError(f"exactly one of {names} must be given, not {given or 'none'}")
         return self

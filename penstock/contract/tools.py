@@ -1,4 +1,4 @@
-"""Tools that a chat offers, calls that were made or are wanted of them, and the forms in which models write calls."""
+"""Tools of a chat: the offered functions, calls made in earlier messages, and the calls that the output may contain."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.contract.named import Named
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18
 MAX_CALLS = 128
-"""Calls in one turn."""
+"""Calls in one message."""
 MAX_CALLS_OF_CHAT = 4096
-"""Calls in all turns of a chat."""
+"""Calls in all messages of a chat."""
 MAX_CALL_ID_CHARS = 256
 MAX_FUNCTION_NAME_CHARS = 256
 MAX_ARGUMENTS_CHARS = 1 << 20
@@ -23,17 +23,17 @@ MAX_ARGUMENTS_CHARS = 1 << 20
 CallFormName = Literal["hermes", "llama3_json", "mistral"]
 ToolParserName = Literal["none", "hermes", "llama3_json", "mistral"]
 ReasoningParserName = Literal["none", "think", "think_open"]
-"""think_open: the chat template itself opens the reasoning, so that a text begins inside it."""
+"""`think_open`: the chat template itself opens the reasoning block, so the output begins inside it."""
 
 ToolChoice = str | Mapping[str, Any]
-"""`auto`, `none`, `required`, or a function as OpenAI names it: {"type": "function", "function": {"name": …}}."""
+"""`auto`, `none`, `required`, or OpenAI's form of one function: {"type": "function", "function": {"name": …}}."""
 
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CALL_ID_CHARS)]
 FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FUNCTION_NAME_CHARS)]
 
 
 def json_of(text: str) -> Any:
-    """A JSON value that JSON can write again, and as UTF-8; raises ValueError."""
+    """Parse JSON. Raises ValueError also for NaN, infinity, lone surrogates and too deep nesting."""
     try:
         value = json.loads(text, parse_constant=_not_json)
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
@@ -45,17 +45,17 @@ def json_of(text: str) -> Any:
 
 
 def count_calls(messages: Any) -> int:
-    """Count the tool calls in all turns of a chat that is not checked yet."""
-    turns = messages if isinstance(messages, list | tuple) else ()
-    calls = [turn.get("tool_calls") if isinstance(turn, dict) else getattr(turn, "tool_calls", None) for turn in turns]
-    return sum(len(one) for one in calls if isinstance(one, list | tuple))
+    """Return the number of tool calls in all messages of a chat that is not validated yet."""
+    given = messages if isinstance(messages, list | tuple) else ()
+    calls = [one.get("tool_calls") if isinstance(one, dict) else getattr(one, "tool_calls", None) for one in given]
+    return sum(len(of_message) for of_message in calls if isinstance(of_message, list | tuple))
 
 
 def few_calls(messages: Any) -> Any:
-    """A chat's turns as they were given. Raises ValueError for too many calls, before looking at any of them."""
+    """Return `messages` unchanged. Raises ValueError for too many tool calls, before any of them is validated."""
     num_calls = count_calls(messages)
     if num_calls > MAX_CALLS_OF_CHAT:
-        raise ValueError(f"the turns have {num_calls} tool calls together; the limit is {MAX_CALLS_OF_CHAT}")
+        raise ValueError(f"the messages have {num_calls} tool calls together; the limit is {MAX_CALLS_OF_CHAT}")
     return messages
 
 
@@ -87,12 +87,12 @@ def _offers(text: str) -> str:
 Tools = Annotated[
     str, BeforeValidator(_as_text), StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_offers)
 ]
-"""OpenAI's list of tools, kept as JSON text."""
+"""OpenAI's list of tools as JSON text."""
 Arguments = Annotated[str, StringConstraints(max_length=MAX_ARGUMENTS_CHARS), AfterValidator(_object)]
 
 
 class ToolCall(Named):
-    """A call that an assistant made in an earlier turn; `arguments` is the text of a JSON object."""
+    """A call that the assistant made in an earlier message; `arguments` is the text of a JSON object."""
 
     id: CallId
     name: FunctionName
@@ -100,17 +100,18 @@ class ToolCall(Named):
 
 
 class WantedFunction(Named):
-    """A function that may be called; `parameters` is the text of the JSON schema that its arguments are kept to."""
+    """A function that the output may call; `parameters` is the JSON schema, as text, that constrains its arguments."""
 
     name: FunctionName
     parameters: Annotated[str, StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_object)]
 
 
 class WantedCalls(Named):
-    """A text with calls of these functions: `required`, nothing but calls behind the reasoning, at least one.
+    """The tool calls that the output may contain, and how the model writes them.
 
-    Otherwise there may be other text too, or nothing else; what begins as a call is one. With an `answer`, the text of
-    a JSON schema, it is calls alone or a JSON value of that schema.
+    With `required`, the output after the reasoning consists of one or more calls. Otherwise it may also contain plain
+    text, but any text that begins like a call must be a valid call. With `answer`, a JSON schema as text, the output is
+    either calls alone or a JSON value of that schema.
     """
 
     form: CallFormName
@@ -119,4 +120,4 @@ class WantedCalls(Named):
     required: bool = True
     answer: Annotated[str, StringConstraints(max_length=MAX_TOOLS_CHARS), AfterValidator(_object)] | None = None
     parallel: bool = True
-    """More than one call, up to MAX_CALLS."""
+    """Whether the output may contain more than one call, up to MAX_CALLS."""

@@ -1,4 +1,4 @@
-"""What a tenant used, as it is told to its owner and to operators."""
+"""Usage of a tenant, reported to its owner and to operators."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from datetime import date
 
 MAX_DAYS = 92
-"""Of prelude.lua: so many days of usage are kept."""
+"""Days for which usage is kept; equals USAGE_DAYS of prelude.lua."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class DayUsage:
-    """What one account used of one pool on one day, in UTC, by the end of each job.
+    """Usage of one account in one pool on one UTC day. A job counts on the day on which it ends.
 
-    `account` is an API key's id, or empty.
-    `cached_tokens` are the part of `prompt_tokens` that came from the prefix cache.
+    `account` is an API key's id, or empty. `cached_tokens` is the part of `prompt_tokens` that the prefix cache
+    supplied.
     """
 
     day: date

@@ -1,1 +1,1 @@
-"""The queue: keys and scripts in Redis, the wire format, admission, scheduling policies, and the broker."""
+"""The queue in Redis: its keys, Lua scripts and wire format, admission, scheduling policies, and the broker."""

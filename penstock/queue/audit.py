@@ -1,18 +1,18 @@
-"""The audit: what must be true of a pool's keys, held against the jobs' own records.
+"""The audit of a pool: it compares the pool's keys with the jobs' own records and checks these invariants.
 
-    I1   every accepted job has one terminal record, or is where a node will find it
-    I2   the log is in order, and the result says the same
-    I3   nothing was written behind a job's end, and no token twice (a node that had lost its lease would do that)
-    I4   an idle node's KV blocks are all free
-    I5   sets, indexes and sums agree with the records
+    I1   every accepted job has one terminal record, or is queued where a node will find it
+    I2   a job's log is in order, and its result agrees with it
+    I3   nothing is written after a job's end, and no token is written twice (a node without its lease would do that)
+    I4   all KV blocks of an idle node are free
+    I5   sets, indexes and sums agree with the jobs' records
     I6   one idempotency key of a tenant names one job
-    I7   no more jobs are open than the pool's limit
-    I8   nobody reads or cancels another tenant's job over HTTP
-    I9   another node goes on with a dead one's job within a lease and 3 s, for 99 of 100
-    I10  what belongs to no open job goes away by itself
+    I7   the number of open jobs is within the pool's limit
+    I8   no tenant can read or cancel another tenant's job over HTTP
+    I9   another node continues a dead node's job within a lease and 3 s, for 99 of 100 jobs
+    I10  keys that belong to no open job expire
     I11  `node_lost` ends only a job that lost as many nodes as the pool allows
 
-What only a reader, a clock or two tenants can see (delivered = log, I6, I8, I9) is left to the tests.
+Tests cover the invariants that need a reader, a clock or two tenants: I6, I8, I9, and delivered chunks equal the log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.queue.broker.admin import MAX_ROWS, AdminBroker, JobHistory
 from penstock.queue.msgpack_codec import WireError
 
 T = TypeVar("T")
-_STORIES_AT_ONCE = 32
+_HISTORIES_AT_ONCE = 32
 _INVARIANT_OF = {
     "missing": "I5",
     "stray": "I5",
@@ -57,7 +57,7 @@ _INVARIANT_OF = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """One disagreement: its name, the key without its pool's prefix, and the job, tenant or node."""
+    """One violation: its name, the key without the pool's prefix, the job, tenant or node, and details."""
 
     name: str
     key: str
@@ -66,7 +66,7 @@ class Finding:
 
     @property
     def invariant(self) -> str:
-        """The invariant that does not hold."""
+        """The violated invariant, such as `I5`."""
         return _INVARIANT_OF[self.name]
 
     def __str__(self) -> str:
@@ -74,17 +74,17 @@ class Finding:
 
 
 async def audit(broker: AdminBroker, pool: str, *, repair: bool = False) -> list[Finding]:
-    """All disagreements of a pool; with `repair`, those of keys and sums are mended, which is safe beside running
-    processes. What a log says is only reported.
+    """Return all violations in a pool. With `repair`, wrong keys and sums are corrected; faults in a log are not.
 
-    Raises NotFoundError for an unknown pool, BusyError while another audit repairs it.
+    Repair is safe beside running processes. Raises NotFoundError for an unknown pool, BusyError while another audit
+    repairs it.
     """
     repairer = secrets.token_hex(8) if repair else ""
-    seen = await broker.look(pool)
+    seen = await broker.scan_jobs(pool)
     rows = await broker.check(pool, repairer=repairer)
     for jobs in _parts(sorted(seen.jobs.items()), MAX_ROWS):
         rows += await broker.check(pool, jobs, repairer=repairer)
-    # Behind the jobs, whose repair may have moved them.
+    # After the jobs, because repairing jobs changes which tenants have queued jobs.
     for turns in _parts(sorted(seen.turns), MAX_ROWS):
         rows += await broker.check(pool, turns=turns, repairer=repairer)
     for idems in _parts(sorted(seen.idems), MAX_ROWS):
@@ -92,14 +92,17 @@ async def audit(broker: AdminBroker, pool: str, *, repair: bool = False) -> list
     findings = [Finding(*row) for row in rows]
     findings += await _sums(broker, pool, repairer)
     findings += await _nodes(broker, pool)
-    for job_ids in _parts(sorted(seen.jobs), _STORIES_AT_ONCE):
-        for story in await broker.stories(job_ids):
-            findings += findings_of(story)
+    for job_ids in _parts(sorted(seen.jobs), _HISTORIES_AT_ONCE):
+        for history in await broker.histories(job_ids):
+            findings += findings_of(history)
     return sorted(set(findings))
 
 
 async def _sums(broker: AdminBroker, pool: str, repairer: str) -> list[Finding]:
-    """A sum counts as wrong when it is off by the same twice: jobs that move between the reads differ each time."""
+    """Return the wrong sums, and correct them with a `repairer`.
+
+    A sum is wrong only if two reads find the same difference; a difference from jobs in motion varies between reads.
+    """
     once, again = await broker.excess_of_sums(pool), await broker.excess_of_sums(pool)
     wrong = {where: excess for where, excess in once.items() if excess and again.get(where) == excess}
     if repairer:
@@ -112,42 +115,42 @@ async def _nodes(broker: AdminBroker, pool: str) -> list[Finding]:
     for node in await broker.pressure(pool):
         held = node.kv_blocks_total - node.kv_blocks_free
         if held and not node.num_jobs and not node.num_running and not node.num_waiting:
-            findings.append(Finding("blocks_held", "pressure", node.node_id, f"{held} blocks, and no job"))
+            findings.append(Finding("blocks_held", "pressure", node.node_id, f"{held} blocks held without a job"))
     return findings
 
 
-def findings_of(story: JobHistory) -> list[Finding]:
-    """What is wrong with a job's log, by itself and beside its result."""
+def findings_of(history: JobHistory) -> list[Finding]:
+    """Return the faults in a job's log, and the differences between log and result."""
 
     def found(name: str, detail: str, key: str = "log") -> Finding:
-        return Finding(name, f"{key}:{story.job_id}", story.job_id, detail)
+        return Finding(name, f"{key}:{history.job_id}", history.job_id, detail)
 
     try:
-        chunks = [chunk for entry in story.log for chunk in wire.decode_chunks(entry)]
+        chunks = [chunk for entry in history.log for chunk in wire.decode_chunks(entry)]
     except WireError as error:
         return [found("unreadable", error.message)]
-    findings = [found(*problem) for problem in _problems_of(story.job_id, chunks)]
-    if story.result is None or story.outcome is None or not chunks:
+    findings = [found(*problem) for problem in _problems_of(history.job_id, chunks)]
+    if history.result is None or history.outcome is None or not chunks:
         return findings
     try:
-        result = results.decode_result(story.result, story.job_id, story.outcome, (0, 0, 0, 0))
+        result = results.decode_result(history.result, history.job_id, history.outcome, (0, 0, 0, 0))
     except WireError as error:
         return [*findings, found("unreadable", error.message, "out")]
     return findings + [found("result_differs", detail, "out") for detail in _differences(chunks, result)]
 
 
 def _problems_of(job_id: str, chunks: Sequence[Chunk]) -> Iterator[tuple[str, str]]:
-    """(name, detail) of what is wrong with a log."""
+    """Yield (name, detail) of each fault in a log."""
     num_tokens: dict[int, int] = {}
     closed: set[int] = set()
     has_ended = False
-    for place, chunk in enumerate(chunks):
+    for index, chunk in enumerate(chunks):
         if chunk.job_id != job_id:
-            yield "wrong_job", f"chunk {place} is of job {chunk.job_id}"
-        if chunk.index != place:
-            yield "wrong_index", f"chunk {place} says {chunk.index}"
+            yield "wrong_job", f"chunk {index} is of job {chunk.job_id}"
+        if chunk.index != index:
+            yield "wrong_index", f"chunk {index} has index {chunk.index}"
         if has_ended or (chunk.outcome is None and chunk.choice in closed):
-            yield "behind_the_end", f"chunk {place} of choice {chunk.choice}"
+            yield "behind_the_end", f"chunk {index} of choice {chunk.choice}"
         if chunk.outcome is not None:
             has_ended = True
             continue
@@ -155,7 +158,7 @@ def _problems_of(job_id: str, chunks: Sequence[Chunk]) -> Iterator[tuple[str, st
         if chunk.token_ids and chunk.position != known:
             yield (
                 "not_contiguous",
-                f"chunk {place} begins at token {chunk.position} of choice {chunk.choice}, not {known}",
+                f"chunk {index} begins at token {chunk.position} of choice {chunk.choice}, not {known}",
             )
         num_tokens[chunk.choice] = known + len(chunk.token_ids)
         if chunk.finish_reason is not None:
@@ -163,22 +166,22 @@ def _problems_of(job_id: str, chunks: Sequence[Chunk]) -> Iterator[tuple[str, st
 
 
 def _differences(chunks: Sequence[Chunk], result: Result) -> Iterator[str]:
-    """Where a result says other than the log did."""
-    said = [chunk for chunk in chunks if chunk.outcome is None]
-    if result.cuts != tuple((chunk.choice, len(chunk.token_ids), len(chunk.text)) for chunk in said):
-        yield f"it was cut into {len(result.cuts)} chunks, the log into {len(said)} or others"
-    if result.prompt_logprobs != tuple(entry for chunk in said for entry in chunk.prompt_logprobs):
-        yield "what it says of the prompt differs"
+    """Yield each difference between a result and the log."""
+    logged = [chunk for chunk in chunks if chunk.outcome is None]
+    if result.cuts != tuple((chunk.choice, len(chunk.token_ids), len(chunk.text)) for chunk in logged):
+        yield f"the result's {len(result.cuts)} chunks differ from the log's {len(logged)}"
+    if result.prompt_logprobs != tuple(entry for chunk in logged for entry in chunk.prompt_logprobs):
+        yield "the prompt's log-probabilities differ"
     for choice in result.choices:
-        own = [chunk for chunk in said if chunk.choice == choice.index]
-        told = Choice(
+        own = [chunk for chunk in logged if chunk.choice == choice.index]
+        logged_choice = Choice(
             choice.index,
             "".join(chunk.text for chunk in own),
             tuple(token for chunk in own for token in chunk.token_ids),
             next((chunk.finish_reason for chunk in own if chunk.finish_reason is not None), None),
             tuple(entry for chunk in own for entry in chunk.logprobs),
         )
-        if told != choice:
+        if logged_choice != choice:
             yield f"choice {choice.index} differs"
 
 

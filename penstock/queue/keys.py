@@ -1,68 +1,72 @@
-"""Every Redis key and channel, its type, its life and its only writers.
+"""Every Redis key and channel: its type, its writers, its content and its lifetime.
 
-All keys of a pool share the hash tag `{pool}`, so that a script stays in one cluster slot. P is `penstock:{pool}`.
-Times are Redis milliseconds. Of the scripts' functions, `end` closes a job, `requeue` queues one again (give_back,
-sweep, beat), `let_in` queues one whose time has come (take, sweep), `ring` wakes a node; audit may write all of them,
-and forget removes those of a pool that nobody needs any more.
+All keys of a pool share the hash tag `{pool}`, so that one script works in one cluster slot. P stands for
+`penstock:{pool}`. Times are milliseconds of Redis's clock. Four functions shared by the scripts count as writers: `end`
+closes a job; `requeue` queues a job again (give_back, sweep, beat); `let_in` queues a delayed job whose time has come
+(take, sweep); `ring` wakes a node. audit may write all keys. forget deletes the keys of an unused pool.
 
-    key                    type    writers                              holds; life
-    P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  job ids; p: 0 interactive … 2 batch
-    P:back:<p>:<tenant>    zset    requeue, let_in; take, end           ids given back or let in, by submitted ms
-    P:later                zset    submit; let_in, end                  ids of jobs with not_before, by when it comes
-    P:wait:<p>             zset    submit, requeue, let_in; take, end   all queued ids by submitted ms
-    P:due                  zset    submit, requeue, let_in; take, end   ids that wait, by deadline
+    key                    type    writers                              content; lifetime
+    P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  queued job ids; p: 0 interactive … 2 batch
+    P:back:<p>:<tenant>    zset    requeue, let_in; take, end           queued again or formerly delayed ids, by
+                                                                        submission time
+    P:later                zset    submit; let_in, end                  ids of jobs with not_before, by that time
+    P:wait:<p>             zset    submit, requeue, let_in; take, end   all queued ids, by submission time
+    P:due                  zset    submit, requeue, let_in; take, end   queued ids with a deadline, by deadline
     P:turn:<p>             zset    submit, requeue, let_in; take,       tenants with queued jobs, by virtual time
                                    finish, end
-    P:vtime:<p>            string  submit, requeue, let_in; take        highest virtual time that anybody started at,
-                                                                        and one more for each tenant that came
-    P:debt:<p>             zset    take, finish, end; submit, requeue,  tenants without queued jobs that are ahead of it
-                                   let_in
+    P:vtime:<p>            string  submit, requeue, let_in; take        virtual clock: the highest virtual time at which
+                                                                        a job started, plus 1 per tenant that entered
+    P:debt:<p>             zset    take, finish, end; submit, requeue,  virtual times of tenants without queued jobs
+                                   let_in                               that are ahead of the virtual clock
     P:head                 hash    take                                 class → when the head of its queue was taken
-    P:hold                 hash    take; sweep, leave                   node → what it makes room for, and until when
+    P:hold                 hash    take; sweep, leave                   node → job for which it keeps capacity free, and
+                                                                        for how long
     P:job:<id>             hash    scripts                              the job's record; result_ttl_ms after its end
-    P:in:<id>              string  submit; end, purge                   the request (wire.py); gone at the end, a dead
-                                                                        letter's after 7 days
-    P:dead                 zset    end; sweep, purge                    dead letters by end; 10,000 for 7 days
-    P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
+    P:in:<id>              string  submit; end, purge                   the request (wire.py); deleted at the job's end,
+                                                                        for a dead letter after 7 days
+    P:dead                 zset    end; sweep, purge                    dead letters by end time; 10,000 for 7 days
+    P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the job's end
     P:out:<id>             string  finish; deliver (PEXPIRE)            the result (wire.py); result_ttl_ms, a large one
-                                                                        log_ttl_ms once it was delivered
-    P:run:<node>           set     take; requeue, end, beat             ids a node holds
-    P:took:<node>          string  take; leave                          last call number and its answer; 1 min
-    P:open                 set     submit; end                          ids not yet terminal
-    P:tenant:<t>:open      set     submit; end                          the same, of one tenant
+                                                                        log_ttl_ms after its delivery
+    P:run:<node>           set     take; requeue, end, beat             ids of the jobs that a node runs
+    P:took:<node>          string  take; leave                          number and answer of the last take; 1 min
+    P:open                 set     submit; end                          ids of queued and running jobs
+    P:tenant:<t>:open      set     submit; end                          the same for one tenant
     P:idem:<t>:<hash>      string  submit; end                          the job's id; idem_ttl_ms after its end
-    P:nodes                zset    join, beat, emit; succeed, sweep,    node → last beat; 0: its successor knows it dead
-                                   leave
-    P:seats                hash    succeed; sweep, leave                seat of a host → who held it, the holder last
-    P:revs                 zset    join, beat; sweep                    revision → last beat
-    P:free                 zset    beat, ring; sweep, leave             node → free KV tokens: who is rung
+    P:nodes                zset    join, beat, emit; succeed, sweep,    node → last heartbeat; 0: declared dead by its
+                                   leave                                successor
+    P:seats                hash    succeed; sweep, leave                seat (a lock on a host) → the nodes that held
+                                                                        it, the present holder last
+    P:revs                 zset    join, beat; sweep                    model revision → last heartbeat
+    P:free                 zset    beat, ring; sweep, leave             node → free KV tokens; ring picks the highest
     P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
-    P:adapters             hash    node; sweep, leave                   node → what it announced, if it has adapters
-    P:backlog              hash    submit, requeue, let_in, take, end   queued cost in tokens per class
+    P:adapters             hash    node; sweep, leave                   node with adapters → the pool record that it
+                                                                        announced
+    P:backlog              hash    submit, requeue, let_in, take, end   class → predicted KV tokens of its queued jobs
     P:queued               hash    submit, requeue, let_in, take, end   the same per tenant; no field where it is 0
-    P:bytes                hash    submit; end                          bytes that open jobs may come to hold, per class
-    P:kept                 hash    submit, end; sweep, purge            bytes per tenant: of open jobs as predicted, of
-                                                                        ended ones as stored
-    P:expiry               zset    end; deliver; submit, sweep, purge   `<bytes> <tenant> <key>` of what is stored of
-                                                                        ended jobs, by when it expires
-    P:usage:<day>          hash    end                                  `<tenant>:<account>:<what>` → jobs and tokens of
+    P:bytes                hash    submit; end                          class → bytes that its open jobs may occupy
+    P:kept                 hash    submit, end; sweep, purge            tenant → bytes: of open jobs as predicted, of
+                                                                        ended jobs as stored
+    P:expiry               zset    end; deliver; submit, sweep, purge   `<bytes> <tenant> <key>` per stored key of an
+                                                                        ended job, by expiry time
+    P:usage:<day>          hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of
                                                                         prompts, cached and completions; 92 days
-    P:used:<window>        hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight in each
-                                                                        window of share_window_ms; two of these
-    P:refused              hash    submit                               cost refused lately, and when; 10 min
-    P:rate:<t>             hash    submit; end                          ms when its next job and token are due
-    P:readers              zset    read_beat, submit, attach; sweep     inbox → last beat
-    P:sweep                string  sweep, succeed                       when it last ran
-    P:count                hash    scripts                              how often what happened, for operators
-    P:audit                string  audit                                who repairs this pool at the moment; 10 s
+    P:used:<window>        hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight, per
+                                                                        window of share_window_ms; two windows
+    P:refused              hash    submit                               recently refused cost, and since when; 10 min
+    P:rate:<t>             hash    submit; end                          when its next job and token are due, in ms
+    P:readers              zset    read_beat, submit, attach; sweep     inbox → last heartbeat of its process
+    P:sweep                string  sweep, succeed                       time of the last sweep
+    P:count                hash    scripts                              counters of events, for operators
+    P:audit                string  audit                                the audit that repairs the pool now; 10 s
     P:schema               hash    join                                 protocol version; the pool's policy and limits
     penstock:pools         hash    node, penstock pools                 pool → pool record (wire.py)
     penstock:keys          hash    penstock keys                        API key's id → its record (api_keys.py)
 
     channel
-    penstock:inbox:<process>   one per reading process: this step's chunks for that reader, back to back
-    P:ch:<id>                  a job's own channel, one chunk a message, when asked for at submit or attach
-    P:ctl:<node>               doorbell of a node: empty, or the id of a job that was cancelled
+    penstock:inbox:<process>   one per reading process: all chunks of a step for that reader, concatenated
+    P:ch:<id>                  a job's own channel, one chunk per message, if requested at submit or attach
+    P:ctl:<node>               a node's doorbell: an empty message, or the id of a canceled job
 """
 
 from __future__ import annotations
@@ -74,7 +78,7 @@ API_KEYS = "penstock:keys"
 
 
 def prefix(pool: str) -> str:
-    """P, the prefix of all of a pool's keys."""
+    """Return P, the common prefix of the pool's keys."""
     return f"penstock:{{{pool}}}"
 
 
@@ -104,80 +108,80 @@ def result(job_id: str) -> str:
 
 
 def waiting(pool: str, priority: int) -> str:
-    """Zset: queued job ids of one class."""
+    """Zset: queued job ids of one class, by submission time."""
     return f"{prefix(pool)}:wait:{priority}"
 
 
 def nodes(pool: str) -> str:
-    """Zset: node ids by last beat."""
+    """Zset: node ids by last heartbeat."""
     return f"{prefix(pool)}:nodes"
 
 
 def dead(pool: str) -> str:
-    """Zset: dead letters by when they died."""
+    """Zset: ids of dead letters by end time."""
     return f"{prefix(pool)}:dead"
 
 
 def pressure(pool: str) -> str:
-    """Hash: node id to packed pressure record."""
+    """Hash: node id → packed pressure record."""
     return f"{prefix(pool)}:pressure"
 
 
 def adapters(pool: str) -> str:
-    """Hash: node id to the pool record that it announced, for those with adapters."""
+    """Hash: node id → the pool record that it announced, for nodes with adapters."""
     return f"{prefix(pool)}:adapters"
 
 
 def backlog(pool: str) -> str:
-    """Hash: queued cost per class."""
+    """Hash: class → predicted KV tokens of its queued jobs."""
     return f"{prefix(pool)}:backlog"
 
 
 def queued(pool: str) -> str:
-    """Hash: queued cost per tenant."""
+    """Hash: tenant → predicted KV tokens of its queued jobs."""
     return f"{prefix(pool)}:queued"
 
 
 def promised_bytes(pool: str) -> str:
-    """Hash: bytes that open jobs may come to hold, per class."""
+    """Hash: class → bytes of Redis memory that its open jobs may occupy."""
     return f"{prefix(pool)}:bytes"
 
 
 def kept_bytes(pool: str) -> str:
-    """Hash: bytes per tenant, of its open jobs as predicted and of its ended ones as stored."""
+    """Hash: tenant → bytes of Redis memory, of open jobs as predicted and of ended jobs as stored."""
     return f"{prefix(pool)}:kept"
 
 
 def expiry(pool: str) -> str:
-    """Zset: what is stored of ended jobs, by when it expires."""
+    """Zset: the stored keys of ended jobs, by expiry time."""
     return f"{prefix(pool)}:expiry"
 
 
 def usage(pool: str, day: int) -> str:
-    """Hash: tokens used on a day, counted from 1970, per tenant and account."""
+    """Hash: tokens used per tenant and account on a day, in days since 1970-01-01 UTC."""
     return f"{prefix(pool)}:usage:{day}"
 
 
 def open_jobs(pool: str) -> str:
-    """Set: ids of jobs that are not terminal."""
+    """Set: ids of queued and running jobs."""
     return f"{prefix(pool)}:open"
 
 
 def counts(pool: str) -> str:
-    """Hash: how often what happened."""
+    """Hash: counters of events."""
     return f"{prefix(pool)}:count"
 
 
 def inbox_channel(process: str) -> str:
-    """Channel of one reading process."""
+    """Channel of one reading process: chunks of all jobs that it reads."""
     return f"penstock:inbox:{process}"
 
 
 def own_channel(job_id: str) -> str:
-    """A job's own channel, for any Redis client in any language."""
+    """Channel of one job, for Redis clients in any language."""
     return f"{prefix(pool_of(job_id))}:ch:{job_id}"
 
 
 def doorbell(pool: str, node_id: str) -> str:
-    """Channel that wakes one node."""
+    """Channel that wakes a node."""
     return f"{prefix(pool)}:ctl:{node_id}"

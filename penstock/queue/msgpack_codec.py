@@ -1,4 +1,4 @@
-"""msgpack with limits on size, depth and type: extension types, oversized or deep values are refused."""
+"""msgpack encoding and decoding with limits: extension types and oversized or deeply nested values are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_DEPTH = 8
 
 
 class WireError(PenstockError):
-    """Bytes that are not what they claim to be."""
+    """Bytes on the wire are malformed, of another version, or above a limit."""
 
     code = "bad_wire_data"
 
@@ -24,40 +24,40 @@ Pack = Callable[[Any], bytes]
 
 
 def pack(value: Any) -> bytes:
-    """The bytes of a value."""
+    """Return the msgpack bytes of a value."""
     return cast(bytes, msgpack.packb(value, use_bin_type=True))
 
 
 def new_pack() -> Pack:
-    """A `pack` that keeps its buffer, which is most of the work of packing something small; for one thread only."""
+    """Return a `pack` that reuses its buffer, which saves most of the time for small values. For one thread only."""
     return cast(Pack, msgpack.Packer(use_bin_type=True).pack)
 
 
 def array_header(num_items: int) -> bytes:
-    """What stands before the items of an array."""
+    """Return the msgpack header of an array with this number of items."""
     if num_items < 16:
         return bytes((0x90 | num_items,))
     return struct.pack(">BH", 0xDC, num_items) if num_items < 1 << 16 else struct.pack(">BI", 0xDD, num_items)
 
 
 def with_member(packed_map: bytes, name: str, packed_value: bytes) -> bytes:
-    """A packed map of fewer than 15 members, with one more behind them."""
+    """Return a packed map with one member appended. The map must have fewer than 15 members."""
     if not 0x80 <= packed_map[0] < 0x8F:
-        raise InvariantError("the map has more members than one byte can count")
+        raise InvariantError("the map already has 15 members, the most that a one-byte header can count")
     return b"".join((bytes((packed_map[0] + 1,)), memoryview(packed_map)[1:], pack(name), packed_value))
 
 
 def unpack_all(data: bytes) -> list[Any]:
-    """All values that lie back to back in `data`; raises WireError."""
+    """Decode all values that are concatenated in `data`. Raises WireError."""
     unpacker = _unpacker(data)
     values: list[Any] = []
     end, tell, skip, unpack, keep = len(data), unpacker.tell, unpacker.skip, unpacker.unpack, values.append
     try:
-        # First over everything without making anything: a list is reserved at the length that it claims to have.
+        # First skip over all values without building them: unpack would allocate a list at the length that it claims.
         while tell() < end:
             skip()
         unpacker.feed(data)
-        # Not list(unpacker): it takes a value that the data ends in for the end of the data.
+        # Not list(unpacker): it silently drops an incomplete value at the end.
         while tell() < 2 * end:
             keep(unpack())
     except WireError:
@@ -68,7 +68,7 @@ def unpack_all(data: bytes) -> list[Any]:
 
 
 def checked_map(value: Any) -> dict[str, Any]:
-    """The value, which must be a map and not too deep; raises WireError."""
+    """Return `value` if it is a map within MAX_DEPTH. Raises WireError."""
     if not isinstance(value, dict):
         raise WireError(f"expected a msgpack map, found {type(value).__name__}")
     _check_depth(value)

@@ -1,4 +1,4 @@
-"""Log-probabilities as msgpack has them, in and out: a few bytes a value, since twenty of them may go with a token."""
+"""msgpack encoding and decoding of log-probabilities. It is compact, because a token may have 20 alternatives."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.queue.msgpack_codec import Pack, WireError, array_header
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Log-probabilities of some tokens, packed back to back."""
+    """Log-probabilities of several tokens: packed rows, concatenated."""
 
     num_rows: int
     data: bytes
 
     @property
     def array(self) -> bytes:
-        """What stands for them in a chunk or a result."""
+        """The rows as a msgpack array, as in a chunk or a result."""
         return array_header(self.num_rows) + self.data
 
 
@@ -29,38 +29,41 @@ NO_ROWS = Rows(0, b"")
 
 
 def rows_of(entries: Sequence[TokenLogprobs], pack: Pack = msgpack_codec.pack) -> Rows:
-    """Pack log-probabilities."""
+    """Pack log-probabilities into rows."""
     if not entries:
         return NO_ROWS
     return Rows(len(entries), pack(to_wire(entries))[len(array_header(len(entries))) :])
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Parts in order as one."""
+    """Return the rows of all parts, in order, as one."""
     return Rows(sum(part.num_rows for part in parts), b"".join(part.data for part in parts))
 
 
 def to_wire(entries: Sequence[TokenLogprobs]) -> list[Any]:
-    """What msgpack packs: per token its ids, values as float32, and texts."""
+    """Return the value to pack: per token its ids, its values as little-endian float32, and its texts."""
     return [[e.token_ids, struct.pack(f"<{len(e.values)}f", *e.values), e.tokens] for e in entries]
 
 
 def from_wire(entries: Any, token_ids: Sequence[int] | None = None) -> tuple[TokenLogprobs, ...]:
-    """The same back, which must be of `token_ids` where there are any; raises WireError for what is of another form."""
+    """Decode what `to_wire` returned. Raises WireError for malformed input.
+
+    If `token_ids` is given and `entries` is not empty, both must have the same length.
+    """
     if not isinstance(entries, list):
-        raise WireError("log-probabilities are no list")
+        raise WireError("log-probabilities are not a list")
     if entries and token_ids is not None and len(entries) != len(token_ids):
-        raise WireError(f"log-probabilities of {len(entries)} tokens stand beside {len(token_ids)}")
+        raise WireError(f"log-probabilities of {len(entries)} tokens come with {len(token_ids)} tokens")
     return tuple(map(_entry_of, entries))
 
 
 def _entry_of(entry: Any) -> TokenLogprobs:
     if not isinstance(entry, list) or [*map(type, entry)] != [list, bytes, list]:
-        raise WireError("log-probabilities of a token are not its ids, values and texts")
+        raise WireError("log-probabilities of a token must be a list of ids, values and texts")
     ids, packed, texts = entry
     counts = {len(ids), len(texts), len(packed) / 4} - ({0.0} if len(ids) == 1 else set())
     if counts != {len(ids)} or not ids:
-        raise WireError("log-probabilities of a token are not as many as its ids and texts")
+        raise WireError("log-probabilities of a token have different numbers of ids, values and texts")
     if {*map(type, ids)} != {int} or not {*map(type, texts)} <= {bytes, str}:
-        raise WireError("log-probabilities name tokens by what is no id or text")
+        raise WireError("ids of log-probabilities must be integers, and texts bytes or strings")
     return TokenLogprobs(tuple(ids), struct.unpack(f"<{len(packed) // 4}f", packed), tuple(texts))

@@ -1,6 +1,6 @@
-"""A job's result as it lies in Redis: its parts are decoded when they are asked for, the rows one by one.
+"""Lazy access to a packed result: parts are decoded on access, rows of log-probabilities one by one.
 
-Decoded as a whole, the log-probabilities of a long prompt take thirty times the memory and hold up an event loop.
+Decoded at once, the log-probabilities of a long prompt take thirty times the memory and block the event loop.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, unpack_all
 
 _WINDOW_BYTES = 64 << 10
-"""How much of the rows lies in an unpacker's own buffer."""
+"""Bytes of rows that an unpacker buffers at a time."""
 VERSION = 1
 
 
 class Span(NamedTuple):
-    """Where a value begins and ends in the result's bytes."""
+    """Start and end of a value in the result's bytes."""
 
     start: int
     end: int
 
 
 class PackedRows:
-    """Log-probabilities of some tokens in order; may be iterated over any number of times."""
+    """Log-probabilities of several tokens, in order. It may be iterated over repeatedly; each time decodes anew."""
 
     def __init__(self, data: bytes, span: Span | None) -> None:
         self._data = data
         self._span = span
 
     def __bool__(self) -> bool:
-        # An empty list is one byte.
+        # An empty msgpack array is one byte.
         return self._span is not None and self._span.end - self._span.start > 1
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
@@ -68,7 +68,7 @@ class PackedChoice:
 
     @property
     def text(self) -> str:
-        """All of its text, decoded anew at each call."""
+        """The choice's text, decoded at each access."""
         text: str = self._value("s")
         return text
 
@@ -77,7 +77,7 @@ class PackedChoice:
 
 
 class PackedResult:
-    """A result of which nothing but the places of its parts is known; raises WireError for what is none."""
+    """A packed result with the positions of its parts. Raises WireError for malformed bytes."""
 
     def __init__(self, data: bytes | None, job_id: str, outcome: Outcome) -> None:
         self.job_id = job_id
@@ -111,7 +111,7 @@ class PackedResult:
 
 
 def _members(unpacker: Any, readers: dict[str, Callable[[], None]] | None = None) -> dict[str, Span]:
-    """The places of a map's values; those of some names are read instead."""
+    """Return the spans of a map's values. For the names in `readers`, that function reads the value instead."""
     spans: dict[str, Span] = {}
     for _ in range(unpacker.read_map_header()):
         name = unpacker.unpack()
@@ -127,7 +127,7 @@ def _value_at(data: bytes, span: Span) -> Any:
 
 
 def _feed(unpacker: Any, data: bytes, at: int, end: int) -> int:
-    """Give an unpacker the next bytes; where they end."""
+    """Feed the next window of bytes to an unpacker; return its end."""
     until = min(end, at + _WINDOW_BYTES)
     unpacker.feed(memoryview(data)[at:until])
     return until

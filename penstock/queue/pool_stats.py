@@ -1,4 +1,4 @@
-"""What operators watch of a pool: how much waits, since when, what happened, and what its nodes say of themselves."""
+"""Statistics of a pool for operators: queue lengths and waits, event counts, and the nodes' pressure records."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from penstock.queue.wire import NodePressure
 
 EVENTS = {
     "submitted": "jobs that were accepted",
-    "ended_done": "jobs that ended well",
+    "ended_done": "jobs that completed",
     "ended_failed": "jobs that failed",
-    "ended_cancelled": "jobs that were cancelled, or that nobody read any more",
-    "ended_expired": "jobs whose deadline passed",
+    "ended_cancelled": "jobs that were canceled, or had no reader left",
+    "ended_expired": "jobs that passed their deadline",
     "dead_letters": "jobs that lost their nodes too often without progress",
-    "nodes_lost": "nodes that fell silent for a lease",
+    "nodes_lost": "nodes without a heartbeat for a lease",
     "losses": "running jobs whose node was lost",
-    "takeovers": "jobs that a node took which another one had begun, or was lost with",
-    "fenced": "writes of a node for a job that was no longer its own",
-    "given_back_drain": "jobs that a node returned because it was told to go",
-    "given_back_pressure": "jobs that a node returned so that another may run them",
-    "given_back_lacking": "jobs that a node returned for want of their adapter",
-    "given_back_unlisted": "jobs that a node turned out not to know of",
-    "sweep_resets": "times that nobody had swept for half a lease: Redis was away, or nobody was there",
+    "takeovers": "jobs that a node took after another node had started or lost them",
+    "fenced": "writes of a node for a job that another node holds",
+    "given_back_drain": "jobs that a node gave back because it was draining",
+    "given_back_pressure": "jobs that a node gave back because another node had capacity for them",
+    "given_back_lacking": "jobs that a node gave back because it lacks their adapter",
+    "given_back_unlisted": "jobs assigned to a node that did not know of them",
+    "sweep_resets": "sweeps after half a lease without one: Redis was unreachable, or no process was running",
 }
-"""What scripts count in P:count."""
+"""Counters in P:count, with their help texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A pool at one moment; tuples are per class, the most urgent first."""
+    """A pool at one moment. Tuples have one entry per class, most urgent first."""
 
     pool: str
     depth: tuple[int, ...]
+    """Number of queued jobs."""
     oldest_ms: tuple[int, ...]
-    """How long the oldest queued job has waited; 0 where none does."""
+    """Waiting time of the oldest queued job, in ms; 0 without queued jobs."""
     cost: tuple[int, ...]
-    """Queued cost in KV tokens."""
+    """Predicted KV tokens of the queued jobs."""
     num_open: int
     counts: Mapping[str, int]
-    """How often what happened since the pool began; see `EVENTS`."""
+    """Number of occurrences of each of `EVENTS` since the pool was created."""
     nodes: tuple[NodePressure, ...]
-    """Those that gave a sign of life within their lease."""
+    """Pressure records of the live nodes."""
     kept: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that each tenant's open jobs may come to hold and its ended ones hold."""
+    """Tenant → bytes of Redis memory, of open jobs as predicted and of ended jobs as stored."""

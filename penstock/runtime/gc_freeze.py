@@ -1,15 +1,15 @@
-"""What a process that serves does when all is loaded and before the first request."""
+"""Garbage-collector set-up of a serving process, after loading and before the first request."""
 
 from __future__ import annotations
 
 import gc
 
 
-def settle() -> None:
-    """Takes what is loaded out of the garbage collector's sight.
+def freeze_gc() -> None:
+    """Exclude all objects that exist now from garbage collection.
 
-    None of it will ever be garbage, and a look through all of it stops every thread of Python's for tens of
-    milliseconds, in the middle of somebody's tokens.
+    They will never be garbage. A collection that scans them stops all Python threads for tens of milliseconds, which
+    would delay tokens.
     """
     gc.collect()
     gc.freeze()

@@ -1,6 +1,6 @@
-"""Environment variables that Kubernetes injects for the services of a namespace, such as those of `penstock-gateway`.
+"""Recognition of environment variables that Kubernetes injects for a namespace's services, such as `penstock-gateway`.
 
-Their names begin as our settings do. https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+Their names begin like our settings. https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 _SERVICE = r"(?:[A-Z0-9_]+_)?"
-"""The rest of a service's name behind our prefix: none for `penstock-node`, METRICS_ for `penstock-node-metrics`."""
+"""The rest of a service's name after our prefix: empty for `penstock-node`, METRICS_ for `penstock-node-metrics`."""
 _PROTOCOL = r"(?:TCP|UDP|SCTP)"
 _NUMBER = re.compile(r"\d{1,5}")
 _ADDRESS = re.compile(r"[0-9A-Fa-f.:]+")
@@ -28,8 +28,9 @@ _FORMS = tuple(
 
 
 def is_injected(name: str, value: str) -> bool:
-    """Whether a variable has the form of an injected one; `name` is what follows the prefix of our settings.
+    """Return whether a variable looks injected by Kubernetes. `name` is the part after the prefix of our settings.
 
-    A port is told by its value: Kubernetes sets PENSTOCK_GATEWAY_PORT to `tcp://10.0.0.1:8000`, an operator to `8000`.
+    The value distinguishes ports: Kubernetes sets PENSTOCK_GATEWAY_PORT to `tcp://10.0.0.1:8000`, an operator to
+    `8000`.
     """
     return any(form.fullmatch(name) and known.fullmatch(value) for form, known in _FORMS)

@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line on stderr, with the ids and numbers of the event; never prompts or completions."""
+"""Logging: one JSON object per line on stderr, with the event's ids and numbers, never prompts or completions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pythonjsonlogger.json import JsonFormatter
 
 
 def configure_logging() -> None:
-    """Sets up this process's logs; called once, by its entry point."""
+    """Set up this process's logging. Its entry point calls this once."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonFormatter(
             "{asctime}{levelname}{name}{message}",
             style="{",
             rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
-            # uvicorn says its messages twice, the second time with a terminal's colours.
+            # uvicorn adds each message a second time, with terminal colors.
             reserved_attrs=[*RESERVED_ATTRS, "color_message"],
         )
     )

@@ -1,4 +1,4 @@
-"""How long an event loop was held, in Prometheus's form; for processes that serve metrics."""
+"""Prometheus metrics of how long an event loop was blocked."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.runtime.loop_watch import BUCKETS_S, LoopWatch
 
 
 def loop_metrics(late_name: str, hold_name: str, watch: LoopWatch) -> Iterator[Metric]:
-    """How late a process's event loop came to its timers, and how long it was held, under these names."""
-    text = "How much later than it wanted to the event loop came to a timer."
+    """Yield a histogram of timer delays, named `late_name`, and gauges of the longest hold, named `hold_name`."""
+    text = "Delay of the event loop's timers."
     bounds = [str(bound) for bound in BUCKETS_S] + ["+Inf"]
     buckets = list(zip(bounds, accumulate(watch.counts), strict=True))
     yield HistogramMetricFamily(late_name, text, buckets=buckets, sum_value=watch.total_s)
-    text = "Longest time that the event loop was held, of the last half minute to minute; by clock, see the runbook."
+    text = "Longest time that the event loop was blocked in the last 30 to 60 s, by clock; see the runbook."
     family = GaugeMetricFamily(hold_name, text, labels=("clock",))
     hold = watch.longest
     for clock, value in (("wall", hold.wall_s), ("runnable", hold.runnable_s), ("cpu", hold.cpu_s)):

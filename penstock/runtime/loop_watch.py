@@ -1,9 +1,11 @@
-"""How long an event loop is held up: a timer that comes late tells of what ran in its place.
+"""Measures how long an event loop is held, that is blocked by a callback: a periodic timer fires late by that time.
 
-Wall time alone would blame a loop for what it did not do: on a busy machine the system runs other processes. So a hold
-is told in three ways. `wall` is how late the timer was. `runnable` is that without the time for which the system kept
-the loop's thread waiting for a core; it still contains waits for Python's lock. `cpu` is what the loop's own thread
-computed beyond the timer's interval: work of the loop, and nothing else.
+Wall time alone would also count time in which a busy machine runs other processes. So each hold has three measures:
+
+- `wall` is the delay of the timer.
+- `runnable` is `wall` without the time for which the loop's thread waited for a CPU core. It still includes waits for
+  Python's global interpreter lock.
+- `cpu` is the CPU time of the loop's thread beyond the timer's interval: the loop's own work only.
 """
 
 from __future__ import annotations
@@ -22,49 +24,51 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.02
 WINDOW_S = 30.0
-"""Longest holds are told of the last one to two windows."""
+"""The longest hold is reported over the last one to two windows."""
 LONG_HOLD_S = 0.05
+"""Holds of at least this length are logged with the loop's stack, if requested."""
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _MAX_FRAMES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The longest of some time, in seconds."""
+    """How long the loop was held, in seconds, by the three measures."""
 
     wall_s: float = 0.0
     runnable_s: float = 0.0
     cpu_s: float = 0.0
 
     def longest(self, other: Hold) -> Hold:
-        """The longer of two, each by itself."""
+        """Return the maximum of both, separately per measure."""
         return Hold(
             max(self.wall_s, other.wall_s), max(self.runnable_s, other.runnable_s), max(self.cpu_s, other.cpu_s)
         )
 
 
 class LoopWatch:
-    """Watches the loop that it was started on. A look takes about five microseconds, fifty times a second."""
+    """Watches the event loop on which it was started. By default it checks 50 times a second, for about 5 µs each."""
 
     def __init__(self, *, interval_s: float = INTERVAL_S, names_holders: bool = False) -> None:
-        """`names_holders`: a thread looks at what the loop runs while it is held, and logs it."""
+        """With `names_holders`, a thread logs the loop's stack during long holds."""
         self._interval_s = interval_s
         self._names_holders = names_holders
         self._windows = [Hold(), Hold()]
         self.counts = [0] * (len(BUCKETS_S) + 1)
-        """Looks by how late they were, in the buckets above and one beyond them."""
+        """Number of checks per delay, in the buckets of BUCKETS_S and one above them."""
         self.total_s = 0.0
+        """Sum of all delays."""
         self._timer: asyncio.TimerHandle | None = None
         self._sampler: _Sampler | None = None
         self._schedstat: int | None = None
 
     @property
     def longest(self) -> Hold:
-        """The longest hold of the last half minute to minute."""
+        """The longest hold of the last 30 to 60 s."""
         return self._windows[0].longest(self._windows[1])
 
     def start(self) -> None:
-        """Begin, on the running loop and its thread."""
+        """Start watching the running loop and its thread."""
         self._loop = asyncio.get_running_loop()
         with suppress(OSError):
             self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
@@ -76,7 +80,7 @@ class LoopWatch:
         self._set_timer()
 
     def stop(self) -> None:
-        """End."""
+        """Stop watching."""
         if self._timer is not None:
             self._timer.cancel()
         if self._sampler is not None:
@@ -108,14 +112,14 @@ class LoopWatch:
         self._windows[1] = self._windows[1].longest(hold)
 
     def _queued(self) -> float:
-        """Seconds for which this thread was ready and had no core; 0 where the system does not tell."""
+        """Return the total seconds for which this thread was ready but waited for a core; 0 if not reported."""
         if self._schedstat is None:
             return 0.0
         return int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
 
 
 class _Sampler:
-    """A thread that looks at the loop's stack while its timer is overdue."""
+    """A thread that logs the loop's stack while its timer is overdue."""
 
     def __init__(self, interval_s: float) -> None:
         self.due_s = time.monotonic() + interval_s
@@ -125,22 +129,22 @@ class _Sampler:
         self._thread = threading.Thread(target=self._run, name="penstock loop sampler", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End."""
+        """Stop the thread and wait for its end."""
         self._stopped.set()
         self._thread.join()
 
     def _run(self) -> None:
-        told_s = 0.0
+        logged_s = 0.0
         while not self._stopped.wait(self._interval_s):
             due_s = self.due_s
             held_s = time.monotonic() - due_s
-            if held_s < LONG_HOLD_S or due_s == told_s:
+            if held_s < LONG_HOLD_S or due_s == logged_s:
                 continue
-            told_s = due_s
+            logged_s = due_s
             frame = sys._current_frames().get(self._watched)
             frames = traceback.extract_stack(frame, _MAX_FRAMES) if frame is not None else []
             stack = [f"{one.filename}:{one.lineno} {one.name}" for one in frames]

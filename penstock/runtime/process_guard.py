@@ -1,10 +1,10 @@
-"""Runs one command and ends it with its owner: a small process that holds a pipe from whoever started it.
+"""A guard process that runs one command and ends it when the owning process ends. The owner holds a pipe to it.
 
-    python -I -S guard.py GRACE_S FOLDER COMMAND...
+    python -I -S process_guard.py GRACE_S FOLDER COMMAND...
 
-It sends SIGTERM to the command when the pipe closes, when the owner is gone or when it gets SIGTERM itself, waits
-GRACE_S, sends SIGKILL to the whole group, removes FOLDER (unless empty) and exits with the command's status. Standard
-library only, because it must start fast and outlive whatever is wrong with the rest.
+The guard ends the command when the pipe closes, the owner dies, or the guard receives SIGTERM. It sends SIGTERM, waits
+GRACE_S seconds, sends SIGKILL to the command's process group, removes FOLDER unless that is the empty string, and exits
+with the command's status. It uses the standard library only, because it must start fast and not depend on the rest.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _REAP_POLL_S = 0.02
 
 
 def guarded(command: list[str], *, grace_s: float, folder: str = "") -> list[str]:
-    """The command line that runs `command` under a guard; give it a pipe as stdin and a session of its own."""
+    """Return the command line that runs `command` under a guard. Start it with a pipe as stdin, in a new session."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(grace_s), folder, *command]
 
 
 def _die_with_guard() -> Callable[[], None] | None:
-    """For the command, between fork and exec: the kernel kills it when the guard is killed.
+    """Return a function to call in the child between fork and exec, so that the kernel kills it with the guard.
 
-    The kernel ties this to the thread that forked: the guard has only one.
+    The kernel ties this to the thread that forked. The guard has only one thread.
     """
     if sys.platform != "linux":
         return None
@@ -48,10 +48,10 @@ def _die_with_guard() -> Callable[[], None] | None:
 
 
 def _wait_for_end(child: subprocess.Popen[bytes], wake: int) -> None:
-    """Returns when the child has ended, the owner is gone, or somebody wants the child to end."""
+    """Wait until the child has ended, the owner has died, the pipe has closed, or SIGTERM has arrived."""
     owner = os.getppid()
     while child.poll() is None and os.getppid() == owner:
-        # A fork of the owner may keep the pipe open after the owner's death: hence the time-out.
+        # A fork of the owner may keep the pipe open after the owner's death, so the owner is polled too.
         readable, _, _ = select.select([0, wake], [], [], _OWNER_CHECK_S)
         if 0 in readable and not os.read(0, 4096):
             return

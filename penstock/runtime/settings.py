@@ -1,4 +1,4 @@
-"""Bases of all settings: frozen, read once in an entry point from flags and the environment, strict about names."""
+"""Base classes of all settings. Settings are frozen; an entry point reads them once from flags and the environment."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from penstock.runtime.kubernetes import is_injected
 
 _SHARED_PREFIX = "PENSTOCK_"
 _SHARED_NAMES = frozenset({"redis_url"})
-"""Have one variable for all rooms, so none of a room's own."""
+"""Settings with one environment variable for all packages, instead of one per package prefix."""
 
 
 class _Environment(EnvSettingsSource):
-    """The process's variables, without those that Kubernetes injects."""
+    """The process's environment variables, without those that Kubernetes injects."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """A setting's value, its name, and whether it is JSON; None where no operator set it."""
+        """Return a setting's value, its name, and whether it is JSON; value None if no operator set it."""
         value, key, is_complex = super().get_field_value(field, field_name)
         injected = isinstance(value, str) and is_injected(field_name.upper(), value)
         return None if injected else value, key, is_complex
 
 
 class Settings(BaseSettings):
-    """Base of a room's settings; the room sets its own `env_prefix`, such as `PENSTOCK_NODE_`."""
+    """Base of a package's settings. The package sets its own `env_prefix`, such as `PENSTOCK_NODE_`."""
 
     model_config = SettingsConfigDict(
         env_prefix=_SHARED_PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True
     )
 
     unchecked_env: ClassVar[frozenset[str]] = frozenset({"PROGRESS"})
-    """Variables under the prefix that are no fields: a supervisor asks its children for progress lines."""
+    """Names after the prefix that are not fields. PROGRESS: a supervisor requests progress lines from its children."""
 
     @classmethod
     def settings_customise_sources(
@@ -55,7 +55,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """What was given, then the environment; nothing else is read."""
+        """Return the sources by precedence: given values, then the environment. Nothing else is read."""
         return init_settings, _Environment(settings_cls)
 
     @model_validator(mode="after")
@@ -73,42 +73,42 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, **given: Any) -> Self:
-        """Settings from what was given (None: not given), then the environment, then the defaults.
+        """Read settings from the given values (None: not given), then the environment, then the defaults.
 
-        Raises ConfigError naming the first that is unknown or cannot work.
+        Raises ConfigError that names the first unknown or invalid setting.
         """
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
             raise config_error(error) from error
         except SettingsError as error:
-            # No more than its text says which field it is about.
+            # Only the text of a SettingsError names the field.
             name = str(error).split('"')[1]
             variable = f"{cls.model_config.get('env_prefix', '')}{name.upper()}"
             raise ConfigError(f'{variable} must be JSON, such as ["one", "two"]', param=name) from error
 
 
 class RedisSettings(Settings):
-    """Which Redis; None where it was not said."""
+    """The Redis to use; None where not set."""
 
     redis_url: str | None = None
     """redis://, rediss:// or unix://."""
     redis_server: Path | None = None
-    """The program that is started where there is no URL."""
+    """The server program to start if no URL is given."""
 
 
 class KeySettings(Settings):
-    """What gateways and `penstock keys` must agree on beside Redis."""
+    """Settings that gateways and `penstock keys` must share, besides Redis."""
 
     key_pepper: str = Field(default="", repr=False)
-    """A secret that all API keys' digests depend on."""
+    """Secret that is part of every API key's digest."""
 
 
 def redis_url_of(given: str | None) -> str:
-    """The given URL, else PENSTOCK_REDIS_URL; raises ConfigError that says what to set."""
+    """Return the given URL, else PENSTOCK_REDIS_URL. Raises ConfigError if neither is set."""
     url = RedisSettings.load(redis_url=given).redis_url
     if not url:
-        raise ConfigError("which Redis? Give --redis-url or set PENSTOCK_REDIS_URL", param="redis_url")
+        raise ConfigError("no Redis URL: pass --redis-url or set PENSTOCK_REDIS_URL", param="redis_url")
     return url
 
 

@@ -79,7 +79,7 @@ def _wanted(function: Mapping[str, Any], *, as_described: bool) -> WantedFunctio
         return WantedFunction(name=function["name"], parameters=json.dumps(parameters))
     except ValidationError as error:
         problem = problem_of(error)
-        raise RequestError(f"tools: {problem.param} of a function: {problem.said}", param="tools") from error
+        raise RequestError(f"tools: {problem.param} of a function: {problem.message}", param="tools") from error
 
 
 def _forms_of(record: PoolRecord) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def refusal(given: object) -> ValidationError:
 def test_the_field_is_named(given: object, param: str | None, code: str | None) -> None:
     problem = problem_of(refusal(given))
     assert (problem.param, problem.code) == (param, code)
-    assert str(problem) == (f"{param}: {problem.said}" if param else problem.said)
+    assert str(problem) == (f"{param}: {problem.message}" if param else problem.message)
 
 
 def test_callers_hear_their_own_names() -> None:

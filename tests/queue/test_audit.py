@@ -263,7 +263,7 @@ def test_a_result_says_of_tokens_what_the_log_said() -> None:
 
     assert found(likely, (prompt,)) == []
     assert found(TokenLogprobs((1, 2), (-0.25, -3.0), (b"a", b"b")), (prompt,)) == ["choice 0 differs"]
-    assert found(likely, ()) == ["what it says of the prompt differs"]
+    assert found(likely, ()) == ["the prompt's log-probabilities differ"]
 
 
 async def test_swept_and_expired_jobs_leave_nothing_to_find(queue: Queue, broker: AdminBroker) -> None:

@@ -90,7 +90,7 @@ def _found() -> dict[str, set[str]]:
 def _table() -> dict[str, set[str]]:
     lines = (keys.__doc__ or "").splitlines()
     head = next(line for line in lines if line.split()[:2] == ["key", "type"])
-    first, last = head.index("writers"), head.index("holds")
+    first, last = head.index("writers"), head.index("content")
     said: dict[str, str] = defaultdict(str)
     name = ""
     for line in lines[lines.index(head) + 1 : lines.index("    channel")]:

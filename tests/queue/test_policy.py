@@ -15,7 +15,7 @@ from penstock.queue.policy import (
     PolicyConfig,
     PolicyName,
     choose,
-    in_order_of_retreat,
+    preemption_order,
     victims_of,
 )
 from penstock.queue.policy_state import PolicyState, VirtualTimes
@@ -162,7 +162,7 @@ def test_so_many_that_do_not_fit_end_the_walk() -> None:
 
 def test_less_urgent_and_newer_ones_give_way_and_never_an_equal() -> None:
     running = [Work("A", urgency=2), Work("B", urgency=0), Work("C", urgency=1), Work("D", urgency=2)]
-    assert [w.job_id for w in in_order_of_retreat(running)] == ["D", "A", "C", "B"]
+    assert [w.job_id for w in preemption_order(running)] == ["D", "A", "C", "B"]
     assert [w.job_id for w in victims_of(0, running)] == ["D", "A", "C"]
     assert [w.job_id for w in victims_of(1, running)] == ["D", "A"]
     assert victims_of(2, running) == []

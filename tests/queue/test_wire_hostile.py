@@ -273,5 +273,5 @@ def test_log_probabilities_of_another_form_are_refused(key: str, entry: Any) -> 
 
 def test_log_probabilities_of_other_tokens_are_refused() -> None:
     fields = msgpack.unpackb(WHOLE["chunks"]) | {"t": [9, 9]}
-    with pytest.raises(WireError, match="of 1 tokens stand beside 2"):
+    with pytest.raises(WireError, match="of 1 tokens come with 2 tokens"):
         wire.decode_chunks(msgpack.packb(fields))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.runtime.cancellation import heeding_cancel
+from penstock.runtime.cancellation import preserve_cancellation
 
 
 async def swallow() -> None:
@@ -17,7 +17,7 @@ async def swallow() -> None:
 
 async def test_a_swallowed_cancellation_is_raised() -> None:
     async def work() -> None:
-        with heeding_cancel():
+        with preserve_cancellation():
             await swallow()
 
     task = asyncio.create_task(work())
@@ -35,7 +35,7 @@ async def test_cleaning_up_after_a_cancellation_goes_on() -> None:
         try:
             await asyncio.sleep(10)
         finally:
-            with heeding_cancel():
+            with preserve_cancellation():
                 await asyncio.sleep(0)
             cleaned = True
 

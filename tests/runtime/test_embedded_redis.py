@@ -269,7 +269,7 @@ def test_a_given_server_is_the_one_and_a_wrong_one_is_refused(monkeypatch: pytes
     assert find_redis_server().name == "other"
     for wrong in (tmp_path, tmp_path / "none"):
         monkeypatch.setenv("PENSTOCK_REDIS_SERVER", str(wrong))
-        with pytest.raises(ConfigError, match="is no program") as refused:
+        with pytest.raises(ConfigError, match="is not an executable file") as refused:
             find_redis_server()
         assert refused.value.param == "redis_server"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.runtime.gc_freeze import settle
+from penstock.runtime.gc_freeze import freeze_gc
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def thawed() -> Iterator[None]:
 
 def test_the_collector_looks_only_at_what_came_later() -> None:
     loaded = [[]]
-    settle()
+    freeze_gc()
     came_later = [[]]
     seen = {id(found) for found in gc.get_objects()}
     assert id(came_later) in seen

@@ -17,7 +17,7 @@ from penstock.queue.policy import (
     PolicyConfig,
     choose,
     foremost,
-    in_order_of_retreat,
+    preemption_order,
     learned_hold_ms,
     victims_of,
 )
@@ -99,7 +99,7 @@ class ByPolicy:
 
     def victim(self, running: list[Sequence]) -> Sequence:
         """Return the newest of the least urgent running sequences."""
-        return in_order_of_retreat(running)[0]
+        return preemption_order(running)[0]
 
     def _with_charges(self, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Return the waiting sequences with their charges, after updating each tenant's virtual time."""

@@ -15,7 +15,7 @@ from penstock.queue.policy import (
     PolicyConfig,
     PolicyName,
     choose,
-    in_order_of_retreat,
+    preemption_order,
     learned_hold_ms,
     victims_of,
 )
@@ -145,7 +145,7 @@ class Node:
                 grants[job] = min(budget, max(1, job.num_missing))
                 budget -= grants[job]
                 while sum(one.num_stored + grants.get(one, 0) for one in self.running) > KV_TOKENS:
-                    victim = in_order_of_retreat(self.running)[0]
+                    victim = preemption_order(self.running)[0]
                     grants.pop(victim, None)
                     self._preempt(victim)
         return grants

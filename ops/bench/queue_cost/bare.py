@@ -19,10 +19,10 @@ Ask = Callable[[str, int, float], dict[str, float]]
 def serve_bare(spec: Spec) -> None:
     """Answers lines of what `load_of` takes with the load's figures, until there are no more."""
     from bench.queue_cost.settings import open_bare
-    from penstock.runtime.gc_freeze import settle
+    from penstock.runtime.gc_freeze import freeze_gc
 
     with open_bare(spec) as session:
-        settle()
+        freeze_gc()
         session.bind_thread()
         for line in sys.stdin:
             workload = load_of(*json.loads(line))

@@ -1,1 +1,1 @@
-"""The one door to Redis: connection, scripts, and a typed method per script; Redis errors are translated here only."""
+"""All access to Redis: connections, scripts, and a typed method per script. Redis errors are translated only here."""

@@ -1,4 +1,4 @@
-"""What an operator asks of a pool's queue: what stands where, and whether the jobs' records agree."""
+"""Operator access to a pool's queue: list pools, forget a pool, and read its keys for an audit."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from penstock.queue.broker.connection import translated
 from penstock.queue.wire import NodePressure
 
 MAX_ROWS = 32
-"""Of audit.lua: jobs, tenants and keys that one call looks at, in about 3 ms; nodes wait for it meanwhile."""
+"""Jobs, tenants or keys that one call checks, as in audit.lua. A call takes about 3 ms and blocks nodes meanwhile."""
 MAX_STORED = 100_000
-"""Keys of ended jobs whose bytes are added up, in one read of about 40 ms; of more, an audit does not judge the sum."""
+"""Stored keys of ended jobs that one read of about 40 ms adds up. With more keys, an audit does not check their sum."""
 _SCAN_COUNT = 1000
 _PER_JOB = frozenset(("job", "in", "log", "out"))
-_REPAIR_AGAIN_MS = 10_000
+_REPAIR_RETRY_MS = 10_000
 
-Place = tuple[str, str]
-"""A key without its pool's prefix, and the stream entry there, '' where it is no stream."""
+KeyEntry = tuple[str, str]
+"""(key without the pool's prefix, entry): the stream entry or the expiry member that names a job, '' in other keys."""
 Sum = tuple[str, str]
-"""A hash without its pool's prefix, and a field of it that holds a sum over queued jobs."""
+"""(hash without the pool's prefix, field): a field that holds a sum over jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSighting:
-    """Everything of a pool that names a job, and every tenant with a queue or a turn."""
+    """All places in a pool that name a job, and all tenants with a queue or a virtual time."""
 
-    jobs: dict[str, list[Place]] = field(default_factory=dict)
+    jobs: dict[str, list[KeyEntry]] = field(default_factory=dict)
     turns: set[tuple[str, str]] = field(default_factory=set)
     """(class, tenant)"""
     idems: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class JobSighting:
 
 @dataclass(frozen=True, slots=True)
 class JobHistory:
-    """What a job has said: its log and its packed result, as far as they still live."""
+    """A job's outcome, log and packed result, as far as they are still stored."""
 
     job_id: str
     outcome: Outcome | None
@@ -54,21 +54,21 @@ class JobHistory:
 
 
 class AdminBroker:
-    """The operator's side of the queue. Raises UnavailableError when Redis is away."""
+    """The operator's side of the queue. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
     async def pools(self) -> list[str]:
-        """Names of all pools that were ever announced."""
+        """Return the names of all announced pools."""
         with translated():
             return sorted(name.decode() for name in await cast(Any, self._redis.hkeys(keys.POOLS)))
 
     async def forget(self, pool: str) -> None:
-        """Removes a pool that has neither live nodes nor open jobs: nobody hears of it or of its dead letters any more;
-        results live out their time. A node that joins it begins it anew.
+        """Remove a pool without live nodes and open jobs, and its list of dead letters.
 
-        Raises NotFoundError for an unknown pool, ConflictError where somebody still needs it.
+        Results stay until they expire. A node that joins the pool later creates it anew. Raises NotFoundError for an
+        unknown pool, ConflictError if the pool has live nodes or open jobs.
         """
         with translated():
             if not await cast(Any, self._redis.hexists(keys.POOLS, pool)):
@@ -83,21 +83,21 @@ class AdminBroker:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hget(keys.POOLS, pool)
             pipe.hdel(keys.POOLS, pool)
-            told, _ = await pipe.execute()
-        # A node may have joined since the pool was empty.
-        if told is not None and await self._redis.exists(keys.schema(pool)):
-            await cast(Any, self._redis.hsetnx(keys.POOLS, pool, told))
+            record, _ = await pipe.execute()
+        # A node may have joined after the script found the pool empty.
+        if record is not None and await self._redis.exists(keys.schema(pool)):
+            await cast(Any, self._redis.hsetnx(keys.POOLS, pool, record))
 
-    async def look(self, pool: str) -> JobSighting:
-        """Walks over all keys of a pool, without holding anybody up; what moves meanwhile is seen or not."""
+    async def scan_jobs(self, pool: str) -> JobSighting:
+        """Scan all keys of a pool without blocking Redis. Jobs that move meanwhile may be missed."""
         seen = JobSighting()
         prefix = f"{keys.prefix(pool)}:"
         with translated():
             async for key in cast(AsyncIterator[bytes], self._redis.scan_iter(f"{prefix}*", count=_SCAN_COUNT)):
-                await self._look_at(key.decode().removeprefix(prefix), key, seen)
+                await self._scan_key(key.decode().removeprefix(prefix), key, seen)
         return seen
 
-    async def _look_at(self, name: str, key: bytes, seen: JobSighting) -> None:
+    async def _scan_key(self, name: str, key: bytes, seen: JobSighting) -> None:
         redis = cast(Any, self._redis)
         kind, _, rest = name.partition(":")
         if kind in _PER_JOB:
@@ -115,11 +115,11 @@ class AdminBroker:
                 seen.turns.add(_class_and_tenant(rest))
             _note(seen, name, await redis.zrange(key, 0, -1))
         elif kind == "expiry":
-            await self._look_at_stored(name, key, seen)
+            await self._scan_expiry(name, key, seen)
         elif kind in ("open", "tenant", "run"):
             _note(seen, name, await redis.smembers(key))
 
-    async def _look_at_stored(self, name: str, key: bytes, seen: JobSighting) -> None:
+    async def _scan_expiry(self, name: str, key: bytes, seen: JobSighting) -> None:
         async for member, _ in cast(Any, self._redis).zscan_iter(key, count=_SCAN_COUNT):
             _, _, stored = member.decode().split(" ", 2)
             seen.jobs.setdefault(stored.partition(":")[2], []).append((name, member.decode()))
@@ -127,17 +127,18 @@ class AdminBroker:
     async def check(
         self,
         pool: str,
-        jobs: Sequence[tuple[str, Sequence[Place]]] = (),
+        jobs: Sequence[tuple[str, Sequence[KeyEntry]]] = (),
         turns: Sequence[tuple[str, str]] = (),
         idems: Sequence[str] = (),
         sums: Sequence[tuple[str, str, int]] | None = None,
         *,
         repairer: str = "",
     ) -> list[tuple[str, str, str, str]]:
-        """Disagreements as (name, key, id, detail), at most MAX_ROWS of each kind a call; with a `repairer`'s
-        name they are mended; its last call brings the corrections of `sums` (hash, field, by).
+        """Compare jobs, virtual times and idempotency keys with the jobs' records.
 
-        Raises NotFoundError for an unknown pool, BusyError while another repairer is at work.
+        Returns disagreements as (name, key, id, detail). A call takes at most MAX_ROWS entries of each kind. With the
+        id of a `repairer`, they are also corrected; its last call passes the corrections of `sums` (hash, field, by).
+        Raises NotFoundError for an unknown pool, BusyError while another audit repairs the pool.
         """
         asked = scripts.packed(
             {"jobs": jobs, "turns": turns, "idems": idems} | ({} if sums is None else {"sums": sums})
@@ -146,11 +147,11 @@ class AdminBroker:
         if answer[0] == b"UNKNOWN_POOL":
             raise NotFoundError(f"no pool {pool}", code="model_not_found", param="pool")
         if answer[0] == b"BUSY":
-            raise BusyError(f"another audit repairs pool {pool}", retry_after_ms=_REPAIR_AGAIN_MS)
+            raise BusyError(f"another audit repairs pool {pool}", retry_after_ms=_REPAIR_RETRY_MS)
         return [tuple(str(cast(bytes, part).decode()) for part in row) for row in answer[1]]  # type: ignore[misc]
 
     async def excess_of_sums(self, pool: str) -> dict[Sum, int]:
-        """By how much each sum over jobs exceeds what their records add up to; jobs may move meanwhile."""
+        """Return by how much each stored sum exceeds the sum over the jobs' records; jobs may move meanwhile."""
         excess, waiting, open_ids, stored = await self._sums(pool)
         for part in _pages(waiting):
             for tenant, priority, cost in await self._records(part, "tenant", "p", "cost"):
@@ -161,7 +162,7 @@ class AdminBroker:
                 excess["bytes", priority] -= int(num_bytes or 0)
                 excess["kept", tenant] -= int(num_bytes or 0) if owned else 0
         if len(stored) > MAX_STORED:
-            # What a call cannot read at one moment is not judged: the reads of a busy pool would not agree.
+            # Not readable in one transaction, so not checked: in a busy pool, several reads would not agree.
             return {where: by for where, by in excess.items() if where[0] != "kept"}
         for member in stored:
             num_bytes, tenant, _ = member.split(" ", 2)
@@ -169,7 +170,7 @@ class AdminBroker:
         return dict(excess)
 
     async def _sums(self, pool: str) -> tuple[Counter[Sum], list[str], list[str], list[str]]:
-        """The sums as they are kept, the queued jobs, the open ones and what is stored of ended ones, of one moment."""
+        """Read in one transaction: the stored sums, the ids of queued and of open jobs, the members of P:expiry."""
         with translated():
             async with self._redis.pipeline(transaction=True) as pipe:
                 for key in (keys.backlog(pool), keys.queued(pool), keys.promised_bytes(pool), keys.kept_bytes(pool)):
@@ -185,17 +186,17 @@ class AdminBroker:
         return sums, waiting_ids, [i.decode() for i in open_ids], [member.decode() for member in stored]
 
     async def _records(self, job_ids: Sequence[str], *names: str) -> list[list[str]]:
-        """Fields of these jobs' records, '' where there is none."""
+        """Return the named fields of these jobs' records, '' for an absent field."""
         with translated():
             found = await asyncio.gather(*(cast(Any, self._redis.hmget(keys.job(i), names)) for i in job_ids))
         return [[(value or b"").decode() for value in values] for values in found]
 
-    async def stories(self, job_ids: Sequence[str]) -> list[JobHistory]:
-        """What these jobs have said."""
+    async def histories(self, job_ids: Sequence[str]) -> list[JobHistory]:
+        """Return the histories of these jobs."""
         with translated():
-            return list(await asyncio.gather(*map(self._story, job_ids)))
+            return list(await asyncio.gather(*map(self._history, job_ids)))
 
-    async def _story(self, job_id: str) -> JobHistory:
+    async def _history(self, job_id: str) -> JobHistory:
         redis = cast(Any, self._redis)
         ((state, code, message, param),), log, result = await asyncio.gather(
             self._records([job_id], "state", "code", "message", "param"),
@@ -206,7 +207,7 @@ class AdminBroker:
         return JobHistory(job_id, outcome, tuple(log), result)
 
     async def pressure(self, pool: str) -> list[NodePressure]:
-        """What the pool's nodes last said of themselves."""
+        """Return the last pressure records of the pool's nodes."""
         with translated():
             records = await cast(Any, self._redis.hvals(keys.pressure(pool)))
         return [wire.decode_pressure(record) for record in records]

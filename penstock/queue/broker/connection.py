@@ -1,4 +1,4 @@
-"""Connections to Redis, and the translation of its errors."""
+"""Connections to Redis, and the translation of Redis errors into penstock errors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from redis.backoff import NoBackoff
 
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
-from penstock.runtime.cancellation import heeding_cancel
+from penstock.runtime.cancellation import preserve_cancellation
 
 CONNECT_TIMEOUT_S = 3.0
 HEALTH_CHECK_S = 15
-_AWAY = (
+_UNREACHABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
     exceptions.BusyLoadingError,
@@ -29,13 +29,15 @@ _AWAY = (
     OSError,
 )
 
-# At the head of a reply, or inside the report of a script that met it.
-_AWAY_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
+# At the head of an error reply, or inside the error of a script in which a call failed.
+_UNREACHABLE_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
 
 
 def connect(url: str) -> Redis:
-    """A client for `redis://`, `rediss://` or `unix://`; bytes replies; no blind retries, as the scripts are retried
-    by those who know what they ask. Raises ConfigError for an URL that is none.
+    """Return a client for a `redis://`, `rediss://` or `unix://` URL; replies are bytes.
+
+    The client does not retry. Callers do, because only they know whether a call may be repeated. Raises ConfigError for
+    an invalid URL.
     """
     try:
         redis = SharedRedis.from_url(
@@ -45,13 +47,13 @@ def connect(url: str) -> Redis:
             health_check_interval=HEALTH_CHECK_S,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
-            # Or each connection would tell Redis what library it is: refused to our users, it would fill the ACL log.
+            # Otherwise each connection sends CLIENT SETINFO, which our ACL users may not call, and fills the ACL log.
             driver_info=None,
         )
-        # Connects nowhere, and takes the options behind the URL's question mark.
+        # Opens no connection, but checks the options in the URL's query.
         cast(Any, redis.connection_pool).make_connection()
     except ValueError as error:
-        # Not the URL itself, which may hold a password.
+        # The message omits the URL, which may hold a password.
         raise ConfigError(f"redis_url: {error}", param="redis_url") from error
     except TypeError as error:
         raise ConfigError(f"redis_url: unknown option {str(error).rpartition(' ')[2]}", param="redis_url") from error
@@ -60,15 +62,19 @@ def connect(url: str) -> Redis:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Turns redis-py's errors into ours: away is UnavailableError, full is BusyError, the rest is a bug."""
+    """Translate redis-py's errors.
+
+    An unreachable Redis raises UnavailableError, a full one BusyError, refused credentials or rights ConfigError. Any
+    other error is a bug and raises InvariantError.
+    """
     try:
-        with heeding_cancel():
+        with preserve_cancellation():
             yield
     except exceptions.AuthenticationError as error:
         raise ConfigError(f"Redis refuses our credentials: {error}", param="redis_url") from error
     except exceptions.NoPermissionError as error:
         raise ConfigError(f"Redis refuses this user: {error}", param="redis_url") from error
-    except _AWAY as error:
+    except _UNREACHABLE as error:
         raise UnavailableError(f"Redis is away: {error}", code="redis_away") from error
     except exceptions.OutOfMemoryError as error:
         raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
@@ -76,6 +82,6 @@ def translated() -> Iterator[None]:
         text = str(error)
         if "OOM" in text:
             raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
-        if _AWAY_CODES.search(text):
+        if _UNREACHABLE_CODES.search(text):
             raise UnavailableError(f"Redis is away: {text}", code="redis_away") from error
         raise InvariantError(f"Redis: {text}") from error

@@ -1,4 +1,4 @@
-"""Dead letters: jobs that were given up because their nodes died of them, kept with their requests for a week."""
+"""Dead letters: jobs that failed because several nodes died running them. They keep their requests for 7 days."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIELDS = ("tenant", "p", "weight", "cost", "submitted", "finished", "chunks", "
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A node that was lost while it ran the job, and when that was found out, in Redis ms."""
+    """A node that was lost while it ran the job, and when a sweep detected that, in Redis ms."""
 
     node_id: str
     at_ms: int
@@ -29,7 +29,10 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """What is known of a dead job, beside its request. `losses` are those without progress; times are Redis ms."""
+    """The record of a dead letter, without its request.
+
+    `losses` lists the losses since the job last made progress. Times are Redis ms.
+    """
 
     job_id: str
     tenant: str
@@ -44,20 +47,20 @@ class DeadLetter:
 
 
 class DeadLetters:
-    """The dead letters of all pools. Raises UnavailableError when Redis is away."""
+    """The dead letters of all pools. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = cast(Any, redis)
 
     async def newest(self, pool: str, limit: int = 100) -> list[DeadLetter]:
-        """A pool's dead letters, the last one first."""
+        """Return a pool's dead letters, newest first."""
         with translated():
             job_ids = await self._redis.zrevrange(keys.dead(pool), 0, limit - 1)
             found = await asyncio.gather(*(self._read(job_id.decode()) for job_id in job_ids))
         return [letter for letter in found if letter is not None]
 
     async def get(self, job_id: str) -> DeadLetter:
-        """One dead letter; raises NotFoundError."""
+        """Return one dead letter. Raises NotFoundError."""
         with translated():
             died_ms = await self._redis.zscore(keys.dead(pool_of(job_id)), job_id)
             letter = await self._read(job_id) if died_ms is not None else None
@@ -66,7 +69,7 @@ class DeadLetters:
         return letter
 
     async def request(self, job_id: str) -> Request:
-        """What the job asked for; raises NotFoundError."""
+        """Return the job's request. Raises NotFoundError."""
         with translated():
             data = await self._redis.get(keys.request(job_id))
         if data is None:
@@ -74,7 +77,7 @@ class DeadLetters:
         return wire.decode_request(data)
 
     async def purge(self, job_ids: Sequence[str]) -> int:
-        """Forgets dead letters and their requests; answers how many there were."""
+        """Delete dead letters and their requests. Returns how many were dead letters."""
         return sum([await scripts.call(self._redis, "purge", pool_of(job_id), job_id) for job_id in job_ids])
 
     async def _read(self, job_id: str) -> DeadLetter | None:
@@ -91,7 +94,7 @@ class DeadLetters:
 
 
 def _losses(history: str) -> tuple[Loss, ...]:
-    """From `node@ms node@ms`; the nodes alone where an older version wrote it."""
+    """Parse `node@ms node@ms`. An older version wrote the nodes alone; their time is 0."""
     parts = (entry.partition("@") for entry in history.split())
     return tuple(Loss(node_id, int(at_ms or 0)) for node_id, _, at_ms in parts)
 

@@ -1,4 +1,4 @@
-"""Decoding of what may be large, in steps that leave the event loop to others."""
+"""Decoding of large logs and results in small steps, so that the event loop stays responsive."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from penstock.queue.packed_result import PackedResult
 from penstock.runtime.cooperative import CooperativeTurns
 
 _BYTES_PER_STEP = 64 << 10
-"""Of log-probabilities, which take longest: a few milliseconds."""
+"""Packed log-probabilities decoded in one step, which takes a few milliseconds; other chunks decode faster."""
 _LARGE_BYTES = 16 << 10
 MAX_PAGE_BYTES = 64 << 10
-"""Of log-probabilities in one page of a log; decoded they take seven times as much."""
+"""Packed log-probabilities in one page of a log; decoded, they take seven times as much memory."""
 _MAX_BYTES_ON_LOOP = 256 << 10
 
 
 async def decoded(
     entries: Sequence[bytes], turns: CooperativeTurns, *, max_bytes: float = MAX_PAGE_BYTES
 ) -> list[Chunk]:
-    """The chunks of a page of a log. It ends early, with a chunk that has log-probabilities, where those are many."""
+    """Decode one page of a log. The result ends early once its log-probabilities exceed `max_bytes` packed bytes.
+
+    `turns` runs each step in its own round of the event loop.
+    """
     chunks: list[Chunk] = []
     num_bytes = since_step = 0
     for entry in entries:
@@ -39,19 +42,19 @@ async def decoded(
 
 
 def has_logprobs(chunks: Sequence[Chunk]) -> bool:
-    """Whether the last one of some chunks has log-probabilities."""
+    """Return whether the last of these chunks has log-probabilities."""
     return bool(chunks) and bool(chunks[-1].logprobs or chunks[-1].prompt_logprobs)
 
 
 async def packed_result_of(data: bytes | None, job_id: str, outcome: Outcome, turns: CooperativeTurns) -> PackedResult:
-    """A result whose parts are looked up, but not decoded."""
+    """Index a result's parts without decoding them."""
     if data is not None and len(data) > _LARGE_BYTES:
         await turns.wait()
     return PackedResult(data, job_id, outcome)
 
 
 async def result_of(data: bytes | None, job_id: str, outcome: Outcome, times_ms: tuple[int, int, int, int]) -> Result:
-    """A result from its bytes, if any; a large one is decoded on a thread, which lets others run in between."""
+    """Decode a result. A large one is decoded on a thread, so that the event loop can run in between."""
     if data is None:
         return Result(job_id, outcome, (), None, *times_ms)
     if len(data) <= _MAX_BYTES_ON_LOOP:

@@ -1,4 +1,4 @@
-"""Whether Redis may throw keys away, which would be accepted jobs."""
+"""Warning for a Redis that may evict keys: an evicted key can be an accepted job."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SAFE_POLICY = "noeviction"
 
 
 async def warn_of_eviction(redis: Redis) -> None:
-    """Logs a warning where Redis's memory policy is another than noeviction. Raises nothing."""
+    """Log a warning unless Redis's `maxmemory-policy` is `noeviction`. Raises nothing."""
     try:
         with translated():
             info = await redis.info("memory")
     except PenstockError as error:
-        # A user without the right to ask, or a service that hides it.
+        # The ACL user may not call INFO, or a managed service hides it.
         _LOG.info("redis does not tell its memory policy", extra={"reason": error.message})
         return
     policy, max_bytes = str(info.get("maxmemory_policy", SAFE_POLICY)), int(info.get("maxmemory", 0))

@@ -1,4 +1,4 @@
-"""API keys in Redis: `penstock:keys`, written by an operator and read by gateways."""
+"""Storage of API keys in `penstock:keys`. An operator writes it and gateways read it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class KeyStore:
-    """The installation's keys. Raises UnavailableError when Redis is away."""
+    """The installation's API keys. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = cast(Any, redis)
 
     async def all(self) -> dict[str, ApiKey]:
-        """All keys by id, revoked ones too; a record that cannot be read is of nobody."""
+        """Return all keys by id, revoked ones included. An unreadable record becomes a revoked key without a tenant."""
         with translated():
             found = await self._redis.hgetall(keys.API_KEYS)
         known = {}
@@ -51,7 +51,10 @@ class KeyStore:
         label: str = "",
         pepper: str = "",
     ) -> tuple[str, ApiKey]:
-        """A new key, which is told here and never again, and its record. Raises RequestError naming the field."""
+        """Create a key. Returns the key, which cannot be read again later, and its record.
+
+        Raises RequestError that names the invalid field.
+        """
         key, key_id, digest = api_keys.mint(pepper)
         try:
             record = ApiKey(
@@ -70,7 +73,7 @@ class KeyStore:
         return key, record
 
     async def revoke(self, key_id: str) -> None:
-        """Makes a key worthless within the time for which gateways keep what they know. Raises NotFoundError."""
+        """Revoke a key. Gateways may accept it until their cached copy expires. Raises NotFoundError."""
         record = (await self.all()).get(key_id)
         if record is None:
             raise NotFoundError(f"no API key {key_id}", param="key_id")

@@ -1,4 +1,4 @@
-"""What a node asks of the queue: one method per script, and the reads that follow a take."""
+"""A node's access to the queue: one method per script, and the reads that follow a take."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from penstock.runtime.cooperative import CooperativeTurns
 MAX_EMIT_JOBS = 512
 MAX_GIVE_BACK_JOBS = 128
 MAX_PREEMPTIONS = 3
-"""Of give_back.lua: a job that was given back so often counts as all that it may hold."""
+"""As in give_back.lua: a job that was given back this often costs its maximum KV tokens from then on."""
 MAX_MESSAGE_CHARS = 1000
 Why = Literal["drain", "pressure", "lacking"]
-"""Jobs are given back because the node leaves, has no room, or lacks their adapter."""
+"""Why a node gives jobs back: it leaves, it lacks KV capacity, or it lacks their adapter."""
 _ANNOUNCE = "redis.call('HDEL', KEYS[1], ''); return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
-"""A plain HSET would be refused by a full Redis, which needs nodes most."""
+"""HSET behind a free write. A full Redis refuses a plain HSET, but a full Redis needs new nodes most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a node can take, per class: KV tokens and sequences; and its whole size."""
+    """Free capacity of a node per class, in KV tokens and sequence slots, and its total capacity."""
 
     kv_tokens: tuple[int, int, int]
     slots: tuple[int, int, int]
@@ -43,11 +43,13 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One job given to this node; `lease` goes into every write, `num_chunks` is what an earlier node logged.
+    """One job assigned to this node.
 
-    `request` is empty where it is too long to come along; see `NodeBroker.requests`. `urgency` is the class that the
-    job counts as: its own, or a more urgent one when it had to wait long. `preemptions`: how often it was given back.
-    `weight` is its tenant's share beside others.
+    `lease` is the fencing token that every write must carry. `num_chunks` is the number of chunks that earlier nodes
+    logged. `cost` is in KV tokens. `request` is empty if it is too long for the answer; see `NodeBroker.requests`.
+    `urgency` is the class that the job counts as: its own, a more urgent one after a long wait, or `standard` for an
+    interactive job of a tenant above its share. `preemptions` counts how often it was given back. `weight` is its
+    tenant's scheduling weight.
     """
 
     job_id: str
@@ -65,7 +67,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class TakeAnswer:
-    """Jobs taken, jobs still queued per class, and when to ask again (0: no need)."""
+    """Answer of take: the assigned jobs, jobs still queued per class, and when to ask again (0: no need)."""
 
     jobs: tuple[Taken, ...]
     depth: tuple[int, int, int]
@@ -74,7 +76,7 @@ class TakeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """Chunks of one job, encoded; `index` is the first one's place in the log."""
+    """Encoded chunks of one job; `index` is the position of the first chunk in the log."""
 
     job_id: str
     lease: str
@@ -84,17 +86,17 @@ class Emission:
 
 @dataclass(frozen=True, slots=True)
 class GivenBackJob:
-    """A job to be given back: KV tokens that it will probably hold, and that it may hold at most."""
+    """A job to give back. `cost`: KV tokens that it will probably hold; `max_kv_tokens`: the most that it may hold."""
 
     job_id: str
     lease: str
     cost: int
-    most: int
+    max_kv_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class BeatAnswer:
-    """What the held-ids check found: jobs to end as cancelled or expired, and jobs that are no longer ours."""
+    """Answer of beat's check: held jobs to end as canceled or expired, and held jobs that this node has lost."""
 
     cancelled: tuple[str, ...] = ()
     expired: tuple[str, ...] = ()
@@ -103,29 +105,29 @@ class BeatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """Predecessors on this host that are still in the pool, and when the last of them can be declared dead."""
+    """Number of earlier seat holders that are still in the pool, and ms until the last of them counts as dead."""
 
     num_left: int
     wait_ms: int
 
 
 class UsedTokens(TypedDict, total=False):
-    """What a job used, as far as its node knows."""
+    """Resources that a job used, as far as its node knows them."""
 
     kv_ms: float | None
-    """The KV tokens it held times the milliseconds it held them: what its tenant pays; None: as was predicted."""
+    """KV tokens × milliseconds that it held; its tenant is charged that. None: the predicted charge stays."""
     usage: Usage | None
-    """Counted to its tenant; None: the tokens of its log, and no prompt."""
+    """Tokens counted to its tenant. None: only the output tokens in the log are counted."""
     log_bytes: int | None
-    """Of all its chunks; None: the script reads the log."""
+    """Bytes of all its chunks. None: the script measures the log."""
 
 
 class LeaseLostError(Exception):
-    """The pool believes this node dead: all it holds belongs to others now."""
+    """The pool has declared this node dead; its jobs belong to other nodes now."""
 
 
 class NodeBroker:
-    """The node's side of one pool's queue. Raises UnavailableError when Redis is away."""
+    """The node's side of one pool's queue. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis, pool: str, node_id: str, revision: str) -> None:
         self._redis = redis
@@ -135,7 +137,7 @@ class NodeBroker:
         self._revision = revision
 
     async def join(self, schema: dict[str, int | str], record: PoolRecord) -> None:
-        """Enters the pool and announces it; raises ConfigError when live nodes run with another schema."""
+        """Join the pool and announce it. Raises ConfigError if live nodes use another schema."""
         pairs = [item for name, value in schema.items() for item in (name, value)]
         answer = await self._call("join", self._revision, *pairs)
         if answer[0] != b"OK":
@@ -145,19 +147,23 @@ class NodeBroker:
         await self.announce(record)
 
     async def announce(self, record: PoolRecord) -> None:
-        """Tells clients what the pool serves, and which adapters this node has of it."""
-        redis, told = cast(Any, self._redis), wire.encode_record(record)
+        """Publish the pool's record to clients, and the adapters of this node."""
+        redis, packed = cast(Any, self._redis), wire.encode_record(record)
         with translated():
-            await redis.eval(_ANNOUNCE, 1, keys.POOLS, self._pool, told)
+            await redis.eval(_ANNOUNCE, 1, keys.POOLS, self._pool, packed)
             if record.adapters:
-                await redis.eval(_ANNOUNCE, 1, keys.adapters(self._pool), self._node_id, told)
+                await redis.eval(_ANNOUNCE, 1, keys.adapters(self._pool), self._node_id, packed)
             else:
                 await redis.hdel(keys.adapters(self._pool), self._node_id)
 
     async def beat(
         self, pressure: NodePressure, *, free: int, answered_call: int, held: Sequence[str] | None
     ) -> BeatAnswer:
-        """Says that this node lives; with `held`, compares what it holds. Raises SweptError."""
+        """Send a heartbeat. With `held`, also compare the held jobs with the queue's records.
+
+        `free` is in KV tokens. `answered_call` is the number of the last take whose answer arrived. Raises
+        LeaseLostError.
+        """
         record, check = wire.encode_record(pressure), int(held is not None)
         answer = await self._call("beat", self._revision, free, record, answered_call, check, *(held or ()))
         if answer[0] == b"SWEPT":
@@ -165,24 +171,25 @@ class NodeBroker:
         return BeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:]))
 
     async def succeed(self, seats: Sequence[str], *, has_joined: bool) -> Takeover:
-        """Declares the nodes dead that held these seats of the host before.
+        """Declare the earlier holders of these seats dead.
 
-        With `has_joined`, this node holds them from now on.
+        With `has_joined`, record this node as their present holder.
         """
         name = self._node_id if has_joined else ""
         num_left, wait_ms = await scripts.call(self._redis, "succeed", self._pool, name, *seats)
         return Takeover(num_left, int(wait_ms))
 
     async def leave(self) -> int:
-        """Goes; answers how many jobs are left to sweep."""
+        """Leave the pool. Returns the number of jobs still held, which a sweep will requeue."""
         return cast(int, await self._call("leave"))
 
-    async def take(self, call: int, nonce: str, room: Capacity, *, hold_ms: float = HOLD_MS) -> TakeAnswer:
-        """Takes what fits; the same `call` again gets the same answer. Raises SweptError.
+    async def take(self, call: int, nonce: str, capacity: Capacity, *, hold_ms: float = HOLD_MS) -> TakeAnswer:
+        """Take queued jobs that fit. Repeating the last `call` gets the same answer. Raises LeaseLostError.
 
-        `hold_ms` is how long this node probably holds a KV token of cost: a tenant is charged cost × hold_ms.
+        `hold_ms` is the expected time for which this node holds a KV token of cost. A tenant is charged
+        cost × hold_ms ÷ weight.
         """
-        sizes = (*room.kv_tokens, *room.slots, room.kv_total, room.slots_total)
+        sizes = (*capacity.kv_tokens, *capacity.slots, capacity.kv_total, capacity.slots_total)
         answer = await self._call("take", call, nonce, *sizes, self._revision, hold_ms)
         if answer[0] == b"UNKNOWN_NODE":
             raise LeaseLostError
@@ -193,14 +200,14 @@ class NodeBroker:
         return TakeAnswer(jobs, (depth[0], depth[1], depth[2]), int(answer[3]))
 
     async def requests(self, job_ids: Sequence[str]) -> list[bytes | None]:
-        """The packed requests of taken jobs, None where one has ended meanwhile."""
+        """Return the packed requests of taken jobs, None for a job that has ended meanwhile."""
         if not job_ids:
             return []
         with translated():
             return cast(list[bytes | None], await self._redis.mget([keys.request(i) for i in job_ids]))
 
     async def log(self, job_id: str, count: int, page: int = 500) -> list[Chunk]:
-        """The first `count` chunks of a taken job, read in pages so that no call blocks Redis for long."""
+        """Return the first `count` chunks of a taken job, read in pages so that no call blocks Redis for long."""
         chunks: list[Chunk] = []
         for start in range(0, count, page):
             with translated():
@@ -209,7 +216,10 @@ class NodeBroker:
         return chunks
 
     async def emit(self, emissions: Sequence[Emission]) -> list[str]:
-        """Appends and publishes; one answer per job: OK, FENCED, CANCEL, EXPIRED, UNHEARD, `NEED n`, GONE, `ERR …`."""
+        """Append and publish chunks.
+
+        Returns one answer per job: OK, FENCED, CANCEL, EXPIRED, UNHEARD, `NEED n`, GONE or `ERR …`; see emit.lua.
+        """
         answers: list[str] = []
         for start in range(0, len(emissions), MAX_EMIT_JOBS):
             rows = [(e.job_id, e.lease, e.index, e.chunks) for e in emissions[start : start + MAX_EMIT_JOBS]]
@@ -217,33 +227,36 @@ class NodeBroker:
         return answers
 
     async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:
-        """Ends a job with its last chunks; answers OK, FENCED, `NEED n` or GONE; repeating it is harmless."""
+        """End a job with its last chunks and its packed result. Repeating the call is harmless.
+
+        Returns OK, FENCED, `NEED n` or GONE; see finish.lua.
+        """
         kv_ms, usage, log_bytes = used.get("kv_ms"), used.get("usage"), used.get("log_bytes")
         tokens = ("", "", "") if usage is None else (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
         size = "" if log_bytes is None else log_bytes
         end = (outcome.state, outcome.code, outcome.message[:MAX_MESSAGE_CHARS], outcome.param)
-        place = (last.job_id, last.lease, last.index)
+        position = (last.job_id, last.lease, last.index)
         answer = await self._call(
             "finish",
-            *(*place, *end, "" if kv_ms is None else kv_ms, result),
+            *(*position, *end, "" if kv_ms is None else kv_ms, result),
             *(*tokens, size, len(last.chunks), *last.chunks),
         )
         return cast(bytes, answer).decode()
 
     async def give_back(self, jobs: Sequence[GivenBackJob], why: Why = "drain") -> list[str]:
-        """Queues jobs again, with their age; one answer per job: OK, FENCED, GONE or NOBODY.
+        """Queue jobs again; they keep their submission time. Returns one answer per job: OK, FENCED, GONE or NOBODY.
 
-        NOBODY: the job stays, because no other node has room for it, or all lack its adapter.
+        NOBODY: the job stays with this node, because no other node has capacity for it, or all lack its adapter.
         """
         answers: list[str] = []
         for start in range(0, len(jobs), MAX_GIVE_BACK_JOBS):
             part = jobs[start : start + MAX_GIVE_BACK_JOBS]
-            arguments = [item for job in part for item in (job.job_id, job.lease, job.cost, job.most)]
+            arguments = [item for job in part for item in (job.job_id, job.lease, job.cost, job.max_kv_tokens)]
             answers += [a.decode() for a in await self._call("give_back", why, *arguments)]
         return answers
 
     async def sweep(self) -> None:
-        """Finds dead nodes and due jobs; the script itself limits how often."""
+        """Sweep the pool for dead nodes and due jobs; the script limits how often it runs."""
         await sweep(self._redis, self._pool)
 
     async def _call(self, name: str, *arguments: scripts.Argument) -> Any:

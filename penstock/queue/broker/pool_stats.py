@@ -1,4 +1,4 @@
-"""Reads the figures that operators watch."""
+"""Reader of pool statistics for operators."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from penstock.queue.pool_stats import EVENTS, PoolStats
 
 
 class StatsBroker:
-    """Reads figures. Raises UnavailableError when Redis is away."""
+    """Reader of pool statistics. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = cast(Any, redis)
 
     async def all(self) -> list[PoolStats]:
-        """Figures of every pool that was ever announced."""
+        """Return the statistics of every announced pool."""
         with translated():
             pools = sorted(name.decode() for name in await self._redis.hkeys(keys.POOLS))
             return list(await asyncio.gather(*map(self._of, pools)))
 
     async def memory(self) -> tuple[int, int]:
-        """Bytes that Redis uses, and may use (0: no limit)."""
+        """Return the bytes that Redis uses and its `maxmemory` (0: no limit)."""
         with translated():
             info = await self._redis.info("memory")
         return int(info["used_memory"]), int(info["maxmemory"])

@@ -1,4 +1,4 @@
-"""What a client or gateway asks of the queue: one method per script, and plain reads."""
+"""A client's or gateway's access to the queue: one method per script, and plain reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.runtime.cooperative import CooperativeTurns
 
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536
-"""Of prelude.lua: a larger result goes a log's life after it was delivered."""
+"""As in prelude.lua: a larger result expires log_ttl_ms after it was delivered."""
 _STATUS_FIELDS = (
     *("state", "tenant", "p", "submitted", "taken", "first", "finished"),
     *("chunks", "preemptions", "losses", "code", "message", "param"),
@@ -38,14 +38,17 @@ _STATUS_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class ServedPool(PoolRecord):
-    """What a pool's nodes announced, and whether one of them gave a sign of life within its lease."""
+    """A pool's announced record, and whether a node of it sent a heartbeat within its lease."""
 
     is_alive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """Answer of submit. `existed`: the id or idempotency key was known; `pushed`: chunks will come to the inbox."""
+    """Answer of submit.
+
+    `existed`: the id or idempotency key was already known. `pushed`: chunks will be pushed to the inbox.
+    """
 
     job_id: str
     state: str
@@ -56,7 +59,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Answer of attach. Not `pushed`: the job has all the readers it may have, follow its log instead."""
+    """Answer of attach. If not `pushed`, the job has the maximum of readers; the caller must poll its log instead."""
 
     state: str
     num_chunks: int
@@ -65,7 +68,7 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """Where a job stands. Times are Redis ms, 0 while not reached."""
+    """State of a job. Times are Redis ms, 0 for a stage not reached yet."""
 
     job_id: str
     state: str
@@ -82,21 +85,23 @@ class JobStatus:
 
 
 class ProducerBroker:
-    """The producer's side of the queue, over one Redis connection pool. Raises UnavailableError when Redis is away."""
+    """The producer's side of the queue. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis, self._turns = redis, CooperativeTurns()
         self._unreadable: set[bytes] = set()
-        """Pools that were warned of: clients ask for all pools every second."""
+        """Pools already logged as unreadable. Clients list all pools every second, so each is logged once."""
 
     async def submit(
         self, job: Job, *, cost: int, inbox: str = "", channel: bool = False, terms: Terms = UNLIMITED
     ) -> Submitted:
-        """Enqueues a job; repeating it with the same id and body is harmless.
+        """Enqueue a job. Repeating the call with the same id and body is harmless.
 
-        Raises NotFoundError (no such pool), ConflictError (id or idempotency key of another body or tenant),
-        BusyError (the pool's or the tenant's limits, Redis full), TooLargeError, RequestError (id too old or from the
-        future).
+        `cost` is in predicted KV tokens. `inbox` is the process to push chunks to. With `channel`, chunks are also
+        published on the job's own channel.
+        Raises NotFoundError (unknown pool), ConflictError (the id or idempotency key belongs to another body or
+        tenant), BusyError (a limit of the pool or tenant, or Redis is full), TooLargeError, and RequestError (the id is
+        too old or from the future).
         """
         request = wire.encode_request(job)
         if len(request) > MAX_BYTES:
@@ -121,25 +126,25 @@ class ProducerBroker:
         raise submit_error(kind, answer, job)
 
     async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:
-        """Adds a reader; raises NotFoundError for an unknown id, which another tenant's is too."""
+        """Add a reader to a job. Raises NotFoundError for an unknown id or a job of another tenant."""
         answer = await scripts.call(self._redis, "attach", pool_of(job_id), job_id, tenant, inbox, int(channel))
         if answer[0] != b"OK":
             raise _no_job(job_id)
         return Attached(answer[1].decode(), int(answer[2]), bool(answer[3]))
 
     async def detach(self, job_id: str, inbox: str) -> None:
-        """Takes a reader away; a non-background job that nobody reads is cancelled after a grace time."""
+        """Remove a reader. A job without readers is canceled after a grace time, unless it is a background job."""
         await scripts.call(self._redis, "detach", pool_of(job_id), job_id, inbox)
 
     async def cancel(self, job_id: str, tenant: str) -> str:
-        """Cancels; answers the state: `cancelled`, `running` (ends within a step), or the terminal one it had."""
+        """Cancel a job. Returns `cancelled`, `running` (it ends within a step), or its earlier terminal state."""
         state = cast(bytes, await scripts.call(self._redis, "cancel", pool_of(job_id), job_id, tenant)).decode()
         if state == "NOT_FOUND":
             raise _no_job(job_id)
         return state
 
     async def status(self, job_id: str, tenant: str) -> JobStatus:
-        """Where a job stands; raises NotFoundError."""
+        """Return a job's state. Raises NotFoundError."""
         fields = await self._record(job_id, tenant)
         state, priority = fields["state"], int(fields["p"])
         with translated():
@@ -154,25 +159,27 @@ class ProducerBroker:
         )
 
     async def log(self, job_id: str, start: int, count: int = 1000) -> list[Chunk]:
-        """Chunks `start …` of a job's log; empty where there are none, also once the log's life is over."""
+        """Return up to `count` chunks of a job's log from `start` on; empty after the log has expired."""
         with translated():
             entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, start + count - 1))
         return await decoded(entries, self._turns)
 
     async def result(self, job_id: str, tenant: str) -> Result | None:
-        """A job's terminal record, None while it has none; raises NotFoundError, also for a large result that is gone
-        because it was delivered. A large one goes a log's life after this.
+        """Return a job's result, None while the job is open.
+
+        This counts as delivery: a large result expires log_ttl_ms later. Raises NotFoundError for an unknown job or an
+        expired result.
         """
         ended = await self._ended(job_id, tenant)
         return ended and await result_of(ended[2], job_id, ended[1], _times_ms(ended[0]))
 
     async def packed_result(self, job_id: str, tenant: str) -> PackedResult | None:
-        """The same, of which a part is decoded when it is asked for."""
+        """Return a job's result as `result` does, with its parts decoded on access."""
         ended = await self._ended(job_id, tenant)
         return ended and await packed_result_of(ended[2], job_id, ended[1], self._turns)
 
     async def _ended(self, job_id: str, tenant: str) -> tuple[dict[str, str], Outcome, bytes | None] | None:
-        """A job's record, how it ended, and its result, which counts as delivered; None while it has not ended."""
+        """Return a job's record, outcome and packed result, and mark it as delivered; None while the job is open."""
         fields = await self._record(job_id, tenant)
         if (outcome := _outcome(fields)) is None:
             return None
@@ -185,13 +192,13 @@ class ProducerBroker:
         return fields, outcome, data
 
     async def read_beat(self, pool: str, inbox: str) -> None:
-        """Says that this reading process lives, and sweeps: jobs move on as long as anybody is alive."""
+        """Send the heartbeat of a reading process, and sweep, so that jobs progress while any process is alive."""
         await asyncio.gather(scripts.call(self._redis, "read_beat", pool, inbox), sweep(self._redis, pool))
 
     async def pressure(self, pool: str) -> PoolPressure:
-        """Admission's input: the records of all live nodes and the queued cost per class.
+        """Return the input of admission: the pressure records of all live nodes and the queued cost per class.
 
-        A node that has been silent for a lease does not count, though nobody may have swept it yet.
+        A node that has been silent for a lease does not count, even if no sweep has removed it yet.
         """
         with translated():
             redis = cast(Any, self._redis)
@@ -208,7 +215,7 @@ class ProducerBroker:
         return PoolPressure(tuple(map(wire.decode_pressure, alive)), (costs[0], costs[1], costs[2]))
 
     async def pools(self) -> dict[str, ServedPool]:
-        """Every pool that a node has ever announced, by name, those with a live node first."""
+        """Return every announced pool by name, pools with a live node first."""
         with translated():
             redis = cast(Any, self._redis)
             time, announced = await asyncio.gather(redis.time(), redis.hgetall(keys.POOLS))
@@ -229,11 +236,11 @@ class ProducerBroker:
             with suppress(WireError):
                 digests |= wire.decode_pool(data).adapters
         is_alive = bool(beats) and beats[0][1] >= _alive_since_ms(time, lease_ms)
-        # While all nodes are away the pool has what was announced last, as they may be back in a moment.
+        # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         return ServedPool(**asdict(replace(record, adapters=digests) if is_alive else record), is_alive=is_alive)
 
     def _readable(self, announced: dict[bytes, bytes]) -> dict[str, PoolRecord]:
-        """One pool's unreadable record, of another version perhaps, must not hide the others."""
+        """Decode pool records. An unreadable one, perhaps of another version, is logged and skipped."""
         records = {}
         for name, data in announced.items():
             try:
@@ -254,7 +261,7 @@ class ProducerBroker:
 
 
 def _alive_since_ms(time: tuple[int, int], lease_ms: bytes | None) -> int:
-    """A node whose last beat is older has been silent for a lease."""
+    """Return the oldest heartbeat, in Redis ms, with which a node counts as alive: one lease ago."""
     seconds, micros = time
     return seconds * 1000 + micros // 1000 - int(lease_ms or 0)
 

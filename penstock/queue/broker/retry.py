@@ -1,4 +1,4 @@
-"""Waiting out an absence of Redis: jittered, growing pauses, and an end to patience."""
+"""Retries while Redis is unreachable: jittered, growing pauses and a limit on the total time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def pauses() -> Iterator[float]:
-    """Pauses between attempts: doubling, and jittered so that many clients do not come back at once."""
+    """Yield pauses between attempts, in seconds: doubling, and jittered so that many clients do not retry at once."""
     ceiling_s = FIRST_PAUSE_S
     while True:
         yield random.uniform(ceiling_s / 2, ceiling_s)
@@ -26,7 +26,10 @@ def pauses() -> Iterator[float]:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], outage_s: float) -> T:
-    """The answer of `call`, repeated while Redis is away, for `outage_s` at most; `call` must be idempotent."""
+    """Return the answer of `call`, retried for up to `outage_s` seconds while Redis is unreachable.
+
+    `call` must be idempotent. Raises UnavailableError after that time.
+    """
     clock = asyncio.get_running_loop().time
     give_up_s = clock() + outage_s
     patience = pauses()
@@ -42,10 +45,13 @@ async def patiently(call: Callable[[], Awaitable[T]], outage_s: float) -> T:
 
 @contextmanager
 def tried_again(log: logging.Logger) -> Iterator[None]:
-    """For what its caller tries again anyway: an absence of Redis passes, whatever else Redis says is logged."""
+    """Suppress errors of a call that its caller repeats later anyway.
+
+    An unreachable Redis is ignored; any other error of Redis is logged.
+    """
     try:
         yield
     except UnavailableError:
         pass
     except PenstockError as error:
-        log.error("redis refuses what will be tried again", extra={"code": error.code, "reason": error.message})
+        log.error("redis refused a call that will be retried", extra={"code": error.code, "reason": error.message})

@@ -1,4 +1,4 @@
-"""The Lua scripts: read once, called by their SHA, loaded again when Redis has forgotten them."""
+"""The Lua scripts: read once, called by EVALSHA, and loaded again when Redis no longer has them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Argument = bytes | str | int | float
 
 
 _WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "read_beat"))
-"""Scripts that neither queue nor end a job: they are called most often, and need less of what is shared."""
+"""Scripts that neither queue nor end a job. They are called most often, so they omit queue.lua."""
 
 
 @cache
 def source(name: str) -> str:
-    """The text of a script behind what it shares with others."""
+    """Return a script's text, preceded by the shared parts that it needs."""
     folder = resources.files("penstock.queue") / "scripts"
     parts = ("prelude", name) if name in _WITHOUT_QUEUE else ("prelude", "queue", name)
     return "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
@@ -36,15 +36,15 @@ def _digest(name: str) -> str:
 
 
 def packed(value: Any) -> bytes:
-    """Many arguments in one: redis-py takes longer to send hundreds than Redis to read them.
+    """Pack many arguments into one msgpack value, because redis-py is slow at sending hundreds of arguments.
 
-    Bytes go as strings, as Redis's Lua knows no other.
+    Bytes are packed as strings, the only type that Redis's Lua has for them.
     """
     return cast(bytes, msgpack.packb(value, use_bin_type=False))
 
 
 async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
-    """Runs one script of a pool; raises the errors of `connection.translated`."""
+    """Run one script of a pool and return its answer. Raises the errors of `connection.translated`."""
     schema = keys.schema(pool)
     crash_points.point("before", name)
     with translated():

@@ -1,8 +1,8 @@
-"""A connection to Redis that many calls share: none waits for another's answer, and a message costs one callback.
+"""A Redis connection that many calls share by pipelining. A call does not wait for the answers of earlier calls.
 
-redis-py opens, encrypts and authenticates the connection; hiredis packs and parses. What this leaves out is redis-py's
-round for each call (a connection from the pool, locks, a task and two clocks, hooks for retries and for metrics), which
-costs five times as much as the call itself, at every step of an engine.
+redis-py opens, encrypts and authenticates the connection; hiredis packs and parses. This bypasses redis-py's work per
+call: a connection from the pool, locks, a task, two timers, and hooks for retries and metrics. That work costs five
+times as much as the call itself, at every engine step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 REPLY_TIMEOUT_S = 10.0
 MAX_BUFFERED_BYTES = 1 << 20
-"""Of messages that readers have not had their turn for."""
+"""Received bytes that are not yet processed; beyond this, the connection stops reading."""
 _UNFINISHED = object()
 _REPLY_ERRORS = {
     "NOSCRIPT": exceptions.NoScriptError,
@@ -28,14 +28,17 @@ _REPLY_ERRORS = {
     "OOM": exceptions.OutOfMemoryError,
 }
 _REPLICA_CODES = re.compile(r"(?:^|-)(?:READONLY|MASTERDOWN) ")
-"""What only a replica says, at the head of a reply or inside the report of a script that met it."""
+"""Errors that only a replica returns, at the head of a reply or inside the error of a script in which a call failed."""
 
 
 class SharedConnection(asyncio.Protocol):
-    """Answers come in the order of the calls. Raises redis-py's errors, a lost line ConnectionError or TimeoutError."""
+    """One connection; its answers arrive in the order of its calls.
+
+    Raises redis-py's errors. A lost connection raises ConnectionError or TimeoutError.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter, on_message: Callable[[bytes], None] | None) -> None:
-        # Held because it closes the connection when nobody does.
+        # The writer is kept because its finalizer would close the connection.
         self._writer = writer
         self._transport = cast(asyncio.Transport, writer.transport)
         self._transport.set_protocol(self)
@@ -47,31 +50,31 @@ class SharedConnection(asyncio.Protocol):
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._clock: asyncio.TimerHandle | None = None
         self._num_buffered = 0
-        """Bytes that came since the buffer was last empty."""
+        """Bytes received since the buffer was last empty."""
         self._goes_on = False
-        """Whether the buffer is read on in a moment."""
+        """Whether a callback that continues to process the buffer is scheduled."""
         self._paused = False
         self.lost: asyncio.Future[Exception] = self._loop.create_future()
-        """Done when nothing can be called or heard any more; carries the reason."""
+        """Done once the connection has failed or was closed; its result is the reason."""
 
     @classmethod
     async def open(cls, redis: Redis, on_message: Callable[[bytes], None] | None = None) -> SharedConnection:
-        """Connects as `redis` would; `on_message` is called with each message of a subscription."""
+        """Connect with the options of `redis`. `on_message` is called with each message of a subscription."""
         connection = cast(Any, redis.connection_pool).make_connection()
         try:
             await connection.connect()
         except BaseException:
-            # Given up half way, it would leave its socket to the garbage collector.
+            # A connect that fails or is canceled half way would leave its socket to the garbage collector.
             if connection._writer is not None:
                 connection._writer.close()
             raise
         writer = connection._writer
-        # From here on the connection is ours.
+        # Detach the stream from redis-py, so that only this object closes it.
         connection._reader = connection._writer = None
         return cls(cast(asyncio.StreamWriter, writer), on_message)
 
     def call(self, *command: Any) -> asyncio.Future[Any]:
-        """Sends a command; the future carries its answer. Giving up on the future harms no other call."""
+        """Send a command and return the future of its answer. Canceling the future does not affect other calls."""
         answer = self._loop.create_future()
         if self.lost.done():
             answer.set_exception(self.lost.result())
@@ -83,7 +86,7 @@ class SharedConnection(asyncio.Protocol):
         return answer
 
     def close(self, reason: Exception | None = None) -> None:
-        """Ends the connection; calls under way fail."""
+        """Close the connection; pending calls fail with `reason`."""
         if not self.lost.done():
             self.lost.set_result(reason or exceptions.ConnectionError("the connection was closed"))
         if self._clock is not None:
@@ -95,7 +98,7 @@ class SharedConnection(asyncio.Protocol):
                 answer.set_exception(self.lost.result())
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Process received bytes (asyncio.Protocol)."""
         self._reader.feed(data)
         self._num_buffered += len(data)
         if not self._goes_on:
@@ -105,7 +108,7 @@ class SharedConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The other side has gone."""
+        """Close after Redis has closed the connection or it broke (asyncio.Protocol)."""
         self.close(exceptions.ConnectionError(str(exc) if exc else "Redis closed the connection"))
 
     def _read_on(self) -> None:
@@ -116,7 +119,7 @@ class SharedConnection(asyncio.Protocol):
                     self._answer(reply)
                     continue
                 self._on_message(reply[2])
-                # Readers get their turn between two messages, or a heap of them would overflow mailboxes.
+                # Readers run between two messages; otherwise many messages at once would overflow their queues.
                 self._goes_on = True
                 self._loop.call_soon(self._read_on)
                 return
@@ -129,7 +132,7 @@ class SharedConnection(asyncio.Protocol):
 
     def _answer(self, reply: Any) -> None:
         if not self._waiting:
-            raise exceptions.InvalidResponse("Redis answered what was not asked")
+            raise exceptions.InvalidResponse("Redis sent a reply without a pending command")
         answer, _ = self._waiting.popleft()
         if not answer.done():
             if isinstance(reply, Exception):
@@ -137,11 +140,11 @@ class SharedConnection(asyncio.Protocol):
             else:
                 answer.set_result(reply)
         if isinstance(reply, exceptions.ReadOnlyError):
-            # It was the master once, and kept its clients: the address may lead to the new one by now.
+            # A former master became a replica but kept this connection. A new one may reach the new master.
             self.close(reply)
 
     def _check_clock(self) -> None:
-        """One clock for all calls: a time-out of its own would cost a call as much as all the rest."""
+        """Check the oldest call for a time-out. One timer serves all calls; a timer per call would double its cost."""
         self._clock = None
         if not self._waiting:
             return
@@ -160,7 +163,10 @@ def _error_of(text: str) -> exceptions.ResponseError:
 
 
 class SharedRedis(Redis):
-    """redis-py's commands over one line. Pipelines and subscriptions of redis-py have connections of their own."""
+    """redis-py's client with its commands sent over one shared connection.
+
+    Pipelines and subscriptions of redis-py still use connections of their own.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -168,31 +174,33 @@ class SharedRedis(Redis):
         self._opening = asyncio.Lock()
         self._num_failures = 0
         self._failure: Exception | None = None
-        """Why no line could be opened, last."""
+        """The error of the last failed attempt to connect."""
         self._is_closing = False
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Sends one command and awaits its answer."""
+        """Send one command and return its answer."""
         line = self._line
         if line is None or line.lost.done():
             line = await self._open_line()
         name, *rest = args
-        # redis-py writes some names in two words ("CLIENT LIST").
+        # Some command names of redis-py have two words ("CLIENT LIST").
         reply = await line.call(*name.split(), *rest)
         options.pop("keys", None)
         translate = self.response_callbacks.get(name)
         return reply if translate is None else translate(reply, **options)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        """Ends all connections; one that is being opened is closed at once."""
+        """Close all connections. A connection that is still being opened is closed as soon as it is open."""
         self._is_closing = True
         if self._line is not None:
             self._line.close()
         await super().aclose(close_connection_pool)
 
     async def _open_line(self) -> SharedConnection:
-        """The line. Who waited while another call failed to open it fails as well: each trying in turn, the last
-        would hear of it minutes later.
+        """Return the open connection, connecting first if needed.
+
+        Calls that waited while another call failed to connect fail as well. If each retried in turn, the last would
+        learn of the failure minutes later.
         """
         num_failures = self._num_failures
         async with self._opening:

@@ -1,4 +1,4 @@
-"""From what the submit script answers to the error that it means."""
+"""Translation of refusals by the submit script into errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.contract.job import Job
 
 
 def submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
-    """The error of a job that was not accepted."""
+    """Return the error for a refused job; `kind` is the first element of the script's `answer`."""
     match kind:
         case "UNKNOWN_POOL":
             return NotFoundError(f"no pool {job.pool}", code="model_not_found", param="model")
@@ -25,15 +25,15 @@ def submit_error(kind: str, answer: list[Any], job: Job) -> Exception:
     return InvariantError(f"submit answered {kind}")
 
 
-def _busy_error(what: str, limit: int, retry_after_ms: int) -> BusyError:
-    if what == "memory":
-        message = f"Redis is {limit} % full, with what open jobs may still write"
+def _busy_error(limit_name: str, limit: int, retry_after_ms: int) -> BusyError:
+    if limit_name == "memory":
+        message = f"the limit of {limit} % of Redis's memory is reached, including bytes that open jobs may still write"
         return BusyError(message, code="redis_full", retry_after_ms=retry_after_ms)
-    if what == "tenant's memory":
+    if limit_name == "tenant's memory":
         message = f"this tenant's limit of {limit} % of Redis's memory is reached by its jobs and results"
         return BusyError(message, code="memory_share_exceeded", retry_after_ms=retry_after_ms)
-    whose, _, rest = what.rpartition("'s ")
-    if whose:
+    tenant, _, rest = limit_name.rpartition("'s ")
+    if tenant:
         message = f"this tenant's limit of {limit} {rest} is reached"
         return BusyError(message, code="rate_limit_exceeded", retry_after_ms=retry_after_ms)
     return BusyError(f"the pool's limit of {limit} {rest} is reached", retry_after_ms=retry_after_ms)

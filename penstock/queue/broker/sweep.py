@@ -1,4 +1,4 @@
-"""One sweep of a pool, by whoever is alive: nodes, gateways and clients."""
+"""The sweep of a pool, which every node, gateway and client runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LOG = logging.getLogger(__name__)
 
 
 async def sweep(redis: Redis, pool: str) -> None:
-    """Finds dead nodes and due jobs, and names the dead ones; the script itself limits how often."""
+    """Find dead nodes and due jobs, and log the dead nodes. The script limits how often it runs."""
     kind, *found = await scripts.call(redis, "sweep", pool)
     if kind == b"OK":
         lost, num_requeued, num_ended = found
         if lost:
-            # Said by one process only, whichever came first; nothing in Redis tells of those nodes any more.
+            # Only the process that found them logs them, because Redis keeps no trace of these nodes.
             node_ids = [node_id.decode() for node_id in lost]
             facts = {"pool": pool, "node_ids": node_ids, "num_requeued": num_requeued, "num_ended": num_ended}
             _LOG.warning("nodes are lost", extra=facts)

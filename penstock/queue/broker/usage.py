@@ -1,4 +1,4 @@
-"""Reads what tenants used and what they keep, as the scripts have counted it."""
+"""Reader of tenants' token usage and stored bytes, as the scripts have counted them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from penstock.contract.usage import DayUsage
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 
-_WHATS = ("jobs", "prompt", "completion", "cached")
+_COUNTERS = ("jobs", "prompt", "completion", "cached")
 _SECONDS_A_DAY = 86_400
 
 
 class UsageBroker:
-    """Reads usage. Raises UnavailableError when Redis is away."""
+    """Reader of usage. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = cast(Any, redis)
 
     async def of(self, tenant: str, account: str, days: int) -> list[DayUsage]:
-        """What one account used on each of the last `days` days on which it used anything, in all pools."""
-        names = [f"{tenant}:{account}:{what}" for what in _WHATS]
+        """Return one account's usage in all pools, per day of the last `days` days; days without usage are left out."""
+        names = [f"{tenant}:{account}:{counter}" for counter in _COUNTERS]
         found = []
         for pool, day in await self._pool_days(days):
             with translated():
@@ -36,21 +36,21 @@ class UsageBroker:
         return sorted(found)
 
     async def all(self, days: int) -> list[DayUsage]:
-        """The same of all accounts."""
+        """Return the usage of all accounts in all pools, per day of the last `days` days."""
         found = []
         for pool, day in await self._pool_days(days):
             with translated():
                 fields = await self._redis.hgetall(keys.usage(pool, day))
             accounts: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
             for name, value in fields.items():
-                tenant, account, what = name.decode().split(":")
-                accounts[tenant, account][what] = int(value)
-            for who, counts in accounts.items():
-                found.append(_usage(day, pool, *who, [counts.get(what, 0) for what in _WHATS]))
+                tenant, account, counter = name.decode().split(":")
+                accounts[tenant, account][counter] = int(value)
+            for owner, counts in accounts.items():
+                found.append(_usage(day, pool, *owner, [counts.get(counter, 0) for counter in _COUNTERS]))
         return sorted(found)
 
     async def kept(self) -> dict[str, int]:
-        """Bytes that each tenant's jobs and results take, in all pools."""
+        """Return the bytes of Redis memory that each tenant's jobs and results occupy, in all pools."""
         sums: dict[str, int] = defaultdict(int)
         with translated():
             pools = await self._redis.hkeys(keys.POOLS)

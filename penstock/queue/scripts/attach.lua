@@ -1,6 +1,9 @@
--- attach: adds a reader to a job.
+-- attach: add a reader to a job.
 -- ARGV: id tenant inbox channel
+--   inbox: the reading process, '' for none. channel: '1' to publish on the job's own channel too.
 -- Answer: {OK, state, chunks, pushed} | {NOT_FOUND}
+--   chunks: number of chunks in the log. pushed: 1 if new chunks will be pushed to the reader, 0 if the job already has
+--   MAX_INBOXES readers. NOT_FOUND: unknown id, or a job of another tenant.
 local id, tenant, inbox, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local job = read_job(id)
 if not job or job.tenant ~= tenant then return {'NOT_FOUND'} end

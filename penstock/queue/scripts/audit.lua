@@ -1,9 +1,11 @@
--- audit: holds jobs, tenants' turns and sums against the jobs' own records; with `repair` it mends what is wrong, beside
--- running nodes: each job is looked at and mended in one script, and sums are corrected by differences.
--- ARGV: repairer ('' only looks), msgpack of {jobs = [[id, [[place, entry]…]]…], turns = [[p, tenant]…], idems = [key…],
---   sums = [[key, field, by]…] or nil}; `place` is a key without P: where the id was seen, `entry` its stream entry.
--- A call with `sums` is a repairer's last one.
+-- audit: compare jobs, tenants' virtual times and sums with the jobs' records. With a repairer it also corrects them.
+-- That is safe beside running nodes: one script run checks and corrects a job, and sums are corrected by differences.
+-- ARGV: repairer ('' only checks), msgpack of
+--   {jobs = [[id, [[place, entry]…]]…], turns = [[p, tenant]…], idems = [key…], sums = [[key, field, by]…] or nil}
+--   place: a key without P: in which the id was seen. entry: its stream entry, or its member of P:expiry, else ''.
+--   turns: tenants with virtual times. idems: keys without P:. sums: corrections; a repairer's last call has them.
 -- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
+--   BUSY: another audit repairs this pool.
 local MAX_ROWS, REPAIR_MS, EXPIRY_SLACK_MS = 32, 10000, 5000
 local repairer, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
 local schema, now = read_schema(), clock()
@@ -21,10 +23,10 @@ local findings = {}
 local function find(name, key, id, detail) findings[#findings + 1] = {name, key, id, detail or ''} end
 
 -- Places -------------------------------------------------------------------------------------------
--- A place is a key that holds ids. What an id is to it: false where it does not stand there, else its score, its stream
--- entry, or '' where there is nothing more to say.
+-- A place is a key that holds job ids. The value of an id in a place is false if it is absent, else its score, its
+-- stream entry, or '' in a set.
 
--- Where a job must stand, by its record.
+-- The places in which a job must be, and its values there, by its record.
 local function places_of(job)
   if not job or is_terminal(job.state) then return {} end
   local places = {open = '', ['tenant:' .. job.tenant .. ':open'] = ''}
@@ -73,7 +75,7 @@ local function put(place, id, wanted)
   elseif kind == 'zset' then
     redis.call('ZADD', key, wanted, id)
   else
-    -- An entry cannot be put back where it was; the job is looked for among those given back.
+    -- A stream entry cannot be restored at its old position, so the job goes to the requeued jobs.
     redis.call('HSET', job_key(id), 'entry', '')
     local job = read_job(id)
     redis.call('ZADD', back_key(job), job.submitted, id)
@@ -104,7 +106,7 @@ local function check_place(job, id, place, entry, wanted)
   end
 end
 
--- What counts as stored until it expires, and is not there.
+-- Checks a member of P:expiry: its key must exist, with the bytes that the job's record says.
 local function check_expiry(id, member)
   local key = string.match(member, '^%d+ %S+ (.+)$') or ''
   local job = read_job(id, {'state', 'tenant', 'stored'})
@@ -119,7 +121,7 @@ local function check_expiry(id, member)
   end
 end
 
--- What is stored of an ended job, and does not count.
+-- Checks that each stored key of an ended job has its member in P:expiry.
 local function check_counted(job)
   local stored = stored_of(redis.call('HGET', job_key(job.id), 'stored'))
   for name, bytes in pairs(stored or {}) do
@@ -133,7 +135,7 @@ local function check_counted(job)
   end
 end
 
--- A dead letter may have been purged, so it may stand among them and need not.
+-- Whether a job ended as a dead letter. It may be in P:dead but need not, because it may have been purged.
 local function is_dead_letter(job) return job and redis.call('HGET', job_key(job.id), 'code') == 'node_lost' end
 
 local function check_places(job, id, seen)
@@ -151,7 +153,7 @@ local function check_places(job, id, seen)
   end
 end
 
--- Lives --------------------------------------------------------------------------------------------
+-- Lifetimes ----------------------------------------------------------------------------------------
 
 local KEPT = {'job', 'in', 'log', 'out'}
 
@@ -167,7 +169,7 @@ local function check_life(name, id, is_open)
   end
 end
 
--- State and index that the last chunk of a log says the job ended with; nil of one that ends nothing.
+-- State and index in the last chunk of a log; nil if that is not a terminal chunk.
 local function end_in_log(id)
   local last = redis.call('LINDEX', log_key(id), -1)
   local ok, chunk = pcall(cmsgpack.unpack, last or '')
@@ -236,7 +238,7 @@ local function check_turn(p, tenant)
   end
 end
 
--- An idempotency key lives as long as its job is open, and for a while after that.
+-- An idempotency key must live as long as its job is open, and expire after that.
 local function check_idem(key)
   local id = redis.call('GET', P .. ':' .. key)
   local job = id and read_job(id)

@@ -1,7 +1,10 @@
--- beat: a node is alive, and this is its pressure. With `check`, its list of held jobs is compared with ours: jobs of
--- an answered take that it does not list go back without a loss; listed ones that it lost are named fenced.
--- ARGV: node revision free record answered_call check, then held ids
+-- beat: record a node's heartbeat and its pressure record. With check = '1', also compare the node's list of held jobs
+-- with P:run:<node>. Redis assigned a job but the node does not list it: requeue it, without counting a loss, if the
+-- node has seen the answer of its take. The node lists a job that is not assigned to it: report the job as fenced.
+-- ARGV: node revision free record answered_call check, then the held ids
+--   free: free KV tokens. record: packed pressure record. answered_call: number of the last take answered to the node.
 -- Answer: {OK, {cancelled…}, {expired…}, {fenced…}} | {SWEPT}
+--   cancelled, expired: held jobs that the node must end. SWEPT: a sweep declared the node dead; it must join again.
 local node, revision, free, record = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local answered, check, FIRST = tonumber(ARGV[5]), ARGV[6] == '1', 7
 local schema, now = read_schema(), clock()

@@ -1,6 +1,6 @@
--- cancel: ends a queued job, flags a running one and tells its node.
+-- cancel: end a queued job; for a running job, set its cancel flag and notify its node.
 -- ARGV: id tenant
--- Answer: the state it has now, or NOT_FOUND
+-- Answer: the job's state after the call (`running` ends within a step), or NOT_FOUND
 local id, tenant = ARGV[1], ARGV[2]
 local schema, job = read_schema(), read_job(ARGV[1])
 if not schema or not job or job.tenant ~= tenant then return 'NOT_FOUND' end

@@ -1,4 +1,4 @@
--- deliver: a large result was fetched by its owner; from now on it lives as long as a log.
+-- deliver: after its owner fetched a large result, shorten the result's lifetime to log_ttl_ms. Others stay unchanged.
 -- ARGV: id tenant
 -- Answer: OK | NOT_FOUND
 local id, tenant = ARGV[1], ARGV[2]

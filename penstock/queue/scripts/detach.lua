@@ -1,5 +1,7 @@
--- detach: takes a reader away; with the last one gone the job is unread, and a non-background one will be cancelled.
+-- detach: remove a reader from a job. Without readers the job is marked unread; unless it is a background job, it is
+-- canceled once reattach_grace_ms have passed.
 -- ARGV: id inbox
+-- Answer: OK
 local id, inbox = ARGV[1], ARGV[2]
 local job = read_job(id)
 redis.call('ZREM', P .. ':free', '')

@@ -1,13 +1,16 @@
--- emit: one call a step for all jobs of a node's batch; appends each job's chunks and publishes them.
--- A chunk whose index the log already has is published again, not appended again: the caller repeats a lost call.
+-- emit: append chunks of many jobs to their logs and publish them. A node calls it once per step for its whole batch.
+-- A chunk whose index is already in the log is published again but not appended, because a node repeats a lost call.
 -- ARGV: node, msgpack of [[id, lease, index, [chunk…]]…]
--- Answer per job: OK | FENCED | CANCEL | EXPIRED | UNHEARD | NEED n | GONE | ERR text
+--   index: index of the first chunk in the job's log.
+-- Answer, one per job: OK | FENCED | CANCEL | EXPIRED | UNHEARD | NEED n | GONE | ERR text
+--   FENCED: the lease is lost. CANCEL, EXPIRED, UNHEARD (no reader lives): the node must end the job.
+--   NEED n: chunks from index n on are missing. GONE: no such job. ERR: a script error for this job only.
 local node, emissions = ARGV[1], cmsgpack.unpack(ARGV[2])
 local schema = read_schema({'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms'})
 local now = clock()
 local PUSH = 1000
 
--- Only what is looked at here, and without a loop: half of this script's time goes into reading records.
+-- Reads only the needed fields, without a loop: half of this script's time is spent on reading records.
 local function read_running(id)
   local v = redis.call('HMGET', job_key(id), 'state', 'node', 'lease', 'first', 'cancel', 'deadline', 'background',
     'unread', 'inboxes', 'channel')

@@ -1,9 +1,10 @@
--- finish: appends a job's last chunks, stores its result, ends it. Repeating it is harmless.
+-- finish: append a job's last chunks, store its result and end the job. Repeating the call is harmless.
 -- ARGV: node id lease index state code message param kv_ms result prompt completion cached log_bytes k chunk1 … chunkk
--- result: '' where the job ended before its node had read what others logged of it; then it has none.
--- kv_ms: KV tokens times the milliseconds that the node held them, or '': its tenant's charge is corrected to that.
--- prompt, completion, cached: tokens that the job used; log_bytes: of all its chunks. '' where the node does not know.
--- Answer: OK | FENCED | NEED n | GONE
+--   index: index of chunk1 in the log. k: number of chunks.
+--   kv_ms: KV tokens × milliseconds that the node held them; corrects the tenant's charge. '': the charge stays.
+--   result: '' if the job ended before its node had read the chunks that an earlier node logged; then none is stored.
+--   prompt, completion, cached: tokens that the job used. log_bytes: size of all its chunks. '' where unknown.
+-- Answer: OK | FENCED | NEED n | GONE (as for emit)
 local node, id, lease, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local state, code, message, param = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 local kv_ms, result = tonumber(ARGV[9]), ARGV[10]

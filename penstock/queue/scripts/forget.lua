@@ -1,6 +1,6 @@
--- forget: what is kept of a pool that has neither live nodes nor open jobs goes. Results, and the requests and records
--- of dead letters, live out their times.
--- Answer: {OK} | {NODES, how many} | {JOBS, how many}
+-- forget: delete the keys of a pool that has neither live nodes nor open jobs. Results, and the requests and records of
+-- dead letters, stay until they expire.
+-- Answer: {OK} | {NODES, number of live nodes} | {JOBS, number of open jobs}
 local schema, now = read_schema(), clock()
 local alive = schema and redis.call('ZCOUNT', P .. ':nodes', now - schema.lease_ms, '+inf') or 0
 if alive > 0 then return {'NODES', alive} end

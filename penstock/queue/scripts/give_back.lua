@@ -1,16 +1,18 @@
--- give_back: a node returns jobs it holds; they are queued again with their age, and with no loss.
+-- give_back: a node returns running jobs to the queue. They keep their submission time; no loss is counted.
 -- ARGV: node why, then per job: id lease cost most
--- why: 'drain'; 'pressure' returns a job only where another node has room for it; 'lacking' only where one is left that is
--- not known to lack its adapter, as this node does. From its MAX_PREEMPTIONS-th time on a job costs `most`, what it may
--- hold at its end, so that whoever takes it can keep it.
--- Answer per job: OK | NOBODY | FENCED | GONE; NOBODY: no other node would take it, and it stays
+--   why: 'drain': the node leaves. 'pressure': it lacks capacity; a job returns only if another node has capacity for
+--   it. 'lacking': it lacks the job's adapter; a job returns only if some node is not known to lack that adapter too.
+--   cost: predicted KV tokens. most: KV tokens that the job may hold at most. From its MAX_PREEMPTIONS-th return on, a
+--   job costs `most`, so that the next node can keep it to its end.
+-- Answer, one per job: OK | NOBODY | FENCED | GONE
+--   NOBODY: no other node could take the job, so it stays with this node.
 local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, 4
 local node, why, now = ARGV[1], ARGV[2], clock()
 local schema = read_schema()
 if #ARGV >= FIRST + ARGS * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 if why ~= 'drain' and why ~= 'pressure' and why ~= 'lacking' then return redis.error_reply('BAD_REASON') end
 
--- Whether a node that could go on with the job has so much room left.
+-- Whether a node can continue the job and has slots for its choices.
 local function has_room(other, job)
   local record = record_of(other)
   if job.revision ~= record.revision and redis.call('LLEN', log_key(job.id)) > 0 then return false end
@@ -25,7 +27,7 @@ local function fits_elsewhere(job, cost)
   return false
 end
 
--- This node, and those of the pool that were known to lack the job's adapter before.
+-- This node, and the pool's other nodes that are already known to lack the job's adapter.
 local function all_that_lack(id)
   local known, all = redis.call('HGET', job_key(id), 'lacks') or '', node
   for _, other in ipairs(redis.call('ZRANGE', P .. ':nodes', 0, -1)) do
@@ -34,7 +36,7 @@ local function all_that_lack(id)
   return all
 end
 
--- Queues a job again, unless nobody else would take it.
+-- Queues a job again, unless no other node could take it.
 local function give(job, cost, most)
   if why == 'lacking' then
     local lacks = all_that_lack(job.id)

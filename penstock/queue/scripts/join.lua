@@ -1,7 +1,7 @@
--- join: a node enters the pool. The first one writes the pool's schema; one that is configured otherwise is refused
--- while another lives (a node that died and was not swept yet does not count: perhaps nobody is left to sweep it).
--- ARGV: node revision, then field value …
--- Answer: {OK} | {MISMATCH, field, theirs}
+-- join: a node enters the pool. The first node writes the pool's schema. While another node lives, a node with a
+-- different schema is refused. A dead node that was not swept yet does not count: no process may be left to sweep it.
+-- ARGV: node revision, then the schema as field value …
+-- Answer: {OK} | {MISMATCH, field, the pool's value}
 local node, revision, now = ARGV[1], ARGV[2], clock()
 local schema = read_schema()
 local alive = schema and redis.call('ZCOUNT', P .. ':nodes', now - schema.lease_ms, '+inf') or 0

@@ -1,6 +1,6 @@
--- leave: a node that holds nothing any more goes. What it still holds is left to sweep.
+-- leave: a node leaves the pool. If it still holds jobs, it stays listed until a sweep requeues them.
 -- ARGV: node
--- Answer: the number of jobs it still holds
+-- Answer: the number of jobs that it still holds
 local node = ARGV[1]
 local left = redis.call('SCARD', P .. ':run:' .. node)
 redis.call('ZREM', P .. ':free', node)

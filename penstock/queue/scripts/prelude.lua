@@ -1,17 +1,23 @@
--- Shared by every script; the broker puts it in front of each, and queue.lua behind it where jobs are queued or ended.
+-- Shared by every script. The broker joins this file, queue.lua if the script queues or ends jobs, and the script.
 --
--- KEYS[1] is P:schema; every other key of the pool shares its hash tag and is built from its prefix.
+-- KEYS[1] is P:schema. Every other key of the pool shares its hash tag and is built from its prefix P. The docstring of
+-- keys.py lists all keys with their writers.
 -- Order inside a script: validate all input, read all keys, then write. Lua does not roll back, so nothing may fail
--- after the first write. Every script but submit starts with a free write (DEL, ZREM, even of nothing): a full Redis
--- checks memory only before the first write, so it refuses submits and nothing else.
--- A job's hash: state tenant p n entry body cost submitted taken first finished deadline background inboxes channel
---   unread node lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param
---   urgency charge window weight bytes idem lacks owned ms_per_token charged account stored result_until
--- `entry` says where a queued one stands: its place in its tenant's stream, LATER, or '' for the given-back ones.
--- `owned`: while it is open, its `bytes` count in P:kept. `stored`: what counts there once it has ended, as bytes of its
--- log, of a large result, of a dead letter's request, and of all else. `result_until`: when a large result goes because
--- it was delivered. `ms_per_token` and `charged` are of its tenant's token rate, where there is one.
--- `loss_nodes` is node@ms of each loss since it last made progress; `lacks` names the nodes without its adapter.
+-- after the first write. Every script except submit starts with a free write, a DEL or ZREM of a missing member. A full
+-- Redis checks its memory limit only before a script's first write, so it refuses submits and nothing else.
+--
+-- A job's hash has these fields:
+--   state tenant p n entry body cost submitted taken first finished deadline background inboxes channel unread node
+--   lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param urgency charge
+--   window weight bytes idem lacks owned ms_per_token charged account stored result_until
+-- entry: position of a queued job: its id in the tenant's stream, LATER for a delayed job, '' for a requeued job.
+-- unread: time since which the job has no reader, '' with a reader. inboxes: its readers, separated by spaces.
+-- lease: fencing token, `<call>:<nonce>:<i>` of the take that assigned it. mark: length of the log at its last loss.
+-- losses, loss_nodes: losses since the job last made progress; `node@ms` of each. lacks: nodes without its adapter.
+-- urgency, charge, window: class it was taken as, what its tenant was charged, and the share window of that charge.
+-- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit.
+-- owned: present if `bytes`, the predicted memory of the open job, counts in P:kept. stored: bytes that count there
+-- after its end, as `<log> <large result> <dead letter's request> <rest>`. result_until: expiry of a large result.
 
 local P = string.sub(KEYS[1], 1, -8)
 local CLASSES = 3
@@ -40,7 +46,7 @@ local function log_key(id) return P .. ':log:' .. id end
 local function queue_key(job) return P .. ':q:' .. job.p .. ':' .. job.tenant end
 local function back_key(job) return P .. ':back:' .. job.p .. ':' .. job.tenant end
 
--- The job's record as a table of strings ('' where a field is absent), or nil. `fields` starts with 'state'.
+-- The job's record as a table of strings ('' for an absent field), or nil. `fields` must start with 'state'.
 local function read_job(id, fields)
   fields = fields or JOB_FIELDS
   local values = redis.call('HMGET', job_key(id), unpack(fields))
@@ -50,7 +56,7 @@ local function read_job(id, fields)
   return job
 end
 
--- The pool's times and limits, or nil. `names` starts with 'version'.
+-- The pool's times and limits as numbers, or nil for an unknown pool. `names` must start with 'version'.
 local function read_schema(names)
   names = names or SCHEMA_FIELDS
   local values = redis.call('HMGET', KEYS[1], unpack(names))
@@ -66,16 +72,17 @@ local function is_older(one, other)
   return one.id < other.id
 end
 
--- Counts for operators what is rare, or once a job. Where it is a script's first write, the free one stands before it.
+-- Adds to an event counter for operators; only for rare events, or once per job. It begins with a free write (see
+-- above), because this may be the script's first write.
 local function tally(event, by)
   redis.call('HDEL', P .. ':count', '')
   redis.call('HINCRBY', P .. ':count', event, by or 1)
 end
 
--- `names` are separated by spaces.
+-- Whether `name` is in the list `names`, which is separated by spaces.
 local function is_listed(names, name) return string.find(' ' .. names .. ' ', ' ' .. name .. ' ', 1, true) ~= nil end
 
--- A node that is gone holds no seat any more, unless a successor holds it.
+-- Frees the seats of a node that left, except those that a successor holds already.
 local function unseat(node)
   local seats = redis.call('HGETALL', P .. ':seats')
   for at = 1, #seats, 2 do
@@ -83,13 +90,14 @@ local function unseat(node)
   end
 end
 
--- A node's pressure record, empty where it has said none.
+-- A node's pressure record; an empty table if the node has not reported one.
 local function record_of(node)
   local ok, record = pcall(cmsgpack.unpack, redis.call('HGET', P .. ':pressure', node) or '')
   return ok and type(record) == 'table' and record or {}
 end
 
--- Whether a node stays that may have what those of `lacks` have not, and could go on with the job.
+-- Whether a node outside of `lacks` could run the job: it does not drain, and once the job has tokens, it has the job's
+-- revision.
 local function may_be_elsewhere(job, lacks)
   local has_tokens = redis.call('LLEN', log_key(job.id)) > 0
   for _, node in ipairs(redis.call('ZRANGE', P .. ':nodes', 0, -1)) do
@@ -113,11 +121,11 @@ local function is_expired(job, now)
 end
 
 -- Messages ---------------------------------------------------------------------------------------
--- Chunks for one reader are gathered over the whole script and leave as few messages as the size limit allows.
+-- Chunks for one reader are collected over the whole script and sent in as few messages as the size limit allows.
 
 local outgoing, outgoing_order, boxes_of = {}, {}, {}
 
--- The boxes of a job's readers. The jobs of a batch have few different lists of readers, so each is cut up once.
+-- The outgoing buffers of a job's readers, cached by the list: the jobs of a batch have few different reader lists.
 local function find_boxes(inboxes)
   local boxes = {}
   for inbox in string.gmatch(inboxes, '%S+') do
@@ -160,8 +168,8 @@ local function is_unread(job, schema, now)
   return job.background == '0' and job.unread ~= '' and now - tonumber(job.unread) > schema.reattach_grace_ms
 end
 
--- After an outage of Redis itself nobody could beat: judge no reader and no revision before a sweep has reset their
--- clocks.
+-- Whether heartbeats of readers and revisions are reliable. During an outage of Redis no heartbeat arrives; then no
+-- reader and no revision counts as dead before a sweep has reset their heartbeats.
 local judging
 local function may_judge(schema, now)
   if judging == nil then
@@ -171,7 +179,7 @@ local function may_judge(schema, now)
   return judging
 end
 
--- Whether no reader of a list lives. `silent` remembers lists over one script.
+-- Whether every reader of a list is dead. `silent` caches the answer per list during one script.
 local silent = {}
 local function are_silent(inboxes, schema, now)
   for inbox in string.gmatch(inboxes, '%S+') do
@@ -181,7 +189,7 @@ local function are_silent(inboxes, schema, now)
   return true
 end
 
--- Whether a job that must not run for nobody has no reader that lives.
+-- Whether a job that needs a reader has no live reader.
 local function is_unheard(job, schema, now)
   if job.background ~= '0' or not may_judge(schema, now) then return false end
   if job.unread ~= '' then return is_unread(job, schema, now) end
@@ -191,7 +199,7 @@ local function is_unheard(job, schema, now)
   return silent[inboxes]
 end
 
--- Adds a reader to a job; returns 1 when it will be pushed to, 0 when the job has all the readers it may have.
+-- Adds a reader to a job. Returns 1 if chunks will be pushed to it, 0 if the job already has MAX_INBOXES readers.
 local function add_reader(job, inbox, channel, now)
   local pushed = 1
   if inbox ~= '' and not is_listed(job.inboxes, inbox) then

@@ -1,6 +1,6 @@
--- purge: dead letters go, with their requests.
+-- purge: delete dead letters and their requests.
 -- ARGV: ids
--- Answer: how many there were
+-- Answer: number of dead letters deleted
 local num_purged = 0
 redis.call('ZREM', P .. ':free', '')
 for _, id in ipairs(ARGV) do num_purged = num_purged + unbury(id) end

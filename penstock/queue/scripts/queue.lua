@@ -1,14 +1,15 @@
--- Shared by the scripts that queue or end jobs, behind the prelude: turns, the queue, stored bytes, used tokens, the end.
--- Scripts that run at every step have the prelude alone: Lua makes each function anew at each call.
+-- Shared by the scripts that queue or end jobs; follows prelude.lua. Virtual time of tenants, the queue, stored bytes,
+-- used tokens, and the end of a job. Scripts that run at every engine step omit it, because Lua creates every function
+-- anew at each call.
 
--- Turns -------------------------------------------------------------------------------------------
--- Tenants of a class in virtual time, in predicted KV-token-ms (policy.py, Turns). They are kept under every policy, so
--- that a pool may change to another one while jobs wait.
+-- Virtual time ------------------------------------------------------------------------------------
+-- Virtual time of a class's tenants, in predicted KV-token-ms ÷ weight (policy_state.py, VirtualTimes). It is kept
+-- under every policy, so that a pool may change its policy while jobs wait.
 
 local function turn_key(job) return P .. ':turn:' .. job.p end
 local function debt_key(job) return P .. ':debt:' .. job.p end
 
--- The highest time at which anybody of the class was started, and one more for each tenant that came.
+-- The class's virtual clock: the highest virtual time at which a job started, plus 1 for each tenant that entered.
 local function virtual_now(job) return tonumber(redis.call('GET', P .. ':vtime:' .. job.p) or '0') end
 
 local function enter_turn(job)
@@ -20,7 +21,7 @@ local function enter_turn(job)
   redis.call('SET', P .. ':vtime:' .. job.p, now + 1)
 end
 
--- A tenant without queued jobs keeps its time only while it is ahead.
+-- Remembers the virtual time of a tenant without queued jobs while it is ahead of the virtual clock.
 local function owe(job, time)
   if time > virtual_now(job) then
     redis.call('ZADD', debt_key(job), time, job.tenant)
@@ -39,14 +40,15 @@ end
 
 local function weight_of(job) return tonumber(job.weight) or 1 end
 
--- What a tenant used in this window and the last one (policy.py, RecentUse): all classes, KV-token-ms ÷ weight.
+-- A tenant's use in this and the last window, over all classes, in KV-token-ms ÷ weight (policy_state.py, RecentUse).
 
 local function share_window()
   local length = tonumber(redis.call('HGET', KEYS[1], 'share_window_ms') or '') or SHARE_WINDOW_MS
   return length, math.floor(clock() / length)
 end
 
--- What comes back (negative) comes back where it was charged, `since`, or not at all: elsewhere it would be a credit.
+-- Adds a charge. A refund (negative) is subtracted in the window of its charge, `since`. If that window is too old, the
+-- refund is dropped: in another window it would be a credit.
 local function note_use(tenant, amount, since)
   local length, window = share_window()
   if amount < 0 then
@@ -59,7 +61,7 @@ local function note_use(tenant, amount, since)
   redis.call('PEXPIRE', P .. ':used:' .. window, 2 * length)
 end
 
--- Charges a tenant for a job that is taken; to be called while the job is still queued.
+-- Charges a tenant for a job that is being taken. Must be called while the job is still queued.
 local function start_turn(job, charge)
   local time, now = tonumber(redis.call('ZSCORE', turn_key(job), job.tenant) or '0'), virtual_now(job)
   if time > now then
@@ -70,7 +72,7 @@ local function start_turn(job, charge)
   note_use(job.tenant, charge)
 end
 
--- What was charged was too little, or too much (negative).
+-- Corrects an earlier charge of a tenant by `by`; negative if the charge was too high.
 local function correct_turn(job, by)
   note_use(job.tenant, by, job.window)
   if redis.call('ZSCORE', turn_key(job), job.tenant) then
@@ -115,8 +117,8 @@ local function note_queued(job)
   enter_turn(job)
 end
 
--- Rings the node with most room, not the one that has just let go of the job, and lowers what it is believed to have,
--- so that the next bell rings another.
+-- Wakes the node with the most free KV tokens, except `but`, which has just given the job back. Lowers that node's
+-- entry by the job's cost, so that the next call wakes another node.
 local function ring(cost, but)
   local top = redis.call('ZREVRANGE', P .. ':free', 0, but and 1 or 0)
   local node = top[1] ~= but and top[1] or top[2]
@@ -126,7 +128,7 @@ local function ring(cost, but)
   end
 end
 
--- Jobs whose time has come stand in the queue from now on.
+-- Queues the delayed jobs whose time has come.
 local function let_in(now)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':later', '-inf', now, 'LIMIT', 0, MAX_LET_IN)) do
     local job = read_job(id)
@@ -140,8 +142,8 @@ local function let_in(now)
   end
 end
 
--- running -> queued, behind nobody who was submitted later, and its tenant gets back what it was charged; `avoid`
--- keeps it from this node for a while.
+-- running → queued. The job keeps its submission time, so jobs submitted later stay behind it. Its tenant's charge is
+-- refunded. Until `avoid_until`, in ms, its last node does not take it again.
 local function requeue(job, cost, avoid_until)
   redis.call('SREM', P .. ':run:' .. job.node, job.id)
   job.cost = tostring(cost)
@@ -153,7 +155,7 @@ local function requeue(job, cost, avoid_until)
   ring(cost, avoid_until > 0 and job.node or nil)
 end
 
--- msgpack by hand: cmsgpack orders maps as it likes -----------------------------------------------
+-- Terminal chunks, packed by hand because cmsgpack does not keep the order of map keys -----------------
 
 local function pack_string(s)
   local n = #s
@@ -177,8 +179,8 @@ local function terminal_chunk(id, index, state, code, message, param)
 end
 
 -- Stored bytes ------------------------------------------------------------------------------------
--- P:kept has per tenant what its jobs may come to hold while they are open, and what is stored of them afterwards. A key
--- that expires runs no script, so P:expiry has what is to be subtracted then: `<bytes> <tenant> <key>`, by when it goes.
+-- P:kept sums, per tenant, the predicted bytes of open jobs and the stored bytes of ended jobs. An expiring key runs no
+-- script. So P:expiry lists each stored key as `<bytes> <tenant> <key>` by its expiry time, to be subtracted then.
 
 local function count_kept(tenant, by)
   if by ~= 0 and redis.call('HINCRBY', P .. ':kept', tenant, by) == 0 then redis.call('HDEL', P .. ':kept', tenant) end
@@ -197,18 +199,18 @@ local function release(member)
   if redis.call('ZREM', P .. ':expiry', member) == 1 then count_kept(tenant, -tonumber(bytes)) end
 end
 
--- Subtracts what has expired since this was last asked.
+-- Subtracts up to `most` keys that have expired since the last call.
 local function release_due(now, most)
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', now, 'LIMIT', 0, most)) do release(member) end
 end
 
--- A job's `stored` as numbers: log, large result, dead letter's request, the rest; nil of one that has none.
+-- Parses a job's field `stored` into bytes of log, large result, dead letter's request and rest; nil if it has none.
 local function stored_of(text)
   local log, out, request, rest = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+)$')
   if log then return {log = tonumber(log), out = tonumber(out), ['in'] = tonumber(request), job = tonumber(rest)} end
 end
 
--- Takes a dead letter away, and its request.
+-- Deletes a dead letter and its request. Returns 1 if it was one, else 0.
 local function unbury(id)
   local tenant, stored = unpack(redis.call('HMGET', job_key(id), 'tenant', 'stored'))
   stored = stored_of(stored)
@@ -217,20 +219,20 @@ local function unbury(id)
   return redis.call('ZREM', P .. ':dead', id)
 end
 
--- A dead letter keeps its request, so that it can be looked at and tried again.
+-- Makes an ended job a dead letter. Its request is kept, so that an operator can inspect it and submit it again.
 local function bury(job, now)
   redis.call('PEXPIRE', P .. ':in:' .. job.id, DEAD_LIFE_MS)
   redis.call('ZADD', P .. ':dead', now, job.id)
   for _, id in ipairs(redis.call('ZRANGE', P .. ':dead', 0, -1 - MAX_DEAD)) do unbury(id) end
 end
 
--- How long a result lives. A large one that was pushed to its end to a caller that waited for it goes with the log.
+-- Lifetime of a result, in ms. A large result whose last chunk was pushed to a waiting reader expires with the log.
 local function result_life(job, schema, bytes)
   local was_read = job.background == '0' and (job.inboxes ~= '' or job.channel == '1')
   return bytes > LARGE_RESULT_BYTES and was_read and schema.log_ttl_ms or schema.result_ttl_ms
 end
 
--- Counts what is stored of a job from its end on. `log`, `out`: bytes of its log and of its result.
+-- Counts the bytes that are stored of a job after its end. `log`, `out`: bytes of its log and of its result.
 local function store(job, schema, now, log, out, is_dead)
   local is_large = out > LARGE_RESULT_BYTES
   local request = is_dead and redis.call('GET', P .. ':in:' .. job.id)
@@ -248,7 +250,7 @@ end
 
 -- Used tokens -------------------------------------------------------------------------------------
 
--- Bytes of a job's log and tokens in it, for jobs whose node did not tell.
+-- Number of bytes and tokens in a job's log, for a job whose node did not report them.
 local function measure(id)
   local bytes, tokens, from, page = 0, 0, 0, nil
   repeat
@@ -263,7 +265,7 @@ local function measure(id)
   return bytes, tokens
 end
 
--- Once a job, as only its end calls this. P:usage:<day> has sums per tenant and account.
+-- Adds a job's tokens to P:usage:<day>, which has sums per tenant and account. Only `end_job` calls it, once per job.
 local function meter(job, account, now, used)
   local key = P .. ':usage:' .. math.floor(now / DAY_MS)
   local name = job.tenant .. ':' .. (account or '') .. ':'
@@ -274,8 +276,8 @@ local function meter(job, account, now, used)
   redis.call('PEXPIRE', key, USAGE_DAYS * DAY_MS)
 end
 
--- The tenant's token rate was charged too little or too much (negative). A debt is kept until it is worked off; what
--- comes back never makes more than a full burst, as a due time in the past counts as now.
+-- Corrects the charge to a tenant's token rate by `by` tokens; negative if the charge was too high. A debt is kept
+-- until it is worked off. A refund never gives more than a full burst, because a due time in the past counts as now.
 local function correct_rate(job, ms_per_token, by, now)
   local key = P .. ':rate:' .. job.tenant
   local jobs, tokens = unpack(redis.call('HMGET', key, 'jobs', 'tokens'))
@@ -289,9 +291,9 @@ local function correct_rate(job, ms_per_token, by, now)
   end
 end
 
--- The only way to a terminal state. Keeps node and lease, so that a retried finish is recognised.
--- `told` is what its node said of it: tokens of prompt, completion and cached, bytes of the log before the terminal chunk
--- and of the result. Without it the log is measured, and the prompt is not counted.
+-- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
+-- `told`: what the job's node reported: tokens of prompt, completion and cached; bytes of the log before the terminal
+-- chunk and of the result. Without it, bytes and completion tokens come from the log and prompt tokens are not counted.
 local function end_job(job, schema, now, state, code, message, param, told)
   told = told or {}
   if not told.completion or not told.log_bytes then
@@ -319,7 +321,7 @@ local function end_job(job, schema, now, state, code, message, param, told)
     correct_rate(job, tonumber(ms_per_token), told.prompt + told.completion - tonumber(charged), now)
   end
   if idem and idem ~= '' then
-    -- Who asks again behind a broken connection wants an answer, not to hear that nobody read the first one.
+    -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.
     redis.call('PEXPIRE', P .. ':idem:' .. idem, code == 'unread' and 0 or schema.idem_ttl_ms)
   end
   local log = log_key(job.id)
@@ -334,14 +336,14 @@ local function end_job(job, schema, now, state, code, message, param, told)
   publish(job, chunk)
 end
 
--- State, code and message of a job that may not run any more; nil of one that may.
+-- State, code and message with which a job must end now; nil if it may still run.
 local function why_over(job, schema, now)
   if job.cancel == '1' then return 'cancelled', 'cancelled', 'the job was cancelled' end
   if is_expired(job, now) then return 'expired', 'deadline_exceeded', 'the deadline passed before the job was done' end
   if is_unheard(job, schema, now) then return 'cancelled', 'unread', 'nobody reads this job any more' end
 end
 
--- Ends a job that may not run any more; returns whether it did.
+-- Ends a job that must not run any longer. Returns whether it did so.
 local function end_if_over(job, schema, now)
   local state, code, message = why_over(job, schema, now)
   if state then end_job(job, schema, now, state, code, message, '') end

@@ -1,5 +1,6 @@
--- read_beat: a reading process is alive.
+-- read_beat: record the heartbeat of a reading process.
 -- ARGV: inbox
+-- Answer: OK
 redis.call('ZREM', P .. ':free', '')
 redis.call('ZADD', P .. ':readers', clock(), ARGV[1])
 return 'OK'

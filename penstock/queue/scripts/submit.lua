@@ -1,9 +1,10 @@
--- submit: accepts a job, or says why not. A known id or idempotency key with the same body is the same job.
+-- submit: accept a job, or answer why it is refused. A known id or idempotency key with the same body is the same job.
 -- ARGV: id tenant p n cost body_hash request deadline_in_ms inbox channel background idem_hash bytes
 --   tenant_open tenant_queued jobs_per_minute tokens_per_minute burst_s weight not_before_in_ms memory_percent account
--- bytes: what the job may come to hold in Redis. The tenant's limits are 0 where there is none.
+--   p: class. n: number of choices. cost: predicted KV tokens. bytes: Redis memory that the job may occupy.
+--   deadline_in_ms, not_before_in_ms: 0 for none. idem_hash: '' without an idempotency key. Tenant limits: 0 for none.
 -- Answer: {OK|EXISTS, id, state, chunks, pushed} | {ID_CONFLICT|IDEMPOTENCY_CONFLICT|UNKNOWN_POOL|BAD_ID_AGE}
---       | {BUSY, what, limit, retry_after_ms}
+--       | {BUSY, name of the limit, limit, retry_after_ms}
 local MAX_AGE_MS, MAX_AHEAD_MS = 86400000, 300000
 local MEMORY_PERCENT = {[0] = 90, 90, 80}
 local MEMORY_SHARE_PERCENT, MAX_RELEASED, MAX_LOOKED_AT = 50, 256, 256
@@ -23,7 +24,7 @@ local idem_name = idem ~= '' and (tenant .. ':' .. idem) or ''
 
 local function same_or(job, conflict)
   if job.body ~= body or job.tenant ~= tenant then return {conflict} end
-  -- The free write: a repeated submit is answered by a full Redis too.
+  -- The free write lets a full Redis answer a repeated submit.
   redis.call('ZREM', P .. ':free', '')
   local pushed = add_reader(job, inbox, channel, now)
   return {'EXISTS', job.id, job.state, redis.call('LLEN', log_key(job.id)), pushed}
@@ -42,12 +43,12 @@ local minted = tonumber(string.sub(id, dot + 1, dot + 8) .. string.sub(id, dot +
 if not minted or now - minted > MAX_AGE_MS or minted - now > MAX_AHEAD_MS then return {'BAD_ID_AGE'} end
 
 -- Refusals -----------------------------------------------------------------------------------------
--- Who is refused is told when there will be room. What was refused before comes back first, so it is kept as a backlog
--- of its own, which decays at the rate at which the nodes work off cost.
+-- A refused caller is told when to retry. Jobs refused earlier will come back first. So their cost is kept as a backlog
+-- of its own, P:refused, which decays at the rate at which the nodes complete cost.
 
 local refused_key, rate_key = P .. ':refused', P .. ':rate:' .. tenant
 
--- Cost that the pool's nodes work off in a millisecond; nil while nobody knows.
+-- Cost that the pool's nodes complete per millisecond; nil while no node has reported a rate.
 local function drain_rate()
   local per_s = 0
   for _, record in ipairs(redis.call('HVALS', P .. ':pressure')) do
@@ -59,7 +60,7 @@ local function drain_rate()
   return per_s > 0 and per_s / 1000 or nil
 end
 
--- The last digits of the id, which are random: Lua's random numbers are the same in every script.
+-- Adds jitter from the id's last digits, which are random; Lua's random numbers are the same in every script run.
 local function jittered(ms)
   local share = tonumber(string.sub(id, -4), 16) / 65535
   return math.floor(ms * (1 - JITTER + 2 * JITTER * share))
@@ -69,7 +70,7 @@ local function busy(what, limit, retry_ms)
   return {'BUSY', what, limit, math.ceil(math.min(MAX_RETRY_MS, math.max(MIN_RETRY_MS, retry_ms)))}
 end
 
--- Refuses until `excess` and all that was refused before is worked off.
+-- Refuses a job until `excess` and all previously refused cost will be completed.
 local function busy_until_drained(what, limit, excess)
   local rate = drain_rate()
   if not rate then return busy(what, limit, jittered(MEMORY_RETRY_MS)) end
@@ -80,8 +81,8 @@ local function busy_until_drained(what, limit, excess)
   return busy(what, limit, jittered((excess + left) / rate))
 end
 
--- GCRA: when a tenant's next unit is due, in ms, after `amount` more of them; nil where that is further ahead than the
--- rate of burst_s seconds. Whoever owes nothing may have any amount.
+-- GCRA: the time, in ms, at which a tenant's next unit is due after it takes `amount` units now. If that exceeds a
+-- burst of burst_s seconds: nil, and the ms to wait. A tenant without debt may take any amount.
 -- https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
 local function next_due(name, amount)
   local due = math.max(now, tonumber(redis.call('HGET', rate_key, name) or '0'))
@@ -113,10 +114,10 @@ local used, limit = used_memory()
 if limit > 0 and used + total(':bytes') + bytes > limit * MEMORY_PERCENT[tonumber(p)] / 100 then
   return busy('memory', MEMORY_PERCENT[tonumber(p)], jittered(MEMORY_RETRY_MS))
 end
--- What one tenant keeps is refused to it alone.
+-- Memory of one tenant: beyond its share, only that tenant is refused.
 local function kept() return tonumber(redis.call('HGET', P .. ':kept', tenant) or '0') end
 
--- When the next of what the tenant keeps goes, as far as the next ones of all tenants tell.
+-- Milliseconds until a stored key of this tenant expires, if it is among the next MAX_LOOKED_AT keys of all tenants.
 local function until_next_goes()
   local next_ones = redis.call('ZRANGE', P .. ':expiry', 0, MAX_LOOKED_AT - 1, 'WITHSCORES')
   for at = 1, #next_ones, 2 do
@@ -151,13 +152,13 @@ end
 -- Writes -------------------------------------------------------------------------------------------
 
 local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
--- One that nobody reads from the start has the grace time to find a reader.
+-- A job submitted without a reader has reattach_grace_ms to get one.
 local unread = (inbox == '' and channel ~= '1') and now or ''
 local is_later = not_before_in > 0
 local job = {id = id, tenant = tenant, p = p, cost = tostring(cost), submitted = now + not_before_in, deadline = deadline}
 redis.call('SET', P .. ':in:' .. id, request)
 local entry = is_later and LATER or redis.call('XADD', queue_key(job), '*', 'id', id)
--- A small hash is searched from its front: what emit reads at every step comes first, then what take looks at.
+-- Redis searches a small hash from its front. So the fields that emit reads at every step come first, then take's.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
   'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
   'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
@@ -177,7 +178,7 @@ redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
 redis.call('HINCRBY', P .. ':bytes', p, bytes)
 count_kept(tenant, bytes)
--- It lives as long as the job, and a while after its end.
+-- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
 if idem ~= '' then redis.call('SET', P .. ':idem:' .. idem_name, id) end
 if #due > 0 then
   redis.call('HSET', rate_key, unpack(due))

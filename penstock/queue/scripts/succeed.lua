@@ -1,8 +1,8 @@
--- succeed: a process holds seats of its host. One process at a time can hold a seat, and the kernel frees it when that
--- process ends. So the nodes that held it before are dead, and need not be silent for a lease. As a second proof they must
--- have been silent for longer than the pause between two beats.
+-- succeed: a process that holds seats of its host declares the earlier holders dead. A seat is a lock that one process
+-- at a time can hold; the kernel frees it when that process ends. So the earlier holders are dead, and their jobs need
+-- not wait for a lease. As a second proof, an earlier holder must be silent for longer than a heartbeat interval.
 -- ARGV: node ('' before it has joined), then its seats
--- Answer: {predecessors that are still in the pool, ms until all of them have been silent for long enough}
+-- Answer: {earlier holders still in the pool, ms until all of them have been silent for long enough}
 local MAX_SILENCE_MS = 2500
 local node, schema, now = ARGV[1], read_schema(), clock()
 local silence = schema and math.min(schema.lease_ms / 5, MAX_SILENCE_MS) or MAX_SILENCE_MS
@@ -24,7 +24,7 @@ for at = 2, #ARGV do
 end
 
 redis.call('ZREM', P .. ':free', '')
--- The next sweep finds them; it is due at once.
+-- A heartbeat of 0 marks a node dead. The next sweep handles it; the sweep is made due at once.
 for _, id in ipairs(dead) do redis.call('ZADD', P .. ':nodes', 'XX', 0, id) end
 if #dead > 0 and schema and last >= 0 and last <= now then
   redis.call('SET', P .. ':sweep', math.min(last, math.floor(now - schema.lease_ms / 15) - 1))

@@ -1,7 +1,9 @@
--- sweep: finds silent nodes, gives their jobs to others, ends what is due. Called by everybody; runs rarely.
--- If the last run is missing, too old or in the future, Redis was away or a clock stepped: then nobody could beat, so
--- every node, reader and revision starts anew and nobody is judged.
--- Answer: {SKIPPED} | {RESET} | {OK, {node that was lost, …}, jobs requeued, jobs ended}
+-- sweep: find nodes without a heartbeat, requeue their jobs, end jobs past their deadline, and queue delayed jobs that
+-- are due. Every process calls it; it runs at most once per lease_ms / 15.
+-- If the last run is missing, too old or in the future, Redis was unreachable or a clock stepped, and heartbeats may
+-- have been lost. Then this run only resets the heartbeats of all nodes, readers and revisions to now (RESET).
+-- ARGV: none
+-- Answer: {SKIPPED} | {RESET} | {OK, {lost node, …}, jobs requeued, jobs ended}
 local MAX_JOBS = 128
 local MAX_READER_SILENCE_MS, MAX_RELEASED = 600000, 4096
 local schema, now = read_schema(), clock()
@@ -11,7 +13,7 @@ if last >= 0 and last <= now and now - last < schema.lease_ms / 15 then return {
 
 if last < 0 or last > now or now - last > schema.lease_ms / 2 then
   redis.call('DEL', P .. ':sweep')
-  -- A node whose successor knows that it is dead stands at 0, and stays there.
+  -- A node that its successor declared dead has heartbeat 0, and keeps it.
   for _, set in ipairs({':nodes', ':readers', ':revs'}) do
     for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. set, '(0', '+inf')) do redis.call('ZADD', P .. set, now, member) end
   end
@@ -20,7 +22,7 @@ if last < 0 or last > now or now - last > schema.lease_ms / 2 then
   return {'RESET'}
 end
 
--- One that was told to go took its time; none of its jobs is to blame.
+-- A node that fell silent while draining was probably killed for draining too slowly, so no job is held responsible.
 local function was_draining(node) return record_of(node).draining == true end
 
 local lost, budget = {}, MAX_JOBS
@@ -43,7 +45,7 @@ redis.call('DEL', P .. ':sweep')
 redis.call('SET', P .. ':sweep', now)
 local requeued, ended = 0, 0
 
--- A loss counts against the job only if it made no progress since the last one and another node died of it this time.
+-- A loss counts against the job only if the job made no progress since its last loss and now lost a different node.
 local function count_loss(job)
   local length = redis.call('LLEN', log_key(job.id))
   local losses, nodes = tonumber(job.losses), job.loss_nodes

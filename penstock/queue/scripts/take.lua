@@ -1,10 +1,14 @@
--- take: gives a node queued jobs that fit, in the order of the pool's policy (policy.py says the same in Python). A job
--- counts at most as the node's whole KV cache, so a node that runs dry can always take the one that nobody passes.
+-- take: assign queued jobs to a node, in the order of the pool's policy, as far as they fit. policy.py implements the
+-- same order in Python. A job's cost counts at most as the node's whole KV cache, so an empty node can take any job.
 -- ARGV: node call nonce room0 room1 room2 slots0 slots1 slots2 kv_total slots_total revision hold_ms
--- hold_ms: how long a token of cost is probably held; a tenant is charged cost × hold_ms ÷ weight.
+--   call: number of this take; repeating the last call gets the same answer. nonce: makes leases unique.
+--   room, slots: free KV tokens and sequence slots, per class. kv_total, slots_total: the node's whole capacity.
+--   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
 -- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms} | {UNKNOWN_NODE} | {STALE}
--- row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight}; urgency is the
--- class that the job counts as. A request above MAX_REQUEST_BYTES is answered as '' and read apart.
+--   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight}. urgency is
+--   the class that the job counts as. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
+--   depth: jobs still queued per class. again_in_ms: when a job may become available, 0 if unknown.
+--   STALE: a later take of this node was already answered.
 local MAX_TAKEN, MAX_LOOKED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 128, 32, 16384
 local MAX_SORTED, MAX_PASSED, LEAST_URGENT = 64, 16, CLASSES - 1
 
@@ -33,7 +37,7 @@ local function row(job)
     request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions), tostring(weight_of(job))}
 end
 
--- The same call again: the same answer, less what has moved on since.
+-- A repeated call gets the same answer, without jobs that the node no longer holds.
 local took_key = P .. ':took:' .. node
 local took = redis.call('GET', took_key)
 if took then
@@ -49,9 +53,10 @@ if took then
   end
 end
 
--- Who may be looked at -----------------------------------------------------------------------------
+-- Eligibility --------------------------------------------------------------------------------------
 
--- All that the look, the taking and an end ask for: a field that a fresh job lacks costs as much as ten that it has.
+-- The fields that inspecting, taking and ending a job need. Reading a field that a new job lacks takes as long as
+-- reading ten fields that it has.
 local LOOKED_FIELDS = {'state', 'tenant', 'p', 'n', 'cost', 'entry', 'submitted', 'losses', 'preemptions', 'weight',
   'deadline', 'background', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision'}
 
@@ -65,7 +70,7 @@ if next_up then
   if tonumber(next_up) > now then look_again_in(tonumber(next_up) - now) end
 end
 
--- A job that has tokens in its log goes on only where they would be the same.
+-- A job with tokens in its log may continue only on a node with the same model revision.
 local function is_foreign(job)
   return job.revision ~= '' and job.revision ~= revision and redis.call('LLEN', log_key(job.id)) > 0
 end
@@ -76,13 +81,13 @@ local function has_live_revision(job)
   return last and now - tonumber(last) < schema.lease_ms
 end
 
--- It was given back here for want of its adapter, which another node may have.
+-- Whether this node gave the job back because it lacks the job's adapter, and another node may have that adapter.
 local function is_for_others(job)
   local lacks = job.avoid ~= '' and redis.call('HGET', job_key(job.id), 'lacks')
   return lacks and is_listed(lacks, node) and may_be_elsewhere(job, lacks)
 end
 
--- Whether this node may take a job at all; notes what is to be ended and what may be taken later.
+-- Whether this node may take the job at all. Also records jobs that must be ended, and when to look again.
 local function is_for_us(job)
   if why_over(job, schema, now) then
     over[#over + 1] = job
@@ -98,7 +103,7 @@ end
 
 local function at_most(most) return {count = 0, most = most} end
 
--- A function that gives the jobs for us of what `read_page` reads, one a call; `looked` bounds how many are read.
+-- Returns an iterator over the eligible jobs among the ids that `read_page` returns. `looked` bounds the jobs read.
 local function reader(looked, read_page)
   local ids, at = {}, 1
   return function()
@@ -137,14 +142,15 @@ local function reader_of_stream(looked, key)
 end
 
 -- Order --------------------------------------------------------------------------------------------
--- A queue of one class is {head, next}: the job that aging looks at, and a function that gives one job after the other.
--- Under fair the latter gives jobs of those tenants that `may` lets.
--- `tried` holds ids that a queue must not give again; `took` is told what was taken.
+-- The queue of a class is {head, next, took}. head: the job whose age raises the class. next(may): returns the next
+-- job; under fair, the next job of a tenant for which may(tenant) holds. took(job, charge): called for a taken job.
+-- `tried` holds the ids that a queue must not return again.
 
 local tried = {}
 
--- Whether a tenant used no more lately than the mean of those with queued work, and of those and all that used anything
--- lately (policy.py, Shares); changes with what is taken.
+-- Shares (policy_state.py, Shares). goes_first: whether a tenant recently used no more than the mean of all tenants
+-- with queued jobs. may_displace: the same, with the mean over these and all tenants with recent use. Each job that is
+-- taken changes both.
 local uses, waiters, num_waiters, num_users = nil, {}, 0, 0
 local use_of_waiters, use_of_all = 0, 0
 
@@ -210,7 +216,7 @@ local function queue_by_cost(p)
   end}
 end
 
--- One tenant's jobs, oldest first: those given back and those of its stream.
+-- One tenant's jobs, oldest first, merged from its requeued jobs and its stream.
 local function reader_of_tenant(looked, p, tenant)
   local back = reader_of_index(looked, P .. ':back:' .. p .. ':' .. tenant)
   local fresh = reader_of_stream(looked, P .. ':q:' .. p .. ':' .. tenant)
@@ -230,11 +236,11 @@ end
 local function queue_by_turn(p)
   local looked, tenants = at_most(MAX_LOOKED), {}
   local found = redis.call('ZRANGE', P .. ':turn:' .. p, 0, MAX_TENANTS - 1, 'WITHSCORES')
-  -- Jobs that were queued before there were turns.
+  -- Jobs that were queued by a version without virtual times.
   if #found == 0 then return queue_by_age(p) end
   for at = 1, #found, 2 do tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
 
-  -- The oldest job that is left of one tenant, nil when none is.
+  -- The oldest remaining job of a tenant, or nil.
   local function oldest_of(tenant)
     tenant.read = tenant.read or reader_of_tenant(looked, p, tenant.name)
     while not tenant.job or tried[tenant.job.id] do
@@ -273,7 +279,7 @@ end
 local QUEUES = {priority = queue_by_age, sjf = queue_by_cost, fair = queue_by_turn}
 local queues, taken, num_passed = {}, {}, 0
 
--- One more loss would make a suspect a dead letter: it, or one that it ran beside, is what killed its nodes.
+-- A suspect becomes a dead letter at its next loss: it, or a job that ran beside it, killed its nodes.
 local function is_suspect(job)
   local losses = tonumber(job.losses)
   if losses == 0 or losses < schema.max_losses - 1 then return false end
@@ -281,15 +287,15 @@ local function is_suspect(job)
   return redis.call('LLEN', log_key(job.id)) - mark < schema.progress_chunks
 end
 
--- A suspect that runs here runs alone, until it has ended or shown progress.
+-- Whether the node runs a suspect. A suspect runs alone until it ends or makes progress.
 local function runs_suspect()
   if num_held ~= 1 then return false end
   local job = read_job(redis.call('SRANDMEMBER', P .. ':run:' .. node), {'state', 'losses'})
   return job and is_suspect(job)
 end
 
--- What each node makes room for: P:hold has, per node, a name and until when. All suspects go by one name, so that only
--- one node at a time stands idle for them.
+-- P:hold records, per node, the job for which it keeps capacity free, and until when. All suspects share one name, so
+-- that only one node at a time idles for them.
 local SUSPECTS = 'suspects'
 local makes_room_for, held_by_others
 
@@ -305,7 +311,8 @@ local function is_held_by_another(name)
   return held_by_others[name]
 end
 
--- Lets others go before one that does not fit, unless it is so old that this node makes room for it.
+-- Handles a job that does not fit; returns whether the walk continues. Younger jobs may overtake it until it is
+-- bypass_ms old. From then on this node keeps capacity free for it, unless another node already does.
 local function pass(job, name)
   if now - tonumber(job.submitted) < schema.bypass_ms then
     num_passed = num_passed + 1
@@ -316,7 +323,7 @@ local function pass(job, name)
   return false
 end
 
--- Takes one job if it fits; false when the walk ends with it.
+-- Takes a job if it fits. Returns whether the walk continues.
 local function try(job, urgency, is_head)
   tried[job.id] = true
   if #taken >= MAX_TAKEN then return false end
@@ -333,7 +340,7 @@ local function try(job, urgency, is_head)
   return not is_alone
 end
 
--- First come, first served over all classes: the heads of their indexes, merged.
+-- Policy fcfs: oldest first over all classes, merged from the classes' indexes.
 local function walk_by_age()
   local readers, heads = {}, {}
   for p = 0, LEAST_URGENT do
@@ -350,7 +357,7 @@ local function walk_by_age()
   end
 end
 
--- The heads that count as more than their class, the most urgent one first.
+-- The heads whose age has raised them above their class, most urgent first.
 local function risen_heads()
   local served = redis.call('HMGET', P .. ':head', 0, 1, 2)
   local risen = {}
@@ -374,7 +381,8 @@ local function walk_by_class()
   if policy == 'fair' and redis.call('ZCARD', P .. ':wait:0') > 0 then read_uses() end
   local risen = risen_heads()
   local function risen_to(p) return risen[1] and risen[1].level <= p and table.remove(risen, 1).job end
-  -- Interactive jobs of tenants above their share count as standard and stand behind those; asked anew for each.
+  -- Interactive jobs of tenants above their share count as standard and follow the standard jobs. This is decided anew
+  -- for each job.
   local function upcoming()
     local job = risen_to(0)
     if job then return job, 0 end
