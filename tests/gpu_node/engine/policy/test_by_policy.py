@@ -234,6 +234,6 @@ def test_outputs_say_how_much_cache_was_held_for_how_long(make_engine: MakeEngin
 
 
 def test_a_class_that_does_not_exist_is_refused(make_engine: MakeEngine) -> None:
-    with pytest.raises(RequestError, match="priority 3") as refused:
+    with pytest.raises(RequestError, match="priority is 3") as refused:
         make_engine().add(EngineRequest("a", [5], SamplingParams(), seed=1, priority=3))
     assert refused.value.param == "priority"

@@ -129,7 +129,7 @@ def test_every_step_computes_with_the_adapters_of_its_sequences_and_all_end(
     while left:
         step = scheduler.schedule()
         assert step is not None
-        places.hand_over(table)
+        places.load_pending(table)
         plan = check_plan(scheduler, step, 16)
         for i, seq in enumerate(step.seqs):
             place = -1 if plan.adapters is None else int(plan.adapters[i])
