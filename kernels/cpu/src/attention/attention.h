@@ -18,7 +18,7 @@ struct Context {
 };
 
 struct QueryRows {
-  const float* queries;       // [count][head_dim], rotated
+  const float* queries;       // [count][head_dim], after RoPE
   const int* limits;          // [count]: end of the tokens that a row sees, exclusive
   const int* firsts;          // [count]: first token that a row sees
   const float* const* biases; // [count]: added to the scores of a row, by token, up to whole chunks; may be null

@@ -35,7 +35,7 @@ enum class Fetch { kNothing, kThisPanel, kNextPanel };
 struct Tile {
   int rows;
   const uint32_t* words;    // [columns / 32][rows][run_words]
-  const float* scales;      // [groups][rows]; one group a row for int8
+  const float* scales;      // [groups][rows]; one group per row for int8
   const int32_t* biases;    // [groups][rows]: -128 * sum of the quantized values, for weights stored as 128 + q
   const float* offsets;     // [groups][rows]: scale * sum
   // What to prefetch while the tile is computed.

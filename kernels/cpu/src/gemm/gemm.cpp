@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-// Halves of a panel that one pass over the columns computes.
+// Halves of a panel that are computed in one pass over the columns.
 constexpr int kHalves = kRegisters >= 32 ? 2 : 1;
 // Words of a run of quantized rows.
 constexpr int kRun = run_words(Format::kInt8);

@@ -8,7 +8,7 @@ namespace penstock {
 
 constexpr const char* kIsa = "avx512";
 
-// Registers of sixteen lanes.
+// Vectors of sixteen lanes that fit into the registers.
 constexpr int kRegisters = 32;
 
 struct Floats {
