@@ -12,15 +12,7 @@ from penstock.gpu_node.engine.policy.base import FirstComeFirstServed, Schedulin
 from penstock.gpu_node.engine.policy.length_predictor import LengthPredictor
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
-from penstock.queue.policy import (
-    HOLD_MS,
-    PolicyConfig,
-    choose,
-    foremost,
-    preemption_order,
-    learned_hold_ms,
-    victims_of,
-)
+from penstock.queue.policy import HOLD_MS, PolicyConfig, choose, foremost, learned_hold_ms, preemption_order, victims_of
 from penstock.queue.policy_state import PolicyState
 
 ORDERING_QUANTILE = 0.5

@@ -15,8 +15,8 @@ from penstock.queue.policy import (
     PolicyConfig,
     PolicyName,
     choose,
-    preemption_order,
     learned_hold_ms,
+    preemption_order,
     victims_of,
 )
 from penstock.queue.policy_state import PolicyState
