@@ -1,4 +1,4 @@
-"""The asynchronous client: what the gateway and the synchronous client build on."""
+"""The asynchronous client. The gateway and the synchronous client build on it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 
 
 class AsyncClient:
-    """Submits jobs and streams what comes back.
+    """Submit jobs and stream their chunks.
 
         async with AsyncClient("redis://localhost") as client:
             async for chunk in client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="")
 
-    `redis_url` defaults to $PENSTOCK_REDIS_URL. One client serves a whole process; it belongs to one event loop.
+    `redis_url` defaults to $PENSTOCK_REDIS_URL. `tenant` owns the jobs that name no other tenant. One client serves a
+    whole process, and belongs to one event loop.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class AsyncClient:
         self._is_closed = False
 
     async def connect(self) -> Self:
-        """Subscribes, unless it has; `async with` does it too.
+        """Subscribe to this client's inbox. `async with` does it too, and a second call does nothing.
 
-        Raises UnavailableError when Redis is away, and where the client was closed: one is not opened again.
+        Raises UnavailableError if Redis is away, or if the client was closed: a closed client cannot be reopened.
         """
         async with self._connecting:
             if self._is_closed:
@@ -88,7 +89,7 @@ class AsyncClient:
         return self
 
     async def close(self) -> None:
-        """Ends every stream, task and connection of this client; jobs go on unless they were not `background`."""
+        """End every stream, task and connection of this client. Only `background` jobs continue without a reader."""
         self._is_closed = True
         self._courier.is_open = False
         await self._pools.close()
@@ -107,54 +108,57 @@ class AsyncClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether this client is connected and hears its jobs; one that stopped hearing does not start again."""
+        """Whether this client is connected and receives chunks. Once this is false, make another client."""
         return self._courier.is_open and self._inbox.is_running
 
     async def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
-        """Every announced model by pool, as of at most a second ago; those with a live node come first.
+        """Return every announced model by pool, at most a second old; pools with a live node come first.
 
-        `renewed`: as of now, for whom the copy lacks something; it waits up to a tenth of a second.
+        `renewed` fetches them anew, for a caller that misses a model in the copy. It waits up to a tenth of a second.
         """
         return await (self._pools.renewed() if renewed else self._pools.get())
 
     async def api_keys(self, *, patience_s: float | None = None) -> dict[str, ApiKey]:
-        """Every API key by id, as of at most two seconds ago, for those who let others in; `patience_s`: as they were
-        known last, where Redis does not tell by then.
+        """Return every API key by id, at most two seconds old.
+
+        With `patience_s`, return the last known keys if Redis does not answer within that time.
         """
         return await (self._keys.get() if patience_s is None else self._keys.at_hand(patience_s))
 
     async def warn_of_eviction(self) -> None:
-        """Logs a warning where Redis may evict keys."""
+        """Log a warning if Redis may evict keys."""
         await warn_of_eviction(self._redis)
 
     async def usage(self, tenant: str, account: str, days: int) -> list[DayUsage]:
-        """Tokens that an account of a tenant used on each of the last days, in all pools."""
+        """Return the tokens that a tenant's account used on each of the last `days`, in all pools."""
         return await self._courier.ask(lambda _: self._usage.of(tenant, account, days))
 
     async def all_usage(self, days: int) -> list[DayUsage]:
-        """The same of all tenants and accounts."""
+        """Return the tokens that all tenants and accounts used on each of the last `days`, in all pools."""
         return await self._courier.ask(lambda _: self._usage.all(days))
 
     async def figures(self) -> tuple[list[PoolStats], tuple[int, int]]:
-        """What operators watch: figures of all pools, and the bytes that Redis uses and may use (0: no limit)."""
+        """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
         figures = await self._courier.ask(lambda _: self._figures.all())
         return figures, await self._courier.ask(lambda _: self._figures.memory())
 
     async def pressure(self, pool: str) -> PoolPressure:
-        """A pool's live nodes and backlog, as of at most a quarter of a second ago."""
+        """Return a pool's live nodes and backlog, at most a quarter of a second old."""
         return await self._door(pool).pressure()
 
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
-        """Checks, admits and enqueues a job; see `SubmitOptions`.
+        """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
 
-        Raises RequestError (`param` names the argument at fault), BusyError (come back after `retry_after_ms`),
-        ConflictError (id or idempotency key of another request), UnavailableError (no node, or Redis stays away).
+        `prompt` is text, token ids or the messages of a chat.
+
+        Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
+        ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
         self._courier.require_open()
         record = await self._choose(options)
         tools = options.get("tools")
         if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
-            # Their schemas are read several times; a thread lets others run in between.
+            # The tools' schemas are parsed several times; on a thread they do not hold the event loop.
             job = await asyncio.to_thread(build_job, prompt, options, record, self._tenant)
         else:
             job = build_job(prompt, options, record, self._tenant)
@@ -168,14 +172,17 @@ class AsyncClient:
         )
 
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
-        """Submits a job and yields its chunks; see `submit` and `AsyncJob.stream`."""
+        """Submit a job and yield its chunks. Raises what `submit` and `AsyncJob.stream` raise."""
         job = await self.submit(prompt, **options)
         async with aclosing(job.stream()) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> AsyncJob:
-        """A job submitted anywhere, to be read from the chunk behind index `after`; raises NotFoundError."""
+        """Return a handle on a job that any process submitted, for reading the chunks after index `after`.
+
+        Raises NotFoundError if Redis does not know the job, or if it belongs to another tenant.
+        """
         if after < -1:
             raise RequestError("after must be -1 (all of the job) or the index of a chunk", param="after")
         source = self._source(job_id, tenant)
@@ -190,15 +197,15 @@ class AsyncClient:
         return AsyncJob(source, self._inbox, after=after, first_box=box)
 
     async def result(self, job_id: str, *, check: bool = True, tenant: str | None = None) -> Result:
-        """Waits for a job's end; see `AsyncJob.result`."""
+        """Wait for a job's end and return its result; see `AsyncJob.result`."""
         return await AsyncJob(self._source(job_id, tenant), self._inbox).result(check=check)
 
     async def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
-        """Where a job stands."""
+        """Return a job's state, for people."""
         return await self._source(job_id, tenant).status()
 
     async def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
-        """Cancels a job; answers its state; see `AsyncJob.cancel`."""
+        """Cancel a job and return its state; see `AsyncJob.cancel`."""
         return await self._source(job_id, tenant).cancel()
 
     async def _choose(self, options: SubmitOptions) -> ServedPool:
@@ -207,7 +214,7 @@ class AsyncClient:
         try:
             return choose_pool(pools.values(), *names, adapter=adapter)
         except (NotFoundError, UnavailableError):
-            # Its first node may have joined since.
+            # The model's first node may have joined since.
             return choose_pool((await self.pools(renewed=True)).values(), *names, adapter=adapter)
 
     def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:

@@ -1,8 +1,8 @@
-"""Where a reader stands in a job's token log, and what of an arriving chunk is new to it. Pure: no I/O, no clock.
+"""A reader's position in a job's log, and the new part of each arriving chunk. Pure: no I/O, no clock.
 
-The index finds gaps, the token positions find what is already had. When the log turns out not to be the one that was
-read (Redis lost writes it had acknowledged), the cursor walks it again from its start: what was delivered must stand
-there, and is not delivered twice.
+The log index finds gaps; the token positions find what was already delivered. Redis may lose writes that it had
+acknowledged, so that the log differs from the one that was read. The cursor then walks the log again from its start:
+what was delivered must be there, and is not delivered twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 
 
 class ChunkVerdict(Enum):
-    """Why a chunk is not delivered now."""
+    """The reason not to deliver a chunk now."""
 
     DROP = "already had"
     GAP = "something before it is missing"
@@ -25,7 +25,7 @@ class ChunkVerdict(Enum):
 
 @dataclass(slots=True)
 class _Had:
-    """What of one choice was delivered, and how far this walk through the log has come in it.
+    """What was delivered of one choice, and how far this walk through the log has come in it.
 
     0 <= walked_tokens <= len(tokens); 0 <= walked_chars <= num_chars; both equal on the first walk.
     """
@@ -39,7 +39,7 @@ class _Had:
 
 
 class StreamCursor:
-    """One reader's place in one job's log, from chunk `start` on."""
+    """One reader's position in one job's log, from chunk `start` on."""
 
     def __init__(self, start: int = 0) -> None:
         self.start = start
@@ -48,14 +48,17 @@ class StreamCursor:
         self._choices: dict[int, _Had] = {}
         self._usage_had = False
         self._num_prompt_had = 0
-        """Tokens of the prompt whose log-probabilities were delivered, or stood before the start."""
+        """Prompt tokens with log-probabilities that were delivered or precede the start."""
         self._end_of_known = start
-        """Chunks below this index were walked before: next_index is below it on a second walk only."""
+        """Chunks below this index were walked before. Only on a second walk is `next_index` below it."""
         self._suspect_index = -1
-        """The last chunk that seemed out of place."""
+        """The last chunk that seemed out of order."""
 
     def offer(self, chunk: Chunk) -> Chunk | ChunkVerdict:
-        """What of `chunk` is to be delivered now, if any; raises StreamDivergedError when it contradicts what was."""
+        """Return the part of `chunk` to deliver now, or the reason not to.
+
+        Raises StreamDivergedError if the chunk contradicts what was delivered.
+        """
         if self._goes_on(chunk):
             return chunk
         if self.outcome is not None:
@@ -73,15 +76,15 @@ class StreamCursor:
         return fresh
 
     def rewind(self) -> None:
-        """Walk the log again from the start."""
+        """Start to walk the log again."""
         self.next_index = self.start
         for had in self._choices.values():
             had.walked_tokens = had.walked_chars = 0
 
     def _goes_on(self, chunk: Chunk) -> bool:
-        """Whether a chunk is tokens and text that follow all that was delivered; then they are noted.
+        """Record a chunk that is plain tokens and text and follows everything delivered; return whether it is.
 
-        Nearly all chunks are, and this takes a third of the time that the other ways take together.
+        Nearly all chunks are, and this path takes a third of the time of the general one.
         """
         had = self._choices.get(chunk.choice)
         if had is None or not chunk.index == self.next_index == self._end_of_known:
@@ -97,7 +100,7 @@ class StreamCursor:
         return True
 
     def _judge_old(self, chunk: Chunk) -> ChunkVerdict:
-        """A chunk from behind is a repetition; with tokens never seen it tells of another log than the one read."""
+        """Handle a chunk from before `next_index`: a repetition, or with unseen tokens a sign that the log changed."""
         if chunk.index < self.start or not chunk.token_ids:
             return ChunkVerdict.DROP
         had = self._choices.get(chunk.choice)
@@ -107,10 +110,10 @@ class StreamCursor:
         return ChunkVerdict.GAP
 
     def _is_out_of_place(self, chunk: Chunk) -> bool:
-        """Whether the next chunk's tokens do not follow those before it, as when the log was cut otherwise before.
+        """Whether the next chunk's tokens do not follow the earlier ones, as if chunks had other boundaries before.
 
-        Then the log is walked again. A chunk that comes up a second time is in place where it repeats, and refused
-        where it leaves tokens out.
+        The log is then walked again. A chunk that comes a second time is accepted if it repeats tokens, and raises
+        StreamDivergedError if it skips some.
         """
         had = self._choices.get(chunk.choice)
         if had is None or not chunk.token_ids or not had.tokens:
@@ -155,7 +158,7 @@ class StreamCursor:
         )
 
     def _new_of_prompt(self, chunk: Chunk) -> tuple[TokenLogprobs, ...]:
-        """What a chunk says of the prompt, unless it was delivered; a log is never cut otherwise there."""
+        """Return a chunk's prompt log-probabilities, unless delivered. Their chunk boundaries never change."""
         if not chunk.prompt_logprobs or chunk.position < self._num_prompt_had:
             return ()
         self._num_prompt_had = chunk.position + len(chunk.prompt_logprobs)
@@ -163,7 +166,7 @@ class StreamCursor:
 
 
 def _num_confirmed(had: _Had, chunk: Chunk) -> int:
-    """How many of the chunk's first tokens were delivered before; raises when other tokens were."""
+    """Return how many of the chunk's first tokens were delivered. Raises StreamDivergedError if others were."""
     at = chunk.position - had.base
     if at < 0:
         raise StreamDivergedError(f"job {chunk.job_id}: choice {chunk.choice} went back to token {chunk.position}")
@@ -176,7 +179,7 @@ def _num_confirmed(had: _Had, chunk: Chunk) -> int:
 
 
 def _new_part(had: _Had, chunk: Chunk) -> tuple[tuple[int, ...], str]:
-    """The tokens and text of the next chunk that were not delivered yet, noted as delivered."""
+    """Return the new tokens and the new text of the next chunk, and record them as delivered."""
     tokens = chunk.token_ids
     if tokens:
         num_confirmed = _num_confirmed(had, chunk)
@@ -193,7 +196,7 @@ def _new_part(had: _Had, chunk: Chunk) -> tuple[tuple[int, ...], str]:
 
 
 def rest_of(result: Result, start: int) -> Iterator[Chunk]:
-    """The chunks from index `start` on of a job whose log's life is over; the terminal one is always among them."""
+    """Yield a job's chunks from index `start` on, from its result: the log has expired. Ends with the terminal chunk."""
     choices = {choice.index: choice for choice in result.choices}
     last_cut = {cut[0]: index for index, cut in enumerate(result.cuts)}
     usage_at = max((index for index, cut in enumerate(result.cuts) if cut[1]), default=len(result.cuts) - 1)
