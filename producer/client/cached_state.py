@@ -29,10 +29,10 @@ RENEWED_S = 0.1
 
 
 @dataclass(slots=True)
-class _Flight:
+class _Fetch:
     """A running fetch, and the event for which other callers wait."""
 
-    landed: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     error: PenstockError | None = None
 
 
@@ -42,30 +42,30 @@ class _Fetched(Generic[T]):
 
     value: T
     begun_s: float
-    landed_s: float
+    ended_s: float
 
 
 class CachedState(Generic[T]):
-    """A value that is fetched at most once per `ttl_s`. The first caller fetches it; others share its value or error."""
+    """A value that is fetched at most once per `ttl_s`, by the first caller. Others share the value or the error."""
 
     def __init__(self, fetch: Callable[[], Awaitable[T]], ttl_s: float, stale_s: float = STALE_S) -> None:
         self._fetch = fetch
         self._ttl_s = ttl_s
         self._stale_s = stale_s
         self._refreshing: asyncio.Task[None] | None = None
-        self._flight: _Flight | None = None
+        self._running: _Fetch | None = None
         self._held: _Fetched[T] | None = None
         self._last_begun_s = -inf
 
     async def get(self) -> T:
         """Return the value, at most `ttl_s` old. Raises what the fetch raised."""
         clock = asyncio.get_running_loop().time
-        return await self._first(lambda held: clock() < held.landed_s + self._ttl_s)
+        return await self._first(lambda held: clock() < held.ended_s + self._ttl_s)
 
     async def recent(self) -> T:
         """Return the value, at most `ttl_s + stale_s` old. A call that gets an expired value starts a fetch of it."""
         held = self._held
-        late_s = asyncio.get_running_loop().time() - held.landed_s - self._ttl_s if held else inf
+        late_s = asyncio.get_running_loop().time() - held.ended_s - self._ttl_s if held else inf
         if held is None or late_s >= self._stale_s:
             return await self.get()
         if late_s >= 0 and (self._refreshing is None or self._refreshing.done()):
@@ -106,30 +106,30 @@ class CachedState(Generic[T]):
         """Return the value once `is_good`. A fetch for that begins at least `apart_s` after the last one."""
         clock = asyncio.get_running_loop().time
         while (held := self._held) is None or not is_good(held):
-            if (flight := self._flight) is not None:
-                await flight.landed.wait()
+            if (fetch := self._running) is not None:
+                await fetch.ended.wait()
                 # Without error and value, the fetching caller was canceled, and the next caller tries.
-                if flight.error is not None:
-                    raise flight.error
+                if fetch.error is not None:
+                    raise fetch.error
             elif (wait_s := self._last_begun_s + apart_s - clock()) > 0:
                 await asyncio.sleep(wait_s)
             else:
-                await self._fly()
+                await self._run_fetch()
         return held.value
 
-    async def _fly(self) -> None:
+    async def _run_fetch(self) -> None:
         clock = asyncio.get_running_loop().time
-        flight = self._flight = _Flight()
+        fetch = self._running = _Fetch()
         begun_s = self._last_begun_s = clock()
         try:
             value = await self._fetch()
             self._held = _Fetched(value, begun_s, clock())
         except PenstockError as error:
-            flight.error = error
+            fetch.error = error
             raise
         finally:
-            self._flight = None
-            flight.landed.set()
+            self._running = None
+            fetch.ended.set()
 
 
 class PoolAdmission:

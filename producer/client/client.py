@@ -62,16 +62,16 @@ class AsyncClient:
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = settings.highest_class
         self._redis = connect(url)
-        broker = ProducerBroker(self._redis)
-        self._figures = StatsBroker(self._redis)
+        producer = ProducerBroker(self._redis)
+        self._stats_broker = StatsBroker(self._redis)
         self._usage = UsageBroker(self._redis)
-        self._courier = RetryingBroker(broker, settings.outage_s)
-        self._inbox = ClientInbox(self._redis, broker, settings, self.stats)
-        self._pools = CachedState(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
+        self._broker = RetryingBroker(producer, settings.outage_s)
+        self._inbox = ClientInbox(self._redis, producer, settings, self.stats)
+        self._pools = CachedState(lambda: self._broker.call(lambda b: b.pools()), POOLS_TTL_S)
         keys = KeyStore(self._redis)
-        self._keys = CachedState(lambda: self._courier.ask(lambda _: keys.all()), KEYS_TTL_S)
-        self.dead = DeadLetterBox(self._courier, DeadLetters(self._redis), self.submit)
-        self._doors: dict[str, PoolAdmission] = {}
+        self._keys = CachedState(lambda: self._broker.call(lambda _: keys.all()), KEYS_TTL_S)
+        self.dead = DeadLetterBox(self._broker, DeadLetters(self._redis), self.submit)
+        self._admissions: dict[str, PoolAdmission] = {}
         self._connecting = asyncio.Lock()
         self._is_closed = False
 
@@ -83,18 +83,18 @@ class AsyncClient:
         async with self._connecting:
             if self._is_closed:
                 raise UnavailableError("the client was closed: make another one", code="client_closed")
-            if not self._courier.is_open:
+            if not self._broker.is_open:
                 await self._inbox.open()
-                self._courier.is_open = True
+                self._broker.is_open = True
         return self
 
     async def close(self) -> None:
         """End every stream, task and connection of this client. Only `background` jobs continue without a reader."""
         self._is_closed = True
-        self._courier.is_open = False
+        self._broker.is_open = False
         await self._pools.close()
-        for door in self._doors.values():
-            await door.close()
+        for admission in self._admissions.values():
+            await admission.close()
         await self._inbox.close()
         await self._redis.aclose()
 
@@ -109,7 +109,7 @@ class AsyncClient:
     @property
     def is_alive(self) -> bool:
         """Whether this client is connected and receives chunks. Once this is false, make another client."""
-        return self._courier.is_open and self._inbox.is_running
+        return self._broker.is_open and self._inbox.is_running
 
     async def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
         """Return every announced model by pool, at most a second old; pools with a live node come first.
@@ -131,20 +131,20 @@ class AsyncClient:
 
     async def usage(self, tenant: str, account: str, days: int) -> list[DayUsage]:
         """Return the tokens that a tenant's account used on each of the last `days`, in all pools."""
-        return await self._courier.ask(lambda _: self._usage.of(tenant, account, days))
+        return await self._broker.call(lambda _: self._usage.of(tenant, account, days))
 
     async def all_usage(self, days: int) -> list[DayUsage]:
         """Return the tokens that all tenants and accounts used on each of the last `days`, in all pools."""
-        return await self._courier.ask(lambda _: self._usage.all(days))
+        return await self._broker.call(lambda _: self._usage.all(days))
 
     async def figures(self) -> tuple[list[PoolStats], tuple[int, int]]:
         """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
-        figures = await self._courier.ask(lambda _: self._figures.all())
-        return figures, await self._courier.ask(lambda _: self._figures.memory())
+        stats = await self._broker.call(lambda _: self._stats_broker.all())
+        return stats, await self._broker.call(lambda _: self._stats_broker.memory())
 
     async def pressure(self, pool: str) -> PoolPressure:
         """Return a pool's live nodes and backlog, at most a quarter of a second old."""
-        return await self._door(pool).pressure()
+        return await self._admission_to(pool).pressure()
 
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
         """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
@@ -154,7 +154,7 @@ class AsyncClient:
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
-        self._courier.require_open()
+        self._broker.require_open()
         record = await self._choose(options)
         tools = options.get("tools")
         if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
@@ -163,10 +163,10 @@ class AsyncClient:
         else:
             job = build_job(prompt, options, record, self._tenant)
         allowed_class(job.priority.label, self._highest_class, "this client (highest_class)")
-        door = self._door(job.pool)
-        cost = estimate_cost(job, record, (await door.recent()).nodes)
-        await self._courier.ask(lambda _: self._inbox.greet(job.pool))
-        await door.admit(cost, job.priority)
+        admission = self._admission_to(job.pool)
+        cost = estimate_cost(job, record, (await admission.recent()).nodes)
+        await self._broker.call(lambda _: self._inbox.ensure_heartbeat(job.pool))
+        await admission.admit(cost, job.priority)
         return await self._enqueue(
             Submission(job, cost, options.get("channel", False), options.get("terms") or self._terms)
         )
@@ -188,11 +188,11 @@ class AsyncClient:
         source = self._source(job_id, tenant)
         box = self._inbox.open_box(source.feed)
         try:
-            standing = await source.attach()
+            attached = await source.attach()
         except BaseException:
             self._inbox.close_box(source.feed, box)
             raise
-        if standing.num_chunks != after + 1 or standing.state in TERMINAL_STATES:
+        if attached.num_chunks != after + 1 or attached.state in TERMINAL_STATES:
             box.nudge()
         return AsyncJob(source, self._inbox, after=after, first_box=box)
 
@@ -220,20 +220,20 @@ class AsyncClient:
     def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
-        return JobSource(self._courier, self._inbox, job_id, tenant or self._tenant, submission)
+        return JobSource(self._broker, self._inbox, job_id, tenant or self._tenant, submission)
 
-    def _door(self, pool: str) -> PoolAdmission:
-        door = self._doors.get(pool)
-        if door is None:
-            door = self._doors[pool] = PoolAdmission(lambda: self._courier.ask(lambda b: b.pressure(pool)))
-        return door
+    def _admission_to(self, pool: str) -> PoolAdmission:
+        admission = self._admissions.get(pool)
+        if admission is None:
+            admission = self._admissions[pool] = PoolAdmission(lambda: self._broker.call(lambda b: b.pressure(pool)))
+        return admission
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
         job = submission.job
         source = self._source(job.id, job.tenant, submission)
         box = self._inbox.open_box(source.feed)
         try:
-            submitted = await submit(self._courier, self._inbox.name, submission)
+            submitted = await submit(self._broker, self._inbox.name, submission)
         except BaseException:
             self._inbox.close_box(source.feed, box)
             raise

@@ -98,7 +98,7 @@ class AsyncJob:
     async def detach(self) -> None:
         """Stop reading this job here, unless another stream of this process reads it.
 
-        A job that is not `background` is then cancelled if it has no other reader.
+        A job that is not `background` is then canceled if it has no other reader.
         """
         if box := self._take_first_box():
             self._inbox.close_box(self._source.feed, box)

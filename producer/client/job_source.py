@@ -25,9 +25,9 @@ class Submission:
     terms: Terms = UNLIMITED
 
 
-async def submit(courier: RetryingBroker, inbox: str, submission: Submission) -> Submitted:
+async def submit(broker: RetryingBroker, inbox: str, submission: Submission) -> Submitted:
     """Submit a job, with retries while Redis is away. Raises what the broker raises."""
-    return await courier.ask(lambda broker: _submit(broker, inbox, submission))
+    return await broker.call(lambda producer: _submit(producer, inbox, submission))
 
 
 async def _submit(broker: ProducerBroker, inbox: str, submission: Submission) -> Submitted:
@@ -42,14 +42,9 @@ class JobSource:
     """
 
     def __init__(
-        self,
-        courier: RetryingBroker,
-        inbox: ClientInbox,
-        job_id: str,
-        tenant: str,
-        submission: Submission | None = None,
+        self, broker: RetryingBroker, inbox: ClientInbox, job_id: str, tenant: str, submission: Submission | None = None
     ) -> None:
-        self._courier = courier
+        self._broker = broker
         self._inbox = inbox
         self.job_id = job_id
         self.tenant = tenant
@@ -58,19 +53,19 @@ class JobSource:
 
     async def attach(self) -> Attached:
         """Register this process as a reader, perhaps again, and return the job's state."""
-        await self._inbox.settled(self.job_id)
+        await self._inbox.wait_for_detach(self.job_id)
         inbox = self._inbox.name
         try:
-            standing = await self._courier.ask(lambda broker: broker.attach(self.job_id, self.tenant, inbox=inbox))
+            attached = await self._broker.call(lambda producer: producer.attach(self.job_id, self.tenant, inbox=inbox))
         except NotFoundError:
             if self._submission is None or self.feed.ended:
                 raise
             self._inbox.stats.resubmits += 1
             # The job was accepted once, so no limit may refuse it now.
             again = await self._submit_again(replace(self._submission, terms=self._submission.terms.without_limits()))
-            standing = Attached(again.state, again.num_chunks, again.pushed)
-        self.feed.note(standing)
-        return standing
+            attached = Attached(again.state, again.num_chunks, again.pushed)
+        self.feed.note(attached)
+        return attached
 
     async def _submit_again(self, submission: Submission) -> Submitted:
         async def attempt(broker: ProducerBroker) -> Submitted:
@@ -80,7 +75,7 @@ class JobSource:
                 # Redis lost the pool too; the nodes will announce it again.
                 raise UnavailableError(error.message, code=error.code) from error
 
-        return await self._courier.ask(attempt)
+        return await self._broker.call(attempt)
 
     async def hear_out(self) -> None:
         """Wait until everything published before the call is in the mailboxes."""
@@ -90,22 +85,22 @@ class JobSource:
     async def log(self, start: int, count: int) -> list[Chunk]:
         """Return up to `count` chunks of the job's log, from index `start`."""
         self._inbox.stats.log_reads += 1
-        chunks = await self._courier.ask(lambda broker: broker.log(self.job_id, start, count))
+        chunks = await self._broker.call(lambda producer: producer.log(self.job_id, start, count))
         crash_points.point("after", "log")
         return chunks
 
     async def result(self) -> Result | None:
         """Return the job's result, or None before its end."""
-        return await self._courier.ask(lambda broker: broker.result(self.job_id, self.tenant))
+        return await self._broker.call(lambda producer: producer.result(self.job_id, self.tenant))
 
     async def packed_result(self) -> PackedResult | None:
         """Return the job's result, with parts that are decoded on access, or None before its end."""
-        return await self._courier.ask(lambda broker: broker.packed_result(self.job_id, self.tenant))
+        return await self._broker.call(lambda producer: producer.packed_result(self.job_id, self.tenant))
 
     async def status(self) -> JobStatus:
         """Return the job's state, for people."""
-        return await self._courier.ask(lambda broker: broker.status(self.job_id, self.tenant))
+        return await self._broker.call(lambda producer: producer.status(self.job_id, self.tenant))
 
     async def cancel(self) -> str:
         """Cancel the job and return its state."""
-        return await self._courier.ask(lambda broker: broker.cancel(self.job_id, self.tenant))
+        return await self._broker.call(lambda producer: producer.cancel(self.job_id, self.tenant))

@@ -44,7 +44,7 @@ class SubmitOptions(TypedDict, total=False):
     channel: bool
     """Also publish each chunk on the job's own channel, for any Redis client."""
     background: bool
-    """Continue without a reader. Otherwise the job is cancelled soon after its last reader has left."""
+    """Continue without a reader. Otherwise the job is canceled soon after its last reader has left."""
     idempotency_key: str | None
     """A later submission with the same key and the same request returns the same job."""
     job_id: str | None

@@ -28,8 +28,8 @@ class RetryingBroker:
         self._slots = asyncio.Semaphore(MAX_CALLS)
         self.is_open = False
 
-    async def ask(self, call: Callable[[ProducerBroker], Awaitable[T]]) -> T:
-        """Return the answer of an idempotent call.
+    async def call(self, request: Callable[[ProducerBroker], Awaitable[T]]) -> T:
+        """Send an idempotent request to the broker and return its answer.
 
         Raises UnavailableError if Redis stays away for `outage_s`, or if the client is closed.
         """
@@ -40,7 +40,7 @@ class RetryingBroker:
             self.require_open()
             await self._take_slot(give_up_s)
             try:
-                return await call(self._broker)
+                return await request(self._broker)
             except UnavailableError:
                 pause_s = next(patience)
                 if clock() + pause_s > give_up_s:

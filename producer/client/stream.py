@@ -97,15 +97,15 @@ class StreamReader:
 
     async def _catch_up(self) -> AsyncGenerator[list[Chunk], None]:
         """Yield everything that the broker has of the job and the reader lacks."""
-        standing = await self._source.attach()
-        if standing.num_chunks < self._cursor.next_index:
+        attached = await self._source.attach()
+        if attached.num_chunks < self._cursor.next_index:
             self._cursor.rewind()
-        if standing.num_chunks > self._cursor.next_index:
+        if attached.num_chunks > self._cursor.next_index:
             if await self._comes_by_itself():
                 return
             async for batch in self._read_log():
                 yield batch
-        if standing.state in TERMINAL_STATES and self._cursor.outcome is None:
+        if attached.state in TERMINAL_STATES and self._cursor.outcome is None:
             result = await self._source.result()
             if result is not None and (batch := self._fresh(rest_of(result, self._cursor.next_index))):
                 yield batch

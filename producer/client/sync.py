@@ -142,7 +142,7 @@ class Job:
         return self._loop.call(self._job.cancel())
 
     def detach(self) -> None:
-        """Stop reading this job here. A job that is not `background` is then cancelled if it has no other reader."""
+        """Stop reading this job here. A job that is not `background` is then canceled if it has no other reader."""
         self._loop.call(self._job.detach())
 
 
