@@ -1,8 +1,8 @@
-"""Everything that puts jobs into the queue and reads their answers.
+"""Submit jobs to the queue and read their answers.
 
-`client/` is the Python client, sync and async; `batch/` turns files of requests into files of results; `openai/` holds
-the shapes that files and the HTTP API share. What serves HTTP belongs to `gateway`, what runs a model to `gpu_node`,
-and what all processes agree on to `contract`.
+`client/` is the Python client, sync and async. `batch/` turns files of requests into files of results. `openai/` has
+the OpenAI bodies and answers that files and the HTTP API share. HTTP itself belongs to `gateway`, models to `gpu_node`,
+Redis to `queue`, and records and errors to `contract`.
 """
 
 if __name__ != "penstock.producer":

@@ -1,6 +1,6 @@
-"""The Python client: submits jobs to the queue and streams their tokens; needs neither torch nor a web framework.
+"""The Python client: submit jobs to the queue and stream their tokens, without torch or a web framework.
 
-It logs what it meets, and says nothing where its user has no logging set up.
+It writes log messages only if the application has configured logging.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""The asynchronous client: what the gateway and the synchronous client build on."""
+"""The asynchronous client. The gateway and the synchronous client build on it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ MAX_TOOLS_CHARS_ON_LOOP = 16 << 10
 
 
 class AsyncClient:
-    """Submits jobs and streams what comes back.
+    """Submit jobs and stream their chunks.
 
         async with AsyncClient("redis://localhost") as client:
             async for chunk in client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="")
 
-    `redis_url` defaults to $PENSTOCK_REDIS_URL. One client serves a whole process; it belongs to one event loop.
+    `redis_url` defaults to $PENSTOCK_REDIS_URL. `tenant` owns the jobs that name no other tenant. One client serves a
+    whole process, and belongs to one event loop.
     """
 
     def __init__(
@@ -63,39 +64,39 @@ class AsyncClient:
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
         self._highest_class = settings.highest_class
         self._redis = connect(url)
-        broker = ProducerBroker(self._redis)
-        self._figures = StatsBroker(self._redis)
+        producer = ProducerBroker(self._redis)
+        self._stats_broker = StatsBroker(self._redis)
         self._usage = UsageBroker(self._redis)
-        self._courier = RetryingBroker(broker, settings.outage_s)
-        self._inbox = ClientInbox(self._redis, broker, settings, self.stats)
-        self._pools = CachedState(lambda: self._courier.ask(lambda b: b.pools()), POOLS_TTL_S)
+        self._broker = RetryingBroker(producer, settings.outage_s)
+        self._inbox = ClientInbox(self._redis, producer, settings, self.stats)
+        self._pools = CachedState(lambda: self._broker.call(lambda b: b.pools()), POOLS_TTL_S)
         keys = KeyStore(self._redis)
-        self._keys = CachedState(lambda: self._courier.ask(lambda _: keys.all()), KEYS_TTL_S)
-        self.dead = DeadLetterBox(self._courier, DeadLetters(self._redis), self.submit)
-        self._doors: dict[str, PoolAdmission] = {}
+        self._keys = CachedState(lambda: self._broker.call(lambda _: keys.all()), KEYS_TTL_S)
+        self.dead = DeadLetterBox(self._broker, DeadLetters(self._redis), self.submit)
+        self._admissions: dict[str, PoolAdmission] = {}
         self._connecting = asyncio.Lock()
         self._is_closed = False
 
     async def connect(self) -> Self:
-        """Subscribes, unless it has; `async with` does it too.
+        """Subscribe to this client's inbox. `async with` does it too, and a second call does nothing.
 
-        Raises UnavailableError when Redis is away, and where the client was closed: one is not opened again.
+        Raises UnavailableError if Redis is away, or if the client was closed: a closed client cannot be reopened.
         """
         async with self._connecting:
             if self._is_closed:
                 raise UnavailableError("the client was closed: make another one", code="client_closed")
-            if not self._courier.is_open:
+            if not self._broker.is_open:
                 await self._inbox.open()
-                self._courier.is_open = True
+                self._broker.is_open = True
         return self
 
     async def close(self) -> None:
-        """Ends every stream, task and connection of this client; jobs go on unless they were not `background`."""
+        """End every stream, task and connection of this client. Only `background` jobs continue without a reader."""
         self._is_closed = True
-        self._courier.is_open = False
+        self._broker.is_open = False
         await self._pools.close()
-        for door in self._doors.values():
-            await door.close()
+        for admission in self._admissions.values():
+            await admission.close()
         await self._inbox.close()
         await self._redis.aclose()
 
@@ -108,107 +109,111 @@ class AsyncClient:
         await self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "connected" if self._courier.is_open else "not connected"
+        state = "closed" if self._is_closed else "connected" if self._broker.is_open else "not connected"
         return f"<AsyncClient {self._url} tenant={self._tenant} {state}>"
 
     @property
     def is_alive(self) -> bool:
-        """Whether this client is connected and hears its jobs; one that stopped hearing does not start again."""
-        return self._courier.is_open and self._inbox.is_running
+        """Whether this client is connected and receives chunks. Once this is false, make another client."""
+        return self._broker.is_open and self._inbox.is_running
 
     async def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
-        """Every announced model by pool, as of at most a second ago; those with a live node come first.
+        """Return every announced model by pool, at most a second old; pools with a live node come first.
 
-        `renewed`: as of now, for whom the copy lacks something; it waits up to a tenth of a second.
+        `renewed` fetches them anew, for a caller that misses a model in the copy. It waits up to a tenth of a second.
         """
         return await (self._pools.renewed() if renewed else self._pools.get())
 
     async def api_keys(self, *, patience_s: float | None = None) -> dict[str, ApiKey]:
-        """Every API key by id, as of at most two seconds ago, for those who let others in; `patience_s`: as they were
-        known last, where Redis does not tell by then.
+        """Return every API key by id, at most two seconds old.
+
+        With `patience_s`, return the last known keys if Redis does not answer within that time.
         """
         return await (self._keys.get() if patience_s is None else self._keys.at_hand(patience_s))
 
     async def warn_of_eviction(self) -> None:
-        """Logs a warning where Redis may evict keys."""
+        """Log a warning if Redis may evict keys."""
         await warn_of_eviction(self._redis)
 
     async def usage(self, tenant: str, account: str, days: int) -> list[DayUsage]:
-        """Tokens that an account of a tenant used on each of the last days, in all pools."""
-        return await self._courier.ask(lambda _: self._usage.of(tenant, account, days))
+        """Return the tokens that a tenant's account used on each of the last `days`, in all pools."""
+        return await self._broker.call(lambda _: self._usage.of(tenant, account, days))
 
     async def all_usage(self, days: int) -> list[DayUsage]:
-        """The same of all tenants and accounts."""
-        return await self._courier.ask(lambda _: self._usage.all(days))
+        """Return the tokens that all tenants and accounts used on each of the last `days`, in all pools."""
+        return await self._broker.call(lambda _: self._usage.all(days))
 
     async def figures(self) -> tuple[list[PoolStats], tuple[int, int]]:
-        """What operators watch: figures of all pools, and the bytes that Redis uses and may use (0: no limit)."""
-        figures = await self._courier.ask(lambda _: self._figures.all())
-        return figures, await self._courier.ask(lambda _: self._figures.memory())
+        """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
+        stats = await self._broker.call(lambda _: self._stats_broker.all())
+        return stats, await self._broker.call(lambda _: self._stats_broker.memory())
 
     async def pressure(self, pool: str) -> PoolPressure:
-        """A pool's live nodes and backlog, as of at most a quarter of a second ago."""
-        return await self._door(pool).pressure()
+        """Return a pool's live nodes and backlog, at most a quarter of a second old."""
+        return await self._admission_to(pool).pressure()
 
     @with_options
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
-        """Check, admit and enqueue a job; `SubmitOptions` and `SamplingParams` say what each argument means.
+        """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
 
         `prompt` is text, token ids or the messages of a chat.
 
-        Raises RequestError (`param` names the argument at fault), BusyError (come back after `retry_after_ms`),
-        ConflictError (id or idempotency key of another request), UnavailableError (no node, or Redis stays away).
+        Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
+        ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
-        self._courier.require_open()
+        self._broker.require_open()
         record = await self._choose(options)
         tools = options.get("tools")
         if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
-            # Their schemas are read several times; a thread lets others run in between.
+            # The tools' schemas are parsed several times; on a thread they do not hold the event loop.
             job = await asyncio.to_thread(build_job, prompt, options, record, self._tenant)
         else:
             job = build_job(prompt, options, record, self._tenant)
         allowed_class(job.priority.label, self._highest_class, "this client (highest_class)")
-        door = self._door(job.pool)
-        cost = estimate_cost(job, record, (await door.recent()).nodes)
-        await self._courier.ask(lambda _: self._inbox.greet(job.pool))
-        await door.admit(cost, job.priority)
+        admission = self._admission_to(job.pool)
+        cost = estimate_cost(job, record, (await admission.recent()).nodes)
+        await self._broker.call(lambda _: self._inbox.ensure_heartbeat(job.pool))
+        await admission.admit(cost, job.priority)
         return await self._enqueue(
             Submission(job, cost, options.get("channel", False), options.get("terms") or self._terms)
         )
 
     @with_options
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
-        """Submit a job and yield its chunks. Takes and raises what `submit` does; raises the job's error at its end."""
+        """Submit a job and yield its chunks. Raises what `submit` and `AsyncJob.stream` raise."""
         job = await self.submit(prompt, **options)
         async with aclosing(job.stream()) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> AsyncJob:
-        """A job submitted anywhere, to be read from the chunk behind index `after`; raises NotFoundError."""
+        """Return a handle on a job that any process submitted, for reading the chunks after index `after`.
+
+        Raises NotFoundError if Redis does not know the job, or if it belongs to another tenant.
+        """
         if after < -1:
             raise RequestError("after must be -1 (all of the job) or the index of a chunk", param="after")
         source = self._source(job_id, tenant)
         box = self._inbox.open_box(source.feed)
         try:
-            standing = await source.attach()
+            attached = await source.attach()
         except BaseException:
             self._inbox.close_box(source.feed, box)
             raise
-        if standing.num_chunks != after + 1 or standing.state in TERMINAL_STATES:
+        if attached.num_chunks != after + 1 or attached.state in TERMINAL_STATES:
             box.nudge()
         return AsyncJob(source, self._inbox, after=after, first_box=box)
 
     async def result(self, job_id: str, *, check: bool = True, tenant: str | None = None) -> Result:
-        """Waits for a job's end; see `AsyncJob.result`."""
+        """Wait for a job's end and return its result; see `AsyncJob.result`."""
         return await AsyncJob(self._source(job_id, tenant), self._inbox).result(check=check)
 
     async def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
-        """Where a job stands."""
+        """Return a job's state, for people."""
         return await self._source(job_id, tenant).status()
 
     async def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
-        """Cancels a job; answers its state; see `AsyncJob.cancel`."""
+        """Cancel a job and return its state; see `AsyncJob.cancel`."""
         return await self._source(job_id, tenant).cancel()
 
     async def _choose(self, options: SubmitOptions) -> ServedPool:
@@ -217,26 +222,26 @@ class AsyncClient:
         try:
             return choose_pool(pools.values(), *names, adapter=adapter)
         except (NotFoundError, UnavailableError):
-            # Its first node may have joined since.
+            # The model's first node may have joined since.
             return choose_pool((await self.pools(renewed=True)).values(), *names, adapter=adapter)
 
     def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
-        return JobSource(self._courier, self._inbox, job_id, tenant or self._tenant, submission)
+        return JobSource(self._broker, self._inbox, job_id, tenant or self._tenant, submission)
 
-    def _door(self, pool: str) -> PoolAdmission:
-        door = self._doors.get(pool)
-        if door is None:
-            door = self._doors[pool] = PoolAdmission(lambda: self._courier.ask(lambda b: b.pressure(pool)))
-        return door
+    def _admission_to(self, pool: str) -> PoolAdmission:
+        admission = self._admissions.get(pool)
+        if admission is None:
+            admission = self._admissions[pool] = PoolAdmission(lambda: self._broker.call(lambda b: b.pressure(pool)))
+        return admission
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
         job = submission.job
         source = self._source(job.id, job.tenant, submission)
         box = self._inbox.open_box(source.feed)
         try:
-            submitted = await submit(self._courier, self._inbox.name, submission)
+            submitted = await submit(self._broker, self._inbox.name, submission)
         except BaseException:
             self._inbox.close_box(source.feed, box)
             raise

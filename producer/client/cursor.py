@@ -1,8 +1,8 @@
-"""Where a reader stands in a job's token log, and what of an arriving chunk is new to it. Pure: no I/O, no clock.
+"""A reader's position in a job's log, and the new part of each arriving chunk. Pure: no I/O, no clock.
 
-The index finds gaps, the token positions find what is already had. When the log turns out not to be the one that was
-read (Redis lost writes it had acknowledged), the cursor walks it again from its start: what was delivered must stand
-there, and is not delivered twice.
+The log index finds gaps; the token positions find what was already delivered. Redis may lose writes that it
+acknowledged, so that the log differs from the log that was read. The cursor then walks the log again from its start:
+what was delivered must be there, and is not delivered twice.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 
 
 class ChunkVerdict(Enum):
-    """Why a chunk is not delivered now."""
+    """The reason not to deliver a chunk now."""
 
-    DROP = "already had"
+    DROP = "already delivered"
     GAP = "something before it is missing"
 
 
 @dataclass(slots=True)
-class _Had:
-    """What of one choice was delivered, and how far this walk through the log has come in it.
+class _Delivered:
+    """What was delivered of one choice, and how far this walk through the log has come in it.
 
     0 <= walked_tokens <= len(tokens); 0 <= walked_chars <= num_chars; both equal on the first walk.
     """
@@ -39,23 +39,26 @@ class _Had:
 
 
 class StreamCursor:
-    """One reader's place in one job's log, from chunk `start` on."""
+    """One reader's position in one job's log, from chunk `start` on."""
 
     def __init__(self, start: int = 0) -> None:
         self.start = start
         self.next_index = start
         self.outcome: Outcome | None = None
-        self._choices: dict[int, _Had] = {}
-        self._usage_had = False
-        self._num_prompt_had = 0
-        """Tokens of the prompt whose log-probabilities were delivered, or stood before the start."""
+        self._choices: dict[int, _Delivered] = {}
+        self._usage_delivered = False
+        self._num_prompt_delivered = 0
+        """Prompt tokens with log-probabilities that were delivered or precede the start."""
         self._end_of_known = start
-        """Chunks below this index were walked before: next_index is below it on a second walk only."""
+        """Chunks below this index were walked before. Only on a second walk is `next_index` below it."""
         self._suspect_index = -1
-        """The last chunk that seemed out of place."""
+        """The last chunk that seemed out of order."""
 
     def offer(self, chunk: Chunk) -> Chunk | ChunkVerdict:
-        """What of `chunk` is to be delivered now, if any; raises StreamDivergedError when it contradicts what was."""
+        """Return the part of `chunk` to deliver now, or the reason not to.
+
+        Raises StreamDivergedError if the chunk contradicts what was delivered.
+        """
         if self._goes_on(chunk):
             return chunk
         if self.outcome is not None:
@@ -73,70 +76,80 @@ class StreamCursor:
         return fresh
 
     def rewind(self) -> None:
-        """Walk the log again from the start."""
+        """Start to walk the log again."""
         self.next_index = self.start
-        for had in self._choices.values():
-            had.walked_tokens = had.walked_chars = 0
+        for seen in self._choices.values():
+            seen.walked_tokens = seen.walked_chars = 0
 
     def _goes_on(self, chunk: Chunk) -> bool:
-        """Whether a chunk is tokens and text that follow all that was delivered; then they are noted.
+        """Record a chunk that is plain tokens and text and follows everything delivered; return whether it is.
 
-        Nearly all chunks are, and this takes a third of the time that the other ways take together.
+        Nearly all chunks are, and this path takes a third of the time of the general one.
         """
-        had = self._choices.get(chunk.choice)
-        if had is None or not chunk.index == self.next_index == self._end_of_known:
+        seen = self._choices.get(chunk.choice)
+        if seen is None or not chunk.index == self.next_index == self._end_of_known:
             return False
-        if not chunk.position - had.base == had.walked_tokens == len(had.tokens) or had.walked_chars != had.num_chars:
+        if (
+            not chunk.position - seen.base == seen.walked_tokens == len(seen.tokens)
+            or seen.walked_chars != seen.num_chars
+        ):
             return False
-        if not had.tokens or not chunk.token_ids or chunk.finish_reason or chunk.usage or chunk.outcome or self.outcome:
+        if (
+            not seen.tokens
+            or not chunk.token_ids
+            or chunk.finish_reason
+            or chunk.usage
+            or chunk.outcome
+            or self.outcome
+        ):
             return False
-        had.tokens += chunk.token_ids
-        had.walked_tokens += len(chunk.token_ids)
-        had.num_chars = had.walked_chars = had.num_chars + len(chunk.text)
+        seen.tokens += chunk.token_ids
+        seen.walked_tokens += len(chunk.token_ids)
+        seen.num_chars = seen.walked_chars = seen.num_chars + len(chunk.text)
         self.next_index = self._end_of_known = self.next_index + 1
         return True
 
     def _judge_old(self, chunk: Chunk) -> ChunkVerdict:
-        """A chunk from behind is a repetition; with tokens never seen it tells of another log than the one read."""
+        """Handle a chunk from before `next_index`: a repetition, or with unseen tokens a sign that the log changed."""
         if chunk.index < self.start or not chunk.token_ids:
             return ChunkVerdict.DROP
-        had = self._choices.get(chunk.choice)
-        if had is not None and _num_confirmed(had, chunk) == len(chunk.token_ids):
+        seen = self._choices.get(chunk.choice)
+        if seen is not None and _num_confirmed(seen, chunk) == len(chunk.token_ids):
             return ChunkVerdict.DROP
         self.rewind()
         return ChunkVerdict.GAP
 
     def _is_out_of_place(self, chunk: Chunk) -> bool:
-        """Whether the next chunk's tokens do not follow those before it, as when the log was cut otherwise before.
+        """Whether the next chunk's tokens do not follow the earlier ones, as if chunks had other boundaries before.
 
-        Then the log is walked again. A chunk that comes up a second time is in place where it repeats, and refused
-        where it leaves tokens out.
+        The log is then walked again. A chunk that comes a second time is accepted if it repeats tokens, and raises
+        StreamDivergedError if it skips some.
         """
-        had = self._choices.get(chunk.choice)
-        if had is None or not chunk.token_ids or not had.tokens:
+        seen = self._choices.get(chunk.choice)
+        if seen is None or not chunk.token_ids or not seen.tokens:
             return False
-        at = chunk.position - had.base
-        if at == had.walked_tokens:
+        at = chunk.position - seen.base
+        if at == seen.walked_tokens:
             return False
         if chunk.index > self._suspect_index:
             self._suspect_index = chunk.index
             self.rewind()
             return True
-        if at + len(chunk.token_ids) > had.walked_tokens:
+        if at + len(chunk.token_ids) > seen.walked_tokens:
             raise StreamDivergedError(f"job {chunk.job_id}: choice {chunk.choice} does not go on at {chunk.position}")
         return False
 
     def _fresh_part(self, chunk: Chunk) -> Chunk | ChunkVerdict:
-        had = self._choices.get(chunk.choice)
-        if had is None or (not had.tokens and chunk.token_ids):
-            num_chars = had.num_chars if had else 0
-            had = self._choices[chunk.choice] = _Had(chunk.position, num_chars=num_chars, walked_chars=num_chars)
-        tokens, text = _new_part(had, chunk)
+        seen = self._choices.get(chunk.choice)
+        if seen is None or (not seen.tokens and chunk.token_ids):
+            num_chars = seen.num_chars if seen else 0
+            seen = self._choices[chunk.choice] = _Delivered(chunk.position, num_chars=num_chars, walked_chars=num_chars)
+        tokens, text = _new_part(seen, chunk)
         prompt = self._new_of_prompt(chunk)
-        finish = None if had.finished else chunk.finish_reason
-        usage = None if self._usage_had else chunk.usage
-        had.finished = had.finished or finish is not None
-        self._usage_had = self._usage_had or usage is not None
+        finish = None if seen.finished else chunk.finish_reason
+        usage = None if self._usage_delivered else chunk.usage
+        seen.finished = seen.finished or finish is not None
+        self._usage_delivered = self._usage_delivered or usage is not None
         is_whole = len(tokens) == len(chunk.token_ids) and len(text) == len(chunk.text)
         if is_whole and chunk.index >= self._end_of_known:
             return chunk
@@ -155,19 +168,19 @@ class StreamCursor:
         )
 
     def _new_of_prompt(self, chunk: Chunk) -> tuple[TokenLogprobs, ...]:
-        """What a chunk says of the prompt, unless it was delivered; a log is never cut otherwise there."""
-        if not chunk.prompt_logprobs or chunk.position < self._num_prompt_had:
+        """Return a chunk's prompt log-probabilities, unless delivered. Their chunk boundaries never change."""
+        if not chunk.prompt_logprobs or chunk.position < self._num_prompt_delivered:
             return ()
-        self._num_prompt_had = chunk.position + len(chunk.prompt_logprobs)
+        self._num_prompt_delivered = chunk.position + len(chunk.prompt_logprobs)
         return chunk.prompt_logprobs
 
 
-def _num_confirmed(had: _Had, chunk: Chunk) -> int:
-    """How many of the chunk's first tokens were delivered before; raises when other tokens were."""
-    at = chunk.position - had.base
+def _num_confirmed(seen: _Delivered, chunk: Chunk) -> int:
+    """Return how many of the chunk's first tokens were delivered. Raises StreamDivergedError if others were."""
+    at = chunk.position - seen.base
     if at < 0:
         raise StreamDivergedError(f"job {chunk.job_id}: choice {chunk.choice} went back to token {chunk.position}")
-    known = had.tokens[at : at + len(chunk.token_ids)]
+    known = seen.tokens[at : at + len(chunk.token_ids)]
     if known and tuple(known) != chunk.token_ids[: len(known)]:
         raise StreamDivergedError(
             f"job {chunk.job_id}: choice {chunk.choice}, tokens from {chunk.position} on are no longer those delivered"
@@ -175,25 +188,25 @@ def _num_confirmed(had: _Had, chunk: Chunk) -> int:
     return len(known)
 
 
-def _new_part(had: _Had, chunk: Chunk) -> tuple[tuple[int, ...], str]:
-    """The tokens and text of the next chunk that were not delivered yet, noted as delivered."""
+def _new_part(seen: _Delivered, chunk: Chunk) -> tuple[tuple[int, ...], str]:
+    """Return the new tokens and the new text of the next chunk, and record them as delivered."""
     tokens = chunk.token_ids
     if tokens:
-        num_confirmed = _num_confirmed(had, chunk)
-        end = chunk.position - had.base + len(tokens)
-        if end <= had.walked_tokens:
+        num_confirmed = _num_confirmed(seen, chunk)
+        end = chunk.position - seen.base + len(tokens)
+        if end <= seen.walked_tokens:
             return (), ""
-        had.walked_tokens = end
+        seen.walked_tokens = end
         tokens = tokens[num_confirmed:]
-        had.tokens.extend(tokens)
-    had.walked_chars += len(chunk.text)
-    num_new_chars = max(0, had.walked_chars - had.num_chars)
-    had.num_chars += num_new_chars
+        seen.tokens.extend(tokens)
+    seen.walked_chars += len(chunk.text)
+    num_new_chars = max(0, seen.walked_chars - seen.num_chars)
+    seen.num_chars += num_new_chars
     return tokens, chunk.text[len(chunk.text) - num_new_chars :]
 
 
 def rest_of(result: Result, start: int) -> Iterator[Chunk]:
-    """The chunks from index `start` on of a job whose log's life is over; the terminal one is always among them."""
+    """Yield a job's chunks from index `start` on, from its result after the log expired. Ends with the terminal one."""
     choices = {choice.index: choice for choice in result.choices}
     last_cut = {cut[0]: index for index, cut in enumerate(result.cuts)}
     usage_at = max((index for index, cut in enumerate(result.cuts) if cut[1]), default=len(result.cuts) - 1)

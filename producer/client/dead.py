@@ -1,4 +1,4 @@
-"""Dead letters as their operator deals with them: looked at, tried again under a new id, forgotten."""
+"""Dead letters for an operator: inspect, retry under a new id, purge."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from penstock.queue.wire import Request
 
 
 class DeadLetterBox:
-    """A client's way to the dead letters of all pools; `AsyncClient.dead`."""
+    """A client's access to the dead letters of all pools, as `AsyncClient.dead`."""
 
     def __init__(
-        self, courier: RetryingBroker, letters: DeadLetters, submit: Callable[..., Awaitable[AsyncJob]]
+        self, broker: RetryingBroker, letters: DeadLetters, submit: Callable[..., Awaitable[AsyncJob]]
     ) -> None:
-        self._courier = courier
+        self._broker = broker
         self._letters = letters
         self._submit = submit
 
     async def newest(self, pool: str, limit: int = 100) -> list[DeadLetter]:
-        """A pool's dead letters, the last one first."""
-        return await self._courier.ask(lambda _: self._letters.newest(pool, limit))
+        """Return up to `limit` dead letters of a pool, the newest first."""
+        return await self._broker.call(lambda _: self._letters.newest(pool, limit))
 
     async def get(self, job_id: str) -> DeadLetter:
-        """One dead letter; raises NotFoundError."""
-        return await self._courier.ask(lambda _: self._letters.get(job_id))
+        """Return one dead letter. Raises NotFoundError."""
+        return await self._broker.call(lambda _: self._letters.get(job_id))
 
     async def request(self, job_id: str) -> Request:
-        """What the job asked for; raises NotFoundError."""
-        return await self._courier.ask(lambda _: self._letters.request(job_id))
+        """Return the request of a dead letter. Raises NotFoundError."""
+        return await self._broker.call(lambda _: self._letters.request(job_id))
 
     async def retry(self, job_id: str) -> AsyncJob:
-        """Submits what a dead letter asked for as a new job, for the same tenant, and forgets the letter.
+        """Submit a dead letter's request as a new job for the same tenant, and purge the letter.
 
-        Raises NotFoundError, and what `AsyncClient.submit` raises. Repeated after an interruption it is the same job.
+        A call after an interrupted one returns the same new job. Raises NotFoundError, and what `AsyncClient.submit`
+        raises.
         """
         letter, request = await self.get(job_id), await self.request(job_id)
         job = await self._submit(
@@ -55,5 +56,5 @@ class DeadLetterBox:
         return job
 
     async def purge(self, job_ids: Sequence[str]) -> int:
-        """Forgets dead letters and their requests; answers how many there were."""
-        return await self._courier.ask(lambda _: self._letters.purge(job_ids))
+        """Delete dead letters and their requests; return how many there were."""
+        return await self._broker.call(lambda _: self._letters.purge(job_ids))

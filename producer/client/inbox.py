@@ -1,8 +1,8 @@
-"""The one subscription of a reading process: chunks of all its jobs arrive here and go to their readers' mailboxes.
+"""The one subscription of a client: chunks of all its jobs arrive here and go to their readers' mailboxes.
 
-A message to ourselves now and then proves that the subscription lives. When it stays away we subscribe again, and every
-reader compares its state with the broker's, as messages may be lost; so does a reader that has waited too long. Pools
-with open streams hear that we live, and jobs that nobody here reads any more are told so.
+Periodic messages to itself (echoes) prove that the subscription is alive. If an echo is missing, the inbox subscribes
+again, and every reader compares its state with the broker's, because messages may be lost. A reader that has waited for
+long does the same. Pools with open streams get heartbeats. A job without a reader in this process is detached.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WATCHES_PER_SILENCE = 5
 
 
 class ClientInbox:
-    """A process's subscription, for the life of its client."""
+    """A client's subscription, open as long as the client."""
 
     def __init__(self, redis: Redis, broker: ProducerBroker, settings: ClientSettings, stats: ClientStats) -> None:
         self._redis = redis
@@ -54,46 +54,49 @@ class ClientInbox:
         self._unread: set[str] = set()
         self._unread_bell = asyncio.Event()
         self._detaching: dict[str, asyncio.Event] = {}
-        self._beaten_s: dict[str, float] = {}
+        self._last_heartbeat_s: dict[str, float] = {}
         self._echoes = Echoes(settings.echo_interval_s)
         self._tasks: asyncio.Task[None] | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether the subscription is kept; once its tasks have ended, by close or by a bug, it is not."""
+        """Whether the subscription is maintained. It is not once its tasks have ended, by `close` or by a bug."""
         return self._tasks is not None
 
     # For readers ------------------------------------------------------------------------------------
 
     def feed(self, job_id: str) -> Feed:
-        """The feed of a job, to be held by whoever wants it to live."""
+        """Return the feed of a job. The inbox holds it weakly, so the caller must keep a reference."""
         feed = self._feeds.get(job_id)
         if feed is None:
             feed = self._feeds[job_id] = Feed(job_id)
         return feed
 
     def open_box(self, feed: Feed, max_chunks: int | None = None) -> Mailbox:
-        """A mailbox for one reader of the job."""
+        """Open a mailbox for one reader of the job. Raises UnavailableError if the inbox is closed."""
         self._require_open()
         box = Mailbox(max_chunks or self._settings.max_queued_chunks)
         feed.boxes.append(box)
         return box
 
     def close_box(self, feed: Feed, box: Mailbox) -> None:
-        """The reader is gone; with the last one, the job hears that it is not read here any more."""
+        """Close a reader's mailbox. With the last mailbox of a job, the job is detached from this process."""
         feed.boxes.remove(box)
         if not feed.boxes and not feed.ended and self._tasks is not None:
             self._detach_soon(feed.job_id)
 
-    async def settled(self, job_id: str) -> None:
-        """Returns when no detach of the job is under way, which must not overtake an attach. Raises when closed."""
+    async def wait_for_detach(self, job_id: str) -> None:
+        """Wait until no detach of the job is running, because it must not overtake an attach.
+
+        Raises UnavailableError if the inbox is closed.
+        """
         self._require_open()
         while (under_way := self._detaching.get(job_id)) is not None:
             await under_way.wait()
 
     async def detach(self, job_id: str) -> None:
-        """Tells the job that nobody reads it here any more."""
-        await self.settled(job_id)
+        """Record in Redis that this process does not read the job any more."""
+        await self.wait_for_detach(job_id)
         done = self._detaching[job_id] = asyncio.Event()
         try:
             await self._broker.detach(job_id, self.name)
@@ -101,21 +104,19 @@ class ClientInbox:
             del self._detaching[job_id]
             done.set()
 
-    async def greet(self, pool: str) -> None:
-        """Tells a pool that we live, unless it has just heard."""
+    async def ensure_heartbeat(self, pool: str) -> None:
+        """Send a heartbeat to a pool, unless one was sent within the interval."""
         now_s = asyncio.get_running_loop().time()
-        if now_s - self._beaten_s.get(pool, -math.inf) >= self._settings.read_beat_interval_s:
-            self._beaten_s[pool] = now_s
+        if now_s - self._last_heartbeat_s.get(pool, -math.inf) >= self._settings.read_beat_interval_s:
+            self._last_heartbeat_s[pool] = now_s
             try:
                 await self._broker.read_beat(pool, self.name)
             except BaseException:
-                self._beaten_s.pop(pool, None)
+                self._last_heartbeat_s.pop(pool, None)
                 raise
 
     async def hear_out(self) -> None:
-        """Returns when all that was published to us before the call has been dispatched; a dead subscription's reader
-        is not kept for long.
-        """
+        """Wait until everything published to this inbox before the call is dispatched, at most _HEAR_OUT_S seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_HEAR_OUT_S):
                 await self._echo()
@@ -124,12 +125,12 @@ class ClientInbox:
     # Life -------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Subscribes; raises UnavailableError when Redis is away."""
-        self._line = await self._subscribe()
+        """Subscribe, and start the tasks of the inbox. Raises UnavailableError if Redis is away."""
+        self._connection = await self._subscribe()
         self._tasks = asyncio.create_task(self._run(), name=f"penstock inbox {self.name}")
 
     async def close(self) -> None:
-        """Detaches from what is still read, unsubscribes, and ends every task; readers get UnavailableError."""
+        """Detach all jobs that are still read, unsubscribe, and end every task. Readers get UnavailableError."""
         tasks = self._tasks
         if tasks is None:
             return
@@ -139,8 +140,8 @@ class ClientInbox:
                 await self._detach_unread(closing=True)
         tasks.cancel()
         await asyncio.wait([tasks])
-        # The tasks do it too, where they had begun.
-        self._line.close()
+        # The tasks close it too, if they had started.
+        self._connection.close()
 
     async def _run(self) -> None:
         settings = self._settings
@@ -149,7 +150,7 @@ class ClientInbox:
                 group.create_task(self._listen())
                 group.create_task(self._detach_forever())
                 group.create_task(self._every(settings.echo_interval_s, self._echo))
-                group.create_task(self._every(settings.read_beat_interval_s, self._beat))
+                group.create_task(self._every(settings.read_beat_interval_s, self._send_heartbeats))
                 group.create_task(self._every(settings.silent_after_s / _WATCHES_PER_SILENCE, self._watch))
         except Exception:
             _LOG.exception("inbox ended", extra={"inbox": self.name})
@@ -170,40 +171,40 @@ class ClientInbox:
     # Listening --------------------------------------------------------------------------------------
 
     async def _subscribe(self) -> SharedConnection:
-        line = None
+        connection = None
         try:
             with translated():
-                line = await SharedConnection.open(self._redis, self.dispatch)
+                connection = await SharedConnection.open(self._redis, self.dispatch)
                 async with asyncio.timeout(_SUBSCRIBE_TIMEOUT_S):
-                    await line.call("SUBSCRIBE", self._channel)
+                    await connection.call("SUBSCRIBE", self._channel)
         except BaseException:
-            # Also of a cancellation that redis-py swallowed while it connected, and that comes out only now.
-            if line is not None:
-                line.close()
+            # This includes a cancellation that redis-py swallowed while it connected, and that appears only now.
+            if connection is not None:
+                connection.close()
             raise
-        return line
+        return connection
 
     async def _listen(self) -> None:
         while True:
             try:
-                await self._until_lost(self._line)
+                await self._until_lost(self._connection)
             finally:
-                self._line.close()
+                self._connection.close()
             _LOG.warning("redis is away", extra={"inbox": self.name, "reason": "the subscription is lost"})
-            self._line = await self._subscribe_again()
+            self._connection = await self._subscribe_again()
             _LOG.info("subscribed again", extra={"inbox": self.name})
             self.stats.resubscribes += 1
             self._nudge_all()
 
-    async def _until_lost(self, line: SharedConnection) -> None:
-        """Returns when the connection is gone, or an echo has stayed away for too long."""
+    async def _until_lost(self, connection: SharedConnection) -> None:
+        """Wait until the connection is lost, or an echo is overdue."""
         interval_s = self._settings.echo_interval_s
         clock = asyncio.get_running_loop().time
         self._echoes.restart()
-        while not line.lost.done():
-            await asyncio.wait((line.lost,), timeout=interval_s)
+        while not connection.lost.done():
+            await asyncio.wait((connection.lost,), timeout=interval_s)
             if self._echoes.is_overdue(clock()):
-                # Where this process was held up, what it waits for lies in the buffer.
+                # If this process was held up, the echo may already be in the buffer.
                 await asyncio.sleep(_LAST_LOOK_S)
                 if self._echoes.is_overdue(clock()):
                     return
@@ -216,14 +217,14 @@ class ClientInbox:
                 return await self._subscribe()
 
     def dispatch(self, message: bytes) -> None:
-        """Leaves the chunks of one message in their readers' mailboxes."""
+        """Put the chunks of one message into their readers' mailboxes."""
         try:
             if Echoes.is_echo(message):
                 self._echoes.hear(message)
                 return
             chunks = decode_chunks(message)
         except (WireError, ValueError) as error:
-            # Anybody who reaches Redis can publish here.
+            # Any process with access to Redis can publish here.
             self.stats.bad_messages += 1
             _LOG.warning("bad inbox message", extra={"inbox": self.name, "error": str(error)})
             return
@@ -245,15 +246,18 @@ class ClientInbox:
         with translated():
             await self._redis.publish(self._channel, echo)
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         now_s = asyncio.get_running_loop().time()
         open_pools = {pool_of(feed.job_id) for feed in self._feeds.values() if feed.boxes and not feed.ended}
         for pool in open_pools:
             await self._broker.read_beat(pool, self.name)
-            self._beaten_s[pool] = now_s
+            self._last_heartbeat_s[pool] = now_s
 
     async def _watch(self) -> None:
-        """Nudges readers that have waited for long; boxes keep no time, because they are waited for at every token."""
+        """Nudge readers that have waited for `silent_after_s`.
+
+        Mailboxes keep no time themselves, because a reader waits at every token.
+        """
         now_s = asyncio.get_running_loop().time()
         for feed in list(self._feeds.values()):
             for box in feed.boxes:
@@ -287,6 +291,6 @@ class ClientInbox:
             feed = self._feeds.get(job_id)
             if feed is not None and feed.boxes and not closing:
                 continue
-            # A failed one is made up for: the next chunk that nobody reads brings the job back here.
+            # A failed detach is repeated: the next chunk without a reader queues the job here again.
             with tried_again(_LOG):
                 await self.detach(job_id)

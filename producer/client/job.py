@@ -1,4 +1,4 @@
-"""A submitted or attached job: its stream, its result, its end."""
+"""The asynchronous handle on a job: its stream, its result and its end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ AnyResult = TypeVar("AnyResult", Result, PackedResult)
 
 
 class AsyncJob:
-    """A handle; any number of readers may stream from it, each gets everything from where the handle starts.
+    """A handle on a submitted or attached job. Any number of readers may stream from it, each from its start.
 
-    A submitted job's first mailbox is open since before the submission, so that its first reader needs no log. Who
-    waits for the result is one too, or thousands of handles would keep what nobody is going to read.
+    The first mailbox of a submitted job opens before the submission, so the first reader need not read the log. A call
+    of `result` uses up that mailbox too; otherwise thousands of handles would keep chunks without a reader.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AsyncJob:
         return f"<AsyncJob {self.id}>"
 
     async def stream(self) -> AsyncGenerator[Chunk, None]:
-        """The job's chunks in order; behind the last one, raises the job's error when it did not end `done`."""
+        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`."""
         outcome: Outcome | None = None
         async with aclosing(self.batches()) as batches:
             async for batch in batches:
@@ -51,26 +51,26 @@ class AsyncJob:
             raise error_of(outcome)
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        """The job's chunks in order; the last one carries the outcome, whatever it is."""
+        """Yield the job's chunks in order. The last chunk carries the outcome; a failed job raises no error."""
         async with aclosing(self.batches()) as batches:
             async for batch in batches:
                 for chunk in batch:
                     yield chunk
 
     def batches(self) -> AsyncGenerator[list[Chunk], None]:
-        """The job's chunks in order, as many at once as have arrived."""
-        # Not a generator around the reader's: it would cost as much as a token's whole way through the reader.
+        """Yield the job's chunks in order, in lists of all that have arrived."""
+        # A generator around the reader's would double the time that a token takes through the reader.
         return StreamReader(self._source, self._box_to_read, StreamCursor(self._start), self._inbox.stats).batches()
 
     async def result(self, *, check: bool = True) -> Result:
-        """The job's result once it has ended; raises the job's error when it did not end `done`, unless told not to.
+        """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`.
 
-        A stream that begins later reads from the log what it would have found waiting.
+        A stream that begins later reads the earlier chunks from the log.
         """
         return await self._once_ended(self._source.result, check=check)
 
     async def packed_result(self) -> PackedResult:
-        """The same, of which a part is decoded when it is asked for."""
+        """Wait for the job's end and return its result, with parts that are decoded on access."""
         return await self._once_ended(self._source.packed_result, check=True)
 
     async def _once_ended(self, read: Callable[[], Awaitable[AnyResult | None]], *, check: bool) -> AnyResult:
@@ -81,7 +81,7 @@ class AsyncJob:
                 await self._wait_for_end(box)
                 if (result := await read()) is not None:
                     break
-                # Redis lost the end that it had told of.
+                # Redis reported the end and then lost it.
                 feed.ended = False
                 box.nudge()
         finally:
@@ -91,15 +91,18 @@ class AsyncJob:
         return result
 
     async def status(self) -> JobStatus:
-        """Where the job stands."""
+        """Return the job's state, for people."""
         return await self._source.status()
 
     async def cancel(self) -> str:
-        """Cancels the job; answers its state: `cancelled`, `running` (it ends within a step) or the terminal one."""
+        """Cancel the job. Return `cancelled`, `running` (it ends within a step), or its earlier terminal state."""
         return await self._source.cancel()
 
     async def detach(self) -> None:
-        """Says that nobody reads here any more, unless somebody does; a non-background job is then cancelled."""
+        """Stop reading this job here, unless another stream of this process reads it.
+
+        A job that is not `background` is then canceled if it has no other reader.
+        """
         if box := self._take_first_box():
             self._inbox.close_box(self._source.feed, box)
         if not self._source.feed.boxes:
@@ -118,7 +121,7 @@ class AsyncJob:
         return box
 
     def _open_box(self, *, behind: bool, max_chunks: int | None = None) -> Mailbox:
-        """A fresh mailbox; a reader that may have missed something first asks where the job stands."""
+        """Open a new mailbox. With `behind`, its reader may have missed chunks, so it first asks for the state."""
         box = self._inbox.open_box(self._source.feed, max_chunks)
         if behind:
             box.nudge()

@@ -1,4 +1,4 @@
-"""One job as its readers reach it, through thick and thin."""
+"""A reader's access to one job in Redis, across outages and losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.runtime import crash_points
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What was submitted, kept so that it can be submitted again."""
+    """A submitted job with its options, kept so that it can be submitted again."""
 
     job: Job
     cost: int
@@ -25,9 +25,9 @@ class Submission:
     terms: Terms = UNLIMITED
 
 
-async def submit(courier: RetryingBroker, inbox: str, submission: Submission) -> Submitted:
-    """Submits a job, repeatedly while Redis is away; raises what the broker raises."""
-    return await courier.ask(lambda broker: _submit(broker, inbox, submission))
+async def submit(broker: RetryingBroker, inbox: str, submission: Submission) -> Submitted:
+    """Submit a job, with retries while Redis is away. Raises what the broker raises."""
+    return await broker.call(lambda producer: _submit(producer, inbox, submission))
 
 
 async def _submit(broker: ProducerBroker, inbox: str, submission: Submission) -> Submitted:
@@ -36,17 +36,15 @@ async def _submit(broker: ProducerBroker, inbox: str, submission: Submission) ->
 
 
 class JobSource:
-    """A job's standing, log and result. A job of ours that Redis lost is submitted again: same id, same bytes."""
+    """The state, log and result of one job.
+
+    If this process submitted the job and Redis lost it, it is submitted again: same id, same bytes.
+    """
 
     def __init__(
-        self,
-        courier: RetryingBroker,
-        inbox: ClientInbox,
-        job_id: str,
-        tenant: str,
-        submission: Submission | None = None,
+        self, broker: RetryingBroker, inbox: ClientInbox, job_id: str, tenant: str, submission: Submission | None = None
     ) -> None:
-        self._courier = courier
+        self._broker = broker
         self._inbox = inbox
         self.job_id = job_id
         self.tenant = tenant
@@ -54,55 +52,55 @@ class JobSource:
         self.feed = inbox.feed(job_id)
 
     async def attach(self) -> Attached:
-        """Registers this process as a reader (again) and tells where the job stands."""
-        await self._inbox.settled(self.job_id)
+        """Register this process as a reader, perhaps again, and return the job's state."""
+        await self._inbox.wait_for_detach(self.job_id)
         inbox = self._inbox.name
         try:
-            standing = await self._courier.ask(lambda broker: broker.attach(self.job_id, self.tenant, inbox=inbox))
+            attached = await self._broker.call(lambda producer: producer.attach(self.job_id, self.tenant, inbox=inbox))
         except NotFoundError:
             if self._submission is None or self.feed.ended:
                 raise
             self._inbox.stats.resubmits += 1
-            # It was accepted once: no limit may refuse it now.
+            # The job was accepted once, so no limit may refuse it now.
             again = await self._submit_again(replace(self._submission, terms=self._submission.terms.without_limits()))
-            standing = Attached(again.state, again.num_chunks, again.pushed)
-        self.feed.note(standing)
-        return standing
+            attached = Attached(again.state, again.num_chunks, again.pushed)
+        self.feed.note(attached)
+        return attached
 
     async def _submit_again(self, submission: Submission) -> Submitted:
         async def attempt(broker: ProducerBroker) -> Submitted:
             try:
                 return await _submit(broker, self._inbox.name, submission)
             except NotFoundError as error:
-                # Redis lost the pool as well; its nodes come back to announce it.
+                # Redis lost the pool too; the nodes will announce it again.
                 raise UnavailableError(error.message, code=error.code) from error
 
-        return await self._courier.ask(attempt)
+        return await self._broker.call(attempt)
 
     async def hear_out(self) -> None:
-        """Returns when all that was published before the call has come to the mailboxes."""
+        """Wait until everything published before the call is in the mailboxes."""
         with suppress(UnavailableError):
             await self._inbox.hear_out()
 
     async def log(self, start: int, count: int) -> list[Chunk]:
-        """A page of the job's log."""
+        """Return up to `count` chunks of the job's log, from index `start`."""
         self._inbox.stats.log_reads += 1
-        chunks = await self._courier.ask(lambda broker: broker.log(self.job_id, start, count))
+        chunks = await self._broker.call(lambda producer: producer.log(self.job_id, start, count))
         crash_points.point("after", "log")
         return chunks
 
     async def result(self) -> Result | None:
-        """The job's terminal record, None while it has none."""
-        return await self._courier.ask(lambda broker: broker.result(self.job_id, self.tenant))
+        """Return the job's result, or None before its end."""
+        return await self._broker.call(lambda producer: producer.result(self.job_id, self.tenant))
 
     async def packed_result(self) -> PackedResult | None:
-        """The same, decoded in parts."""
-        return await self._courier.ask(lambda broker: broker.packed_result(self.job_id, self.tenant))
+        """Return the job's result, with parts that are decoded on access, or None before its end."""
+        return await self._broker.call(lambda producer: producer.packed_result(self.job_id, self.tenant))
 
     async def status(self) -> JobStatus:
-        """Where the job stands, for people."""
-        return await self._courier.ask(lambda broker: broker.status(self.job_id, self.tenant))
+        """Return the job's state, for people."""
+        return await self._broker.call(lambda producer: producer.status(self.job_id, self.tenant))
 
     async def cancel(self) -> str:
-        """Cancels the job; answers its state."""
-        return await self._courier.ask(lambda broker: broker.cancel(self.job_id, self.tenant))
+        """Cancel the job and return its state."""
+        return await self._broker.call(lambda producer: producer.cancel(self.job_id, self.tenant))

@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for callers that have none."""
+"""An event loop on a private thread, for synchronous callers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for any number of threads of one process; a daemon, so that it holds nobody up who forgets to
-    stop it.
+    """Run coroutines for any number of threads of one process.
+
+    The thread is a daemon, so that the interpreter exits even if the caller forgets to stop it.
     """
 
     def __init__(self) -> None:
-        # A garbage collector or a signal handler may call again in the middle of a call.
+        # Reentrant: the garbage collector or a signal handler may call again in the middle of a call.
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._stopped = False
@@ -32,7 +33,10 @@ class LoopThread:
         self._started.wait()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs it to its end; an interrupted wait cancels it. Raises UnavailableError when the loop was stopped."""
+        """Run a coroutine and return its result. An interrupted wait cancels it.
+
+        Raises UnavailableError if the loop was stopped, or belongs to another process.
+        """
         future = self.post(coroutine)
         try:
             return future.result()
@@ -43,10 +47,10 @@ class LoopThread:
             raise
 
     def post(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Starts it and does not wait."""
+        """Start a coroutine without waiting for it."""
         if not self._is_ours:
             coroutine.close()
-            message = "the client belongs to the process that made it: make another one after a fork"
+            message = "the client belongs to the process that created it: create another client after a fork"
             raise UnavailableError(message, code="client_closed")
         with self._lock:
             if self._stopped:
@@ -55,7 +59,7 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self, last: Coroutine[Any, Any, None]) -> None:
-        """Runs `last`, cancels what else runs, and ends the thread; only the first call does anything."""
+        """Run `last`, cancel all other coroutines, and end the thread. Only the first call has an effect."""
         if not self._is_ours:
             last.close()
             return
@@ -66,13 +70,13 @@ class LoopThread:
             self._stopped = True
             self._last = last
             self._loop.call_soon_threadsafe(self._stopping.set)
-        # A garbage collector may call from the loop's own thread.
+        # The garbage collector may call this on the loop's own thread.
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_TIMEOUT_S)
 
     @property
     def _is_ours(self) -> bool:
-        """Whether this is the process that has the thread: a fork copies everything but threads."""
+        """Whether this process has the thread: a fork copies everything but threads."""
         return os.getpid() == self._pid
 
     def _run(self) -> None:

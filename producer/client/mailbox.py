@@ -1,4 +1,4 @@
-"""Where chunks wait between the inbox and their readers."""
+"""Queues of chunks between a client's inbox and its readers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from penstock.contract.job import TERMINAL_STATES, Chunk
 from penstock.queue.broker.producer import Attached
 
 POLL_S = 0.2
-"""How often a reader looks when the job pushes to as many processes as it may."""
+"""How often a reader polls if the job already pushes to the maximum number of processes."""
 
 
 MAX_QUEUED_LOGPROBS = 1 << 13
-"""Log-probabilities that wait for a reader: each takes about 130 bytes, and a chunk of a prompt's has thousands.
+"""Log-probabilities queued for one reader. Each takes about 130 bytes, and one prompt chunk has thousands.
 
-The garbage collector visits all that wait, in one go.
+The garbage collector visits all of them in one pass, which holds the event loop.
 """
 
 
 class Mailbox:
-    """What has arrived for one reader and was not read yet: bounded, the newest kept.
+    """The chunks that have arrived for one reader and are unread: bounded, with the newest kept.
 
-    What falls out of a full box shows as a gap when the reader goes on, and comes from the log.
+    A chunk dropped from a full mailbox appears as a gap to the reader, which then reads it from the log.
     """
 
     __slots__ = ("_chunks", "_loop", "_num_logprobs", "_waiter", "nudged", "seen_waiting_s")
@@ -34,17 +34,17 @@ class Mailbox:
         # A bare future: asyncio.Event costs three times as much, and one box has one reader.
         self._waiter: asyncio.Future[None] | None = None
         self.nudged = False
-        """Whether the reader has yet to compare its state with the broker's."""
+        """Whether the reader must compare its state with the broker's."""
         self.seen_waiting_s: float | None = None
-        """Loop time when somebody first saw the reader wait for what it waits for now."""
+        """Loop time when the inbox first saw the reader's current wait."""
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the reader waits for something."""
+        """Whether the reader is waiting."""
         return self._waiter is not None
 
     def put(self, chunk: Chunk) -> None:
-        """Leaves a chunk for the reader."""
+        """Queue a chunk for the reader."""
         self._chunks.append(chunk)
         if chunk.logprobs or chunk.prompt_logprobs:
             self._bound_logprobs(chunk)
@@ -54,30 +54,30 @@ class Mailbox:
     def _bound_logprobs(self, newest: Chunk) -> None:
         self._num_logprobs += _num_logprobs(newest)
         if self._num_logprobs > MAX_QUEUED_LOGPROBS:
-            # Chunks may have fallen out of the other end since.
+            # The deque may have dropped its oldest chunks since the last count.
             self._num_logprobs = sum(map(_num_logprobs, self._chunks))
         while self._num_logprobs > MAX_QUEUED_LOGPROBS and len(self._chunks) > 1:
             self._num_logprobs -= _num_logprobs(self._chunks.popleft())
 
     def nudge(self) -> None:
-        """Makes the reader compare its state with the broker's."""
+        """Make the reader compare its state with the broker's."""
         self.nudged = True
         self._wake()
 
     def take_nudge(self) -> bool:
-        """Whether the reader was nudged since it last asked."""
+        """Return whether the reader was nudged since the last call."""
         nudged, self.nudged = self.nudged, False
         return nudged
 
     def take_all(self) -> list[Chunk]:
-        """Everything that waits, oldest first."""
+        """Remove and return all queued chunks, the oldest first."""
         taken = list(self._chunks)
         self._chunks.clear()
         self._num_logprobs = 0
         return taken
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when there is a chunk or a nudge, or when the time is up."""
+        """Wait for a chunk or a nudge. When `timeout_s` has passed, the mailbox nudges its reader."""
         if self._chunks or self.nudged:
             return
         waiter = self._waiter = self._loop.create_future()
@@ -103,12 +103,12 @@ class Mailbox:
 
 
 def _num_logprobs(chunk: Chunk) -> int:
-    # All tokens but a prompt's first one have as many.
+    # All tokens have the same number, except a prompt's first token, which has none.
     return sum(len(of) * len(of[-1].token_ids) for of in (chunk.logprobs, chunk.prompt_logprobs) if of)
 
 
 class Feed:
-    """The mailboxes of one job in this process; the inbox knows it only as long as somebody else holds it."""
+    """The mailboxes of one job in this process. The inbox holds a feed weakly; its readers keep it alive."""
 
     __slots__ = ("__weakref__", "boxes", "ended", "job_id", "poll_s")
 
@@ -118,19 +118,19 @@ class Feed:
         self.ended = False
         """Whether the job is known to have ended."""
         self.poll_s: float | None = None
-        """How often readers look unasked, where the job does not push to this process."""
+        """How often readers poll, in seconds; None if the job pushes to this process."""
 
-    def note(self, standing: Attached) -> None:
-        """Takes in the broker's answer, and wakes readers who would wait in vain."""
-        has_ended = standing.state in TERMINAL_STATES and not self.ended
-        if has_ended or (not standing.pushed and self.poll_s is None):
+    def note(self, attached: Attached) -> None:
+        """Record the broker's answer, and wake readers that would wait for nothing."""
+        has_ended = attached.state in TERMINAL_STATES and not self.ended
+        if has_ended or (not attached.pushed and self.poll_s is None):
             for box in self.boxes:
                 box.nudge()
         self.ended = self.ended or has_ended
-        self.poll_s = None if standing.pushed else POLL_S
+        self.poll_s = None if attached.pushed else POLL_S
 
     def put(self, chunk: Chunk) -> None:
-        """Leaves a chunk for every reader of the job."""
+        """Queue a chunk for every reader of the job."""
         if chunk.outcome is not None:
             self.ended = True
         for box in self.boxes:

@@ -1,4 +1,4 @@
-"""From a caller's arguments to a `Job`, with errors that name the argument at fault and its limit."""
+"""Build a `Job` from a caller's arguments. Errors name the wrong argument and its limit."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from penstock.queue.prompts import pack_prompt
 from penstock.queue.wire import PoolRecord
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPrompt
-"""Text, token ids, the messages of a chat, or any of these as `pack_prompt_of` packs them."""
+"""Text, token ids, the messages of a chat, or any of these packed by `pack_prompt_of`."""
 
 
 class SubmitOptions(SamplingOptions, total=False):
     """Keyword arguments of `submit`: how a job is queued, and every field of `SamplingParams`.
 
-    model: a served model, pool or alias, or an adapter of one; not needed where only one model is served.
-    adapter: one of the model's LoRA adapters; naming it as the model does the same.
-    params: all of the sampling at once, in place of the single arguments.
+    model: a served model, pool, alias or adapter; optional if only one model is served.
+    adapter: one of the model's LoRA adapters; naming it as the model has the same effect.
+    params: all sampling options at once, instead of the single arguments.
     priority: the job's class.
-    deadline_s: the job expires when it is not done by then.
-    not_before_s: the job waits for so long before it stands in line.
-    channel: publish each chunk on the job's own channel too, for any Redis client.
-    background: go on when nobody reads; otherwise the job is cancelled soon after its last reader has gone.
-    idempotency_key: a later submission with the same key and request is the same job.
-    job_id: `<pool>.<uuidv7>`; minted by the client unless given.
-    tools: what the assistant of a chat may call, in OpenAI's form; calls come as the model writes them.
-    tool_choice: `auto`: the model decides; otherwise the text is made of calls alone, of any function or of one.
-    parallel_tool_calls: whether a text that is kept to calls may have several.
-    tenant: the tenant that the job belongs to; the client's own by default.
-    terms: the tenant's limits and weight; without limits, and of the client's weight, by default.
+    deadline_s: seconds after which the job expires if it is not done.
+    not_before_s: seconds that the job waits before it enters the queue.
+    channel: also publish each chunk on the job's own channel, for any Redis client.
+    background: continue without a reader; otherwise the job is canceled soon after its last reader has left.
+    idempotency_key: a later submission with the same key and the same request returns the same job.
+    job_id: `<pool>.<uuidv7>`; the client makes one by default.
+    tools: the functions that the assistant may call, in OpenAI's format; calls come back as the model writes them.
+    tool_choice: `auto` (the default) lets the model decide; `required` and a named function allow only calls.
+    parallel_tool_calls: whether a text that is constrained to calls may have several (the default).
+    tenant: the tenant that the job belongs to; by default the client's.
+    terms: the tenant's limits and weight; by default no limits, and the client's weight.
     """
 
     model: str | None
@@ -71,16 +71,17 @@ _ELSEWHERE = frozenset(
 )
 _ANY_ID = "any.00000000-0000-7000-8000-000000000000"
 _ARGUMENT_OF = {"id": "job_id", "prompt_token_ids": "prompt", "deadline_ms": "deadline_s"}
-"""Fields of a job that callers know by another name."""
+"""Fields of a job to the arguments that callers pass for them."""
 
 
 def choose_pool(
     pools: Iterable[ServedPool], model: str | None, job_id: str | None = None, *, adapter: str | None = None
 ) -> ServedPool:
-    """The pool that serves `model` (one of its shards by lot, or the one a job id names) or an adapter of that name;
-    without a model, the only one there is.
+    """Return a pool that serves `model`, or an adapter of that name; without a model, the only served one.
 
-    A pool without a live node is chosen where no other fits: it may be back in a moment, and is not unknown.
+    Of several pools for one model, `job_id` names one; otherwise one is drawn at random. A pool without a live node is
+    returned only if no other fits: its nodes may return soon, and the model is known. Raises UnavailableError if no
+    model is served, NotFoundError for unknown names, and RequestError if `model` is necessary and missing.
     """
     fitting = list(pools)
     if not fitting:
@@ -104,12 +105,12 @@ def choose_pool(
 
 
 def _live_or_all(pools: list[ServedPool]) -> list[ServedPool]:
-    """The pools with a live node, or all where none has one."""
+    """Return the pools with a live node, or all pools if none has one."""
     return [pool for pool in pools if pool.is_alive] or pools
 
 
 def names_of(pool: PoolRecord) -> tuple[str, ...]:
-    """What a pool's model may be called."""
+    """Return the names under which a caller may ask for a pool's model."""
     return pool.pool, pool.model, *pool.aliases
 
 
@@ -123,7 +124,7 @@ def _with_adapter(pools: list[ServedPool], adapter: str) -> list[ServedPool]:
 
 
 def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant: str) -> Job:
-    """A checked job for a pool; raises RequestError naming the argument at fault."""
+    """Build and check a job for a pool. Raises RequestError with the name of the wrong argument."""
     of_job = {name: value for name, value in options.items() if name in _OF_JOB}
     sampling = {name: value for name, value in options.items() if name not in _OF_JOB | _ELSEWHERE}
     try:
@@ -144,7 +145,7 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
 
 
 def pack_prompt_of(prompt: Prompt) -> PackedPrompt:
-    """A prompt that is checked as a job's is, and packed; raises RequestError naming what is wrong."""
+    """Check a prompt as a job's prompt, and pack it. Raises RequestError with the name of the wrong field."""
     try:
         return pack_prompt(Job(id=_ANY_ID, **_prompt_field(prompt)))
     except ValidationError as error:
@@ -152,7 +153,7 @@ def pack_prompt_of(prompt: Prompt) -> PackedPrompt:
 
 
 def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None:
-    """The adapter that is named, as the model or beside it; its digest sees to it that all nodes use the same one."""
+    """Return the adapter that `model` or `adapter` names. Its digest makes all nodes use the same weights."""
     model, name = options.get("model"), options.get("adapter")
     as_model = model if model is not None and model not in names_of(record) else None
     if name is not None and as_model not in (None, name):
@@ -171,7 +172,7 @@ def _prompt_field(prompt: Prompt) -> dict[str, Any]:
     if not prompt:
         raise RequestError("prompt must not be empty", param="prompt")
     if isinstance(prompt[0], str):
-        raise RequestError("prompt must be one text: each of several is a job of its own", param="prompt")
+        raise RequestError("prompt must be one text, not a list: submit each text as a separate job", param="prompt")
     if isinstance(prompt[0], (Mapping, Message)):
         return {"messages": tuple(prompt)}
     return {"prompt_token_ids": tuple(prompt)}
@@ -192,7 +193,7 @@ def _not_before_ms(options: SubmitOptions) -> int | None:
         return None
     not_before_ms = _duration_ms(not_before_s, "not_before_s")
     if deadline_s is not None and not_before_s >= deadline_s:
-        message = f"not_before_s ({not_before_s}) must lie before deadline_s ({deadline_s})"
+        message = f"not_before_s ({not_before_s}) must be less than deadline_s ({deadline_s})"
         raise RequestError(message, param="not_before_s")
     return not_before_ms
 

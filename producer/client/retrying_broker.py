@@ -1,4 +1,4 @@
-"""Calls to the broker on behalf of many streams: repeated while Redis is away, a bounded number at once."""
+"""Broker calls for many streams: retried while Redis is away, with a bounded number at once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from penstock.queue.broker.producer import ProducerBroker
 from penstock.queue.broker.retry import pauses
 
 MAX_CALLS = 64
-"""Calls under way at once: after an outage all streams call."""
+"""Concurrent calls: after an outage, all streams call at once."""
 
 T = TypeVar("T")
 
 
 class RetryingBroker:
-    """Patience and restraint around a `ProducerBroker`."""
+    """Retry the calls of a `ProducerBroker` while Redis is away, and bound their number.
+
+    `outage_s` is how long a call is retried. The client sets `is_open` while it is connected.
+    """
 
     def __init__(self, broker: ProducerBroker, outage_s: float) -> None:
         self._broker = broker
@@ -25,8 +28,11 @@ class RetryingBroker:
         self._slots = asyncio.Semaphore(MAX_CALLS)
         self.is_open = False
 
-    async def ask(self, call: Callable[[ProducerBroker], Awaitable[T]]) -> T:
-        """The answer of an idempotent call; raises UnavailableError when Redis stays away or the client is closed."""
+    async def call(self, request: Callable[[ProducerBroker], Awaitable[T]]) -> T:
+        """Send an idempotent request to the broker and return its answer.
+
+        Raises UnavailableError if Redis stays away for `outage_s`, or if the client is closed.
+        """
         clock = asyncio.get_running_loop().time
         give_up_s = clock() + self._outage_s
         patience = pauses()
@@ -34,7 +40,7 @@ class RetryingBroker:
             self.require_open()
             await self._take_slot(give_up_s)
             try:
-                return await call(self._broker)
+                return await request(self._broker)
             except UnavailableError:
                 pause_s = next(patience)
                 if clock() + pause_s > give_up_s:
@@ -45,7 +51,7 @@ class RetryingBroker:
 
     async def _take_slot(self, give_up_s: float) -> None:
         if not self._slots.locked():
-            await self._slots.acquire()  # which does not wait
+            await self._slots.acquire()  # a slot is free, so this does not wait
             return
         try:
             async with asyncio.timeout_at(give_up_s):
@@ -54,6 +60,6 @@ class RetryingBroker:
             raise UnavailableError(f"Redis is away: {MAX_CALLS} calls wait for it", code="redis_away") from None
 
     def require_open(self) -> None:
-        """Raises UnavailableError where the client is not connected, or no longer."""
+        """Raise UnavailableError unless the client is connected."""
         if not self.is_open:
             raise UnavailableError("the client is not connected: use `with` or connect()", code="client_closed")

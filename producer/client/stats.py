@@ -1,4 +1,4 @@
-"""What a client counts."""
+"""The counters of a client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ClientStats:
-    """Counters of one client since it was made; an undisturbed run has no log reads, gaps or resubscribes."""
+    """Counters of one client since its creation. A run without faults has no log reads, gaps or resubscribes."""
 
     messages: int = 0
     chunks: int = 0

@@ -1,6 +1,6 @@
-"""A job's chunks in order, nothing lost or doubled, whatever happens to the messages.
+"""Deliver a job's chunks in order, none lost or repeated, whatever happens to the messages.
 
-Chunks come from the mailbox; a gap is filled from the log; when the log's life is over, the rest comes from the result.
+Chunks come from the mailbox. The log fills gaps. Once the log has expired, the rest comes from the result.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from penstock.queue.broker.producer import Attached
 
 LOG_PAGE_CHUNKS = 1000
 LARGE_CHUNKS_PER_PAGE = 8
-"""Where chunks have log-probabilities: some hundred kilobytes at most, since a page ends early anyway."""
+"""Page size for chunks with log-probabilities: some hundred kilobytes at most, since a page also ends early."""
 
 
 class ChunkSource(Protocol):
-    """What a reader asks about its job."""
+    """A reader's access to its job; `JobSource` implements it."""
 
     feed: Feed
 
     async def attach(self) -> Attached:
-        """Registers this process as a reader (again) and tells where the job stands."""
+        """Register this process as a reader, perhaps again, and return the job's state."""
 
     async def hear_out(self) -> None:
-        """Returns when all that was published before the call has come to the mailboxes."""
+        """Wait until everything published before the call is in the mailboxes."""
 
     async def log(self, start: int, count: int) -> list[Chunk]:
-        """A page of the job's log."""
+        """Return up to `count` chunks of the job's log, from index `start`."""
 
     async def result(self) -> Result | None:
-        """The job's terminal record."""
+        """Return the job's result, or None before its end."""
 
 
 class StreamReader:
-    """One reader of one job."""
+    """One reader of one job: read the mailbox, fill gaps, and deliver each chunk once."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class StreamReader:
         self._arrived: deque[Chunk] = deque()
 
     async def batches(self) -> AsyncGenerator[list[Chunk], None]:
-        """Chunks as they become available, none of the lists empty; the terminal chunk ends the last."""
+        """Yield chunks as they become available, in lists that are never empty. The terminal chunk is the last one."""
         with self._open_box() as box:
             self._box = box
             while self._cursor.outcome is None:
@@ -74,7 +74,7 @@ class StreamReader:
                             yield batch
 
     def _take_arrived(self) -> list[Chunk]:
-        """What can be delivered of what has arrived, up to the first gap."""
+        """Return the arrived chunks that can be delivered, up to the first gap."""
         ready: list[Chunk] = []
         while self._arrived:
             fresh = self._cursor.offer(self._arrived[0])
@@ -86,7 +86,7 @@ class StreamReader:
         return ready
 
     async def _fill_gap(self) -> AsyncGenerator[list[Chunk], None]:
-        """What is missing before the first arrived chunk."""
+        """Yield the missing chunks before the first arrived one."""
         self._stats.gaps += 1
         async for batch in self._read_log():
             yield batch
@@ -96,22 +96,22 @@ class StreamReader:
                 yield batch
 
     async def _catch_up(self) -> AsyncGenerator[list[Chunk], None]:
-        """Everything that the job has and the reader has not, as far as the broker can tell."""
-        standing = await self._source.attach()
-        if standing.num_chunks < self._cursor.next_index:
+        """Yield everything that the broker has of the job and the reader lacks."""
+        attached = await self._source.attach()
+        if attached.num_chunks < self._cursor.next_index:
             self._cursor.rewind()
-        if standing.num_chunks > self._cursor.next_index:
+        if attached.num_chunks > self._cursor.next_index:
             if await self._comes_by_itself():
                 return
             async for batch in self._read_log():
                 yield batch
-        if standing.state in TERMINAL_STATES and self._cursor.outcome is None:
+        if attached.state in TERMINAL_STATES and self._cursor.outcome is None:
             result = await self._source.result()
             if result is not None and (batch := self._fresh(rest_of(result, self._cursor.next_index))):
                 yield batch
 
     async def _comes_by_itself(self) -> bool:
-        """Whether the next chunk was on its way when the broker counted it: then it has arrived now."""
+        """Whether the next chunk was still on its way when the broker counted it. It has then arrived by now."""
         await self._source.hear_out()
         self._arrived.extend(self._box.take_all())
         return any(chunk.index == self._cursor.next_index for chunk in self._arrived)
@@ -121,7 +121,7 @@ class StreamReader:
         page_is_full = True
         while page_is_full:
             page = await self._source.log(self._cursor.next_index, count)
-            # A page ends early where its chunks are large.
+            # A page of large chunks ends early.
             page_is_full = len(page) == count or has_logprobs(page)
             count = LARGE_CHUNKS_PER_PAGE if has_logprobs(page) else LOG_PAGE_CHUNKS
             if batch := self._fresh(page):

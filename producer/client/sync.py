@@ -1,4 +1,4 @@
-"""The synchronous client: the asynchronous one on a private thread."""
+"""The synchronous client: an asynchronous client on a private thread."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from penstock.queue.broker.producer import JobStatus, ServedPool
 
 
 class Client:
-    """Submits jobs and streams what comes back; any number of threads may share one, forked processes may not.
+    """Submit jobs and stream their chunks. Any number of threads may share a client, but forked processes may not.
 
         with Client("redis://localhost") as client:
             for chunk in client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="")
 
-    Connects when made (raises UnavailableError when Redis is away); closes with `with`, close(), or the interpreter.
+    The constructor connects, and raises UnavailableError if Redis is away. The client closes at the end of `with`, by
+    `close`, or when the interpreter exits.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Client:
             raise
 
     def close(self) -> None:
-        """Ends every stream of this client; threads that wait on one get UnavailableError."""
+        """End every stream of this client. Threads that wait for one get UnavailableError."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -57,51 +58,57 @@ class Client:
 
     @property
     def stats(self) -> ClientStats:
-        """The client's counters."""
+        """The counters of this client."""
         return self._client.stats
 
     def pools(self) -> dict[str, ServedPool]:
-        """Return every announced model by pool, as of at most a second ago; those with a live node come first."""
+        """Return every announced model by pool, at most a second old; pools with a live node come first."""
         return self._loop.call(self._client.pools())
 
     @with_options
     def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Job:
-        """Check, admit and enqueue a job; `SubmitOptions` and `SamplingParams` say what each argument means.
+        """Check, admit and enqueue a job, and return its handle. `SubmitOptions` describes each option.
 
         `prompt` is text, token ids or the messages of a chat.
 
-        Raises RequestError (`param` names the argument at fault), BusyError (come back after `retry_after_ms`),
-        ConflictError (id or idempotency key of another request), UnavailableError (no node, or Redis stays away).
+        Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
+        ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
         return Job(self, self._loop.call(self._client.submit(prompt, **options)))
 
     @with_options
     def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Iterator[Chunk]:
-        """Submit a job and yield its chunks. Takes and raises what `submit` does; raises the job's error at its end."""
+        """Submit a job and yield its chunks. Raises what `submit` and `Job.stream` raise."""
         return self.submit(prompt, **options).stream()
 
     def attach(self, job_id: str, *, after: int = -1, tenant: str | None = None) -> Job:
-        """Return a job submitted anywhere, to be read from the chunk behind index `after`; raises NotFoundError."""
+        """Return a handle on a job that any process submitted, for reading the chunks after index `after`.
+
+        Raises NotFoundError if Redis does not know the job, or if it belongs to another tenant.
+        """
         return Job(self, self._loop.call(self._client.attach(job_id, after=after, tenant=tenant)))
 
     def result(self, job_id: str, *, check: bool = True, tenant: str | None = None) -> Result:
-        """Wait for a job's end and return its result; raises the job's error when it did not end `done`, if `check`."""
+        """Wait for a job's end and return its result; see `Job.result`."""
         return self._loop.call(self._client.result(job_id, check=check, tenant=tenant))
 
     def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
-        """Where a job stands."""
+        """Return a job's state, for people."""
         return self._loop.call(self._client.status(job_id, tenant=tenant))
 
     def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
-        """Cancel a job; return `cancelled`, `running` (it ends within a step) or the terminal state it was in."""
+        """Cancel a job and return its state; see `Job.cancel`."""
         return self._loop.call(self._client.cancel(job_id, tenant=tenant))
 
 
 class Job:
-    """A handle on a submitted or attached job; any number of threads may stream from it, each from where it starts."""
+    """A handle on a submitted or attached job.
+
+    Any number of threads may stream from it. Each stream begins where the handle begins.
+    """
 
     def __init__(self, client: Client, job: AsyncJob) -> None:
-        # The client closes when nobody holds it any more.
+        # Keeps the client alive: it closes when the last reference to it is gone.
         self._client = client
         self._loop = client._loop
         self._job = job
@@ -112,7 +119,7 @@ class Job:
         return f"<Job {self.id}>"
 
     def stream(self) -> Iterator[Chunk]:
-        """The job's chunks in order; behind the last one, raises the job's error when it did not end `done`."""
+        """Yield the job's chunks in order. After the last chunk, raise the job's error unless it ended `done`."""
         outcome: Outcome | None = None
         for chunk in self.chunks():
             outcome = chunk.outcome
@@ -121,30 +128,30 @@ class Job:
             raise error_of(outcome)
 
     def chunks(self) -> Iterator[Chunk]:
-        """The job's chunks in order; the last one carries the outcome, whatever it is."""
+        """Yield the job's chunks in order. The last chunk carries the outcome; a failed job raises no error."""
         batches = self._job.batches()
         try:
             while batch := self._loop.call(_next_of(batches)):
                 yield from batch
         finally:
-            # Not waited for: a garbage collector may close this generator on the loop's own thread.
+            # Without waiting: the garbage collector may close this generator on the loop's own thread.
             with suppress(UnavailableError):
                 self._loop.post(batches.aclose())
 
     def result(self, *, check: bool = True) -> Result:
-        """The job's result once it has ended; raises the job's error when it did not end `done`, unless told not to."""
+        """Wait for the job's end and return its result. With `check`, raise the job's error unless it ended `done`."""
         return self._loop.call(self._job.result(check=check))
 
     def status(self) -> JobStatus:
-        """Where the job stands."""
+        """Return the job's state, for people."""
         return self._loop.call(self._job.status())
 
     def cancel(self) -> str:
-        """Cancel the job; return `cancelled`, `running` (it ends within a step) or the terminal state it was in."""
+        """Cancel the job. Return `cancelled`, `running` (it ends within a step), or its earlier terminal state."""
         return self._loop.call(self._job.cancel())
 
     def detach(self) -> None:
-        """Stop reading here; a non-background job without another reader is then cancelled."""
+        """Stop reading this job here. A job that is not `background` is then canceled if it has no other reader."""
         self._loop.call(self._job.detach())
 
 

@@ -1,4 +1,4 @@
-"""What a choice of tools makes of a job: its text keeps to calls, and these to their functions' schemas."""
+"""Apply `tool_choice` to a job: constrain its text to calls, and the calls to their functions' schemas."""
 
 from __future__ import annotations
 
@@ -21,37 +21,39 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def with_choice(job: Job, choice: ToolChoice, *, parallel: bool, record: PoolRecord) -> Job:
-    """A job of that choice; as it is where the model may say what it likes and none of its functions is strict.
+    """Return the job with its calls constrained.
 
-    Raises RequestError naming `tools` or `tool_choice`.
+    The job is unchanged if the model may write any text and no function is strict.
+    `parallel` allows several calls; `record` names the model's call format. Raises RequestError that names `tools` or
+    `tool_choice`.
     """
     name = _name_in(choice)
     is_forced = name is not None or choice == "required"
     if job.tools is None:
         if is_forced:
-            raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+            raise RequestError("tool_choice: the request has no tools", param="tool_choice")
         return job
     if choice == "none":
         return job.model_copy(update={"tools": None})
     functions = _chosen(job.tools, name)
-    form = job.params.structured_outputs
-    # One that is submitted once more has its calls' form already.
-    is_formed = form is not None and form.calls is not None
-    if is_formed or not (is_forced or form or any(one.get("strict") for one in functions)):
+    output = job.params.structured_outputs
+    # A job that is submitted again already has its constraints.
+    is_constrained = output is not None and output.calls is not None
+    if is_constrained or not (is_forced or output or any(one.get("strict") for one in functions)):
         return job
-    answer = None if form is None else _answer_of(form, record, is_forced=is_forced)
+    answer = None if output is None else _answer_of(output, record, is_forced=is_forced)
     calls = WantedCalls(
-        **_forms_of(record),
+        **_formats_of(record),
         functions=tuple(_wanted(one, as_described=is_forced or bool(one.get("strict"))) for one in functions),
         required=is_forced,
         answer=None if is_forced else answer,
         parallel=parallel and name is None,
     )
-    return _keeping_to(calls, job, at_fault="tool_choice" if is_forced else "tools")
+    return _constrained(calls, job, at_fault="tool_choice" if is_forced else "tools")
 
 
 def _chosen(tools: str, name: str | None) -> list[dict[str, Any]]:
-    """The functions that may be called: all, or the one of a name."""
+    """Return the functions that may be called: all, or only the named one."""
     functions = [tool["function"] for tool in json.loads(tools)]
     chosen = functions if name is None else [one for one in functions if one["name"] == name]
     if not chosen:
@@ -60,7 +62,7 @@ def _chosen(tools: str, name: str | None) -> list[dict[str, Any]]:
 
 
 def _name_in(choice: ToolChoice) -> str | None:
-    """The function that a choice names; None for one of the words."""
+    """Return the function that `tool_choice` names, or None for `auto`, `none` and `required`."""
     if isinstance(choice, str) and choice in _WORDS:
         return None
     function = choice.get("function") if isinstance(choice, Mapping) else None
@@ -82,26 +84,26 @@ def _wanted(function: Mapping[str, Any], *, as_described: bool) -> WantedFunctio
         raise RequestError(f"tools: {problem.param} of a function: {problem.message}", param="tools") from error
 
 
-def _forms_of(record: PoolRecord) -> dict[str, Any]:
+def _formats_of(record: PoolRecord) -> dict[str, Any]:
     if record.tool_parser not in get_args(CallFormName) or record.reasoning_parser not in get_args(ReasoningParserName):
-        raise RequestError("tools: no form is known in which this model calls tools", param="tools")
+        raise RequestError("tools: this model has no known tool-call format", param="tools")
     return {"form": record.tool_parser, "reasoning": record.reasoning_parser}
 
 
-def _answer_of(form: StructuredOutputs, record: PoolRecord, *, is_forced: bool) -> str:
-    """The schema of an answer that calls nothing."""
-    if form.json_schema is None and not form.json_object:
-        raise RequestError("tools: of the forms that an answer may have, JSON alone goes with them", param="tools")
+def _answer_of(output: StructuredOutputs, record: PoolRecord, *, is_forced: bool) -> str:
+    """Return the JSON schema of an answer without calls."""
+    if output.json_schema is None and not output.json_object:
+        raise RequestError("tools: of the structured outputs, only JSON can be combined with tools", param="tools")
     if record.tool_parser == "llama3_json" and not is_forced:
-        # Its calls are JSON themselves: not every answer could be told from them.
-        raise RequestError("tools: in this model's form they do not go with a form of the answer", param="tools")
-    return form.json_schema or json.dumps(_ANY_OBJECT)
+        # Calls in Llama 3's format are JSON themselves, so some answers could not be told from calls.
+        raise RequestError("tools: this model's call format cannot be combined with structured output", param="tools")
+    return output.json_schema or json.dumps(_ANY_OBJECT)
 
 
-def _keeping_to(calls: WantedCalls, job: Job, *, at_fault: str) -> Job:
+def _constrained(calls: WantedCalls, job: Job, *, at_fault: str) -> Job:
     params = job.params
     if params.min_tokens or params.ignore_eos:
-        said = "calls say what ends a text: neither min_tokens nor ignore_eos goes with them"
+        said = "constrained calls define the end of the text, so min_tokens and ignore_eos must not be set"
         raise RequestError(f"{at_fault}: {said}", param=at_fault)
-    formed = params.model_copy(update={"structured_outputs": StructuredOutputs(calls=calls)})
-    return job.model_copy(update={"params": formed})
+    constrained = params.model_copy(update={"structured_outputs": StructuredOutputs(calls=calls)})
+    return job.model_copy(update={"params": constrained})

@@ -371,7 +371,7 @@ async def test_weight_is_the_clients_or_the_terms(redis_url: str, told_node: Fak
         ("x", {"deadline_s": 0}, "deadline_s", "604800"),
         ("x", {"deadline_s": float("nan")}, "deadline_s", "604800"),
         ("x", {"not_before_s": -1}, "not_before_s", "604800"),
-        ("x", {"not_before_s": 5, "deadline_s": 5}, "not_before_s", "must lie before deadline_s"),
+        ("x", {"not_before_s": 5, "deadline_s": 5}, "not_before_s", "must be less than deadline_s"),
         ("x", {"priority": 7}, "priority", "2"),
         ("x", {"tenant": "a b"}, "tenant", "pattern"),
         ("x", {"job_id": f"{POOL}.123"}, "job_id", "pattern"),
