@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 
 from penstock.contract.errors import RequestError, UnavailableError
-from penstock.gateway.openai.parsed_body import ParsedBody, decode_asked, parse
+from penstock.gateway.openai.parsed_body import ParsedBody, decode_parsed_body, parse
 from penstock.gateway.parser_process import FORMS, HEAD
 from penstock.gateway.shared_budget import SharedBudget
 
@@ -56,7 +56,7 @@ class Parser:
         if not is_heavy(raw):
             return parse(form, raw)
         async with self._turns.taken(owner, 1):
-            return decode_asked(await self._ask(form, raw))
+            return decode_parsed_body(await self._ask(form, raw))
 
     async def close(self) -> None:
         """Kill the parser process. A body that it is parsing is refused with UnavailableError."""

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
-from penstock.gateway.openai.parsed_body import BODIES, encode_asked, encode_refusal, parse, with_packed_prompts
+from penstock.gateway.openai.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
 
 HEAD = struct.Struct(">BI")
 """Header of a message on the socket. Body: the index of its form in FORMS, then its length in bytes.
@@ -56,7 +56,7 @@ def answer_to(form: str, raw: bytes) -> bytes:
     """Parse a body and return the encoded result or the encoded refusal."""
     try:
         check_structure(raw)
-        return encode_asked(with_packed_prompts(parse(form, raw)))
+        return encode_parsed_body(with_packed_prompts(parse(form, raw)))
     except PenstockError as error:
         return encode_refusal(error)
     except (MemoryError, RecursionError):
