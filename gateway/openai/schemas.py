@@ -20,7 +20,7 @@ class StreamOptions(Wire):
 
 
 class _HttpFields(Wire):
-    """Fields that only a body over HTTP has; a line of a batch file sets them elsewhere."""
+    """Fields of an HTTP body that a row of a batch file lacks or restricts."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None

@@ -131,7 +131,7 @@ def test_sampling_params_are_all_there() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"custom_id": "a"}\n{"custom_id": "b"}\n{"custom_id": "a"}\n', r"line 3.*'a' stands in line 1"),
+        ('{"custom_id": "a"}\n{"custom_id": "b"}\n{"custom_id": "a"}\n', r"line 3.*'a' is already used in line 1"),
         ('{"custom_id": "a"}\n\n{"custom_id": "b"\n', r"line 3: not JSON"),
         ('{"custom_id": "a"}\n{"custom_id": ""}\n', r"line 2: custom_id"),
         ('{"custom_id": 7}\n', r"line 1: custom_id"),
