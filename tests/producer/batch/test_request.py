@@ -52,7 +52,7 @@ def test_text_parts_are_joined_as_over_http() -> None:
 
 def test_max_completion_tokens_is_max_tokens() -> None:
     assert request_of(CHAT_URL, {"messages": MESSAGES, "max_completion_tokens": 9}).params.max_tokens == 9
-    with pytest.raises(RequestError, match="differs") as caught:
+    with pytest.raises(RequestError, match="conflicts with max_tokens") as caught:
         request_of(CHAT_URL, {"messages": MESSAGES, "max_completion_tokens": 9, "max_tokens": 8})
     assert caught.value.param == "max_completion_tokens"
 
