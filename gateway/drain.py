@@ -63,7 +63,7 @@ async def _send_error(started: Headers | None, scope: Scope, receive: Receive, s
             elif started.get("content-type", "").startswith("text/event-stream"):
                 await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": False})
     except TimeoutError:
-        logger.info("a reader was not told of the stop", extra={"path": scope["path"]})
+        logger.info("a client did not receive the shutdown error", extra={"path": scope["path"]})
 
 
 async def cut_off_after(drain_s: float, answers: Iterable[asyncio.Task[None]]) -> None:

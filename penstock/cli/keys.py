@@ -40,7 +40,7 @@ def add(
     max_open_jobs: Annotated[int, _limit("jobs that wait or run")] = 0,
     max_queued_cost: Annotated[int, _limit("estimated KV tokens of waiting jobs")] = 0,
     jobs_per_minute: Annotated[int, _limit("jobs submitted per minute")] = 0,
-    tokens_per_minute: Annotated[int, _limit("estimated tokens submitted per minute")] = 0,
+    tokens_per_minute: Annotated[int, _limit("prompt and output tokens per minute")] = 0,
     weight: Annotated[
         float, typer.Option(min=0.001, max=1000, help="Share of a busy pool. 2 gets twice as much as weight 1.")
     ] = 1.0,

@@ -43,7 +43,7 @@ def submit(
     ] = None,
     priority: Annotated[PriorityName, typer.Option(help="Priority class of the job.")] = "standard",
     deadline: Annotated[
-        float | None, typer.Option(help="Seconds after which the job ends unfinished. Default: the pool's limit.")
+        float | None, typer.Option(help="Seconds after which an unfinished job is ended. Default: no deadline.")
     ] = None,
     not_before: Annotated[
         float | None, typer.Option(help="Seconds to wait before the job may run. Default: no wait.")
