@@ -15,7 +15,7 @@ class GatewaySettings(Settings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_")
 
     redis_url: str | None = None
-    """URL of the Redis that holds the pools. Default: PENSTOCK_REDIS_URL."""
+    """URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL."""
     host: str = "127.0.0.1"
     """Address to listen on. The default accepts local connections only."""
     port: int = Field(8000, ge=0, le=65535)
