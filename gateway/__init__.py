@@ -1,7 +1,7 @@
-"""The HTTP door: the OpenAI API and its streams.
+"""The HTTP gateway: the OpenAI API and its streams.
 
-It knows bytes and pressure, never models: no tokenizer, no torch. It talks to the queue through
-`penstock.producer` only.
+The gateway handles bytes and backpressure, never models: it imports no tokenizer and no torch. It reaches the queue
+only through `penstock.producer`.
 """
 
 if __name__ != "penstock.gateway":

@@ -1,4 +1,4 @@
-"""One structured line for each request, and its count: never a query, a header or a body."""
+"""The access log: one structured line for each request. It never contains a query, a header or a body."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from penstock.gateway.openai.errors import ID_HEADER
 logger = logging.getLogger("penstock.gateway.access")
 
 NO_STATUS = 499
-"""Logged for a caller that hung up before there was an answer."""
+"""Status that is logged when the caller disconnects before the answer begins, as nginx does."""
 MAX_PATH_CHARS = 200
 _PROBES = ("/health", "/ready")
 
 
 class AccessLog:
-    """ASGI middleware, which also gives each answer an id.
+    """ASGI middleware that logs and counts each request, and gives each answer a request id.
 
-    Starlette's own base class would put a task and a queue around every event of a stream.
+    It does not use Starlette's BaseHTTPMiddleware, which would add a task and a queue to every event of a stream.
     """
 
     def __init__(self, app: ASGIApp, *, paths: frozenset[str]) -> None:
-        """`paths` are those of the routes that are not FastAPI's."""
+        """`paths` are the paths of the plain Starlette routes; FastAPI reports its own."""
         self._app = app
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on, logs and counts its end."""
+        """Pass the request on, then log and count it."""
         if scope["type"] != "http" or scope["path"] in _PROBES:
             await self._app(scope, receive, send)
             return
@@ -54,7 +54,7 @@ class AccessLog:
             await self._app(scope, receive, noting_status)
         except Exception:
             if status == NO_STATUS:
-                # A layer further out turns it into an answer.
+                # An outer middleware turns the exception into an answer.
                 status = HTTPStatus.INTERNAL_SERVER_ERROR
             raise
         finally:
@@ -66,5 +66,5 @@ class AccessLog:
             scope["app"].state.metrics.requests.labels(self._route_of(scope), int(status)).inc()
 
     def _route_of(self, scope: Scope) -> str:
-        """A path may be anything, and each would be a series of its own."""
+        """Return the route's path for the metric label. A raw path would create a Prometheus series for every URL."""
         return scope["path"] if scope["path"] in self._paths else getattr(scope.get("route"), "path", "other")

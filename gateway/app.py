@@ -1,4 +1,4 @@
-"""The gateway's ASGI app, and the process that serves it."""
+"""The gateway's ASGI app and the server process that runs it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from penstock.runtime.loop_watch import LoopWatch
 from penstock.runtime.settings import KeySettings
 
 MAX_RESULT_BYTES_HELD = 64 << 20
-"""Bytes of large results that a gateway keeps while their readers take them; further answers wait."""
+"""Bytes of large results that a gateway holds in memory while it sends them. Further large answers wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
+"""The share of MAX_RESULT_BYTES_HELD that one tenant may use."""
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
-"""`json`: a supervisor reads from stdout where the gateway listens."""
+"""Environment variable. With the value `json`, the gateway prints its URL to stdout as JSON for a supervisor."""
 
 
 def _client_of(settings: GatewaySettings) -> AsyncClient:
@@ -46,7 +47,7 @@ def _client_of(settings: GatewaySettings) -> AsyncClient:
 
 
 def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
-    """What requests share."""
+    """Store on the app the objects that all requests share."""
     app.state.settings = settings
     app.state.metrics = GatewayMetrics()
     app.state.parser = Parser()
@@ -57,7 +58,7 @@ def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The app; its lifespan owns the one connection to the queue."""
+    """Return the ASGI app. Its lifespan owns the gateway's only queue client."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -71,13 +72,13 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 app.state.loop_watch.stop()
                 await app.state.parser.close()
 
-    # Nothing that takes a body is FastAPI's, so its OpenAPI document would say little.
+    # The routes that take a body are not FastAPI's, so a generated OpenAPI document would lack them.
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     _add_state(app, settings)
     install_error_handlers(app)
     app.router.routes.extend(generate.ROUTES)
-    for room in (models, health, metrics, usage):
-        app.include_router(room.router)
+    for module in (models, health, metrics, usage):
+        app.include_router(module.router)
     app.add_middleware(
         Entry,
         pepper=KeySettings.load().key_pepper,
@@ -98,12 +99,15 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 IDLE_S = 75
-"""How long a connection may stay open between two requests. Who comes first to close it must be the client, or it may
-send a request into a connection that is gone: clients and proxies give up theirs after 60 s or less, as nginx does."""
+"""Seconds that a connection may stay idle between two requests. The client must close an idle connection first;
+otherwise it may send a request just as the server closes. Clients and proxies such as nginx close within 60 s."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, saying on stdout where it listens: with port 0 nobody else knows."""
+    """A uvicorn server that can print its URL to stdout and cuts off open answers at the end of the drain.
+
+    With port 0 the operating system chooses the port, so a supervisor can only learn it from that line.
+    """
 
     def __init__(self, config: uvicorn.Config, *, drain_s: int) -> None:
         super().__init__(config)
@@ -117,7 +121,7 @@ class _Server(uvicorn.Server):
             print(json.dumps({"event": "ready", "url": f"http://{shown}:{port}"}), flush=True)  # noqa: T201
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # uvicorn's own way past the drain logs a traceback for each answer.
+        # uvicorn's own graceful-shutdown timeout would log a traceback for each open answer.
         end = asyncio.create_task(cut_off_after(self._drain_s, self.server_state.tasks))
         try:
             await super().shutdown(sockets)
@@ -126,7 +130,7 @@ class _Server(uvicorn.Server):
 
 
 def make_server(settings: GatewaySettings) -> uvicorn.Server:
-    """The server of one gateway, not yet started."""
+    """Return the server of one gateway process. It is not started yet."""
     config = uvicorn.Config(
         create_app(settings),
         host=settings.host,
@@ -142,20 +146,24 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
 
 
 def run(settings: GatewaySettings) -> None:
-    """Serves until SIGTERM or SIGINT, then lets open answers go on for `drain_s`.
+    """Serve until SIGTERM or SIGINT, then let open answers continue for up to `drain_s`.
 
-    Raises ConfigError when it cannot listen there, and ConfigError or UnavailableError when Redis cannot be reached.
+    Raises ConfigError if the gateway cannot listen on its address, and ConfigError or UnavailableError if it cannot
+    reach Redis.
     """
     configure_logging()
-    asyncio.run(_try(settings))
+    asyncio.run(_check_start(settings))
     server = make_server(settings)
     freeze_gc()
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
 
 
-async def _try(settings: GatewaySettings) -> None:
-    """Before there is a server, which would wrap what is wrong in its own troubles."""
+async def _check_start(settings: GatewaySettings) -> None:
+    """Check that the address is free and Redis answers.
+
+    This runs before uvicorn starts, because uvicorn would bury the cause under its own start-up errors.
+    """
     try:
         listener = await asyncio.get_running_loop().create_server(asyncio.Protocol, settings.host, settings.port)
     except OSError as error:

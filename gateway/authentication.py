@@ -1,4 +1,4 @@
-"""Who may enter: an API key becomes a caller, with a tenant and its terms. Without any key the gateway is open."""
+"""Authentication: map a request's API key to a caller with a tenant and limits. With no keys the gateway is open."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset(("/health", "/ready"))
 _SCOPES: dict[str, KeyScope | None] = {"/metrics": "admin", "/health/nodes": "admin", "/v1/usage": None}
-"""What a key must be good for; None: any key will do. Elsewhere it is `infer`."""
-LOOK_PATIENCE_S = 1.0
-"""Then who looks after this process is let in by the keys that it knew last: they want to see that Redis is away."""
+"""The scope that a key needs for each path. None accepts any key; all other paths need `infer`."""
+ADMIN_PATIENCE_S = 1.0
+"""Seconds that an admin request waits for fresh keys from Redis. After that the last known keys apply, so that an
+operator can still see that Redis is away."""
 _SCHEME = "bearer "
 
 
 class Entry:
-    """ASGI middleware: notes the caller, or answers 401 or 403. One that has seen a key stays closed."""
+    """ASGI middleware that attaches the caller to a request, or answers 401 or 403.
+
+    Once this process has seen any API key, it requires one from then on, even if all keys are removed.
+    """
 
     def __init__(
         self, app: ASGIApp, *, pepper: str, is_closed: bool, open_highest_class: ClassName = "standard"
     ) -> None:
         self._app = app
-        # The caller of every request while there are no keys.
-        self._anyone = ApiKey(
+        # The caller of every request while no API keys exist.
+        self._open_caller = ApiKey(
             key_id="",
             digest="",
             tenant="default",
@@ -45,11 +49,11 @@ class Entry:
         self._is_closed = is_closed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets in or refuses."""
+        """Authenticate one request and pass it on, or send the refusal."""
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
             try:
                 client, needed = scope["app"].state.client, _SCOPES.get(scope["path"], "infer")
-                known = await client.api_keys(patience_s=LOOK_PATIENCE_S if needed == "admin" else None)
+                known = await client.api_keys(patience_s=ADMIN_PATIENCE_S if needed == "admin" else None)
                 caller = self._identify(known, Headers(scope=scope))
                 if needed is not None:
                     caller.require(needed)
@@ -66,20 +70,20 @@ class Entry:
     def _identify(self, known: Mapping[str, ApiKey], headers: Headers) -> ApiKey:
         self._is_closed = self._is_closed or bool(known)
         if not self._is_closed:
-            return self._anyone
-        said = headers.get("authorization", "")
-        if not said.lower().startswith(_SCHEME):
-            raise UnauthorizedError("this gateway wants an API key: Authorization: Bearer pk-…")
-        return identify(said[len(_SCHEME) :].strip(), known, self._pepper)
+            return self._open_caller
+        authorization = headers.get("authorization", "")
+        if not authorization.lower().startswith(_SCHEME):
+            raise UnauthorizedError("this gateway requires an API key: Authorization: Bearer pk-…")
+        return identify(authorization[len(_SCHEME) :].strip(), known, self._pepper)
 
 
 def caller_of(request: Request) -> ApiKey:
-    """The caller of a request that was let in."""
+    """Return the caller of an authenticated request."""
     caller: ApiKey = request.state.caller
     return caller
 
 
 async def warn_if_open(client: AsyncClient, *, is_closed: bool) -> None:
-    """Says once that nobody is asked who they are."""
+    """Log a warning if this gateway accepts requests without an API key."""
     if not is_closed and not await client.api_keys():
-        logger.warning("anybody who reaches this gateway may use it: there are no API keys (penstock keys add)")
+        logger.warning("this gateway accepts unauthenticated requests: there are no API keys (penstock keys add)")

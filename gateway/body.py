@@ -1,4 +1,4 @@
-"""Reading a request's body: bounded in size and time, JSON only."""
+"""Reading of request bodies, which must be JSON and are bounded in size and time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from starlette.requests import ClientDisconnect
 from penstock.contract.errors import RequestError, TooLargeError
 
 MAX_BODY_BYTES_HELD = 64 << 20
-"""Bytes of large bodies that a gateway keeps until they are parsed. Further ones wait unread."""
+"""Bytes of large bodies that a gateway holds in memory until they are parsed. Further large bodies wait unread."""
 MAX_BODY_BYTES_HELD_OF_TENANT = 16 << 20
+"""The share of MAX_BODY_BYTES_HELD that one tenant may use."""
 _MAX_SMALL_BYTES = 256 << 10
+"""Bodies up to this size do not count toward MAX_BODY_BYTES_HELD."""
 
 
 def num_bytes_to_hold(request: Request, max_bytes: int) -> int:
-    """What a body takes of MAX_BODY_BYTES_HELD: nothing for a small one, the most for one of unknown size."""
+    """Return how many bytes of MAX_BODY_BYTES_HELD to reserve for a body.
+
+    A small body needs none. A body of unknown size needs `max_bytes`. A body that is too large is refused unread, so
+    it needs none either.
+    """
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal():
         return max_bytes
@@ -24,7 +30,11 @@ def num_bytes_to_hold(request: Request, max_bytes: int) -> int:
 
 
 async def read_json_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The body's bytes. What is too large is refused unread; the server throws away what still comes."""
+    """Read and return the body, at most `max_bytes` long.
+
+    Raises TooLargeError for a larger body; the server then discards the rest. Raises RequestError for a body that
+    arrives too slowly, ends early, or is not plain JSON by its headers.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             body = await _read(request, max_bytes)
@@ -50,11 +60,15 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _check_kind(request: Request) -> None:
-    """Only plain JSON is read. A page of a foreign site can send anything else to this port without asking."""
+    """Refuse a body that is compressed or not declared as JSON.
+
+    A browser lets a page of another site send other content types without a CORS preflight.
+    """
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise RequestError(
-            f"Content-Encoding {coding[:64]!r} is not read; send it plain", code="unsupported_media_type"
+            f"Content-Encoding {coding[:64]!r} is not supported; send the body uncompressed",
+            code="unsupported_media_type",
         )
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

@@ -1,4 +1,4 @@
-"""Parsing of bodies: small ones where they come, large ones in a process of their own."""
+"""Parsing of request bodies: small bodies on the event loop, large bodies in a separate process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 
 from penstock.contract.errors import RequestError, UnavailableError
-from penstock.gateway.openai.parsed_body import ParsedBody, decode_asked, parse
+from penstock.gateway.openai.parsed_body import ParsedBody, decode_parsed_body, parse
 from penstock.gateway.parser_process import FORMS, HEAD
 from penstock.gateway.shared_budget import SharedBudget
 
@@ -19,17 +19,17 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES_ON_LOOP = 256 << 10
 _FEW_BYTES = 8 << 10
-"""A body of fewer bytes is parsed in a millisecond, whatever it consists of."""
+"""A body up to this size parses within a millisecond, whatever its content."""
 _MAX_CONTAINERS_ON_LOOP = 256
 _MAX_COMMAS_ON_LOOP = 4096
-"""More objects, lists or values than these take some milliseconds to check, however few bytes they are."""
+"""A body with more objects, lists or values than these limits takes several milliseconds to check at any size."""
 PARSE_TIMEOUT_S = 20.0
-"""A body that takes longer is refused, and the process that parses it is ended."""
+"""Seconds that the parser process may take for one body. After that the body is refused and the process is killed."""
 _REAP_TIMEOUT_S = 5.0
 
 
 def is_heavy(raw: bytes) -> bool:
-    """Whether a body takes too long to be parsed on the event loop."""
+    """Return whether parsing the body on the event loop would block it too long."""
     if len(raw) <= _FEW_BYTES:
         return False
     return (
@@ -40,7 +40,7 @@ def is_heavy(raw: bytes) -> bool:
 
 
 class Parser:
-    """Parses bodies for one gateway; the process for large ones is started when the first one comes."""
+    """Parses request bodies for one gateway. The parser process starts with the first large body."""
 
     def __init__(self) -> None:
         self._turns = SharedBudget(1, per_owner=1)
@@ -48,14 +48,18 @@ class Parser:
         self._is_closed = False
 
     async def parse(self, form: str, raw: bytes, owner: str) -> ParsedBody:
-        """What a body asks for; raises RequestError for a wrong one. Owners of large ones take turns."""
+        """Return the checked content of a body of the given form, "chat" or "completion".
+
+        Large bodies are parsed one at a time, and owners take turns. Raises RequestError for an invalid body and
+        UnavailableError if the parser process cannot start.
+        """
         if not is_heavy(raw):
             return parse(form, raw)
         async with self._turns.taken(owner, 1):
-            return decode_asked(await self._ask(form, raw))
+            return decode_parsed_body(await self._ask(form, raw))
 
     async def close(self) -> None:
-        """End the process."""
+        """Kill the parser process. A body that it is parsing is refused with UnavailableError."""
         self._is_closed = True
         await self._end_child()
 
@@ -67,16 +71,16 @@ class Parser:
                 return await self._child.ask(form, raw)
         except TimeoutError:
             await self._end_child()
-            said = f"the body takes longer than {PARSE_TIMEOUT_S:g} s to be parsed"
-            raise RequestError(said, code="body_too_complex") from None
+            message = f"the body takes longer than {PARSE_TIMEOUT_S:g} s to parse"
+            raise RequestError(message, code="body_too_complex") from None
         except (OSError, EOFError) as error:
             await self._end_child()
             if self._is_closed:
-                raise UnavailableError("this gateway ends", code="gateway_ends") from error
+                raise UnavailableError("this gateway is stopping", code="gateway_ends") from error
             log.warning("the parser process ended", extra={"reason": repr(error), "body_bytes": len(raw)})
-            raise RequestError("the body takes too much memory to be parsed", code="body_too_complex") from None
+            raise RequestError("the body takes too much memory to parse", code="body_too_complex") from None
         except asyncio.CancelledError:
-            # Its answer would be taken for that to the next body.
+            # Otherwise the next body would receive the answer to this one.
             await self._end_child()
             raise
 
@@ -87,7 +91,7 @@ class Parser:
 
 
 class _Child:
-    """A parser process, and the line to it."""
+    """A parser process and the socket to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
         self._process = process
@@ -95,7 +99,7 @@ class _Child:
 
     @classmethod
     async def start(cls) -> _Child:
-        """Start one. On a thread, since a fork of a large process takes a while."""
+        """Start a parser process. It starts on a thread, because forking a large process is slow."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         command = [sys.executable, "-m", "penstock.gateway.parser_process", str(theirs.fileno())]
@@ -119,7 +123,7 @@ class _Child:
         return cls(process, ours)
 
     async def ask(self, form: str, raw: bytes) -> bytes:
-        """The answer to a body; raises OSError or EOFError where the process ends."""
+        """Send a body to the process and return its answer. Raises OSError or EOFError if the process ends."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._line, HEAD.pack(FORMS.index(form), len(raw)))
         await loop.sock_sendall(self._line, raw)
@@ -130,14 +134,14 @@ class _Child:
         loop, data, at = asyncio.get_running_loop(), bytearray(num_bytes), 0
         view = memoryview(data)
         while at < num_bytes:
-            got = await loop.sock_recv_into(self._line, view[at:])
-            if not got:
-                raise EOFError("the process has gone")
-            at += got
+            num_received = await loop.sock_recv_into(self._line, view[at:])
+            if not num_received:
+                raise EOFError("the parser process closed its socket")
+            at += num_received
         return data
 
     async def end(self) -> None:
-        """Kill it."""
+        """Kill the process and wait for its exit."""
         self._line.close()
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):

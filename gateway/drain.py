@@ -1,4 +1,4 @@
-"""The end of a planned stop: answers that are open when the drain is over end with an error that says why."""
+"""The end of a planned shutdown: answers still open after the drain end with an error that gives the reason."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from penstock.gateway.stream.sse import event
 logger = logging.getLogger(__name__)
 
 SAY_TIMEOUT_S = 1.0
-"""A reader that takes nothing is not told why its answer ends."""
+"""Seconds for sending the error to one client. A client that reads nothing does not get it."""
 END_GRACE_S = 5
-"""Time for the cut answers to leave their jobs, before the server ends whatever is left."""
+"""Seconds for the canceled answers to release their jobs before the server closes every connection."""
 
 
 class Drain:
-    """ASGI middleware: turns the cancellation of an answer into its end.
+    """ASGI middleware that ends a canceled answer with an error.
 
-    An answer that has not begun becomes a 503 with Retry-After, a stream ends with an error event. A caller with the
-    event ids of a stream goes on at another gateway.
+    An answer that has not begun becomes a 503 with Retry-After; a stream ends with an error event. The caller can
+    continue the stream at another gateway with its last event id.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on."""
+        """Pass the request on, and send an error if its answer is canceled."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -51,10 +51,10 @@ class Drain:
             await self._app(scope, receive, noting)
         except asyncio.CancelledError:
             if not is_complete:
-                await _say_why(started, scope, receive, send)
+                await _send_error(started, scope, receive, send)
 
 
-async def _say_why(started: Headers | None, scope: Scope, receive: Receive, send: Send) -> None:
+async def _send_error(started: Headers | None, scope: Scope, receive: Receive, send: Send) -> None:
     error = UnavailableError("this gateway was stopped before the answer was complete", code="gateway_stopped")
     try:
         async with asyncio.timeout(SAY_TIMEOUT_S):
@@ -63,11 +63,11 @@ async def _say_why(started: Headers | None, scope: Scope, receive: Receive, send
             elif started.get("content-type", "").startswith("text/event-stream"):
                 await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": False})
     except TimeoutError:
-        logger.info("a reader was not told of the stop", extra={"path": scope["path"]})
+        logger.info("a client did not receive the shutdown error", extra={"path": scope["path"]})
 
 
 async def cut_off_after(drain_s: float, answers: Iterable[asyncio.Task[None]]) -> None:
-    """Cancels the answers that are still open after the drain."""
+    """Cancel the answers that are still open after `drain_s` seconds."""
     await asyncio.sleep(drain_s)
     left = [task for task in answers if not task.done()]
     if left:

@@ -1,6 +1,7 @@
-"""`/health`: this process is up. `/ready`: a request sent now would find Redis and a node, and its answer us.
+"""Health checks.
 
-`/health/nodes`: every live node's pressure record, with the parts of it that are not well, and why.
+`/health`: this process is up. `/ready`: Redis answers, a live node takes jobs, and answers reach this process.
+`/health/nodes`: the pressure record of every live node, with its unhealthy parts and the reasons.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from penstock.contract.errors import UnavailableError
 from penstock.producer.client import AsyncClient
 
 READY_TIMEOUT_S = 2.0
-"""The client waits out short absences of Redis, a probe does not."""
+"""Seconds that a probe waits for Redis. The client itself would wait longer, to survive short outages."""
 
-PROBED = ["GET", "HEAD"]
-"""Some who look whether we live want no body."""
+PROBE_METHODS = ["GET", "HEAD"]
+"""Some load balancers probe with HEAD."""
 
 router = APIRouter()
 
 
-@router.api_route("/health", methods=PROBED)
+@router.api_route("/health", methods=PROBE_METHODS)
 async def health() -> dict[str, str]:
-    """Says nothing about Redis: restarting this process would not bring it back."""
+    """Return that the process is up. Redis does not count: restarting this process would not bring it back."""
     return {"status": "ok"}
 
 
 @router.get("/health/nodes")
 async def nodes(request: Request) -> dict[str, list[dict[str, Any]]]:
-    """Pools, and the records of their nodes. Raises UnavailableError while Redis is away."""
+    """Return the pressure records of the live nodes by pool. Raises UnavailableError while Redis is away."""
     client: AsyncClient = request.app.state.client
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
@@ -41,13 +42,13 @@ async def nodes(request: Request) -> dict[str, list[dict[str, Any]]]:
     return {pool: [asdict(node) for node in pressure.nodes] for pool, pressure in pressures.items()}
 
 
-@router.api_route("/ready", methods=PROBED)
+@router.api_route("/ready", methods=PROBE_METHODS)
 async def ready(request: Request) -> dict[str, str]:
-    """Raises UnavailableError, which is a 503, while nobody could serve a request."""
+    """Return that a request would be served now; otherwise raise UnavailableError (HTTP 503)."""
     try:
         client: AsyncClient = request.app.state.client
         if not client.is_alive:
-            raise UnavailableError("this gateway hears nothing from the queue any more", code="inbox_ended")
+            raise UnavailableError("this gateway no longer receives messages from the queue", code="inbox_ended")
         async with asyncio.timeout(READY_TIMEOUT_S):
             if await _has_live_node(client):
                 return {"status": "ready"}

@@ -1,7 +1,7 @@
-"""`GET /metrics`: what operators watch, for Prometheus. Counted where it happens, at most once a request.
+"""`GET /metrics`: metrics for Prometheus.
 
-Figures of pools come from Redis at each scrape, so every gateway tells the same ones: take the maximum over gateways,
-not the sum.
+Each gateway counts its own HTTP requests and streams. The statistics of pools come from Redis at each scrape, so every
+gateway reports the same values: aggregate them over gateways with max, not sum.
 """
 
 from __future__ import annotations
@@ -31,56 +31,59 @@ from penstock.runtime.loop_metrics import loop_metrics
 _LOG = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
-"""Redis may be away; what this process knows by itself is told all the same."""
+"""Seconds that a scrape waits for Redis. After that it reports only the process's own metrics."""
 MAX_TENANTS = 100
-"""Of a pool, those that keep most: each is a series of its own."""
+"""Tenants of a pool that are reported, largest first. The limit bounds the number of Prometheus series."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 _OF_CLIENT = {
-    "messages": "Messages that came to this process's inbox.",
-    "chunks": "Chunks in them.",
-    "bad_messages": "Messages on it that were none of ours.",
-    "log_reads": "Pages read of jobs' logs.",
-    "gaps": "Times that a chunk came before one that it follows.",
-    "resubscribes": "Times that the inbox was subscribed to again.",
-    "resubmits": "Jobs that Redis had lost and that were submitted again.",
+    "messages": "Messages that arrived on this process's inbox channel.",
+    "chunks": "Token chunks in those messages.",
+    "bad_messages": "Messages on the inbox channel that could not be decoded.",
+    "log_reads": "Pages read from the logs of jobs.",
+    "gaps": "Chunks that arrived before a preceding chunk of the same job.",
+    "resubscribes": "Times that this process subscribed to its inbox channel again.",
+    "resubmits": "Jobs that Redis had lost and this process submitted again.",
 }
 
 router = APIRouter()
 
 
 class GatewayMetrics:
-    """Counters of one gateway process."""
+    """The Prometheus metrics that one gateway process counts itself."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "penstock_http_requests", "Answered HTTP requests.", ("path", "status"), registry=registry
         )
-        self._refusals = Counter("penstock_http_refusals", "Errors by OpenAI's code.", ("code",), registry=registry)
-        self.open_streams = Gauge("penstock_http_open_streams", "Streams that are being sent.", registry=registry)
+        self._refusals = Counter("penstock_http_refusals", "Errors by OpenAI error code.", ("code",), registry=registry)
+        self.open_streams = Gauge("penstock_http_open_streams", "Streams that are open.", registry=registry)
         self.first_token_s = Histogram(
             "penstock_time_to_first_token_seconds",
-            "From a streaming request's body to its first token.",
+            "Seconds from the body of a streaming request to its first token.",
             buckets=_SECONDS,
             registry=registry,
         )
         self.token_s = Histogram(
             "penstock_time_per_output_token_seconds",
-            "Mean time between a stream's tokens, behind the first one.",
+            "Mean seconds between the tokens of a stream, after the first token.",
             buckets=_TOKEN_SECONDS,
             registry=registry,
         )
 
     def refused(self, error: PenstockError) -> None:
-        """Counts an error; one that is neither the caller's, nor the job's, nor an outage is logged too."""
+        """Count an error by its code.
+
+        An internal error, which no caller, job or outage explains, is logged as well.
+        """
         self._refusals.labels(error.code).inc()
         if error.status == HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, JobFailedError):
             _LOG.error("a request failed", exc_info=error)
 
     @contextmanager
     def stream(self) -> Iterator[StreamMeter]:
-        """While a stream is being sent."""
+        """Count a stream as open for the duration of the block, and yield a meter for its token times."""
         self.open_streams.inc()
         try:
             yield StreamMeter(self)
@@ -89,7 +92,7 @@ class GatewayMetrics:
 
 
 class StreamMeter:
-    """The two figures of one stream."""
+    """Measures time to first token and time per output token of one stream."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
@@ -97,20 +100,23 @@ class StreamMeter:
         self._first_s: float | None = None
 
     def sent(self) -> None:
-        """Tokens were sent."""
+        """Note that tokens were sent. The first call records the time to first token."""
         if self._first_s is None:
             self._first_s = time.monotonic()
             self._metrics.first_token_s.observe(self._first_s - self._began_s)
 
     def ended(self, num_tokens: float) -> None:
-        """All was sent; `num_tokens` is of one choice, a mean over several."""
+        """Record the time per output token of a complete stream.
+
+        `num_tokens` counts the tokens of one choice; for several choices it is their mean.
+        """
         if self._first_s is not None and num_tokens > 1:
             self._metrics.token_s.observe((time.monotonic() - self._first_s) / (num_tokens - 1))
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus's text."""
+    """Return the metrics in Prometheus's text format."""
     state, client = request.app.state, request.app.state.client
     own = [
         *_of_client(client),
@@ -127,7 +133,9 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-class _Told(Collector):
+class _FixedCollector(Collector):
+    """A collector of metrics that were read before the scrape."""
+
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
@@ -137,7 +145,7 @@ class _Told(Collector):
 
 def _told_by(families: Iterable[Metric]) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Told(list(families)))
+    registry.register(_FixedCollector(list(families)))
     return registry
 
 
@@ -147,33 +155,33 @@ def _of_client(client: AsyncClient) -> Iterator[Metric]:
 
 
 def _of_budgets(state: State) -> Iterator[Metric]:
-    text = "Bytes of large request bodies that are held until they are parsed."
+    text = "Bytes of large request bodies that are held in memory until they are parsed."
     yield GaugeMetricFamily("penstock_gateway_body_bytes", text, value=state.body_budget.num_used)
-    text = "Bytes of large results that are held while their readers take them."
+    text = "Bytes of large results that are held in memory while they are sent."
     yield GaugeMetricFamily("penstock_gateway_result_bytes", text, value=state.result_budget.num_used)
 
 
 def _of_redis(memory: tuple[int, int] | None) -> Iterator[Metric]:
     yield GaugeMetricFamily("penstock_redis_up", "Whether Redis answers.", value=memory is not None)
     if memory is not None:
-        used, most = memory
+        used, limit = memory
         yield GaugeMetricFamily("penstock_redis_used_bytes", "Memory that Redis uses.", value=used)
-        yield GaugeMetricFamily("penstock_redis_max_bytes", "Memory that Redis may use; 0: no limit.", value=most)
+        yield GaugeMetricFamily("penstock_redis_max_bytes", "Memory limit of Redis; 0 means no limit.", value=limit)
 
 
 def _of_pools(pools: list[PoolStats]) -> Iterator[Metric]:
-    yield _per_class("penstock_queue_depth", "Jobs that wait.", {p.pool: p.depth for p in pools})
+    yield _per_class("penstock_queue_depth", "Jobs that wait in the queue.", {p.pool: p.depth for p in pools})
     ages = {p.pool: [ms / 1000 for ms in p.oldest_ms] for p in pools}
-    yield _per_class("penstock_queue_age_seconds", "How long the oldest of them has waited.", ages)
+    yield _per_class("penstock_queue_age_seconds", "Seconds that the oldest waiting job has waited.", ages)
     costs = {p.pool: p.cost for p in pools}
-    yield _per_class("penstock_queue_cost_tokens", "KV tokens that they will probably need.", costs)
+    yield _per_class("penstock_queue_cost_tokens", "Estimated KV tokens that the waiting jobs need.", costs)
     blocks = {p.pool: sum(node.kv_blocks_total for node in p.nodes) for p in pools}
     free = {p.pool: sum(node.kv_blocks_free for node in p.nodes) for p in pools}
     for name, text, values in (
         ("penstock_open_jobs", "Jobs that wait or run.", {p.pool: p.num_open for p in pools}),
-        ("penstock_nodes", "Nodes that live.", {p.pool: len(p.nodes) for p in pools}),
-        ("penstock_kv_blocks", "KV blocks of all nodes.", blocks),
-        ("penstock_kv_blocks_free", "Those that are free.", free),
+        ("penstock_nodes", "Live nodes.", {p.pool: len(p.nodes) for p in pools}),
+        ("penstock_kv_blocks", "KV blocks of all live nodes.", blocks),
+        ("penstock_kv_blocks_free", "Free KV blocks of all live nodes.", free),
     ):
         yield _per_pool(GaugeMetricFamily(name, text, labels=("pool",)), values)
     yield _kept(pools)
@@ -185,7 +193,7 @@ def _of_pools(pools: list[PoolStats]) -> Iterator[Metric]:
 def _kept(pools: list[PoolStats]) -> Metric:
     family = GaugeMetricFamily(
         "penstock_tenant_kept_bytes",
-        "Bytes of Redis that a tenant's jobs and results take, of those that take most.",
+        "Bytes in Redis of a tenant's jobs and results, for the tenants with the most bytes.",
         labels=("pool", "tenant"),
     )
     for pool in pools:

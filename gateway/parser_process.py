@@ -1,8 +1,8 @@
 """The process that parses large bodies: `python -m penstock.gateway.parser_process FD`.
 
-Python's lock is held for the whole of a parse, so a thread would stop the gateway's event loop for as long. This
-process reads one body after another from a socket that it inherits, and ends with the gateway. Its memory is limited:
-a body that needs more ends it, and the gateway starts another one.
+Parsing holds Python's global interpreter lock, so a thread would still block the gateway's event loop. This process
+reads bodies one by one from an inherited socket and ends with the gateway. Its memory is limited: a body that needs
+more kills it, and the gateway starts another one.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import sys
 from collections.abc import Iterator
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
-from penstock.gateway.openai.parsed_body import BODIES, encode_asked, encode_refusal, parse, with_packed_prompts
+from penstock.gateway.openai.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
 
 HEAD = struct.Struct(">BI")
-"""Of a body: which form, and how many bytes follow. Of an answer: 0, and how many bytes follow."""
+"""Header of a message on the socket. Body: the index of its form in FORMS, then its length in bytes.
+Answer: 0, then its length in bytes."""
 FORMS = tuple(BODIES)
 MAX_PARSED_BYTES = 128 << 20
-"""Memory that the values of a body may take once they are parsed, by the estimates below."""
+"""Limit in bytes on the memory of a body's parsed values, estimated with the figures below."""
 BYTES_PER_VALUE = 72
 BYTES_PER_TEXT = 160
 BYTES_PER_CONTAINER = 400
-"""Of an object or a list."""
+"""A container is an object or a list."""
 MAX_GROWTH_BYTES = 192 << 20
-"""Memory that this process may come to hold beside its code. It ends where a body needs more."""
+"""Bytes of data memory that this process may allocate after its start. A body that needs more kills the process."""
 _WINDOW_BYTES = 256 << 10
 
 
 def main() -> None:
-    """Answer bodies until the gateway is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the gateway, which ends this process.
-    gc.disable()  # A body's records are trees: collections would look at millions of values in vain.
+    """Answer bodies until the gateway closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the gateway, which ends this process.
+    gc.disable()  # A parsed body is a tree without cycles, so a collection would scan millions of values for nothing.
     gc.freeze()
     _limit_memory()
     with socket.socket(fileno=int(sys.argv[1])) as line:
@@ -52,25 +53,29 @@ def main() -> None:
 
 
 def answer_to(form: str, raw: bytes) -> bytes:
-    """What the gateway is told of a body."""
+    """Parse a body and return the encoded result or the encoded refusal."""
     try:
         check_structure(raw)
-        return encode_asked(with_packed_prompts(parse(form, raw)))
+        return encode_parsed_body(with_packed_prompts(parse(form, raw)))
     except PenstockError as error:
         return encode_refusal(error)
     except (MemoryError, RecursionError):
-        return encode_refusal(RequestError("the body is too complex to be parsed", code="body_too_complex"))
+        return encode_refusal(RequestError("the body is too complex to parse", code="body_too_complex"))
 
 
 def check_structure(raw: bytes) -> None:
-    """Refuse a body whose values would take too much memory; what stands in texts does not count as a value."""
+    """Raise TooLargeError if the parsed values of a body would take more than MAX_PARSED_BYTES.
+
+    The first estimate counts every comma and bracket. Only if it exceeds the limit, a second estimate leaves out the
+    characters inside strings.
+    """
     if parsed_bytes(raw) > MAX_PARSED_BYTES and sum(map(parsed_bytes, _without_texts(raw))) > MAX_PARSED_BYTES:
-        said = f"the values of the body take more than {MAX_PARSED_BYTES >> 20} MiB once they are parsed"
-        raise TooLargeError(said, code="body_too_complex")
+        message = f"the parsed values of the body take more than {MAX_PARSED_BYTES >> 20} MiB"
+        raise TooLargeError(message, code="body_too_complex")
 
 
 def parsed_bytes(text: bytes) -> int:
-    """Memory of the values that begin in a part of a body, at most."""
+    """Return an upper estimate, in bytes, of the memory of the values that begin in this part of a body."""
     containers = text.count(b"{") + text.count(b"[")
     return (
         text.count(b",") * BYTES_PER_VALUE + text.count(b'"') // 2 * BYTES_PER_TEXT + containers * BYTES_PER_CONTAINER
@@ -78,7 +83,7 @@ def parsed_bytes(text: bytes) -> int:
 
 
 def _without_texts(raw: bytes) -> Iterator[bytes]:
-    """A body without what stands between its quotes."""
+    """Yield a body in parts, without the characters between its quotes."""
     plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     is_inside = False
     for at in range(0, len(plain), _WINDOW_BYTES):
@@ -88,7 +93,7 @@ def _without_texts(raw: bytes) -> Iterator[bytes]:
 
 
 def _limit_memory() -> None:
-    """Let this process grow by a bounded amount of memory."""
+    """Limit this process's data memory to its present size plus MAX_GROWTH_BYTES."""
     with open("/proc/self/statm") as statm:
         num_pages = int(statm.read().split()[5])
     limit = num_pages * os.sysconf("SC_PAGESIZE") + MAX_GROWTH_BYTES
@@ -96,14 +101,14 @@ def _limit_memory() -> None:
 
 
 def _receive(line: socket.socket, num_bytes: int) -> bytearray | None:
-    """Exactly so many bytes; None where the other side has gone."""
+    """Receive exactly `num_bytes` bytes, or return None if the gateway closed the socket."""
     data = bytearray(num_bytes)
     view, at = memoryview(data), 0
     while at < num_bytes:
-        got = line.recv_into(view[at:])
-        if not got:
+        num_received = line.recv_into(view[at:])
+        if not num_received:
             return None
-        at += got
+        at += num_received
     return data
 
 

@@ -1,5 +1,7 @@
-"""What uvicorn makes of a request's bytes, mended: it reads a head of any size, for any time, and keeps it; it loses a
-body that comes with an offer of another protocol; and it keeps what nobody takes.
+"""A uvicorn HTTP protocol with limits that uvicorn lacks.
+
+uvicorn accepts a request head of any size, waits for it without limit, and drops the body of a request that offers a
+protocol upgrade. It also keeps unsent bytes forever for a client that has stopped reading.
 """
 
 from __future__ import annotations
@@ -19,130 +21,141 @@ from penstock.gateway.openai.errors import error_body
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 60.0
-"""A connection without a whole head is closed then: each takes one of the process's descriptors."""
+"""Seconds that a connection may take to send a whole head. Each open connection uses a file descriptor."""
 TAKE_TIMEOUT_S = 60.0
-"""A reader that takes nothing for so long of what is ready for it is hung up on."""
+"""Seconds after which a connection is closed if its client reads none of the bytes that wait for it."""
 MAX_LATE_S = 1.0
+"""If the check itself runs later than this many seconds, the process was too busy to blame the client."""
 _NO_LINGER = struct.pack("ii", 1, 0)
+"""Value of SO_LINGER that resets the connection and discards its unsent bytes."""
 
 
 class BoundedHead(HttpToolsProtocol):
-    """uvicorn's protocol, which answers 431 and hangs up when a head grows beyond MAX_HEAD_BYTES, or what stands
-    between a body's chunks and behind them. One that does not come is not waited for.
+    """uvicorn's HTTP protocol with bounds on the request head, on slow clients and on unread answers.
 
-    An `Upgrade` is passed over, as RFC 9110 (7.8) lets a server do.
+    It answers 431 and closes the connection when the head, a chunk header or the trailers exceed MAX_HEAD_BYTES. It
+    closes a connection that does not send a head in time. It ignores `Upgrade`, as RFC 9110 (7.8) allows.
     """
 
     _num_head_bytes = 0
-    """Of everything but bodies; they begin anew with each part of a body."""
+    """Bytes received outside of bodies. Each part of a body resets the count."""
     _is_head_too_large = False
-    _patience: asyncio.TimerHandle | None = None
-    """While bytes come, or none have, and no request is being answered: of a head, or of a body that was refused."""
-    _stuck: asyncio.TimerHandle | None = None
-    """While bytes wait that no more are put behind."""
-    _stuck_due_s = 0.0
+    _head_timer: asyncio.TimerHandle | None = None
+    """Closes the connection if no whole head arrives. Set while no request is being answered."""
+    _reader_timer: asyncio.TimerHandle | None = None
+    """Checks that the client reads. Set while unsent bytes wait and the answer adds no more."""
+    _reader_due_s = 0.0
+    """Event-loop time at which `_reader_timer` should fire."""
 
     def connection_made(self, transport: Any) -> None:
-        """Somebody is there."""
+        """Handle a new connection: start the timer for its first head."""
         super().connection_made(transport)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody is there any more."""
+        """Handle the end of the connection: stop its timers."""
         self._stop_waiting()
         self.resume_writing()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Much waits for the reader; the answer goes on when most of it is taken."""
+        """Handle a full send buffer: the answer pauses, and the client is watched."""
         super().pause_writing()
-        if self._stuck is None:
+        if self._reader_timer is None:
             self._watch_reader()
 
     def resume_writing(self) -> None:
-        """Most of it is taken."""
+        """Handle a drained send buffer: the answer continues."""
         super().resume_writing()
-        if self._stuck is not None:
-            self._stuck.cancel()
-            self._stuck = None
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def on_response_complete(self) -> None:
-        """All is written; it may wait for the reader."""
+        """Handle a complete answer. Its last bytes may still wait for the client, so the client is watched."""
         super().on_response_complete()
-        if self._stuck is None:
+        if self._reader_timer is None:
             self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came; they may end a head and begin a body."""
+        """Parse received bytes, and refuse the request if they are not HTTP or the head is too large."""
         self._num_head_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._read_on(data[upgrade.args[0] :])
+            self._reparse_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             if not self._is_head_too_large:
-                error = RequestError("this is not HTTP/1.1", code="invalid_http")
+                error = RequestError("the request is not valid HTTP/1.1", code="invalid_http")
                 self._refuse(error, HTTPStatus.BAD_REQUEST)
         is_too_large = self._is_head_too_large or self._num_head_bytes > MAX_HEAD_BYTES
         if is_too_large and not self.transport.is_closing():
-            error = TooLargeError(f"head or trailers are larger than {MAX_HEAD_BYTES} bytes", code="head_too_large")
+            message = f"the request's head or trailers are larger than {MAX_HEAD_BYTES} bytes"
+            error = TooLargeError(message, code="head_too_large")
             self._refuse(error, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        if self._patience is None and (self.cycle is None or self.cycle.response_complete):
+        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._wait_for_head()
 
     def on_headers_complete(self) -> None:
-        """The head is read. One that came whole, in a single read, has not been measured yet."""
+        """Handle a complete head. Measure it here: a head that arrived in a single read was not measured before."""
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
             self._is_head_too_large = True
-            raise TooLargeError("the head is too large")  # ends the parser; data_received answers
+            raise TooLargeError("the head is too large")  # stops the parser; data_received sends the answer
         self._num_head_bytes = 0
         self._stop_waiting()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body is read."""
+        """Handle a part of the body. It ends the count of bytes outside of bodies."""
         self._num_head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The next head may follow."""
+        """Handle the end of a request. The bytes of the next head are counted from zero."""
         self._num_head_bytes = 0
         super().on_message_complete()
 
     def _should_upgrade(self) -> bool:
-        """Where this is true, uvicorn does nothing with the head: it is read again, without the offer."""
+        """Return whether the head offers a protocol upgrade.
+
+        If so, uvicorn ignores the head, and `data_received` parses it again without the offer.
+        """
         return any(name == b"upgrade" for name, _ in self.headers)
 
-    def _read_on(self, rest: bytes) -> None:
-        """No body is read behind an offer of another protocol by httptools, taken or not."""
+    def _reparse_without_upgrade(self, rest: bytes) -> None:
+        """Parse the head again without `Upgrade`, because httptools reads no body after an upgrade offer."""
         kept = (b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
         line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         self.parser = httptools.HttpRequestParser(self)
         self.data_received(b"".join((line, *kept, b"\r\n", rest)))
 
     def _wait_for_head(self) -> None:
-        self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
 
     def _stop_waiting(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _watch_reader(self, num_before: int = 0) -> None:
-        """A transport that is closed still waits for its reader to take the last byte."""
+        """Abort the connection if the client has read nothing since the last check; otherwise check again later.
+
+        `num_before` is the number of unsent bytes at the last check. The check also covers a closed transport, which
+        still waits for its client to read the last byte.
+        """
         num_waiting = self.transport.get_write_buffer_size()
-        # A process that was busy itself, or had no core, has not written what the reader would have taken.
-        is_late = self.loop.time() - self._stuck_due_s > MAX_LATE_S
+        # If this process was busy or had no core, it has not written bytes that the client would have read.
+        is_late = self.loop.time() - self._reader_due_s > MAX_LATE_S
         if num_waiting and num_waiting == num_before and not is_late:
-            # Without it the system would keep megabytes for a reader that may never come.
+            # Otherwise the kernel would keep megabytes for a client that may never read them.
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self.transport.abort()
         elif num_waiting:
-            self._stuck_due_s = self.loop.time() + TAKE_TIMEOUT_S
-            self._stuck = self.loop.call_at(self._stuck_due_s, self._watch_reader, num_waiting)
+            self._reader_due_s = self.loop.time() + TAKE_TIMEOUT_S
+            self._reader_timer = self.loop.call_at(self._reader_due_s, self._watch_reader, num_waiting)
         else:
-            self._stuck = None
+            self._reader_timer = None
 
     def _refuse(self, error: PenstockError, status: HTTPStatus) -> None:
         body = json.dumps(error_body(error)).encode()

@@ -1,4 +1,4 @@
-"""Settings of a gateway process: flags, then `PENSTOCK_GATEWAY_*`, then these defaults."""
+"""Settings of a gateway process. A flag overrides `PENSTOCK_GATEWAY_*`, which overrides these defaults."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from penstock.runtime.settings import Settings
 
 
 class GatewaySettings(Settings):
-    """Frozen for the life of the process."""
+    """Settings of one gateway process, frozen for its lifetime. Field docstrings are the flags' help texts."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_")
 
     redis_url: str | None = None
-    """Redis of the pools; else that of PENSTOCK_REDIS_URL."""
+    """URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL."""
     host: str = "127.0.0.1"
-    """Address to listen on."""
+    """Address to listen on. The default accepts local connections only."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. 0 lets the system choose a free port."""
     max_body_bytes: int = Field(default=8 << 20, ge=1 << 10)
-    """A longer body is refused."""
+    """Largest request body in bytes. A larger body is refused."""
     max_logprobs: int = Field(default=1 << 18, ge=0)
-    """A request for more log-probabilities, over all prompts and choices, is refused."""
+    """Most log-probabilities that one request may ask for, over all its prompts and choices."""
     body_timeout_s: float = Field(default=30.0, gt=0)
-    """A request's body must have arrived by then."""
+    """Seconds within which a request's body must arrive."""
     first_chunk_wait_s: float = Field(default=10.0, ge=0)
-    """How long a stream's HTTP status waits for the queue."""
+    """Seconds that a stream waits for its first token or a refusal before it sends HTTP status 200."""
     keep_alive_s: float = Field(default=10.0, gt=0)
-    """Silence on a stream after which a comment goes out."""
+    """Seconds of silence on a stream after which the gateway sends a keep-alive comment."""
     send_timeout_s: float = Field(default=60.0, gt=0)
-    """A reader that takes nothing for so long is cut off."""
+    """Seconds after which a client that reads nothing is disconnected."""
     drain_s: int = Field(default=30, ge=0)
-    """How long open answers may go on after SIGTERM."""
+    """Seconds that open answers may continue after SIGTERM."""
     require_keys: bool = False
-    """Let nobody in without an API key, even while there are none."""
+    """Require an API key for every request, even while no keys exist."""
     open_highest_class: ClassName = "standard"
-    """The most urgent class that callers may ask for while there are no API keys."""
+    """The most urgent priority class that callers may use while no API keys exist."""
     loop_watch_ms: float = Field(default=20.0, ge=1, le=1000)
-    """How often the event loop is asked how late it comes."""
+    """Milliseconds between two measurements of the event loop's delay."""
     loop_debug: bool = False
-    """Log what runs while the event loop is held for 50 ms and more."""
+    """Log which code runs when it blocks the event loop for 50 ms or more."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask; may be repeated."""
+    """An origin that browsers may call this gateway from (CORS). Repeat the flag for several. Default: none."""

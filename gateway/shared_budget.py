@@ -1,4 +1,4 @@
-"""An amount of something that the callers of a gateway share: bytes of memory, or turns."""
+"""A limited amount, such as bytes of memory, that the tenants of a gateway share fairly."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class _Claim:
+    """A request for an amount that waits to be granted."""
+
     amount: int
     granted: asyncio.Future[None]
 
 
 class SharedBudget:
-    """Grants amounts of a total. One owner's claims are granted in order, those of several owners in turn.
+    """A semaphore over `total` units that is fair among owners.
 
-    An owner never holds more than its share, so that the others find some left.
+    The claims of one owner are granted in order; owners take turns (round robin). One owner never holds more than
+    `per_owner` units, so that other owners can still be served.
     """
 
     def __init__(self, total: int, *, per_owner: int) -> None:
@@ -27,16 +30,16 @@ class SharedBudget:
         self._num_used = 0
         self._held: dict[str, int] = {}
         self._claims: dict[str, deque[_Claim]] = {}
-        """Claims that wait; the owner whose turn it is stands first."""
+        """Waiting claims by owner. The first owner in the dictionary is served next."""
 
     @property
     def num_used(self) -> int:
-        """What is granted now."""
+        """The units that are granted now, over all owners."""
         return self._num_used
 
     @asynccontextmanager
     async def taken(self, owner: str, amount: int) -> AsyncIterator[None]:
-        """Hold an amount, or all of the owner's share if that is less, once it is free."""
+        """Wait for `amount` units and hold them in the block. An amount above the owner's share is cut to the share."""
         amount = min(amount, self._per_owner)
         if not amount:
             yield
@@ -80,13 +83,17 @@ class SharedBudget:
         self._serve()
 
     def _serve(self) -> None:
-        """Grant what fits, the owners in turn. A claim that only lacks total is waited for, or it would starve."""
+        """Grant waiting claims, one owner after the other.
+
+        A claim that its owner's share forbids is skipped. A claim that exceeds the free total stops the round:
+        otherwise smaller claims of other owners would starve it.
+        """
         progress = True
         while progress:
             progress = False
             for owner in list(self._claims):
                 claim = self._claims[owner][0]
-                if claim.granted.done():  # cancelled a moment ago
+                if claim.granted.done():  # canceled; its waiter has not removed it yet
                     self._drop(owner, claim)
                     progress = True
                     continue
@@ -95,7 +102,7 @@ class SharedBudget:
                 if not self._fits(owner, claim.amount):
                     return
                 self._drop(owner, claim)
-                # Behind the others from now on.
+                # The owner moves to the end of the round.
                 if owner in self._claims:
                     self._claims[owner] = self._claims.pop(owner)
                 self._grant(owner, claim.amount)

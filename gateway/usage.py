@@ -1,4 +1,4 @@
-"""`GET /v1/usage`: the tokens that the caller's API key used, per day and pool; of all keys, for an admin."""
+"""`GET /v1/usage`: the tokens that the caller's API key used, per day and pool. An admin can see all keys."""
 
 from __future__ import annotations
 
@@ -18,42 +18,43 @@ router = APIRouter()
 
 @router.get("/v1/usage")
 async def usage(request: Request) -> dict[str, Any]:
-    """Days on which something was used. `?days=`: how many days back; `?all=true`: of all keys.
+    """Return one record for each day and pool with usage.
 
-    Raises RequestError for other parameters, ForbiddenError for `all` without the scope `admin`.
+    `?days=` sets how many days back to look; `?all=true` includes all keys. Raises RequestError for other parameters,
+    and ForbiddenError for `all=true` without the scope `admin`.
     """
-    asked = dict(request.query_params)
-    days, everyone = _days_of(asked.pop("days", str(DEFAULT_DAYS))), asked.pop("all", "false")
-    if asked or everyone not in ("true", "false"):
-        name = next(iter(asked), "all")
-        raise RequestError(f"{name}: usage may be asked for with days and all=true", param=name)
+    params = dict(request.query_params)
+    days, all_keys = _days_of(params.pop("days", str(DEFAULT_DAYS))), params.pop("all", "false")
+    if params or all_keys not in ("true", "false"):
+        name = next(iter(params), "all")
+        raise RequestError(f"{name}: /v1/usage accepts only the parameters days and all (true or false)", param=name)
     client: AsyncClient = request.app.state.client
     caller = caller_of(request)
-    if everyone == "true":
+    if all_keys == "true":
         caller.require("admin")
         found = await client.all_usage(days)
     else:
         found = await client.usage(caller.tenant, caller.key_id, days)
-    return {"object": "list", "data": [_shown(one) for one in found]}
+    return {"object": "list", "data": [_as_json(day) for day in found]}
 
 
 def _days_of(text: str) -> int:
     if not (text.isdecimal() and len(text) < 4 and 1 <= int(text) <= MAX_DAYS):
         raise RequestError(
-            f"days must be a number from 1 to {MAX_DAYS}, the days for which usage is kept", param="days"
+            f"days must be a number from 1 to {MAX_DAYS}; usage is kept for {MAX_DAYS} days", param="days"
         )
     return int(text)
 
 
-def _shown(one: DayUsage) -> dict[str, Any]:
+def _as_json(usage: DayUsage) -> dict[str, Any]:
     return {
         "object": "usage",
-        "date": one.day.isoformat(),
-        "pool": one.pool,
-        "tenant": one.tenant,
-        "key_id": one.account,
-        "jobs": one.jobs,
-        "prompt_tokens": one.prompt_tokens,
-        "completion_tokens": one.completion_tokens,
-        "cached_tokens": one.cached_tokens,
+        "date": usage.day.isoformat(),
+        "pool": usage.pool,
+        "tenant": usage.tenant,
+        "key_id": usage.account,
+        "jobs": usage.jobs,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
     }

@@ -1,1 +1,1 @@
-"""The OpenAI HTTP API: routes, refusals, and answers in one piece or as streams. No Redis, no model, no tokenizer."""
+"""The OpenAI HTTP API: routes, errors, and answers as JSON or as streams. It uses no Redis, model or tokenizer."""

@@ -1,7 +1,7 @@
-"""An order carried out as one HTTP response, in one piece or as a stream.
+"""The HTTP responses of the generation routes: one JSON object, or a stream of server-sent events.
 
-Nothing is sent before the first chunk or the refusal of the queue is there, so that a refusal is a real HTTP status;
-a stream stops waiting for that after `first_chunk_wait_s`.
+A response sends nothing until the queue delivers the first chunk or a refusal, so that a refusal gets a real HTTP
+status. A stream waits at most `first_chunk_wait_s`; after that it sends status 200 and reports errors as events.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from penstock.runtime.cooperative import CooperativeTurns
 
 JOB_HEADER = "X-Penstock-Job"
 MAX_SMALL_BATCH = 64
-"""Chunks that are rendered without waiting for a turn."""
+"""Batches of up to this many chunks are rendered at once. A larger batch yields to other requests in between."""
 
 
 class Answer(Response):
-    """What both ways share: the jobs live as long as the response, and end with a caller that hangs up for good.
+    """The base of both responses. The request's jobs live as long as the response and end if the caller disconnects.
 
-    Called as an ASGI app, it raises a PenstockError only while nothing has been sent.
+    Called as an ASGI app, it raises a PenstockError only if nothing has been sent yet.
     """
 
     def __init__(
-        self, request: Request, order: GenerationRequest, dialect: type[Renderer], *, include_usage: bool = False
+        self, request: Request, generation: GenerationRequest, dialect: type[Renderer], *, include_usage: bool = False
     ) -> None:
         super().__init__()
         self._client: AsyncClient = request.app.state.client
@@ -60,35 +60,38 @@ class Answer(Response):
         self._metrics: GatewayMetrics = request.app.state.metrics
         self._turns: CooperativeTurns = request.app.state.turns
         self._result_budget: SharedBudget = request.app.state.result_budget
-        self._order = order
+        self._generation = generation
         self._dialect = dialect
         self._include_usage = include_usage
         self._pools: Mapping[str, ServedPool] = {}
-        """What was asked of them before, where that was needed."""
+        """The records of the pools by name, or empty if `_check` did not need them."""
 
     async def _check(self) -> None:
-        """Refuses what the answer cannot hold and tools that the model cannot call, before anything is queued."""
-        order = self._order
-        if order.cut_at is not None or (order.tool_use.tools is None and not order.tells_tokens):
+        """Refuse too many log-probabilities, and tools that the model cannot call, before any job is queued."""
+        generation = self._generation
+        if generation.cut_at is not None or (generation.tool_use.tools is None and not generation.needs_token_details):
             return
         self._pools = await self._client.pools()
-        # Of a model that is not known yet the submission finds out more.
+        # If the model is unknown here, the submission looks it up again and raises the error.
         with contextlib.suppress(NotFoundError, UnavailableError):
-            record = choose_pool(self._pools.values(), order.model)
-            check_logprobs(order, record, self._settings.max_logprobs)
-            if order.tool_use.tools is not None:
-                _require_call_form(record)
+            record = choose_pool(self._pools.values(), generation.model)
+            check_logprobs(generation, record, self._settings.max_logprobs)
+            if generation.tool_use.tools is not None:
+                _require_tool_parser(record)
 
     async def _form_of(self, pool: str) -> AnswerFormat:
-        """How this answer's text is to be read; raises RequestError for tools that the model cannot call."""
-        use = self._order.tool_use
-        is_formed = self._order.params.structured_outputs is not None and use.tools is None
-        if self._dialect is not ChatRenderer or is_formed:
+        """Return how to parse tool calls and reasoning from this answer's text.
+
+        Raises RequestError if the request offers tools and no parser exists for the model's calls.
+        """
+        use = self._generation.tool_use
+        has_schema = self._generation.params.structured_outputs is not None and use.tools is None
+        if self._dialect is not ChatRenderer or has_schema:
             return PLAIN
         record = self._pools.get(pool) or (await self._client.pools()).get(pool)
         if use.tools is None:
             return PLAIN if record is None else AnswerFormat("none", record.reasoning_parser)
-        record = _require_call_form(record)
+        record = _require_tool_parser(record)
         return AnswerFormat(
             record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named
         )
@@ -96,26 +99,26 @@ class Answer(Response):
     async def _renderer(self, jobs: Sequence[AsyncJob]) -> Renderer:
         return self._dialect(
             job_id=jobs[0].id,
-            model=self._order.model,
+            model=self._generation.model,
             created_s=int(time.time()),
-            params=self._order.params,
+            params=self._generation.params,
             include_usage=self._include_usage,
             form=await self._form_of(jobs[0].pool),
-            echoes=self._order.echoes,
+            echoes=self._generation.echoes,
         )
 
 
 class WholeAnswer(Answer):
-    """One JSON object, once all is said; it is made and sent in pieces."""
+    """A response of one JSON object after all jobs have ended. It is rendered and sent in pieces."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers."""
+        """Run the jobs and send the answer."""
         with contextlib.suppress(CallerGoneError):
             await while_there(self._answer(send), hang_up(receive))
 
     async def _answer(self, send: Send) -> None:
         await self._check()
-        async with open_jobs(self._client, self._order) as jobs:
+        async with open_jobs(self._client, self._generation) as jobs:
             renderer = await self._renderer(jobs)
             ends = await ends_of(jobs)
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
@@ -126,7 +129,7 @@ class WholeAnswer(Answer):
         except PenstockError as error:
             if not sender.started:
                 raise
-            # The body is not completed, so the server closes the connection and the caller sees that it is cut.
+            # Leave the body incomplete: the server then closes the connection, and the caller sees that it was cut off.
             self._metrics.refused(error)
 
     async def _parts(
@@ -151,15 +154,15 @@ class WholeAnswer(Answer):
         if end.result is not None:
             yield end.result
             return
-        async with self._result_budget.taken(self._order.tenant, end.num_bytes):
+        async with self._result_budget.taken(self._generation.tenant, end.num_bytes):
             yield await job.packed_result()
 
 
 class StreamAnswer(Answer):
-    """Server-sent events as the tokens come."""
+    """A response of server-sent events, one for each token chunk."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers."""
+        """Run the jobs and send their events."""
         writer, settings = EventWriter(send), self._settings
         watch = writer.watch(
             first_wait_s=settings.first_chunk_wait_s,
@@ -171,14 +174,14 @@ class StreamAnswer(Answer):
 
     async def _answer(self, writer: EventWriter) -> None:
         try:
-            order = self._order
-            if order.cut_at is not None:
-                form = await self._form_of(pool_of(order.cut_at.job_id))
-                # Of several choices the log alone says which have begun.
-                reads_all = form != PLAIN or order.tells_tokens or order.params.n > 1
-                order = self._order = replace(order, reads_all=reads_all)
+            generation = self._generation
+            if generation.cut_at is not None:
+                form = await self._form_of(pool_of(generation.cut_at.job_id))
+                # With several choices, only the whole log tells which choices have begun.
+                replay_from_start = form != PLAIN or generation.needs_token_details or generation.params.n > 1
+                generation = self._generation = replace(generation, replay_from_start=replay_from_start)
             await self._check()
-            async with open_jobs(self._client, order, has_begun=lambda: writer.started) as jobs:
+            async with open_jobs(self._client, generation, has_begun=lambda: writer.started) as jobs:
                 writer.headers[JOB_HEADER] = _names(jobs)
                 await self._relay(jobs, writer)
         except PenstockError as error:
@@ -188,17 +191,17 @@ class StreamAnswer(Answer):
             await writer.write(event(error_body(error)))
         await writer.end()
 
-    def _piece_writer(self, renderer: Renderer, jobs: Sequence[AsyncJob]) -> SseEncoder | ParsedSseEncoder:
-        order, indices = self._order, {job.id: index for index, job in enumerate(jobs)}
-        if order.cut_at is not None and not order.reads_all:
+    def _encoder(self, renderer: Renderer, jobs: Sequence[AsyncJob]) -> SseEncoder | ParsedSseEncoder:
+        generation, indices = self._generation, {job.id: index for index, job in enumerate(jobs)}
+        if generation.cut_at is not None and not generation.replay_from_start:
             renderer.go_on()
-        if renderer.form == PLAIN and not order.tells_tokens and not order.reads_all:
-            return SseEncoder(renderer, indices, order.cut_at)
-        return ParsedSseEncoder(renderer, indices, order.cut_at)
+        if renderer.form == PLAIN and not generation.needs_token_details and not generation.replay_from_start:
+            return SseEncoder(renderer, indices, generation.cut_at)
+        return ParsedSseEncoder(renderer, indices, generation.cut_at)
 
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
         renderer = await self._renderer(jobs)
-        pieces = self._piece_writer(renderer, jobs)
+        pieces = self._encoder(renderer, jobs)
         usages: list[Usage] = []
         async with aclosing(batches_of(jobs)) as batches:
             async for batch in batches:
@@ -209,17 +212,17 @@ class StreamAnswer(Answer):
                 if outcome is not None and failed:
                     raise error_of(outcome)
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
-        if not usages and self._order.cut_at is not None:
-            # It stood in a chunk of before.
+        if not usages and self._generation.cut_at is not None:
+            # The usage was in a chunk before the one at which the stream was cut.
             usages += [usage for job in jobs if (usage := (await job.packed_result()).usage) is not None]
-        num_choices = len(jobs) * self._order.params.n
+        num_choices = len(jobs) * self._generation.params.n
         self._meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
         if self._include_usage:
             await writer.write(event(renderer.last_piece(usages)))
         await writer.write(DONE)
 
     async def _write(self, pieces: SseEncoder | ParsedSseEncoder, batch: Batch, writer: EventWriter) -> None:
-        # What waited for a slow reader or in a log may be much, and so is what is said of a prompt.
+        # A batch is large after a slow reader, when a log is replayed, and with the log-probabilities of a prompt.
         is_large = len(batch) > MAX_SMALL_BATCH or bool(batch[0].prompt_logprobs)
         if is_large:
             await self._turns.wait()
@@ -230,10 +233,10 @@ class StreamAnswer(Answer):
                 await self._turns.wait()
 
 
-def _require_call_form(record: ServedPool | None) -> ServedPool:
-    """A pool whose model's calls can be read; raises RequestError for another."""
+def _require_tool_parser(record: ServedPool | None) -> ServedPool:
+    """Return the pool's record if a parser exists for its model's tool calls; otherwise raise RequestError."""
     if record is None or record.tool_parser not in CALL_FORMS:
-        raise RequestError("tools: no form is known in which this model calls tools", param="tools")
+        raise RequestError("tools: this model has no known tool-call format", param="tools")
     return record
 
 

@@ -1,4 +1,4 @@
-"""The one place where errors become HTTP: every refusal leaves in OpenAI's error shape."""
+"""Translation of errors to HTTP responses in OpenAI's error shape. No other module does this."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from penstock.contract.errors import BusyError, ConflictError, PenstockError, Re
 from penstock.contract.problems import MAX_NAME_CHARS
 
 ID_HEADER = "X-Request-Id"
-"""By which OpenAI's client tells of a request, so that its line in the log is found."""
+"""Response header with the request's id in the access log. OpenAI's client shows it in its errors."""
 _WILL_FAIL_AGAIN = frozenset(("node_lost", "model_error"))
-"""What ended jobs whose own doing it probably was. The first took three nodes along: each try more may take as many."""
+"""Error codes of jobs that probably caused their own failure. A `node_lost` job was running when three nodes died, so
+each retry may kill as many."""
 
 
 def error_body(error: PenstockError) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Return OpenAI's error object for an error."""
     return _body(error.message, error.type, error.code, error.param)
 
 
 def error_response(error: PenstockError) -> JSONResponse:
-    """The HTTP answer for an error, with Retry-After where trying again makes sense.
+    """Return the HTTP response for an error, with Retry-After if a retry makes sense.
 
-    OpenAI's clients try again by themselves after any 409 and 5xx that does not say otherwise.
+    OpenAI's clients retry every 409 and 5xx by themselves unless X-Should-Retry is "false".
     """
     headers = {}
     if isinstance(error, ConflictError) or error.code in _WILL_FAIL_AGAIN:
@@ -37,7 +38,7 @@ def error_response(error: PenstockError) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every way a request can fail ends in one of these three."""
+    """Install the handlers for penstock's errors, for framework errors such as 404, and for bugs."""
     app.add_exception_handler(PenstockError, _on_penstock_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
@@ -63,7 +64,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 
 
 async def _on_bug(request: Request, _: Exception) -> JSONResponse:
-    # Made outside of all middleware, which gives other answers their id; a probe has none.
+    # This response bypasses the middleware that sets the id of other responses. Probes have no id.
     request_id = getattr(request.state, "request_id", None)
     headers = {ID_HEADER: request_id} if request_id else {}
     return JSONResponse(_body("internal error", PenstockError.type, PenstockError.code, None), 500, headers)

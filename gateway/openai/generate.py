@@ -7,28 +7,28 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.openai.answer import Answer, StreamAnswer, WholeAnswer
-from penstock.gateway.openai.request_parsing import order_of, read_body
+from penstock.gateway.openai.request_parsing import generation_request_of, read_body
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer, Renderer
 
 
 class Generate:
-    """What both routes do. A bare ASGI app, since FastAPI's way to a function takes as long as all that it would do."""
+    """The ASGI app of both routes. It bypasses FastAPI, whose call overhead is as large as this app's whole work."""
 
     def __init__(self, form: str, dialect: type[Renderer]) -> None:
         self._form = form
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers."""
+        """Answer one request."""
         request = Request(scope, receive, send)
         await (await self._answer_to(request))(scope, receive, send)
 
     async def _answer_to(self, request: Request) -> Answer:
-        asked = await read_body(request, self._form)
-        order = order_of(request, asked)
-        if asked.stream:
-            return StreamAnswer(request, order, self._dialect, include_usage=asked.include_usage)
-        return WholeAnswer(request, order, self._dialect)
+        body = await read_body(request, self._form)
+        generation = generation_request_of(request, body)
+        if body.stream:
+            return StreamAnswer(request, generation, self._dialect, include_usage=body.include_usage)
+        return WholeAnswer(request, generation, self._dialect)
 
 
 ROUTES = (

@@ -1,4 +1,4 @@
-"""What one HTTP answer may hold, checked before its jobs are queued."""
+"""Limits on the size of one HTTP answer, checked before its jobs are queued."""
 
 from __future__ import annotations
 
@@ -12,35 +12,37 @@ from penstock.producer.client.request import Prompt
 from penstock.queue.wire import PoolRecord
 
 
-def check_logprobs(order: GenerationRequest, record: PoolRecord, limit: int) -> None:
-    """Refuse an answer of more log-probabilities than `limit`: of all prompts, and of all tokens that may be generated.
+def check_logprobs(generation: GenerationRequest, record: PoolRecord, limit: int) -> None:
+    """Raise RequestError if the answer may hold more than `limit` log-probabilities.
 
-    A prompt of texts is counted as the queue counts it, by bytes; its node counts the tokens of each job once more.
+    The count covers the tokens of all prompts and all tokens that may be generated. For a prompt given as text it
+    estimates tokens from bytes, as the queue does; the node later checks each job with exact counts.
     """
-    params = order.params
-    of_prompts = sum(num_prompt_tokens(prompt, record) for prompt in order.prompts) * _per_token(params.prompt_logprobs)
-    # Without max_tokens the node ends a choice where its job's log-probabilities are used up.
-    num_choices = len(order.prompts) * params.n
+    params = generation.params
+    num_tokens = sum(num_prompt_tokens(prompt, record) for prompt in generation.prompts)
+    of_prompts = num_tokens * _per_token(params.prompt_logprobs)
+    # Without max_tokens, the node ends a choice when the job reaches its limit of log-probabilities.
+    num_choices = len(generation.prompts) * params.n
     of_choices = num_choices * (params.max_tokens or 1) * _per_token(params.logprobs)
     if of_prompts + of_choices > limit:
         name = "prompt_logprobs" if of_prompts >= of_choices else "logprobs"
-        said = (
-            f"{name}: {len(order.prompts)} prompts and {num_choices} choices ask for up to {of_prompts + of_choices} "
-            f"log-probabilities; a request has at most {limit}"
+        message = (
+            f"{name}: {len(generation.prompts)} prompts and {num_choices} choices ask for up to "
+            f"{of_prompts + of_choices} log-probabilities; a request may ask for at most {limit}"
         )
-        error = RequestError(said, param=name)
-        rename(error, order.names)
+        error = RequestError(message, param=name)
+        rename(error, generation.names)
         raise error
 
 
 def num_prompt_tokens(prompt: Prompt, record: PoolRecord) -> int:
-    """Tokens of a prompt: as many as its ids, or what its text probably has."""
+    """Return the number of tokens in a prompt: exact for token ids, estimated from bytes for text."""
     if isinstance(prompt, PackedPrompt):
         num_tokens, num_bytes = prompt.num_tokens, prompt.num_text_bytes
     elif isinstance(prompt, str):
         num_tokens, num_bytes = None, len(prompt.encode(errors="replace"))
     else:
-        # Messages come with no log-probabilities of their own.
+        # A chat cannot ask for log-probabilities of its prompt, so the length of its messages does not matter.
         num_tokens, num_bytes = len(prompt), 0
     counted = math.ceil(num_bytes / record.bytes_per_token) if num_tokens is None else num_tokens
     return min(counted, record.max_model_len or counted)

@@ -16,18 +16,18 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """Every model that a live node serves, under each of its names, and its adapters."""
+    """List the models that live nodes serve, under each of their names, and their adapters."""
     client: AsyncClient = request.app.state.client
     return {"object": "list", "data": list(_models(await client.pools()).values())}
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
-    """One model; its name may hold slashes."""
+    """Return one model. Its name may contain slashes."""
     client: AsyncClient = request.app.state.client
     models = _models(await client.pools())
     if model not in models:
-        # Its first node may have joined since.
+        # The model's first node may have joined after the pools were cached.
         models = _models(await client.pools(renewed=True))
     if model not in models:
         raise NotFoundError(f"no model {model[:256]!r} is served", code="model_not_found", param="model")

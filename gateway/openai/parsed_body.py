@@ -1,4 +1,4 @@
-"""What a checked body asks for, as pure data, and the same as bytes for the process that parses large bodies."""
+"""The content of a checked request body as pure data, and its encoding for the parser process."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
 BODIES: dict[str, type[ChatRequest | CompletionRequest]] = {"chat": ChatRequest, "completion": CompletionRequest}
-"""The forms of a body by name."""
+"""The schema of each form of body."""
 MAX_CHOICES_OF_REQUEST = 256
-"""Choices of one HTTP request, over all of its prompts."""
+"""Most choices of one HTTP request, over all its prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """What a body says, apart from the caller and the headers."""
+    """The content of one request body, without the caller and the headers."""
 
     model: str
     prompts: Sequence[Prompt]
     params: SamplingParams
     priority: ClassName | None = None
-    """As the body names it; the caller's rights decide."""
+    """The class that the body asks for. The caller's rights decide whether it is allowed."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the body calls our fields, where that differs."""
+    """Maps penstock's field names to the names in the body where they differ. Errors use the latter."""
     tool_use: ToolUse = NO_TOOLS
     echoes: bool = False
     stream: bool = False
@@ -42,7 +42,7 @@ class ParsedBody:
 
 
 def parse(form: str, raw: bytes) -> ParsedBody:
-    """Check a body of a form; raises RequestError that names the field at fault."""
+    """Parse and check a body of the given form. Raises RequestError that names the invalid field."""
     try:
         body = BODIES[form].model_validate_json(raw)
     except ValidationError as error:
@@ -53,8 +53,11 @@ def parse(form: str, raw: bytes) -> ParsedBody:
         raise request_error(error, body.names()) from None
     prompts = body.prompts()
     if len(prompts) * params.n > MAX_CHOICES_OF_REQUEST:
-        said = f"n: {len(prompts)} prompts × {params.n} choices are more than the {MAX_CHOICES_OF_REQUEST} of a request"
-        raise RequestError(said, param="n")
+        message = (
+            f"n: {len(prompts)} prompts × {params.n} choices exceed the limit of {MAX_CHOICES_OF_REQUEST} "
+            "choices per request"
+        )
+        raise RequestError(message, param="n")
     return ParsedBody(
         body.model,
         prompts,
@@ -68,12 +71,12 @@ def parse(form: str, raw: bytes) -> ParsedBody:
     )
 
 
-def with_packed_prompts(asked: ParsedBody) -> ParsedBody:
-    """The same with prompts that are checked as those of a job, and packed; raises RequestError."""
+def with_packed_prompts(body: ParsedBody) -> ParsedBody:
+    """Return the body with its prompts checked and packed for the queue. Raises RequestError for an invalid prompt."""
     try:
-        return replace(asked, prompts=[pack_prompt_of(prompt) for prompt in asked.prompts])
+        return replace(body, prompts=[pack_prompt_of(prompt) for prompt in body.prompts])
     except RequestError as error:
-        rename(error, asked.names)
+        rename(error, body.names)
         raise
 
 
@@ -82,29 +85,29 @@ def with_packed_prompts(asked: ParsedBody) -> ParsedBody:
 _REFUSALS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (RequestError, TooLargeError)}
 
 
-def encode_asked(asked: ParsedBody) -> bytes:
-    """The bytes of a body whose prompts are packed."""
-    params = asked.params.model_dump(exclude_defaults=True)
+def encode_parsed_body(body: ParsedBody) -> bytes:
+    """Encode a body with packed prompts as bytes."""
+    params = body.params.model_dump(exclude_defaults=True)
     if "logit_bias" in params:
         params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
-    use, prompts = asked.tool_use, [_fields_of(prompt) for prompt in asked.prompts]
+    use, prompts = body.tool_use, [_fields_of(prompt) for prompt in body.prompts]
     small = {
-        "model": asked.model,
-        "priority": asked.priority,
-        "names": dict(asked.names),
+        "model": body.model,
+        "priority": body.priority,
+        "names": dict(body.names),
         "tool_use": [use.tools, use.choice, use.parallel],
-        "flags": [asked.echoes, asked.stream, asked.include_usage],
+        "flags": [body.echoes, body.stream, body.include_usage],
     }
     return pack({**small, "params": params, "prompts": prompts})
 
 
 def encode_refusal(error: PenstockError) -> bytes:
-    """The bytes of an error in place of a body."""
+    """Encode an error as bytes that `decode_parsed_body` raises."""
     return pack({"refusal": [type(error).__name__, error.message, error.code, error.param]})
 
 
-def decode_asked(data: bytes) -> ParsedBody:
-    """The body of those bytes; raises the error that they carry in its place."""
+def decode_parsed_body(data: bytes) -> ParsedBody:
+    """Decode a body, or raise the error that the bytes hold instead."""
     (fields,) = unpack_all(data)
     if "refusal" in fields:
         kind, message, code, param = fields["refusal"]

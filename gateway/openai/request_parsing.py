@@ -1,4 +1,4 @@
-"""From a request's bytes to a checked record, and from that to an order."""
+"""Parsing of an HTTP request: from bytes to a checked body, and from the body to a GenerationRequest."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from penstock.gateway.stream.generation_request import GenerationRequest, Stream
 
 KEY_HEADER = "idempotency-key"
 MAX_KEY_CHARS = 200
-"""Shorter than a job's key may be: the prompt's number is added where there are several."""
+"""Longest idempotency key in characters. A job's key may be longer, because it adds the number of the prompt."""
 AFTER = "after"
-PLACE_HEADER = "last-event-id"
-"""What browsers call it. Either comes with the body as it was sent before; the stream goes on behind that event."""
+LAST_EVENT_HEADER = "last-event-id"
+"""Query parameter and browser header with the id of the last received event. The caller sends either one with the same
+body as before, and the stream continues after that event."""
 MAX_NUMBER_DIGITS = 9
 
 
 async def read_body(request: Request, form: str) -> ParsedBody:
-    """What the request's body asks for, checked; `form` is one of `asked.BODIES`."""
+    """Read and check the request's body. `form` is a key of `parsed_body.BODIES`."""
     state, owner = request.app.state, caller_of(request).tenant
     settings: GatewaySettings = state.settings
     budget: SharedBudget = state.body_budget
@@ -37,23 +38,26 @@ async def read_body(request: Request, form: str) -> ParsedBody:
 
 
 def idempotency_key_of(request: Request) -> str | None:
-    """The key under which the caller may ask again."""
+    """Return the caller's idempotency key, or None. Raises RequestError for a key of the wrong length."""
     key = request.headers.get(KEY_HEADER)
     if key is not None and not 1 <= len(key) <= MAX_KEY_CHARS:
         raise RequestError(f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters", param=KEY_HEADER)
     return key
 
 
-def place_of(request: Request, asked: ParsedBody) -> StreamPosition | None:
-    """Where the caller's stream was cut: the id of the last event that arrived, None for a new request."""
-    said = request.query_params.get(AFTER) or request.headers.get(PLACE_HEADER)
-    if not said:
+def stream_position_of(request: Request, body: ParsedBody) -> StreamPosition | None:
+    """Return the position after which to resume the caller's stream, or None for a new request.
+
+    Raises RequestError for an invalid event id, and for a request that cannot be resumed.
+    """
+    event_id = request.query_params.get(AFTER) or request.headers.get(LAST_EVENT_HEADER)
+    if not event_id:
         return None
-    job_id, *numbers = said.rsplit(":", 2)
+    job_id, *numbers = event_id.rsplit(":", 2)
     if not is_job_id(job_id) or len(numbers) != 2 or not all(map(_is_number, numbers)):
-        raise RequestError("not the id of an event of ours, which is <job>:<chunk>:<tokens>", param=AFTER)
-    if not asked.stream or len(asked.prompts) != 1:
-        raise RequestError("only a stream of one prompt goes on where it was cut", param=AFTER)
+        raise RequestError("after: an event id has the form <job>:<chunk>:<tokens>", param=AFTER)
+    if not body.stream or len(body.prompts) != 1:
+        raise RequestError("after: only a streaming request with one prompt can be resumed", param=AFTER)
     return StreamPosition(job_id, *map(int, numbers))
 
 
@@ -65,19 +69,22 @@ def _limit_of(caller: ApiKey) -> str:
     return "this API key" if caller.key_id else "this gateway while it has no API keys (open_highest_class)"
 
 
-def order_of(request: Request, asked: ParsedBody) -> GenerationRequest:
-    """What the caller asks of the queue."""
+def generation_request_of(request: Request, body: ParsedBody) -> GenerationRequest:
+    """Combine the caller, the headers and the body into one GenerationRequest.
+
+    Raises RequestError for invalid headers and ForbiddenError for a priority class above the caller's.
+    """
     caller = caller_of(request)
     return GenerationRequest(
-        asked.model,
-        asked.prompts,
-        asked.params,
-        allowed_class(asked.priority, caller.highest_class, _limit_of(caller)),
+        body.model,
+        body.prompts,
+        body.params,
+        allowed_class(body.priority, caller.highest_class, _limit_of(caller)),
         tenant=caller.tenant,
         terms=caller.metered_terms,
         idempotency_key=idempotency_key_of(request),
-        cut_at=place_of(request, asked),
-        names=asked.names,
-        tool_use=asked.tool_use,
-        echoes=asked.echoes,
+        cut_at=stream_position_of(request, body),
+        names=body.names,
+        tool_use=body.tool_use,
+        echoes=body.echoes,
     )

@@ -1,4 +1,4 @@
-"""Bodies as they come over HTTP: what they say about the answer, who is asked, and how it is sent."""
+"""Schemas of HTTP request bodies: the fields of OpenAI's bodies plus model, streaming and priority."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from penstock.producer.openai.fields import Wire, only
 
 
 class StreamOptions(Wire):
-    """Options that only mean something while streaming."""
+    """OpenAI's `stream_options`, which are valid only in a streaming request."""
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[Any, only(None, False)] = None
 
 
-class _Asked(Wire):
+class _HttpFields(Wire):
+    """Fields of an HTTP body that a row of a batch file lacks or restricts."""
+
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -29,18 +31,18 @@ class _Asked(Wire):
     @classmethod
     def _needs_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if value is not None and not info.data.get("stream"):
-            raise PydanticCustomError("unsupported_value", "only allowed when stream is true")
+            raise PydanticCustomError("unsupported_value", "allowed only when stream is true")
         return value
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream ends with a chunk that carries the usage."""
+        """Whether the stream ends with a chunk that holds the token usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ChatRequest(ChatBody, _Asked):
+class ChatRequest(ChatBody, _HttpFields):
     """Body of `POST /v1/chat/completions`."""
 
 
-class CompletionRequest(CompletionBody, _Asked):
+class CompletionRequest(CompletionBody, _HttpFields):
     """Body of `POST /v1/completions`."""

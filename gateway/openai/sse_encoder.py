@@ -1,4 +1,7 @@
-"""The pieces of a stream as events. Those of one choice differ in numbers and text alone: the rest is rendered once."""
+"""Encoding of token chunks as server-sent events.
+
+The events of one choice differ only in numbers and text, so the rest of the event is rendered once and reused.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from penstock.producer.openai.render import Renderer, finish_reason_of
 MAX_EVENTS_OF_PART = 256
 _MARK_ID = "\ue000"
 _MARK_TEXT = "\ue001"
-"""Private characters, which stand for what changes while the rest is rendered."""
+"""Characters from Unicode's private-use area, used as placeholders for the id and text of an event."""
 
 
 class _Frame(NamedTuple):
-    """What stands around the chunk's numbers and its text."""
+    """The bytes of an event before its numbers, between numbers and text, and after the text."""
 
     head: bytes
     middle: bytes
@@ -30,10 +33,10 @@ class _Frame(NamedTuple):
 
 
 class StreamState:
-    """How far a stream is, as its events' ids say it: `<job>:<chunk>:<tokens of the stream up to the chunk's end>`.
+    """The position of a stream. Event ids encode it: `<job>:<chunk>:<tokens of the stream up to the chunk's end>`.
 
-    One that goes on passes over the chunks that went out before. The tokens tell whether the log is still the one that
-    was read then, or was lost with Redis's last writes and made anew, with other cuts.
+    A resumed stream skips the chunks that the caller already has. The token count reveals whether the job's log is
+    still the same. If Redis lost its last writes, another node may have written the log again with other chunk borders.
     """
 
     def __init__(self, cut_at: StreamPosition | None) -> None:
@@ -42,35 +45,43 @@ class StreamState:
         self.num_tokens = 0
 
     def is_new(self, chunk: Chunk) -> bool:
-        """Counts the next chunk in; whether it did not go out before. Raises StreamDivergedError."""
+        """Advance past the next chunk and return whether the caller still needs it.
+
+        Raises StreamDivergedError if the log no longer contains the chunk at which the stream was cut.
+        """
         if not self._has_begun:
             self._has_begun, self.num_tokens = True, chunk.position
         self.num_tokens += len(chunk.token_ids)
-        return self._cut_at is None or self._is_behind(self._cut_at, chunk)
+        if self._cut_at is None:
+            return True
+        self._skip(self._cut_at, chunk)
+        return False
 
-    def _is_behind(self, cut_at: StreamPosition, chunk: Chunk) -> bool:
+    def _skip(self, cut_at: StreamPosition, chunk: Chunk) -> None:
         if chunk.index < cut_at.index:
-            return False
+            return
         if (chunk.index, self.num_tokens) != (cut_at.index, cut_at.num_tokens):
             raise StreamDivergedError(
                 f"the stream of job {chunk.job_id} was cut at a chunk that is no longer in its log"
             )
         self._cut_at = None
-        return False
 
 
 class SseEncoder:
-    """Events of one answer's chunks; `indices` says which of its jobs is which."""
+    """Encodes the chunks of one answer as events, for answers that need only the text.
+
+    Encoding raises StreamDivergedError if the log no longer contains the position `cut_at`.
+    """
 
     def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: StreamPosition | None) -> None:
-        """Raises StreamDivergedError at the events of a stream that was `cut_at` a place that is no longer there."""
+        """`indices` maps a job id to the index of its prompt. `cut_at`: resume after this position."""
         self._renderer = renderer
         self._indices = indices
         self._progress = StreamState(cut_at)
         self._frames: dict[tuple[str, int], _Frame | None] = {}
 
     def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
-        """One event for each chunk that says something, some of them at a time."""
+        """Yield the events of one job's next chunks in parts. A chunk without text or finish reason gives no event."""
         return _parts_of(batch, self._event_of)
 
     def _event_of(self, chunk: Chunk) -> bytes:
@@ -87,7 +98,7 @@ class SseEncoder:
             return b""
         rendered = event(self._piece(chunk, chunk.text, finish_reason), _id_of(chunk, self._progress))
         if (chunk.job_id, chunk.choice) not in self._frames:
-            # Behind the first piece, which is of another form.
+            # The first event of a choice differs in shape, so the frame is built after it.
             self._frames[chunk.job_id, chunk.choice] = self._frame_of(chunk)
         return rendered
 
@@ -95,7 +106,10 @@ class SseEncoder:
         return self._renderer.piece(self._indices[chunk.job_id], chunk.choice, ParsedText(text), finish_reason)
 
     def _frame_of(self, chunk: Chunk) -> _Frame | None:
-        """None where a mark occurs in what is rendered around it, such as the model's name."""
+        """Return the constant bytes of a choice's events, or None if they contain a placeholder character.
+
+        The model's name, for example, may contain one.
+        """
         rendered = event(self._piece(chunk, _MARK_TEXT, None), f"{chunk.job_id}:{_MARK_ID}")
         head, *rest = rendered.split(_MARK_ID.encode())
         parts = b"".join(rest).split(to_json(_MARK_TEXT, ensure_ascii=True))
@@ -103,13 +117,14 @@ class SseEncoder:
 
 
 class ParsedSseEncoder:
-    """The same where more is said than text: each chunk gives an event of what it made certain, or none.
+    """Encodes the chunks of one answer whose text is parsed, or which has log-probabilities.
 
-    Chats may be read for calls and reasoning, and tokens may come with how likely they were.
+    The parser looks for tool calls and reasoning in a chat. A chunk gives an event only for content that the parser
+    has recognized by then.
     """
 
     def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: StreamPosition | None) -> None:
-        """What went out before a stream was `cut_at` a place is read again for what follows from it; raises too."""
+        """As for SseEncoder. A resumed stream is parsed again from its start to restore the parser's state."""
         self._renderer = renderer
         self._indices = indices
         self._progress = StreamState(cut_at)
@@ -117,7 +132,7 @@ class ParsedSseEncoder:
         self._have_called: set[tuple[str, int]] = set()
 
     def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
-        """The events of one job's next chunks, some of them at a time."""
+        """Yield the events of one job's next chunks in parts."""
         return _parts_of(batch, self._event_of)
 
     def _event_of(self, chunk: Chunk) -> bytes:
@@ -130,24 +145,27 @@ class ParsedSseEncoder:
     def _piece_of(self, chunk: Chunk, index: int) -> dict[str, Any] | None:
         key = chunk.job_id, chunk.choice
         reader = self._readers.setdefault(key, AnswerReader(self._renderer.form))
-        said = reader.push(chunk.text)
+        parsed = reader.push(chunk.text)
         if chunk.finish_reason is not None:
-            said += reader.end()
-        if said.calls and not self._renderer.form.is_named:
+            parsed += reader.end()
+        if parsed.calls and not self._renderer.form.is_named:
             self._have_called.add(key)
         finish_reason = finish_reason_of(chunk.finish_reason, calls=key in self._have_called)
-        if not said and finish_reason is None and not chunk.logprobs:
+        if not parsed and finish_reason is None and not chunk.logprobs:
             return None
-        return self._renderer.piece(index, chunk.choice, said, finish_reason, chunk.logprobs)
+        return self._renderer.piece(index, chunk.choice, parsed, finish_reason, chunk.logprobs)
 
 
 def _parts_of(batch: Sequence[Chunk], event_of: Callable[[Chunk], bytes]) -> Iterator[bytes]:
-    """The events of chunks in parts that take a bounded time and memory; one that is large is a part of its own."""
+    """Yield the events of chunks, joined into parts.
+
+    A part ends at PIECE_BYTES or MAX_EVENTS_OF_PART, which bounds the time and memory for one part.
+    """
     part, size, cost = list[bytes](), 0, 0
     for chunk in batch:
-        of_chunk = event_of(chunk)
-        part.append(of_chunk)
-        size += len(of_chunk)
+        encoded = event_of(chunk)
+        part.append(encoded)
+        size += len(encoded)
         cost += 1
         if size >= PIECE_BYTES or cost >= MAX_EVENTS_OF_PART:
             yield b"".join(part)

@@ -1,1 +1,1 @@
-"""From token chunks to an open HTTP response: merging jobs, server-sent events, hang-ups. Knows no OpenAI shapes."""
+"""Streaming of token chunks to an HTTP response: merging of jobs, server-sent events, disconnects. No OpenAI shapes."""

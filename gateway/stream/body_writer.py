@@ -1,4 +1,4 @@
-"""One response body that is sent in pieces: memory for two of them, whatever its size."""
+"""Sending of a response body in pieces. Memory holds at most two pieces, whatever the size of the body."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from starlette.types import Send
 from penstock.runtime.cooperative import CooperativeTurns
 
 PIECE_BYTES = 64 << 10
+"""Size from which a piece is sent, in bytes."""
 MAX_WORK_S = 0.004
-"""Then the event loop gets its turn, whether a piece is complete or not."""
+"""Seconds of rendering after which other tasks may run, whether a piece is complete or not."""
 
 
 class BodyWriter:
-    """Sends JSON as it is made. The status goes out with the first piece, which waits for the reader as all others do.
+    """Sends a JSON body while it is rendered. The status goes out with the first piece.
 
-    An answer of one piece has a `Content-Length`, a longer one comes in chunks.
+    Each piece waits until the client has read enough of the previous ones. A body of one piece has a `Content-Length`;
+    a longer body uses chunked encoding.
     """
 
     def __init__(self, send: Send, headers: Mapping[str, str], turns: CooperativeTurns) -> None:
@@ -29,7 +31,7 @@ class BodyWriter:
         self._headers = {"content-type": "application/json", **headers}
 
     async def send_all(self, parts: AsyncGenerator[bytes, None]) -> None:
-        """Send a whole body."""
+        """Send all parts as one body and complete the response."""
         piece, size, worked_since_s = list[bytes](), 0, time.monotonic()
         async with aclosing(parts):
             async for part in parts:

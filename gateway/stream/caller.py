@@ -1,4 +1,4 @@
-"""Whether the caller is still there."""
+"""Detection of callers that disconnect."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from starlette.types import Receive
 
 
 class CallerGoneError(Exception):
-    """The other side hung up, or takes nothing any more."""
+    """The caller disconnected, or stopped reading its answer."""
 
 
 async def while_there(work: Coroutine[None, None, None], *watches: Coroutine[None, None, None]) -> None:
-    """Runs `work`; cancels it and raises CallerGoneError when a watch ends, which it does when the caller is gone."""
+    """Run `work` until it ends or the caller is gone.
+
+    Each watch ends when the caller is gone. If a watch ends first, `work` is canceled and CallerGoneError raised.
+    """
     working = asyncio.ensure_future(work)
     watching = [asyncio.ensure_future(watch) for watch in watches]
     try:
@@ -28,6 +31,6 @@ async def while_there(work: Coroutine[None, None, None], *watches: Coroutine[Non
 
 
 async def hang_up(receive: Receive) -> None:
-    """A watch on the connection. The request's body must have been read."""
+    """Return when the caller disconnects. The request's body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

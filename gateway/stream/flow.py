@@ -1,4 +1,4 @@
-"""What several jobs say, as one bounded flow; and what they have said, as one list."""
+"""Merging of several jobs: their chunks into one bounded flow, or their results into one list."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from penstock.producer.client import AsyncJob
 from penstock.queue.packed_result import PackedResult
 
 MAX_BATCHES = 64
-"""Behind this much the client's own bounded mailboxes fill, and past those the log is read."""
+"""Batches that the merged flow buffers. Beyond that, the client's bounded mailboxes fill; beyond those, chunks are read
+from the jobs' logs."""
 MAX_KEPT_BYTES = 1 << 20
-"""Of results that wait until all jobs of a request have ended."""
+"""Bytes of results that are kept in memory until all jobs of a request have ended."""
 
 Batch = list[Chunk]
 """The next chunks of one job, at least one."""
 
 
 def batches_of(jobs: Sequence[AsyncJob]) -> AsyncGenerator[Batch, None]:
-    """Batches in the order in which they come, a job's own in the order of its log, until all jobs have ended."""
+    """Yield the batches of all jobs in order of arrival until all jobs have ended.
+
+    The batches of one job come in the order of its log.
+    """
     return jobs[0].batches() if len(jobs) == 1 else _merged(jobs)
 
 
@@ -42,16 +46,18 @@ async def _merged(jobs: Sequence[AsyncJob]) -> AsyncGenerator[Batch, None]:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A job that ended well: its result where that is small, else only how large it is."""
+    """The result of a job that ended successfully."""
 
     num_bytes: int
+    """Size of the result."""
     result: PackedResult | None
+    """The result, or None if it is too large to keep until all jobs have ended."""
 
 
 async def ends_of(jobs: Sequence[AsyncJob]) -> list[Ended]:
-    """How all jobs ended; the first one that does not end well raises its error at once.
+    """Wait until all jobs have ended and return their results. The first job that fails raises its error at once.
 
-    Together the results that are kept have at most MAX_KEPT_BYTES. The others are fetched when they are rendered.
+    At most MAX_KEPT_BYTES of results are kept in memory. The others are fetched again when they are rendered.
     """
     num_kept = 0
 
@@ -76,7 +82,7 @@ async def _read(job: AsyncJob, queue: asyncio.Queue[Batch | Exception]) -> None:
             async for batch in batches:
                 await queue.put(batch)
     except Exception as error:
-        # Of any kind: a reader that died silently would leave the caller waiting for ever.
+        # Pass on any kind of error: if this task died silently, the caller would wait forever.
         await queue.put(error)
 
 

@@ -1,4 +1,4 @@
-"""What one HTTP request asks of the queue, and the life of the jobs made from it."""
+"""A checked generation request and the jobs that are submitted for it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from penstock.producer.client.request import Prompt
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 LEAVE_TIMEOUT_S = 5.0
-"""Redis may be away when the caller is gone too; the queue then ends unheard jobs by itself."""
+"""Seconds for canceling the jobs of a caller that is gone. If Redis is away, the queue ends unread jobs later."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """A chunk of a job: the last one that a caller got of a stream, which had so many tokens by its end."""
+    """The position in a stream after the last chunk that the caller received."""
 
     job_id: str
     index: int
+    """Index of that chunk in the job's log."""
     num_tokens: int
+    """Tokens of the stream up to the end of that chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One job for each prompt, all with the same options."""
+    """A generation request: one job for each prompt, all with the same options."""
 
     model: str
     prompts: Sequence[Prompt]
@@ -40,28 +42,28 @@ class GenerationRequest:
     terms: Terms = UNLIMITED
     idempotency_key: str | None = None
     cut_at: StreamPosition | None = None
-    """Where a stream of before goes on; its job is then nobody's to submit."""
+    """The position after which to resume an earlier stream. If set, no job is submitted."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the caller calls fields of ours where that differs, for errors that are about them."""
+    """Maps penstock's field names to the caller's where they differ. Errors use the caller's names."""
     tool_use: ToolUse = NO_TOOLS
-    """What a chat's assistant may call, and must."""
+    """The tools that the assistant of a chat may or must call."""
     echoes: bool = False
-    """The answer begins with the prompt."""
-    reads_all: bool = False
-    """A stream of before is read from its start, for what its later chunks mean."""
+    """Whether the answer begins with the prompt."""
+    replay_from_start: bool = False
+    """Whether a resumed stream is read from its start, because its later chunks depend on earlier ones."""
 
     @property
     def read_after(self) -> int:
-        """The index of the chunk behind which a stream is read; the one that it was cut at is read again."""
-        return -1 if self.cut_at is None or self.reads_all else self.cut_at.index - 1
+        """The index of the chunk after which to read a log; the chunk at `cut_at` is read again for comparison."""
+        return -1 if self.cut_at is None or self.replay_from_start else self.cut_at.index - 1
 
     @property
-    def tells_tokens(self) -> bool:
-        """Whether the answer says more of its tokens, or the prompt's, than their text."""
+    def needs_token_details(self) -> bool:
+        """Whether the answer needs more than text of the tokens: an echo of the prompt, or log-probabilities."""
         return self.echoes or self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
     def key_of(self, index: int) -> str | None:
-        """The idempotency key of one prompt's job."""
+        """Return the idempotency key for the job of the prompt at `index`, or None."""
         if self.idempotency_key is None or len(self.prompts) == 1:
             return self.idempotency_key
         return f"{self.idempotency_key}:{index}"
@@ -69,49 +71,51 @@ class GenerationRequest:
 
 @contextlib.asynccontextmanager
 async def open_jobs(
-    client: AsyncClient, order: GenerationRequest, *, has_begun: Callable[[], bool] = lambda: False
+    client: AsyncClient, generation: GenerationRequest, *, has_begun: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[list[AsyncJob]]:
-    """Submits all jobs or none; whatever ends the block early ends the jobs.
+    """Submit all jobs of a request, or none, and yield them. If an error ends the block, the jobs are canceled.
 
-    With an idempotency key a job may be another caller's too, or asked for again, and a caller whose stream `has_begun`
-    may come back with an event's id. So nothing cancels such a job here: the queue ends it when nobody has read it for
-    its grace time.
+    Two kinds of jobs are released instead of canceled. A job with an idempotency key may be shared with another
+    caller. The caller of a stream that `has_begun` may resume it with an event id. The queue ends such a job after its
+    grace time without a reader.
     """
     jobs: list[AsyncJob] = []
     try:
-        if order.cut_at is not None:
-            jobs.append(await client.attach(order.cut_at.job_id, after=order.read_after, tenant=order.tenant))
+        if generation.cut_at is not None:
+            jobs.append(
+                await client.attach(generation.cut_at.job_id, after=generation.read_after, tenant=generation.tenant)
+            )
         else:
-            for number, prompt in enumerate(order.prompts):
-                jobs.append(await _submit(client, order, number, prompt))
+            for number, prompt in enumerate(generation.prompts):
+                jobs.append(await _submit(client, generation, number, prompt))
         yield jobs
     except BaseException as error:
         if isinstance(error, PenstockError):
-            rename(error, order.names)
-        is_shared = order.idempotency_key is not None or order.cut_at is not None
-        hung_up = isinstance(error, asyncio.CancelledError)
-        await _leave(jobs, may_return=is_shared or (hung_up and has_begun()))
+            rename(error, generation.names)
+        is_shared = generation.idempotency_key is not None or generation.cut_at is not None
+        is_canceled = isinstance(error, asyncio.CancelledError)
+        await _release(jobs, may_resume=is_shared or (is_canceled and has_begun()))
         raise
 
 
-async def _submit(client: AsyncClient, order: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:
+async def _submit(client: AsyncClient, generation: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:
     return await client.submit(
         prompt,
-        model=order.model,
-        params=order.params,
-        tools=order.tool_use.tools,
-        tool_choice=order.tool_use.choice,
-        parallel_tool_calls=order.tool_use.parallel,
-        priority=order.priority,
-        tenant=order.tenant,
-        terms=order.terms,
+        model=generation.model,
+        params=generation.params,
+        tools=generation.tool_use.tools,
+        tool_choice=generation.tool_use.choice,
+        parallel_tool_calls=generation.tool_use.parallel,
+        priority=generation.priority,
+        tenant=generation.tenant,
+        terms=generation.terms,
         background=False,
-        idempotency_key=order.key_of(index),
+        idempotency_key=generation.key_of(index),
     )
 
 
-async def _leave(jobs: Sequence[AsyncJob], *, may_return: bool) -> None:
+async def _release(jobs: Sequence[AsyncJob], *, may_resume: bool) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LEAVE_TIMEOUT_S):
-            calls = [job.detach() if may_return else job.cancel() for job in jobs]
+            calls = [job.detach() if may_resume else job.cancel() for job in jobs]
             await asyncio.gather(*calls, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Server-sent events: framing, and a writer that keeps its line open."""
+"""Server-sent events: their framing, and a writer that sends keep-alive comments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.runtime import crash_points
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n"
-"""No blank line behind it: after an `id` some readers, OpenAI's among them, take a blank line for an empty event."""
+"""A comment without a blank line: after an `id`, some readers, such as OpenAI's, parse that as an empty event."""
 
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -25,13 +25,13 @@ _HEADERS = {
 
 
 def event(payload: Mapping[str, Any], event_id: str = "") -> bytes:
-    """One event. ASCII only, since many readers also break lines at U+2028 and the like."""
+    """Encode one event. It is ASCII only, because many readers also split lines at characters such as U+2028."""
     data = b"data: " + to_json(payload, ensure_ascii=True) + b"\n\n"
     return b"id: " + event_id.encode() + b"\n" + data if event_id else data
 
 
 class EventWriter:
-    """The body of one 200 response; the status goes out with the first bytes."""
+    """Sends one response of server-sent events. Status 200 goes out with the first bytes."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class EventWriter:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`clock` and `sleep`, in seconds, are the time that `watch` goes by."""
+        """`clock` and `sleep`, both in seconds, are the time source of `watch`."""
         self.started = False
         self.headers = MutableHeaders(headers=_HEADERS)
         self._send = send
@@ -50,7 +50,7 @@ class EventWriter:
         self._sleep = sleep
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Sends one or more whole events; waits while the reader takes nothing."""
+        """Send one or more whole events. Waits while the client reads too slowly."""
         self._silent = False
         self._sending_since_s = self._clock()
         if not self.started:
@@ -61,13 +61,15 @@ class EventWriter:
         self._sending_since_s = None
 
     async def end(self) -> None:
-        """Completes the response."""
+        """Complete the response."""
         await self.write(b"", more=False)
 
     async def watch(self, *, first_wait_s: float, interval_s: float, send_timeout_s: float) -> None:
-        """Sends a comment into each silence, which also starts a response that waits; ends when the reader is stuck.
+        """Send a keep-alive comment after each silent interval, and return when the client has stopped reading.
 
-        One clock for a whole stream, because a time-out around each event would cost as much as the event.
+        The first comment comes after `first_wait_s` and starts the response if it has not begun. The client counts as
+        stuck after `send_timeout_s` in one send. One timer watches the whole stream, because a timeout around each
+        event would cost as much as the event.
         """
         await self._sleep(first_wait_s)
         while self._sending_since_s is None or self._clock() - self._sending_since_s < send_timeout_s:
@@ -78,5 +80,5 @@ class EventWriter:
             slept_since_s = self._clock()
             await self._sleep(interval_s)
             if self._sending_since_s is not None:
-                # While this process was busy itself, its reader had nothing to take.
+                # Do not count the time during which this process itself was too busy to send.
                 self._sending_since_s += max(0.0, self._clock() - slept_since_s - interval_s)

@@ -1,1 +1,1 @@
-"""The `penstock` command, one file per command: starts everything, and is the only room that may import all others."""
+"""The `penstock` command, one module per subcommand. It is the only package that may import all others."""

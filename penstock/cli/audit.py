@@ -1,4 +1,4 @@
-"""`penstock audit`: whether everything that pools keep in Redis agrees with the jobs' own records."""
+"""`penstock audit`: check that all keys of the pools in Redis match the records of their jobs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ EXIT_FOUND = 1
 
 
 def audit(
-    pool: Annotated[list[str] | None, typer.Option(help="Pool to look at; may be repeated; default: all.")] = None,
+    pool: Annotated[
+        list[str] | None, typer.Option(help="Pool to check. Repeat it for several. Default: all pools.")
+    ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Mend what is wrong; nodes and gateways may go on meanwhile.")
+        bool, typer.Option("--repair", help="Repair the findings. Nodes and gateways may keep running.")
     ] = False,
-    redis_url: Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
+    ] = None,
 ) -> None:
-    """Recompute every set, index and sum from the jobs; exit code 1 when something is wrong (and stays so)."""
+    """Recompute every set, index and sum in Redis from the jobs. Exit code 1 if any finding remains."""
     left = asyncio.run(audit_pools(redis_url_of(redis_url), pool, repair=repair))
     if left:
         raise typer.Exit(EXIT_FOUND)
 
 
 async def audit_pools(redis_url: str, pools: list[str] | None, *, repair: bool = False) -> int:
-    """Prints what is wrong with these pools (None: with all); how many findings are left."""
+    """Print the findings for these pools (None: all pools), and return how many remain."""
     from penstock.queue.audit import audit
     from penstock.queue.broker.admin import AdminBroker
     from penstock.queue.broker.connection import connect
@@ -54,4 +58,4 @@ def _print(pool: str, findings: list[Finding]) -> None:
     for finding in findings:
         print(f"{pool}: {finding}")
     if not findings:
-        print(f"{pool}: every key agrees with the jobs")
+        print(f"{pool}: all keys match the jobs")

@@ -1,4 +1,4 @@
-"""`penstock dead`: jobs that were given up because their nodes died of them."""
+"""`penstock dead`: the dead letters, which are jobs that were given up after their nodes died repeatedly."""
 
 from __future__ import annotations
 
@@ -19,24 +19,29 @@ if TYPE_CHECKING:
     from penstock.queue.wire import Request
 
 T = TypeVar("T")
-RedisUrl = Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")]
-JobIds = Annotated[list[str], typer.Argument(help="Ids as `list` prints them.")]
+RedisUrl = Annotated[str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")]
+JobIds = Annotated[list[str], typer.Argument(help="Job ids as printed by `list`.")]
 
 app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
 def dead() -> None:
-    """Dead letters: jobs whose nodes died three times without progress. They are kept for 7 days."""
+    """Show, retry or delete dead letters.
+
+    A job becomes a dead letter when its nodes died three times without progress. Dead letters are kept for 7 days.
+    """
 
 
 @app.command("list")
 def list_letters(
-    pool: Annotated[list[str] | None, typer.Option(help="May be repeated; default: all.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most of each pool, the newest ones.")] = 100,
+    pool: Annotated[
+        list[str] | None, typer.Option(help="Pool to list. Repeat it for several. Default: all pools.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Most dead letters per pool, newest first.")] = 100,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Print one line per dead letter: id, when it died, tenant, chunks it had, the nodes that were lost."""
+    """Print one line per dead letter: job id, time of death, tenant, number of chunks, and the lost nodes."""
 
     async def find(client: AsyncClient) -> list[Any]:
         pools = pool or sorted(await client.pools())
@@ -49,23 +54,23 @@ def list_letters(
 
 @app.command()
 def show(
-    job_id: Annotated[str, typer.Argument(help="The dead letter's id.")],
-    prompt: Annotated[bool, typer.Option("--prompt", help="With the prompt itself, not only its size.")] = False,
+    job_id: Annotated[str, typer.Argument(help="Job id as printed by `list`.")],
+    prompt: Annotated[bool, typer.Option("--prompt", help="Include the prompt itself, not only its length.")] = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Print all that is known of a dead letter, as JSON."""
+    """Print a dead letter and its request as JSON."""
 
     async def find(client: AsyncClient) -> dict[str, Any]:
         letter, request = await client.dead.get(job_id), await client.dead.request(job_id)
-        asked = _asked(request, with_texts=prompt)
-        return asdict(letter) | {"priority": letter.priority.name.lower(), "request": asked}
+        shown = _request_as_json(request, with_texts=prompt)
+        return asdict(letter) | {"priority": letter.priority.name.lower(), "request": shown}
 
     print(json.dumps(_run(redis_url, find), indent=2, ensure_ascii=False))
 
 
 @app.command()
 def retry(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
-    """Submit dead letters again, each under a new id, which is printed behind the old one."""
+    """Submit dead letters again. Prints the old and the new id of each job."""
 
     async def again(client: AsyncClient) -> None:
         for job_id in job_ids:
@@ -76,13 +81,13 @@ def retry(job_ids: JobIds, redis_url: RedisUrl = None) -> None:
 
 @app.command()
 def purge(
-    job_ids: Annotated[list[str] | None, typer.Argument(help="Ids as `list` prints them.")] = None,
-    all_of: Annotated[str | None, typer.Option("--all", help="All dead letters of this pool.")] = None,
+    job_ids: Annotated[list[str] | None, typer.Argument(help="Job ids as printed by `list`.")] = None,
+    all_of: Annotated[str | None, typer.Option("--all", help="Delete all dead letters of this pool.")] = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Forget dead letters and their requests."""
+    """Delete dead letters and their requests."""
     if bool(job_ids) == bool(all_of):
-        raise RequestError("say which: ids, or --all POOL", param="job_ids")
+        raise RequestError("give either job ids or --all POOL", param="job_ids")
 
     async def forget(client: AsyncClient) -> int:
         if all_of is None:
@@ -92,11 +97,11 @@ def purge(
             num_purged += await client.dead.purge([letter.job_id for letter in letters])
         return num_purged
 
-    print(_run(redis_url, forget), "forgotten")
+    print(_run(redis_url, forget), "deleted")
 
 
-def _asked(request: Request, *, with_texts: bool) -> dict[str, Any]:
-    """What the job asked for; of texts, tokens and turns no more than how long they are unless `with_texts`."""
+def _request_as_json(request: Request, *, with_texts: bool) -> dict[str, Any]:
+    """Return a job's request. Unless `with_texts`, only the lengths of its prompt, messages and tools are included."""
     messages = request.messages and [message.model_dump() for message in request.messages]
     forms = {
         "prompt": request.prompt,
@@ -104,9 +109,9 @@ def _asked(request: Request, *, with_texts: bool) -> dict[str, Any]:
         "messages": messages,
         "tools": request.tools,
     }
-    asked = {name: form if with_texts else f"{len(form)} long" for name, form in forms.items() if form is not None}
+    texts = {name: form if with_texts else f"{len(form)} long" for name, form in forms.items() if form is not None}
     adapter = {} if request.adapter is None else {"adapter": request.adapter.model_dump()}
-    return {"params": request.params.model_dump(exclude_defaults=True)} | adapter | asked
+    return {"params": request.params.model_dump(exclude_defaults=True)} | adapter | texts
 
 
 def _time(unix_ms: int) -> str:

@@ -1,4 +1,4 @@
-"""`penstock demo`: the whole system on this machine, one question, its answer token by token."""
+"""`penstock demo`: start the whole system on this machine and stream the answer to one question."""
 
 from __future__ import annotations
 
@@ -27,29 +27,37 @@ PROMPT = "What does a water turbine do?"
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What the demo measured."""
+    """The measurements of the demo."""
 
     ttft_s: float
+    """Seconds to the first token."""
     total_s: float
     num_tokens: int
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed after the first token."""
+        """Tokens per second after the first token."""
         after_first_s = self.total_s - self.ttft_s
         return (self.num_tokens - 1) / after_first_s if after_first_s > 0 and self.num_tokens > 1 else 0.0
 
 
 def demo(
-    model: Annotated[str | None, typer.Option(help="Hub id, folder or .gguf file; default: the demo model.")] = None,
-    prompt: Annotated[str, typer.Option(help="The question.")] = PROMPT,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face id, folder or .gguf file. Default: the demo model.")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="The question to ask.")] = PROMPT,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature. 0 always picks the most likely token.")
+    ] = 0.0,
     redis_url: Annotated[
-        str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
+        str | None, typer.Option(help="URL of the Redis to use. Default: $PENSTOCK_REDIS_URL, or a new Redis.")
     ] = None,
 ) -> None:
-    """Start Redis, a node and a gateway, ask one question over HTTP, show the answer as it comes, audit, end all."""
+    """Start Redis, a node and a gateway, ask one question over HTTP, stream the answer, and stop everything.
+
+    At the end, the demo checks the queue as `penstock audit` does.
+    """
     options: dict[str, object] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -65,7 +73,7 @@ async def _demo(redis_url: str, model: str, question: str, options: dict[str, ob
         started = time.perf_counter()
         node, gateway = await start_all(supervisor, redis_url, model, (), ("--host", "127.0.0.1", "--port", "0"))
         print(f"Redis, a node with {node['pool']} and a gateway: ready in {time.perf_counter() - started:.1f} s\n")
-        # Not at the top, where every other command would wait for it, and before the clock of the first token starts.
+        # Imported late, because every other command would wait for it, but before the measurement starts.
         import httpx
 
         messages = [{"role": "user", "content": question}]
@@ -79,7 +87,7 @@ async def _demo(redis_url: str, model: str, question: str, options: dict[str, ob
             f"the rest at {speed.tokens_per_s:.1f} tokens/s"
         )
         if await audit_pools(redis_url, [node["pool"]]):
-            raise PenstockError("the queue's keys do not agree with its jobs")
+            raise PenstockError("the audit found keys in Redis that do not match the jobs")
 
 
 async def _show(events: AsyncIterator[dict[str, Any]]) -> Speed:
@@ -98,10 +106,10 @@ async def _show(events: AsyncIterator[dict[str, Any]]) -> Speed:
 
 
 async def ask(client: AsyncClient, url: str, body: dict[str, object]) -> AsyncIterator[dict[str, Any]]:
-    """Posts a streaming request; the JSON of each event of the answer."""
+    """Post a streaming request and yield the JSON of each event in the answer. Raises PenstockError for an error."""
     async with client.stream("POST", url, json=body) as answer:
         if answer.status_code != HTTPStatus.OK:
-            raise PenstockError(f"the gateway refused: {(await answer.aread()).decode(errors='replace')}")
+            raise PenstockError(f"the gateway refused the request: {(await answer.aread()).decode(errors='replace')}")
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))

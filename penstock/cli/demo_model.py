@@ -1,4 +1,4 @@
-"""The small model that demo and serve run when none is named: 135M parameters in one file from the package index."""
+"""The demo model, which demo and serve use by default: 135M parameters in one file from a Python package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def demo_model() -> Path:
-    """Path of the demo model's file."""
+    """Return the path of the demo model's file. Raises ConfigError if its package is not installed."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`penstock doctor`: whether this machine and its Redis can do the work, and what to do where they cannot."""
+"""`penstock doctor`: check this machine and its Redis, and advise how to repair what is wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from penstock.cli.demo_model import demo_model
-from penstock.cli.graphics_cards import gpus
+from penstock.cli.gpus import list_gpus
 from penstock.contract.errors import ConfigError, PenstockError
 from penstock.kernels.cpu.build import BuildError, origin_of
 from penstock.kernels.cpu.probe import Isa, best_isa, cpu_flags, usable_cores
@@ -28,18 +28,21 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report; `advice` says what to do."""
+    """One line of the report."""
 
     level: Literal["ok", "warn", "fail"]
     subject: str
     finding: str
     advice: str = ""
+    """What the operator should do. Empty: nothing."""
 
 
 def doctor(
-    redis_url: Annotated[str | None, typer.Option(help="Redis to look at; default: $PENSTOCK_REDIS_URL.")] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="URL of the Redis to check. Default: $PENSTOCK_REDIS_URL.")
+    ] = None,
 ) -> None:
-    """Check Redis, nodes, processor, card, model files and extras; exit code 1 when something must be mended."""
+    """Check Redis, nodes, CPU, GPU, model files and optional packages. Exit code 1 if something must be repaired."""
     from rich.console import Console
 
     from penstock.runtime.settings import RedisSettings
@@ -62,7 +65,7 @@ def doctor(
 
 
 async def check_redis(url: str | None) -> list[Check]:
-    """The Redis at `url`, or the one that would be started without an URL."""
+    """Check the Redis at `url`. Without a URL, check the Redis that would be started."""
     if not url:
         return [_check_embedded()]
     from penstock.queue.broker.connection import connect, translated
@@ -77,7 +80,7 @@ async def check_redis(url: str | None) -> list[Check]:
 
 
 async def check_nodes(url: str) -> list[Check]:
-    """Pools that nobody serves, and what the live nodes of the others say of themselves."""
+    """Check the pools: which ones have no node, and what the live nodes of the others report."""
     from penstock.producer.client import AsyncClient
 
     async with AsyncClient(url) as client:
@@ -86,31 +89,31 @@ async def check_nodes(url: str) -> list[Check]:
 
 
 def judge_pool(pool: PoolStats) -> Iterator[Check]:
-    """A pool's nodes, or that it has none."""
+    """Yield the checks of a pool's nodes, or a warning if it has none."""
     if not pool.nodes:
         yield Check(
             "warn",
             "pool",
             f"{pool.pool}: no live node, {pool.num_open} open jobs",
-            "start one: penstock node, or penstock pools forget",
+            "start a node (penstock node) or remove the pool (penstock pools forget)",
         )
     for node in pool.nodes:
         yield from judge_node(node)
 
 
 def judge_node(node: NodePressure) -> Iterator[Check]:
-    """A node's parts that are not well, or its load."""
+    """Yield a warning for each unhealthy part of a node, or its load if it is healthy."""
     for part, why in node.troubles.items():
-        yield Check("warn", "node", f"{node.node_id}: {part} {why}", "its log says more")
+        yield Check("warn", "node", f"{node.node_id}: {part} {why}", "see the node's log")
     if not node.troubles:
-        held = node.kv_blocks_total - node.kv_blocks_free
+        used = node.kv_blocks_total - node.kv_blocks_free
         yield Check(
-            "ok", "node", f"{node.node_id}: {node.num_jobs} jobs, {held} of {node.kv_blocks_total} KV blocks held"
+            "ok", "node", f"{node.node_id}: {node.num_jobs} jobs, {used} of {node.kv_blocks_total} KV blocks used"
         )
 
 
 def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
-    """Version, memory and persistence, from INFO's fields."""
+    """Yield checks of Redis's version, memory and persistence from the fields of INFO."""
     yield _judge_version(str(info.get("redis_version", "0")))
     max_bytes, policy = int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "unknown"))
     if policy != "noeviction":
@@ -122,66 +125,69 @@ def judge_redis(info: dict[str, Any]) -> Iterator[Check]:
         yield Check("ok", "Redis", f"maxmemory is {max_bytes / 2**20:.0f} MiB")
     else:
         yield Check(
-            "warn", "Redis", "no maxmemory", "set one: a full machine kills Redis, a full Redis refuses submits"
+            "warn",
+            "Redis",
+            "no maxmemory",
+            "set it: a full machine kills Redis, but a full Redis only refuses new jobs",
         )
     if int(info.get("aof_enabled", 0)):
         yield Check("ok", "Redis", "append-only file is on")
     else:
-        advice = "set appendonly yes, unless jobs may be lost when Redis restarts"
+        advice = "set appendonly yes; without it, a restart of Redis loses all jobs"
         yield Check("warn", "Redis", "append-only file is off", advice)
 
 
 def check_machine() -> Iterator[Check]:
-    """Processor, kernels, cores and graphics cards."""
+    """Yield checks of the CPU, the native kernels, the cores and the GPUs."""
     isa = best_isa(cpu_flags())
     yield judge_cpu(platform.machine(), isa)
     if isa is not None:
         yield check_kernels(isa)
     cores = usable_cores()
-    advice = "a node wants two: one for the model, one for the queue" if cores < 2 else ""
+    advice = "a node needs two: one for the model, one for the queue" if cores < 2 else ""
     yield Check("warn" if advice else "ok", "cores", f"{cores} usable", advice)
-    yield judge_gpus(gpus(), _version_of("torch"))
+    yield judge_gpus(list_gpus(), _version_of("torch"))
 
 
 def judge_cpu(machine: str, isa: Isa | None) -> Check:
-    """Which of the native kernels this processor runs."""
+    """Return which native kernels this CPU can run. Without any, torch computes."""
     if isa is None:
-        advice = "torch runs the models, several times slower: use another machine"
+        advice = "torch runs the models several times slower; use a machine with AVX2 or AVX-512"
         return Check("warn", "processor", f"{machine}, without AVX-512 (BF16, VNNI) or AVX2", advice)
     return Check("ok", "processor", f"{machine}, {isa} kernels")
 
 
 def check_kernels(isa: Isa) -> Check:
-    """Whether the native kernels are there or can be built."""
+    """Check that the native kernels are installed or can be built."""
     try:
         return Check("ok", "kernels", origin_of(isa))
     except BuildError as error:
         return Check(
-            "warn", "kernels", str(error), "install g++; until then torch runs the models, several times slower"
+            "warn", "kernels", str(error), "install g++; until then torch runs the models several times slower"
         )
 
 
 def judge_gpus(names: list[str], torch_version: str | None) -> Check:
-    """Whether the cards can be used by the installed torch."""
+    """Check that the installed torch can use the GPUs."""
     if not names:
-        return Check("ok", "GPU", "none: models run on the processor")
+        return Check("ok", "GPU", "none: models run on the CPU")
     if torch_version is not None and "+cpu" in torch_version:
         return Check(
-            "warn", "GPU", "; ".join(names), f"torch {torch_version} cannot use it: install a CUDA build of torch"
+            "warn", "GPU", "; ".join(names), f"torch {torch_version} cannot use a GPU; install a CUDA build of torch"
         )
     return Check("ok", "GPU", "; ".join(names))
 
 
 def check_demo_model() -> Check:
-    """The small model that demo and serve run by default."""
+    """Check that the demo model is installed, which demo and serve use by default."""
     try:
         return Check("ok", "model", f"demo model at {demo_model()}")
     except ConfigError as error:
-        return Check("warn", "model", "no demo model", error.message)
+        return Check("warn", "model", "the demo model is not installed", error.message)
 
 
 def check_extras() -> Iterator[Check]:
-    """Which of the package's extras are installed."""
+    """Yield a check for each of the package's extras: whether its packages are installed."""
     for extra in EXTRAS:
         missing = [name for name in _packages_of(extra) if _version_of(name) is None]
         if missing:
@@ -198,8 +204,8 @@ def _check_embedded() -> Check:
         binary = find_redis_server()
     except ConfigError as error:
         return Check("fail", "Redis", "none", error.message)
-    said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
-    match = re.search(r"v=([0-9.]+)", said)
+    output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    match = re.search(r"v=([0-9.]+)", output)
     check = _judge_version(match[1] if match else "0")
     finding = f"{check.finding}, started on demand: {binary} (PENSTOCK_REDIS_URL is not set)"
     return Check(check.level, "Redis", finding, check.advice)

@@ -1,4 +1,4 @@
-"""The exit status of a command that ends with an error."""
+"""Exit codes of commands that end with an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXIT_TRY_AGAIN = 75
 
 
 def exit_code_of(error: PenstockError) -> int:
-    """2: the command was wrong; 75: the same command may work later; 1: the rest."""
+    """Return 2 for wrong use, 75 if the same command may succeed later, and 1 for other errors."""
     if isinstance(error, RequestError | ConfigError):
         return EXIT_WRONG_USE
     if isinstance(error, BusyError | UnavailableError):

@@ -1,4 +1,4 @@
-"""`penstock gateway`: the HTTP door, in this process."""
+"""`penstock gateway`: run an HTTP gateway in this process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from penstock.runtime.settings import redis_url_of
 
 @takes(*options_of(GatewaySettings, flags={"cors_origins": ("--cors-origin",)}))
 def gateway(**given: Any) -> None:
-    """Serve the OpenAI API over the pools of one Redis.
+    """Serve the OpenAI API for the pools of one Redis.
 
-    Each option is a setting, also read from PENSTOCK_GATEWAY_<NAME>; the Redis from PENSTOCK_REDIS_URL.
+    Each option can also be set with the environment variable PENSTOCK_GATEWAY_<NAME>, and the Redis with
+    PENSTOCK_REDIS_URL.
     """
     try:
         from penstock.gateway.app import run

@@ -1,10 +1,10 @@
-"""`penstock keys`: who may use the gateways of one Redis."""
+"""`penstock keys`: the API keys of the gateways that share one Redis."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -18,33 +18,45 @@ if TYPE_CHECKING:
     from penstock.queue.broker.usage import UsageBroker
 
 T = TypeVar("T")
-RedisUrl = Annotated[str | None, typer.Option(help="Redis of the gateways; default: $PENSTOCK_REDIS_URL.")]
-Limit = typer.Option(min=0, help="0: no limit. Limits count in each pool, over all of the tenant's keys.")
+RedisUrl = Annotated[str | None, typer.Option(help="URL of the gateways' Redis. Default: $PENSTOCK_REDIS_URL.")]
+
+
+def _limit(what: str) -> Any:
+    return typer.Option(min=0, help=f"Most {what}, per pool and over all of the tenant's keys. 0: no limit.")
+
 
 app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
 def keys() -> None:
-    """API keys of the gateways. The first one closes every gateway that was open."""
+    """Manage the gateways' API keys. After the first key is added, every gateway requires a key."""
 
 
 @app.command()
 def add(
-    tenant: Annotated[str, typer.Argument(help="On whose behalf the key's holder asks.")],
-    scope: Annotated[list[str] | None, typer.Option(help="infer or admin; may be repeated; default: infer.")] = None,
-    max_open_jobs: Annotated[int, Limit] = 0,
-    max_queued_cost: Annotated[int, Limit] = 0,
-    jobs_per_minute: Annotated[int, Limit] = 0,
-    tokens_per_minute: Annotated[int, Limit] = 0,
-    weight: Annotated[float, typer.Option(min=0.001, max=1000, help="2: twice as much as tenants of weight 1.")] = 1.0,
-    burst_s: Annotated[int, typer.Option(min=1, help="So many seconds' worth of a rate may come at once.")] = 10,
-    memory_percent: Annotated[int, typer.Option(min=0, max=90, help="0: as the pool's nodes say.")] = 0,
-    highest_class: Annotated[ClassName, typer.Option(help="The most urgent class it may ask for.")] = "standard",
-    label: Annotated[str, typer.Option(help="What the key is for.")] = "",
+    tenant: Annotated[str, typer.Argument(help="Tenant for which the key's requests are made.")],
+    scope: Annotated[list[str] | None, typer.Option(help="infer or admin. Repeat it for both. Default: infer.")] = None,
+    max_open_jobs: Annotated[int, _limit("jobs that wait or run")] = 0,
+    max_queued_cost: Annotated[int, _limit("estimated KV tokens of waiting jobs")] = 0,
+    jobs_per_minute: Annotated[int, _limit("jobs submitted per minute")] = 0,
+    tokens_per_minute: Annotated[int, _limit("prompt and output tokens per minute")] = 0,
+    weight: Annotated[
+        float, typer.Option(min=0.001, max=1000, help="Share of a busy pool. 2 gets twice as much as weight 1.")
+    ] = 1.0,
+    burst_s: Annotated[
+        int, typer.Option(min=1, help="Burst of a rate limit: this many seconds' worth may come at once.")
+    ] = 10,
+    memory_percent: Annotated[
+        int, typer.Option(min=0, max=90, help="Percent of Redis's memory for the tenant. 0: as set for the pool.")
+    ] = 0,
+    highest_class: Annotated[
+        ClassName, typer.Option(help="Most urgent priority class that the key may use.")
+    ] = "standard",
+    label: Annotated[str, typer.Option(help="Note on what the key is for.")] = "",
     redis_url: RedisUrl = None,
 ) -> None:
-    """Make a key and print it; it cannot be shown again."""
+    """Create a key and print it. The key cannot be shown again."""
     from penstock.contract.terms import Terms
 
     try:
@@ -69,9 +81,9 @@ def add(
 
 @app.command("list")
 def list_keys(redis_url: RedisUrl = None) -> None:
-    """Print every key's id, tenant, scopes, highest class and limits, and what its tenant keeps; never the key."""
+    """Print each key's id, tenant, scopes, highest class, limits and the bytes that its tenant keeps in Redis."""
     kept = _read_usage(redis_url, lambda usage: usage.kept())
-    for record in sorted(_run(redis_url, lambda store: store.all()).values(), key=lambda one: one.created_s):
+    for record in sorted(_run(redis_url, lambda store: store.all()).values(), key=lambda key: key.created_s):
         limits = [f"highest_class={record.highest_class}"]
         limits += [f"{name}={value}" for name, value in record.terms.model_dump(exclude_defaults=True).items()]
         if record.tenant in kept:
@@ -82,17 +94,18 @@ def list_keys(redis_url: RedisUrl = None) -> None:
 
 @app.command()
 def usage(
-    days: Annotated[int, typer.Option(min=1, max=92, help="How many days back.")] = 31, redis_url: RedisUrl = None
+    days: Annotated[int, typer.Option(min=1, max=92, help="Number of days to look back.")] = 31,
+    redis_url: RedisUrl = None,
 ) -> None:
-    """Print what was used: day, pool, tenant, key, jobs, and tokens of prompts, of those cached, and of outputs."""
-    for one in _read_usage(redis_url, lambda usage: usage.all(days)):
-        tokens = f"prompt={one.prompt_tokens} cached={one.cached_tokens} completion={one.completion_tokens}"
-        print(one.day, one.pool, one.tenant, one.account or "-", f"jobs={one.jobs}", tokens)
+    """Print the usage per day, pool, tenant and key: jobs, and prompt, cached and completion tokens."""
+    for row in _read_usage(redis_url, lambda usage: usage.all(days)):
+        tokens = f"prompt={row.prompt_tokens} cached={row.cached_tokens} completion={row.completion_tokens}"
+        print(row.day, row.pool, row.tenant, row.account or "-", f"jobs={row.jobs}", tokens)
 
 
 @app.command()
 def revoke(key_id: Annotated[str, typer.Argument(help="The key's id: pk-ID-…")], redis_url: RedisUrl = None) -> None:
-    """Make a key worthless, within two seconds."""
+    """Revoke a key. Every gateway refuses it within two seconds."""
     _run(redis_url, lambda store: store.revoke(key_id))
 
 

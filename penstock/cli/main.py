@@ -1,4 +1,4 @@
-"""The `penstock` command: finds the subcommand, and turns our errors into one clear line and an exit code."""
+"""The `penstock` command: its subcommands, and the translation of errors to one line and an exit code."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
 
 
 class _Group(TyperGroup):
+    """Runs the subcommand and translates its errors."""
+
     def invoke(self, ctx: Any) -> Any:
-        _take_any_text()
+        _accept_any_text()
         try:
             return super().invoke(ctx)
         except PenstockError as error:
@@ -27,9 +29,11 @@ class _Group(TyperGroup):
             raise typer.Exit(EXIT_INTERRUPTED) from error
 
 
-def _take_any_text() -> None:
-    """Shows what the terminal's encoding lacks as escapes, and reads what is not text so that the door refuses it by
-    name; both would end the command half way otherwise.
+def _accept_any_text() -> None:
+    """Make stdin and stdout accept text that the terminal's encoding cannot represent.
+
+    Such characters are printed as escapes. Invalid input bytes are read as surrogates, which the checks of a request
+    refuse by name. Otherwise a UnicodeError would abort the command.
     """
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, TextIOWrapper):
@@ -38,7 +42,7 @@ def _take_any_text() -> None:
 
 app = typer.Typer(
     cls=_Group,
-    help="LLM inference behind a message queue.",
+    help="LLM inference backed by a Redis message queue.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -54,7 +58,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass

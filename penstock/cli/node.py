@@ -1,4 +1,4 @@
-"""`penstock node`: a worker that runs one model, in this process."""
+"""`penstock node`: run a node with one model in this process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _FIELDS = NodeSettings.model_fields
 _FLAGS = {"aliases": ("--alias",)} | {
     ours: (f"--{ours.replace('_', '-')}", f"--{theirs.replace('_', '-')}") for ours, theirs in VLLM_NAMES.items()
 }
-"""Of settings whose flag is not called as they are, or has two names."""
-_PANELS = dict.fromkeys(POOL_WIDE, "The pool's, the same for all its nodes")
+"""Flags of settings that also have vLLM's name, or whose flag differs from the setting's name."""
+_PANELS = dict.fromkeys(POOL_WIDE, "Pool settings (must be the same for all nodes of the pool)")
 
 
 @takes(*options_of(NodeSettings, [name for name in _FIELDS if name != "model"], flags=_FLAGS, panels=_PANELS))
 def node(model: Annotated[str | None, typer.Argument(help=help_of(_FIELDS["model"]))] = None, **given: Any) -> None:
-    """Load a model and work for its pool until SIGTERM, which gives unfinished jobs back.
+    """Load a model and run jobs of its pool until SIGTERM. Unfinished jobs then return to the queue.
 
-    Each option is a setting, also read from PENSTOCK_NODE_<NAME>; the Redis from PENSTOCK_REDIS_URL.
+    Each option can also be set with the environment variable PENSTOCK_NODE_<NAME>, and the Redis with
+    PENSTOCK_REDIS_URL.
     """
     try:
         from penstock.gpu_node.process import run_node

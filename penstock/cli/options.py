@@ -1,4 +1,4 @@
-"""Options of a command that are made of settings: what is not given is None, so that the environment is asked."""
+"""Command-line options generated from settings. An option that is not given is None; the environment then applies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def options_of(
     flags: Mapping[str, Sequence[str]] | None = None,
     panels: Mapping[str, str] | None = None,
 ) -> list[Parameter]:
-    """An option for each of these settings (None: for all), under `flags` where it is not called as the setting is.
+    """Return an option for each of these settings (None: for all).
 
-    `panels` says under which heading of the help a setting stands, where that is not the first one.
+    `flags` maps a setting to its flags if they differ from its name. `panels` maps a setting to its heading in the
+    help if that is not the default heading.
     """
     fields = settings.model_fields
     flags, panels = flags or {}, panels or {}
@@ -31,10 +32,11 @@ def options_of(
 
 
 def takes(*options: Parameter) -> Callable[[Command], Command]:
-    """A command's `**given` become these options, behind the parameters that it names itself."""
+    """Return a decorator that replaces a command's `**given` with these options, after its own parameters."""
 
     def decorated(command: Command) -> Command:
-        own = [one for one in signature(command, eval_str=True).parameters.values() if one.kind != one.VAR_KEYWORD]
+        parameters = signature(command, eval_str=True).parameters.values()
+        own = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
         command.__signature__ = Signature([*own, *options])  # type: ignore[attr-defined]
         return command
 
@@ -42,13 +44,13 @@ def takes(*options: Parameter) -> Callable[[Command], Command]:
 
 
 def help_of(field: FieldInfo) -> str:
-    """What a setting is for, and what it is where nobody says anything."""
+    """Return a setting's help text: its docstring and its default, if it has one."""
     has_default = not field.is_required() and field.default_factory is None and field.default not in (None, ())
     return f"{field.description} Default: {field.default}." if has_default else str(field.description)
 
 
 def words_of(given: Mapping[str, object]) -> tuple[str, ...]:
-    """Options of one value as another process's arguments, without those that were not given."""
+    """Return the given options as arguments for another process. Options that are None are left out."""
     known = {name: value for name, value in given.items() if value is not None}
     return tuple(word for name, value in known.items() for word in (_flag(name), str(value)))
 

@@ -1,8 +1,8 @@
-"""Child processes of one command: started, watched until ready, and ended in reverse order, whatever ends us.
+"""Child processes of one command. The command starts them, waits until they are ready, and stops them in reverse order.
 
-A child runs under a guard (`runtime/process_guard.py`) in a session of its own: Ctrl-C does not reach it, the order of
-the shutdown is ours, and it ends even when we are killed. It says `{"event": "progress" | "ready", …}` in JSON lines on
-its stdout; all other lines are its log.
+Each child runs under a guard (`runtime/process_guard.py`) in its own session. So Ctrl-C does not reach it, the command
+controls the order of the shutdown, and the child ends even if the command is killed. A child reports
+`{"event": "progress" | "ready", …}` as JSON lines on its stdout; all other lines are its log.
 """
 
 from __future__ import annotations
@@ -36,24 +36,27 @@ LogSink = Callable[[str, str], None]
 
 
 class ProcessDiedError(PenstockError):
-    """A child ended that should have gone on."""
+    """A child process ended unexpectedly."""
 
     code = "process_died"
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run, in our environment plus `env`; after `grace_s` a stop becomes a kill."""
+    """The command line of a child process."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
+    """Environment variables that are added to this process's own."""
     grace_s: float
+    """Seconds after which a child that does not stop is killed."""
     on_progress: Callable[[Event], None] | None = None
+    """Called with each progress event."""
 
 
 class Child:
-    """One running child."""
+    """One child process."""
 
     def __init__(self, command: Command, process: asyncio.subprocess.Process, sink: LogSink) -> None:
         self.name = command.name
@@ -66,11 +69,14 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id of the child's guard."""
+        """The process id of the child's guard."""
         return self._process.pid
 
     async def ready(self, *, timeout_s: float | None = None) -> Event:
-        """The child's ready event; raises ProcessDiedError when it ends before."""
+        """Wait for the child's ready event and return it.
+
+        Raises ProcessDiedError if the child ends first or is not ready within `timeout_s` (None: no limit).
+        """
         done, _ = await asyncio.wait((self._ready, self.task), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if self._ready.done():
             return self._ready.result()
@@ -79,23 +85,23 @@ class Child:
         raise self.death()
 
     def death(self) -> ProcessDiedError:
-        """The error that says how the child ended."""
+        """Return an error with the child's exit status and the last lines of its log."""
         return ProcessDiedError(f"{self._status()}{self._last_words()}")
 
     async def ended(self) -> None:
-        """Returns when the child has ended."""
+        """Wait until the child has ended."""
         await asyncio.wait((self.task,))
 
     def why_it_ended(self) -> str:
-        """Status and reason of a child that has ended, in a line."""
-        said = reason_in(self._tail)
-        return self._status() + (f": {said}" if said else "")
+        """Return one line with the exit status and the reason of a child that has ended."""
+        reason = reason_in(self._tail)
+        return self._status() + (f": {reason}" if reason else "")
 
     def _status(self) -> str:
         return f"{self.name} ended with {status_in_words(self._process.returncode)}"
 
     async def stop(self) -> None:
-        """Asks the child to end, and makes it end after its grace time."""
+        """Ask the child to end, and kill it after its grace time."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         await asyncio.wait((self.task,), timeout=self._command.grace_s + _GUARD_MARGIN_S)
@@ -103,7 +109,7 @@ class Child:
         await self.task
 
     async def kill(self) -> None:
-        """Makes the child end at once, if it has not."""
+        """Kill the child if it still runs."""
         if not self.task.done():
             with suppress(ProcessLookupError):
                 self._process.kill()
@@ -121,7 +127,7 @@ class Child:
             try:
                 line = await stream.readline()
             except ValueError:
-                # A line above the limit is dropped, not the child.
+                # The line exceeds the limit. Drop it and continue with the next one.
                 continue
             if not line:
                 return
@@ -142,7 +148,7 @@ class Child:
 
 
 def status_in_words(status: int | None) -> str:
-    """An exit status, and the signal that it stands for; guards and shells show a signal as 128 and its number."""
+    """Describe an exit status and the signal behind it. Guards and shells report a signal as 128 plus its number."""
     number = 0 if status is None else -status if status < 0 else status - 128
     if number not in set(signal.Signals):
         return f"status {status}"
@@ -151,7 +157,7 @@ def status_in_words(status: int | None) -> str:
 
 
 def reason_in(tail: Iterable[str]) -> str:
-    """What a log's end says of the reason: the last line, or what is to be read in it where it is JSON."""
+    """Return the reason from the end of a log: the last line, or its message and reason if it is JSON."""
     last = next((line for line in reversed([*tail]) if line.strip()), "")
     try:
         record = json.loads(last)
@@ -161,8 +167,9 @@ def reason_in(tail: Iterable[str]) -> str:
 
 
 class Supervisor:
-    """The children of one command; leaving its context ends them, the last started first. Who is cancelled while it
-    waits for that makes them end at once.
+    """Owns the child processes of one command. Leaving its context stops them, the last started child first.
+
+    If the task is canceled while it waits for them to stop, all remaining children are killed at once.
     """
 
     def __init__(self, sink: LogSink) -> None:
@@ -185,11 +192,11 @@ class Supervisor:
 
     @property
     def children(self) -> tuple[Child, ...]:
-        """In the order in which they were started."""
+        """The children in the order in which they were started."""
         return tuple(self._children)
 
     async def start(self, command: Command) -> Child:
-        """Starts a child; it is not ready yet."""
+        """Start a child and return it without waiting until it is ready."""
         process = await asyncio.create_subprocess_exec(
             *guarded([*command.argv], grace_s=command.grace_s),
             stdin=asyncio.subprocess.PIPE,
@@ -204,22 +211,22 @@ class Supervisor:
         return child
 
     async def replace(self, ended: Child, command: Command) -> Child:
-        """Starts a child in the place of one that has ended."""
-        place = self._children.index(ended)
+        """Start a child that replaces an ended one and takes over its position in the order of the shutdown."""
+        position = self._children.index(ended)
         child = await self.start(command)
         self._children.remove(child)
-        self._children[place] = child
+        self._children[position] = child
         return child
 
     async def until_one_dies(self) -> NoReturn:
-        """Waits as long as all children live; raises ProcessDiedError for the first that ended."""
+        """Wait until a child ends, and raise its ProcessDiedError."""
         if not self._children:
             raise ConfigError("no process was started")
         await asyncio.wait([child.task for child in self._children], return_when=asyncio.FIRST_COMPLETED)
         raise next(child for child in self._children if child.task.done()).death()
 
     async def unless_one_dies(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns; raises ProcessDiedError, and cancels the work, when a child ends before."""
+        """Run `work` and return its result. If a child ends first, cancel the work and raise ProcessDiedError."""
         task, watch = asyncio.create_task(work), asyncio.create_task(self.until_one_dies())
         try:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -231,7 +238,7 @@ class Supervisor:
 
 
 def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work`; Ctrl-C and SIGTERM cancel it, as often as they come, and become the usual exit status."""
+    """Run `work`. Each Ctrl-C or SIGTERM cancels it; the process then exits with 128 plus the signal's number."""
     received: list[int] = []
 
     async def stoppable() -> None:
@@ -242,7 +249,7 @@ def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
             task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            # Who starts us in the background lets us ignore Ctrl-C.
+            # A shell that starts this process in the background makes it ignore Ctrl-C; keep that.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, stop, number)
         await task
@@ -256,13 +263,13 @@ def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
 def node_command(
     model: str, redis_url: str, *, arguments: Sequence[str] = (), on_progress: Callable[[Event], None] | None = None
 ) -> Command:
-    """A node that runs `model`."""
+    """Return the command of a node that runs `model`."""
     env = {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_NODE_PROGRESS": "json"}
     return Command("node", (*_PENSTOCK, "node", model, *arguments), env, NODE_GRACE_S, on_progress)
 
 
 def gateway_command(redis_url: str, *, arguments: Sequence[str] = ()) -> Command:
-    """A gateway; its ready event carries the `url`."""
+    """Return the command of a gateway. Its ready event holds the `url`."""
     env = {"PENSTOCK_REDIS_URL": redis_url, "PENSTOCK_GATEWAY_PROGRESS": "json"}
     return Command("gateway", (*_PENSTOCK, "gateway", *arguments), env, GATEWAY_GRACE_S)
 

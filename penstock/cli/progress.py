@@ -1,4 +1,4 @@
-"""The bar that shows a model being loaded."""
+"""The progress bar of a loading model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 class LoadingBar:
-    """One bar on stderr, moved by a node's progress events."""
+    """A progress bar on stderr that follows a node's progress events."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._progress: Progress | None = None
 
     def update(self, event: Event) -> None:
-        """Takes one progress event: `stage`, and `fraction` of the whole."""
+        """Show one progress event: the name of its `stage`, and the `fraction` of the whole (0 to 1)."""
         fraction, stage = event.get("fraction"), event.get("stage")
         if self._progress is not None and isinstance(fraction, int | float) and isinstance(stage, str):
             self._progress.update(self._progress.task_ids[0], completed=min(1.0, float(fraction)), stage=stage)
 
     def __enter__(self) -> Self:
-        # Only here, because what is to be waited for should be under way by then.
+        # Imported late, so that the processes already start while rich is imported.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -38,7 +38,7 @@ class LoadingBar:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            # Or a log would get an empty line.
+            # Otherwise rich prints an empty line to a log.
             disable=not console.is_terminal,
         )
         self._progress.add_task(f"Loading {Path(self._model).name}", total=1.0, stage="starting")

@@ -1,4 +1,4 @@
-"""Parts of `penstock serve` that start again when they end: after a pause that grows, and with a line that says why."""
+"""Restarts of the parts of `penstock serve`: each restart waits for a growing pause and logs why the part ended."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 STEADY_S = 60.0
-"""A part that ran for so long starts again at once the next time, too."""
-_LOOK_S = 0.1
+"""Seconds that a part must run for its pause to be reset to FIRST_PAUSE_S."""
+_POLL_INTERVAL_S = 0.1
 
 Say = Callable[[str], None]
 
 
 class BackOff:
-    """How long a part waits before it starts again: twice as long after each end, unless it ran well in between."""
+    """Exponential backoff for the restarts of one part. A steady run resets the pause."""
 
     def __init__(self) -> None:
         self._pause_s = FIRST_PAUSE_S
 
     def pause_s(self, ran_s: float) -> float:
-        """The pause before the next start of a part that ended after `ran_s`."""
+        """Return the seconds to wait before the next start. `ran_s`: seconds that the part ran before it ended."""
         if ran_s >= STEADY_S:
             self._pause_s = FIRST_PAUSE_S
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
@@ -35,7 +35,7 @@ class BackOff:
 
 
 async def keep_child(supervisor: Supervisor, child: Child, command: Command, say: Say) -> NoReturn:
-    """Starts a child again whenever it ends."""
+    """Restart a child process whenever it ends."""
     back_off, started_s = BackOff(), time.monotonic()
     while True:
         await child.ended()
@@ -52,16 +52,16 @@ async def keep_child(supervisor: Supervisor, child: Child, command: Command, say
 
 
 async def keep_redis(server: EmbeddedRedis, say: Say) -> NoReturn:
-    """Starts our own Redis again at the same address whenever it ends."""
+    """Restart the embedded Redis at the same address whenever it ends."""
     back_off, started_s = BackOff(), time.monotonic()
     while True:
-        while server.is_running:  # noqa: ASYNC110  a process, which tells nobody
-            await asyncio.sleep(_LOOK_S)
+        while server.is_running:  # noqa: ASYNC110  polled: a process raises no asyncio event
+            await asyncio.sleep(_POLL_INTERVAL_S)
         pause_s = back_off.pause_s(time.monotonic() - started_s)
         words = f"{status_in_words(server.status)}: {server.last_words()}"
         say(f"redis ended with {words}; it starts again in {pause_s:g} s")
         if not server.keeps_jobs:
-            say("redis kept its jobs in memory: they are lost, unless their callers still wait (--data-dir keeps them)")
+            say("redis kept its jobs only in memory: jobs without a waiting caller are lost (--data-dir keeps them)")
         await asyncio.sleep(pause_s)
         started_s = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""`penstock serve`: Redis, a node and a gateway on this machine, until Ctrl-C."""
+"""`penstock serve`: run Redis, a node and a gateway on this machine until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -37,24 +37,26 @@ def serve(
         str | None,
         typer.Argument(
             envvar="PENSTOCK_NODE_MODEL",
-            help="Hub id with optional :FILE.gguf and @revision, a folder, or a .gguf file; default: the demo model.",
+            help="Hugging Face id with optional :FILE.gguf and @revision, a folder, or a .gguf file. "
+            "Default: the demo model.",
         ),
     ] = None,
     redis_url: Annotated[
-        str | None, typer.Option(help="Redis to use; default: $PENSTOCK_REDIS_URL, else one is started.")
+        str | None, typer.Option(help="URL of the Redis to use. Default: $PENSTOCK_REDIS_URL, or a new Redis.")
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder where the started Redis keeps jobs across restarts.")
+        Path | None,
+        typer.Option(help="Folder in which the new Redis keeps jobs across restarts. Default: in memory only."),
     ] = None,
     maxmemory_mib: Annotated[
-        int, typer.Option(min=16, help="Memory limit of the started Redis.")
+        int, typer.Option(min=16, help="Memory limit of the new Redis in MiB.")
     ] = DEFAULT_MAXMEMORY_MIB,
     **given: Any,
 ) -> None:
-    """Serve a model on this machine, all in one.
+    """Serve a model on this machine with one command: Redis, a node and a gateway.
 
-    All settings of `penstock node` and `penstock gateway` are also read from PENSTOCK_NODE_<NAME> and
-    PENSTOCK_GATEWAY_<NAME>.
+    All other settings of `penstock node` and `penstock gateway` can be set with the environment variables
+    PENSTOCK_NODE_<NAME> and PENSTOCK_GATEWAY_<NAME>.
     """
     of_node, of_gateway = (words_of({name: given[name] for name in names}) for names in (_OF_NODE, _OF_GATEWAY))
     with find_or_start_redis(redis_url, data_dir=data_dir, maxmemory_mib=maxmemory_mib) as (url, server):
@@ -67,7 +69,7 @@ async def _serve(
     async with Supervisor(_log_to_stderr) as supervisor:
         ready = await start_all(supervisor, redis_url, model, of_node, of_gateway)
         _say_ready(*ready, redis_url)
-        # Whatever is at the port that was asked for: callers know this one.
+        # A restarted gateway must use the same port, even if port 0 was requested, because callers know this one.
         port = str(urlsplit(ready[1]["url"]).port)
         commands = (
             node_command(model, redis_url, arguments=of_node),
@@ -83,10 +85,10 @@ async def _serve(
 async def start_all(
     supervisor: Supervisor, redis_url: str, model: str, of_node: Sequence[str], of_gateway: Sequence[str]
 ) -> tuple[Event, Event]:
-    """Starts a node and a gateway with these arguments, and with a progress bar; their ready events."""
+    """Start a node and a gateway, show a progress bar, and return their ready events."""
     bar = LoadingBar(model)
     node = await supervisor.start(node_command(model, redis_url, arguments=of_node, on_progress=bar.update))
-    # Started last, so that it is stopped first: no request comes in while the node gives its jobs back.
+    # The gateway starts last and so stops first: no request arrives while the node returns its jobs to the queue.
     gateway = await supervisor.start(gateway_command(redis_url, arguments=of_gateway))
     with bar:
         return await asyncio.gather(node.ready(), gateway.ready(timeout_s=GATEWAY_START_TIMEOUT_S))

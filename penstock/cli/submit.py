@@ -1,4 +1,4 @@
-"""`penstock submit`: one job from the shell, its answer streamed to stdout."""
+"""`penstock submit`: submit one job from the shell and stream its answer to stdout."""
 
 from __future__ import annotations
 
@@ -14,24 +14,46 @@ PriorityName = Literal["interactive", "standard", "batch"]
 
 
 def submit(
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from stdin.")],
-    model: Annotated[str | None, typer.Option(help="Pool or alias; may be left out when one is served.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, not as a chat.")] = False,
-    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Only of the likeliest tokens, up to this share together.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop what is less likely than this share of the likeliest.")] = 0.0,
-    presence_penalty: Annotated[float, typer.Option(help="Against saying a token again.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, for each time it was said.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
-    priority: Annotated[PriorityName, typer.Option(help="Who goes first.")] = "standard",
-    deadline: Annotated[float | None, typer.Option(help="Seconds after which the answer is of no use.")] = None,
-    not_before: Annotated[float | None, typer.Option(help="Seconds before it stands in line.")] = None,
-    tenant: Annotated[str, typer.Option(help="On whose behalf.")] = "default",
-    redis_url: Annotated[str | None, typer.Option(help="Redis of the pools; default: $PENSTOCK_REDIS_URL.")] = None,
+    prompt: Annotated[str, typer.Argument(help="The prompt. - reads it from stdin.")],
+    model: Annotated[
+        str | None, typer.Option(help="Name or alias of the model. Optional if only one pool is served.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, not as a chat.")] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of the answer. Default: up to the model's context length.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature. 0 always picks the most likely token.")
+    ] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens that together reach this probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this fraction of the most likely token's probability.")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Lower the score of tokens that already occurred in the answer.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Lower the score of a token for each earlier occurrence in the answer.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Random seed. The same seed gives the same answer.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text. Repeat it for several.")
+    ] = None,
+    priority: Annotated[PriorityName, typer.Option(help="Priority class of the job.")] = "standard",
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds after which an unfinished job is ended. Default: no deadline.")
+    ] = None,
+    not_before: Annotated[
+        float | None, typer.Option(help="Seconds to wait before the job may run. Default: no wait.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Tenant for which the job runs.")] = "default",
+    redis_url: Annotated[
+        str | None, typer.Option(help="URL of the pools' Redis. Default: $PENSTOCK_REDIS_URL.")
+    ] = None,
 ) -> None:
-    """Submit a prompt and print the answer as it comes. Ctrl-C cancels the job."""
+    """Submit a prompt and print the answer while it is generated. Ctrl-C cancels the job."""
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = {
         "max_tokens": max_tokens,

@@ -1,4 +1,4 @@
-"""Files of requests in, files of results out: in this process, or in a Celery worker.
+"""Batches: a file of requests becomes a file of results, in this process or in a Celery worker.
 
-`runner.py` does the work and knows nothing of Celery; `tasks.py` is the door that Celery offers to it.
+`runner.py` does the work and imports no Celery; `tasks.py` wraps it as Celery tasks.
 """

@@ -1,4 +1,4 @@
-"""Results as rows of the output: OpenAI's batch form around the bodies that the HTTP API gives."""
+"""Rows of the output file: OpenAI's batch format around the response bodies of the HTTP API."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
 def answer_row(row_id: str, custom_id: str, body: dict[str, Any], job_id: str) -> dict[str, Any]:
-    """The row of a request that was answered."""
+    """Return the row of an answered request."""
     response = {"status_code": 200, "request_id": job_id, "body": body}
     return {"id": row_id, "custom_id": custom_id, "response": response, "error": None}
 
 
 def error_row(row_id: str, custom_id: str, error: PenstockError) -> dict[str, Any]:
-    """The row of a request that has no answer and will get none."""
-    said = {"code": error.code, "message": error.message, "param": error.param}
-    return {"id": row_id, "custom_id": custom_id, "response": None, "error": said}
+    """Return the row of a request that failed permanently."""
+    details = {"code": error.code, "message": error.message, "param": error.param}
+    return {"id": row_id, "custom_id": custom_id, "response": None, "error": details}
 
 
 def body_of(request: Request, model: str, result: Result) -> dict[str, Any]:
-    """OpenAI's response object; the same result always gives the same one."""
+    """Return OpenAI's response object for a result. The same result always gives the same object."""
     renderer = ChatRenderer if request.url == CHAT_URL else CompletionRenderer
     return renderer(
         job_id=result.job_id,

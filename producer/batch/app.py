@@ -1,4 +1,4 @@
-"""What a worker is started with: `celery -A penstock.producer.batch.app worker`. Settings come from the environment."""
+"""The app for `celery -A penstock.producer.batch.app worker`. Its settings come from the environment."""
 
 import sys
 
@@ -9,6 +9,6 @@ from penstock.producer.batch.settings import CelerySettings
 try:
     app = make_app(CelerySettings.load())
 except ConfigError as wrong:
-    # Celery would show where it was raised, and what it was about at the end of that.
+    # Celery would print a long traceback before the message.
     sys.stderr.write(f"penstock: {wrong.message}\n")
     sys.exit(EXIT_WRONG_USE)

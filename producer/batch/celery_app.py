@@ -1,4 +1,4 @@
-"""The Celery application: Redis as broker and for results, JSON and nothing else."""
+"""The Celery application. Redis is its broker and result backend, and JSON its only serializer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from penstock.runtime.settings import redis_url_of
 
 QUEUE = "penstock-batch"
 KEY_PREFIX = "penstock:celery:"
-"""Before all of Celery's keys; those of the queue of jobs have braces in this place."""
+"""Prefix of all of Celery's Redis keys. Keys of the job queue have braces after `penstock:`, so none collide."""
 _RESTORE_CHECK_S = 5
+"""Seconds between two checks for unacknowledged tasks past their visibility timeout."""
 
 
 def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
-    """An application with our tasks; `redis_url` is the queue's, $PENSTOCK_REDIS_URL by default."""
+    """Return a Celery application with the batch tasks.
+
+    `redis_url` is the Redis of the job queue, by default $PENSTOCK_REDIS_URL.
+    """
     jobs_url = redis_url_of(redis_url)
     url = celery_url(settings.broker_url or jobs_url)
     app = Celery("penstock", broker=url, backend=url)
@@ -29,7 +33,7 @@ def make_app(settings: CelerySettings, redis_url: str | None = None) -> Celery:
 
 
 def celery_url(redis_url: str) -> str:
-    """Celery's way to write the address of a unix socket."""
+    """Return the URL with a Unix socket's scheme as Celery expects it."""
     return redis_url.replace("unix://", "redis+socket://", 1)
 
 
@@ -41,11 +45,11 @@ def _options(settings: CelerySettings) -> dict[str, Any]:
         "event_serializer": "json",
         "accept_content": ["json"],
         "result_accept_content": ["json"],
-        # A task is gone from the queue when it is done, not when it is taken.
+        # Remove a task from the queue when it is done, not when a worker takes it.
         "task_acks_late": True,
         "task_reject_on_worker_lost": True,
         "worker_prefetch_multiplier": 1,
-        # Redis away for a moment: the task goes on, and the copy that is delivered meanwhile finds it locked.
+        # If Redis is away briefly, the task continues. A copy that another worker receives finds the output locked.
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         "penstock_task_lease_s": settings.task_lease_s,
         "worker_soft_shutdown_timeout": settings.soft_shutdown_s,

@@ -1,4 +1,4 @@
-"""The lines of a batch's input: what each must have before anything is submitted."""
+"""Reading of a batch's input file. Every line is checked before any job is submitted."""
 
 from __future__ import annotations
 
@@ -18,37 +18,42 @@ MAX_LINE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """One request as it was written, and the name under which its result is asked for."""
+    """One request of an input file."""
 
     custom_id: str
+    """The caller's name for the request, unique in its file. The result has the same custom_id."""
     fields: dict[str, Any]
+    """The line's JSON object. Its request is not checked yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputSummary:
-    """A file whose every line can be told from the others."""
+    """The number of lines in a checked input file and the digest of their bytes."""
 
     num_lines: int
     digest: bytes
 
 
 def survey_of(path: Path) -> InputSummary:
-    """Reads a file once; raises RequestError naming the first line that is no object with a custom_id of its own."""
+    """Read and check an input file.
+
+    Raises RequestError that names the first line that is not a JSON object with a valid and unique custom_id.
+    """
     digest = hashlib.blake2b(digest_size=16)
     first_seen: dict[str, int] = {}
     for number, raw in _raw_lines(path):
         digest.update(raw)
         custom_id = _parse(number, raw).custom_id
         if custom_id in first_seen:
-            raise _bad(number, f"custom_id {custom_id!r} stands in line {first_seen[custom_id]} already")
+            raise _bad(number, f"custom_id {custom_id!r} is already used in line {first_seen[custom_id]}")
         first_seen[custom_id] = number
     if not first_seen:
-        raise RequestError("the input holds no request", param="input")
+        raise RequestError("the input contains no requests", param="input")
     return InputSummary(len(first_seen), digest.digest())
 
 
 def lines_of(path: Path) -> Iterator[InputLine]:
-    """The lines of a surveyed file."""
+    """Yield the lines of a file that `survey_of` has checked."""
     for number, raw in _raw_lines(path):
         yield _parse(number, raw)
 

@@ -1,4 +1,4 @@
-"""What a batch is, and how far it is."""
+"""Records of a batch and its progress."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ MAX_IN_FLIGHT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What to run. `model` is for rows that name none; without `batch_id`, input and output make one.
-
-    `not_before_s` is Unix time: rows are submitted at once and are not taken before then.
-    """
+    """The arguments of one batch run."""
 
     input: str
+    """A path or an fsspec URL."""
     output: str
+    """A path or an fsspec URL."""
     model: str | None = None
+    """The model for rows that name no model."""
     max_in_flight: int = DEFAULT_IN_FLIGHT
+    """Rows that are submitted at the same time."""
     batch_id: str | None = None
+    """The identity of the batch. By default it derives from the input's content, the output and the model."""
     not_before_s: float | None = None
+    """Unix time before which no node takes the rows. They are submitted at once."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_in_flight <= MAX_IN_FLIGHT:
-            raise RequestError(f"max_in_flight must be 1 to {MAX_IN_FLIGHT}", param="max_in_flight")
+            raise RequestError(f"max_in_flight must be from 1 to {MAX_IN_FLIGHT}", param="max_in_flight")
         if self.not_before_s is not None and not self.not_before_s <= time.time() + MAX_DEADLINE_S:
-            raise RequestError(f"not_before_s must lie at most {MAX_DEADLINE_S} s ahead", param="not_before_s")
+            raise RequestError(f"not_before_s must be at most {MAX_DEADLINE_S} s in the future", param="not_before_s")
 
     @property
     def delay_s(self) -> float | None:
-        """How long its rows have to wait from now on; None where they need not."""
+        """Seconds from now until the rows may be taken, or None if they may be taken now."""
         delay_s = (self.not_before_s or 0.0) - time.time()
         return min(delay_s, MAX_DEADLINE_S) if delay_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """How far a batch is, in rows that are safely written. `waiting` says why rows wait for the queue."""
+    """The progress of a batch, counted in rows that are safely on disk."""
 
     num_rows: int
     num_answered: int = 0
@@ -50,14 +53,15 @@ class BatchProgress:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     waiting: str = ""
+    """Why rows wait to be submitted. Empty: no row waits."""
 
     @property
     def num_done(self) -> int:
-        """Rows with an answer or an error."""
+        """The rows with an answer or an error."""
         return self.num_answered + self.num_failed
 
     def after(self, row: dict[str, Any]) -> Self:
-        """The progress with one more row written."""
+        """Return the progress with one more row written."""
         if row["error"] is not None:
             return replace(self, num_failed=self.num_failed + 1)
         usage = row["response"]["body"]["usage"]

@@ -1,4 +1,4 @@
-"""A batch handed to a Celery worker, and its progress followed from here."""
+"""Running a batch in a Celery worker while following its progress from this process."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import PROGRESS_STATE, RUN_FILE
 
 POLL_INTERVAL_S = 0.2
+"""Seconds between two reads of the task's state."""
 
 
 class TaskFailedError(PenstockError):
-    """A task ended with an error that is none of ours."""
+    """A task ended with an error from outside of penstock."""
 
     code = "task_failed"
 
 
 def run_in_worker(redis_url: str, batch: Batch, on_progress: Callable[[BatchProgress], None]) -> BatchProgress:
-    """Sends a batch to the workers and waits for its end; the batch goes on when nobody waits.
+    """Send a batch to the workers and wait for its end. If this process stops, the batch continues in its worker.
 
-    Raises what the task raised, UnavailableError when Celery's Redis is away.
+    Raises the task's error, or UnavailableError if Celery's Redis is away.
     """
     app = make_app(CelerySettings.load(), redis_url)
     try:
@@ -41,7 +42,7 @@ def run_in_worker(redis_url: str, batch: Batch, on_progress: Callable[[BatchProg
 
 
 def _follow(task: AsyncResult, on_progress: Callable[[BatchProgress], None]) -> BatchProgress:
-    # State and what is said of it in one read: between two the task goes on.
+    # Read state and result in one call, because the task may advance between two calls.
     while (now := task.backend.get_task_meta(task.id))["status"] not in READY_STATES:
         if now["status"] == PROGRESS_STATE:
             on_progress(BatchProgress(**now["result"]))

@@ -1,4 +1,4 @@
-"""From a line's fields to what the client submits. A name that is not honoured is refused by name."""
+"""Parsing of one row of a batch into a checked request. Unsupported fields are refused by name."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 Prompt = str | list[int] | list[dict[str, Any]]
 
 
-class _Asked(Wire):
-    """A row is answered in one piece, and in its batch's class."""
+class _RowFields(Wire):
+    """Fields of a row beside OpenAI's body. A row cannot stream and cannot choose its priority class."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: Annotated[Any, only(None, False)] = None
     stream_options: Annotated[Any, only(None)] = None
 
 
-class _ChatRow(ChatBody, _Asked):
+class _ChatRow(ChatBody, _RowFields):
     tools: Annotated[Any, only(None, [])] = None
     tool_choice: Annotated[Any, only(None, "none", "auto")] = None
 
 
-class _CompletionRow(CompletionBody, _Asked):
+class _CompletionRow(CompletionBody, _RowFields):
     pass
 
 
@@ -46,7 +46,7 @@ _BODIES: dict[str, type[_ChatRow | _CompletionRow]] = {CHAT_URL: _ChatRow, COMPL
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One checked body. `model` is None where the body leaves it to the batch."""
+    """One checked request. `model` is None if the row uses the batch's model."""
 
     url: str
     prompt: Prompt
@@ -56,7 +56,7 @@ class Request:
 
 
 def request_of_line(fields: Mapping[str, Any]) -> Request:
-    """The request that a line of a batch file asks for; raises RequestError."""
+    """Return the request of a line in a batch file. Raises RequestError for an invalid line."""
     _refuse_unknown(fields, _LINE_FIELDS)
     if fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", param="method")
@@ -69,16 +69,16 @@ def request_of_line(fields: Mapping[str, Any]) -> Request:
 
 
 def request_of(url: str, body: Mapping[str, Any]) -> Request:
-    """The request in an OpenAI body; raises RequestError."""
+    """Return the request of an OpenAI body. Raises RequestError for an invalid body."""
     try:
-        # Read as JSON, where a list may stand for a tuple and an object for a record although the types are strict.
+        # Validate as JSON: in strict mode, pydantic then still accepts a list for a tuple and an object for a record.
         row = _BODIES[url].model_validate_json(to_json(body, inf_nan_mode="constants"))
         params = row.params()
     except ValidationError as error:
         raise request_error(error) from None
     prompts = row.prompts()
     if len(prompts) != 1:
-        raise RequestError("a row has one prompt", param=row.prompt_field)
+        raise RequestError("a row must have exactly one prompt", param=row.prompt_field)
     return Request(url, prompts[0], row.model, params, row.echoes)
 
 

@@ -1,6 +1,6 @@
-"""A batch's results while they come: an append-only file with one writer, published when it is whole.
+"""The results file of a batch: append-only, with one writer, and published when it is complete.
 
-A row is in the file once it was synced; what a crash tore off its end is asked for again.
+A row counts as written once it is synced to disk. If a crash truncates the last row, the next run writes it again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from penstock.producer.batch import storage
 from penstock.producer.batch.records import BatchProgress
 
 LOCKED_RETRY_MS = 10_000
+"""Milliseconds after which to retry while another run has the file locked."""
 
 
 def row_id_of(batch_id: str, custom_id: str) -> str:
-    """A row's id, which is its job's idempotency key too."""
+    """Return a row's id, which is also the idempotency key of its job."""
     return "batch_req_" + hashlib.blake2b(f"{batch_id}\0{custom_id}".encode(), digest_size=16).hexdigest()
 
 
 class ResultsFile:
-    """The rows written so far, and the end of the file where the next ones go."""
+    """An open results file: the rows written so far, and the end where rows are appended."""
 
     def __init__(self, file: FileIO, progress: BatchProgress, batch_id: str) -> None:
         self._file = file
@@ -39,22 +40,25 @@ class ResultsFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row is written."""
+        """Whether all rows are written."""
         return self.progress.num_done == self.progress.num_rows
 
     def load(self, path: Path) -> int:
-        """Takes in the whole lines of a file; answers where they end. Raises RequestError for another batch's rows."""
+        """Load the complete rows of a file and return the offset in bytes at which they end.
+
+        Raises RequestError for rows of another batch.
+        """
         end = 0
         with path.open("rb") as file:
             for raw in file:
                 if not raw.endswith(b"\n"):
                     break
-                self._take(_own_row(raw, self._batch_id, path))
+                self._note(_checked_row(raw, self._batch_id, path))
                 end += len(raw)
         return end
 
     async def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Writes rows; returns when they are on disk."""
+        """Append rows and return when they are on disk."""
         fresh = list(rows)
         left = memoryview(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in fresh))
         with storage.readable("output", self._file.name):
@@ -62,18 +66,18 @@ class ResultsFile:
                 left = left[self._file.write(left) :]
             await asyncio.to_thread(os.fsync, self._file.fileno())
         for row in fresh:
-            self._take(row)
+            self._note(row)
 
-    def _take(self, row: dict[str, Any]) -> None:
+    def _note(self, row: dict[str, Any]) -> None:
         self.custom_ids.add(row["custom_id"])
         self.progress = self.progress.after(row)
 
 
 @contextmanager
 def open_results(output: str, batch_id: str, num_rows: int) -> Iterator[ResultsFile]:
-    """The batch's results, ours alone until the block ends; whole ones are published then.
+    """Open the results file of a batch and lock it for the block. At the end, publish it if it is complete.
 
-    Raises BusyError while another run writes them, RequestError when the place holds something else.
+    Raises BusyError while another run writes it, and RequestError if the output exists with other content.
     """
     partial = storage.partial_path(output)
     with _locked(partial) as file:
@@ -93,14 +97,16 @@ def _load_published(results: ResultsFile, output: str) -> None:
     with storage.local_copy(output, param="output") as path, storage.readable("output"):
         results.load(path)
     if not results.is_whole:
-        raise RequestError(f"{output} exists and is not this batch's; remove it or choose another", param="output")
+        raise RequestError(
+            f"{output} exists and does not belong to this batch; remove it or choose another output", param="output"
+        )
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[FileIO]:
     while True:
         with storage.readable("output"):
-            # With no buffer, which would be written once more at the end when the disk is full.
+            # Unbuffered: after a failed write on a full disk, a buffer would be written again at close.
             file = path.open("ab", buffering=0)
         with file:
             try:
@@ -108,7 +114,7 @@ def _locked(path: Path) -> Iterator[FileIO]:
             except BlockingIOError as error:
                 message = f"another run is writing {path}"
                 raise BusyError(message, code="batch_running", retry_after_ms=LOCKED_RETRY_MS) from error
-            # Between open and lock, the run before us may have published or removed this very file.
+            # Between open and lock, the previous run may have published or removed this file.
             if _is_at(file, path):
                 try:
                     yield file
@@ -125,7 +131,8 @@ def _is_at(file: FileIO, path: Path) -> bool:
         return False
 
 
-def _own_row(raw: bytes, batch_id: str, path: Path) -> dict[str, Any]:
+def _checked_row(raw: bytes, batch_id: str, path: Path) -> dict[str, Any]:
+    """Parse a row and check that it belongs to this batch."""
     try:
         row = json.loads(raw)
         if row["id"] == row_id_of(batch_id, row["custom_id"]):

@@ -1,7 +1,7 @@
-"""A file of requests becomes jobs, a bounded number at once, and their results become a file of rows.
+"""The batch runner: submits a file of requests as jobs, a bounded number at once, and writes their results to a file.
 
-Everything about a row follows from the batch and its custom_id, so a run that was killed is simply run again: rows that
-are written are skipped, jobs that were submitted are found by their idempotency key.
+A row's identity depends only on the batch and its custom_id. So a killed run can be repeated: it skips written rows
+and finds jobs that were already submitted by their idempotency key.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from penstock.producer.batch.results import ResultsFile, open_results, row_id_of
 from penstock.producer.client import AsyncClient
 
 _JITTER = 0.2
+"""The share by which a pause between two attempts is randomly lengthened, so that rows do not retry at once."""
 
 Row = dict[str, Any]
 OnProgress = Callable[[BatchProgress], None]
@@ -33,7 +34,7 @@ OnProgress = Callable[[BatchProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """A batch whose input was read through, and whose output is ours alone."""
+    """A batch with a checked input and a locked output."""
 
     batch: Batch
     batch_id: str
@@ -43,10 +44,10 @@ class OpenBatch:
 
 @contextmanager
 def opened(batch: Batch) -> Iterator[OpenBatch]:
-    """Opens a batch; at the end of the block its rows are published if they are whole.
+    """Check a batch's input and lock its output. At the end of the block, publish the output if it is complete.
 
-    Raises RequestError when input or output cannot be used, BusyError while another run writes the same output. It
-    waits for files, pipes and stores, so a caller that is to heed Ctrl-C meanwhile calls it outside an event loop.
+    Raises RequestError if input or output cannot be used, and BusyError while another run writes the same output. The
+    call blocks on files, pipes and stores; call it outside an event loop to keep Ctrl-C responsive.
     """
     with storage.local_copy(batch.input, param="input") as path:
         with storage.readable("input"):
@@ -57,34 +58,39 @@ def opened(batch: Batch) -> Iterator[OpenBatch]:
 
 
 async def run_batch(redis_url: str, batch: Batch, on_progress: OnProgress = lambda _: None) -> BatchProgress:
-    """Opens and answers a batch; raises what these two raise."""
+    """Open and answer a batch, and return its final progress. Raises the errors of `opened` and `answer_batch`."""
     with opened(batch) as one:
         return await answer_batch(redis_url, one, on_progress)
 
 
 async def answer_batch(redis_url: str, one: OpenBatch, on_progress: OnProgress) -> BatchProgress:
-    """Runs a batch to its end, however long the queue keeps it waiting; cancelled, it can be run again."""
+    """Run an open batch to its end and return its final progress.
+
+    It waits without limit while the queue is busy or Redis is away. A canceled batch can be run again. Raises
+    RequestError if the input changed during the run.
+    """
     results = one.results
     on_progress(results.progress)
     if not results.is_whole:
         async with AsyncClient(redis_url) as client:
-            await _Run(client, one.batch, one.batch_id, results, on_progress).answer_all(lines_of(one.path))
+            await _BatchRun(client, one.batch, one.batch_id, results, on_progress).answer_all(lines_of(one.path))
         if not results.is_whole:
-            raise RequestError("the input was changed meanwhile: its lines are no longer those", param="input")
+            raise RequestError("the input changed during the run: some of its lines are gone", param="input")
     return results.progress
 
 
 async def answer(
     client: AsyncClient, request: Request, model: str | None, key: str, *, delay_s: float | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Submits one request and waits for its end: the job's id and the response body.
+    """Submit one request, wait for its end, and return the job's id and the response body.
 
-    Raises JobFailedError or RequestError when there will be no answer, BusyError or UnavailableError when to try again.
+    `delay_s`: seconds before which no node takes the job. Raises JobFailedError or RequestError for a permanent
+    failure, and BusyError or UnavailableError if a retry makes sense.
     """
-    wanted = request.model or model
+    model = request.model or model
     job = await client.submit(
         request.prompt,
-        model=wanted,
+        model=model,
         params=request.params,
         priority=Priority.BATCH,
         not_before_s=delay_s,
@@ -94,25 +100,25 @@ async def answer(
     if result.outcome.state != "done":
         error = error_of(result.outcome)
         if isinstance(error, BusyError | UnavailableError):
-            # The job has ended: asking again would only find it again.
+            # The job has ended, so a retry with the same idempotency key would only find the same failure.
             raise JobFailedError(error.message, code=error.code)
         raise error
-    return job.id, body_of(request, wanted or await _model_of(client, job.pool), result)
+    return job.id, body_of(request, model or await _model_of(client, job.pool), result)
 
 
 async def _model_of(client: AsyncClient, pool: str) -> str:
-    """The pool's own name where its record has gone meanwhile."""
+    """Return the name of a pool's model, or the pool's name if its record is gone by now."""
     record = (await client.pools()).get(pool)
     return record.model if record else pool
 
 
 def _batch_id_of(batch: Batch, digest: bytes) -> str:
-    what = "\0".join((digest.hex(), storage.canonical(batch.output), batch.model or ""))
-    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+    identity = "\0".join((digest.hex(), storage.canonical(batch.output), batch.model or ""))
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
-class _Run:
-    """Workers that take lines and make rows, and one writer that takes rows."""
+class _BatchRun:
+    """One run of a batch: worker tasks turn lines into rows, and one writer task appends the rows to the file."""
 
     def __init__(
         self, client: AsyncClient, batch: Batch, batch_id: str, results: ResultsFile, on_progress: OnProgress
@@ -125,7 +131,7 @@ class _Run:
         self._rows: asyncio.Queue[Row | None] = asyncio.Queue(batch.max_in_flight)
 
     async def answer_all(self, lines: Iterator[InputLine]) -> None:
-        """Returns when every line has its row on disk, of which some may have one already."""
+        """Answer all lines that have no row yet, and return when every line has its row on disk."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write_rows())
@@ -133,13 +139,13 @@ class _Run:
                 await asyncio.wait(workers)
                 await self._rows.put(None)
         except ExceptionGroup as group:
-            # Whatever went wrong first has ended the others.
+            # The first error canceled the other tasks.
             raise group.exceptions[0] from None
 
     async def _work(self, lines: Iterator[InputLine]) -> None:
         for line in lines:
             if line.custom_id in self._results.custom_ids:
-                # There may be millions of them.
+                # Yield to other tasks: millions of rows may be skipped in a row.
                 await asyncio.sleep(0)
             else:
                 await self._rows.put(await self._row_of(line))
@@ -148,21 +154,21 @@ class _Run:
         row_id = row_id_of(self._batch_id, line.custom_id)
         try:
             request = request_of_line(line.fields)
-            job_id, body = await self._answer_patiently(request, row_id)
+            job_id, body = await self._answer_with_retries(request, row_id)
         except (RequestError, JobFailedError) as error:
             return error_row(row_id, line.custom_id, error)
         return answer_row(row_id, line.custom_id, body, job_id)
 
-    async def _answer_patiently(self, request: Request, key: str) -> tuple[str, dict[str, Any]]:
+    async def _answer_with_retries(self, request: Request, key: str) -> tuple[str, dict[str, Any]]:
         while True:
             try:
                 return await answer(self._client, request, self._batch.model, key, delay_s=self._batch.delay_s)
             except (BusyError, UnavailableError) as error:
-                self._tell(error.message)
+                self._report(error.message)
                 await asyncio.sleep(error.retry_after_ms / 1000 * random.uniform(1, 1 + _JITTER))
 
     async def _write_rows(self) -> None:
-        """As many rows in one write as have come meanwhile."""
+        """Append rows until None arrives, with all available rows in one write."""
         done = False
         while not done:
             rows = [await self._rows.get()]
@@ -170,7 +176,7 @@ class _Run:
                 rows.append(self._rows.get_nowait())
             done = rows[-1] is None
             await self._results.append(row for row in rows if row is not None)
-            self._tell("")
+            self._report("")
 
-    def _tell(self, waiting: str) -> None:
+    def _report(self, waiting: str) -> None:
         self._on_progress(replace(self._results.progress, waiting=waiting))

@@ -1,4 +1,4 @@
-"""Where inputs and outputs lie: plain paths, or whatever fsspec knows (s3://, gs://, memory://) as whole objects."""
+"""Access to inputs and outputs: local paths, or whole objects behind fsspec URLs such as s3://, gs:// or memory://."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ from penstock.contract.errors import ConfigError, RequestError
 
 @contextmanager
 def readable(param: str, name: str = "") -> Iterator[None]:
-    """Turns what files and stores raise into RequestError; `param` is what the caller named them by, and `name` stands
-    in the message where the error names no file.
+    """Translate OSErrors of files and stores in the block to RequestError.
+
+    `param` is the caller's argument with the file's name. `name` is used in the message if the error names no file.
     """
     try:
         yield
     except OSError as error:
-        # Of a store there may be no more than the message.
+        # An error of a store may hold only a message.
         name = error.filename or name
-        said = f"{name}: {error.strerror}" if name and error.strerror else str(error)
-        raise RequestError(said, param=param) from error
+        message = f"{name}: {error.strerror}" if name and error.strerror else str(error)
+        raise RequestError(message, param=param) from error
 
 
 def is_remote(name: str) -> bool:
-    """Whether `name` is for fsspec."""
+    """Return whether `name` is an fsspec URL."""
     return "://" in name
 
 
 def canonical(name: str) -> str:
-    """The same text for the same place."""
+    """Return a canonical name: an fsspec URL unchanged, a path resolved to its absolute form."""
     return name if is_remote(name) else str(Path(name).resolve())
 
 
 @contextmanager
 def local_copy(name: str, *, param: str) -> Iterator[Path]:
-    """A file on this machine with what lies at `name`, which can be read more than once, as a pipe cannot."""
+    """Yield a local file with the content of `name`. It can be read more than once, even if `name` is a pipe.
+
+    A regular local file is used directly; other inputs are copied to a temporary file.
+    """
     with readable(param):
-        is_here = not is_remote(name) and Path(name).is_file()
-    if is_here:
+        is_local_file = not is_remote(name) and Path(name).is_file()
+    if is_local_file:
         yield Path(name)
         return
     with tempfile.TemporaryDirectory(prefix="penstock-batch-") as folder:
@@ -54,7 +58,7 @@ def local_copy(name: str, *, param: str) -> Iterator[Path]:
 
 
 def exists(name: str) -> bool:
-    """Whether something lies at an output's place."""
+    """Return whether an output already exists."""
     if not is_remote(name):
         return Path(name).exists()
     opened = _fsspec_open(name, "rb", "output")
@@ -63,14 +67,15 @@ def exists(name: str) -> bool:
 
 
 def partial_path(output: str) -> Path:
-    """The file that grows while a batch runs: beside a local output, in the user's state folder for a remote one.
+    """Return the path of the file that grows during a batch.
 
-    Raises RequestError for an output that a whole file cannot be put in place of.
+    It is next to a local output, and in the user's state folder for a remote output. Raises RequestError if the output
+    exists and cannot be replaced by a file.
     """
     if not is_remote(output):
         with readable("output"):
             if Path(output).exists() and not Path(output).is_file():
-                raise RequestError(f"{output} is no regular file", param="output")
+                raise RequestError(f"{output} is not a regular file", param="output")
         return Path(f"{output}.partial")
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "penstock/batch"
     with readable("output"):
@@ -79,7 +84,7 @@ def partial_path(output: str) -> Path:
 
 
 def publish(partial: Path, output: str) -> None:
-    """Puts the whole file at its place at once; the partial file is gone then."""
+    """Move the complete file to its output atomically, and remove the partial file."""
     with readable("output"):
         if not is_remote(output):
             os.replace(partial, output)

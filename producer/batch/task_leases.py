@@ -1,9 +1,11 @@
-"""Leases of Celery's tasks: a worker renews those that it holds, and puts those of a dead worker back into the queue.
+"""Leases on Celery tasks: each worker renews the tasks that it holds, and queues the tasks of a dead worker again.
 
-Celery's Redis transport keeps a taken task in `unacked`, and the time when it was taken in `unacked_index`. It gives
-the task to another worker when that time is older than the visibility timeout, which must be longer than most tasks
-take. Here a worker writes that time again and again while it lives. Where another worker sees the same time for a
-lease, by its own clock, the task's worker is dead. So no two clocks are compared, and a long task keeps its lease.
+Celery's Redis transport keeps a taken task in `unacked` and its start time in `unacked_index`. After the visibility
+timeout it gives the task to another worker, so the timeout must exceed the time of most tasks.
+
+Here a worker writes the time again and again while it lives. If another worker sees the same time for a whole lease,
+measured by its own clock, the task's worker is dead. So clocks of two machines are never compared, and a long task
+keeps its lease.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class LeaseObserver:
-    """Finds the tasks whose lease nobody renews any more."""
+    """Finds the tasks that no worker renews."""
 
     def __init__(self, lease_s: float, *, max_gap_s: float, now_s: float) -> None:
-        """After a gap of `max_gap_s` between two looks every lease begins anew: Redis or this process stood still."""
+        """`max_gap_s`: all leases restart after a longer pause between checks, because Redis or this process hung."""
         self._lease_s = lease_s
         self._max_gap_s = max_gap_s
         self._looked_s = now_s
         self._seen: dict[str, tuple[float, float]] = {}
-        """Task → its last renewal, and when that was first seen."""
+        """For each task: its last renewal, and when this observer first saw that renewal."""
 
     def silent(self, renewals: Mapping[str, float], now_s: float) -> list[str]:
-        """The tasks whose last renewal has been the same for a lease."""
+        """Return the tasks with an expired lease. `renewals` holds the last renewal time of each task."""
         if now_s - self._looked_s > self._max_gap_s:
             self._seen.clear()
         self._looked_s = now_s
@@ -51,7 +53,10 @@ class LeaseObserver:
 
 
 class TaskLeases(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ships no types
-    """A worker's thread that renews its leases and looks at those of the others. It works beside any kind of pool."""
+    """A Celery boot step with a thread that renews this worker's leases and checks those of other workers.
+
+    It works with every kind of Celery worker pool.
+    """
 
     requires = (Tasks,)
 
@@ -61,7 +66,7 @@ class TaskLeases(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ships
         self._stopped = threading.Event()
 
     def start(self, consumer: Any) -> None:
-        """Begins with each connection of the worker."""
+        """Start the thread. Celery calls this for each new connection of the worker."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=_keep, args=(consumer, self._stopped), name="penstock-task-leases", daemon=True
@@ -69,7 +74,7 @@ class TaskLeases(bootsteps.StartStopStep):  # type: ignore[misc]  # celery ships
         self._thread.start()
 
     def stop(self, _: Any) -> None:
-        """Ends before the tasks that are left go back to the queue."""
+        """Stop the thread before Celery returns unfinished tasks to the queue."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(_STOP_TIMEOUT_S)
@@ -92,11 +97,11 @@ def _keep(consumer: Any, stopped: threading.Event) -> None:
 
 def _renew(channel: Any, qos: Any) -> None:
     now_s = time.time()
-    # A copy that no other thread changes meanwhile. kombu offers no public way to the tasks that a worker holds.
+    # Copied, because other threads change it. kombu has no public API for the tasks that a worker holds.
     held = dict.fromkeys(qos._delivered.copy(), now_s)
     if held:
         with channel.conn_or_acquire() as client:
-            # Only what is still there: a task may end at this moment.
+            # Update only existing members: a task may end at this moment.
             client.zadd(channel.unacked_index_key, held, xx=True)
 
 

@@ -1,1 +1,1 @@
-"""OpenAI's shapes, the same in files and over HTTP: what a body may say, and what an answer looks like."""
+"""OpenAI's request bodies and answers, shared by batch files and HTTP."""

@@ -1,8 +1,7 @@
-"""What a body may say, in a file and over HTTP. A name that is unknown, or known but not honoured, is refused by name.
+"""Schemas of request bodies, shared by batch files and HTTP. Unknown and unsupported fields are refused by name.
 
-Fields that only ask for what happens anyway (`logit_bias: {}`) are accepted with exactly those values; fields
-that identify the caller (`user`, `metadata`) are accepted and have no effect. Ranges of the sampling options are
-checked in one place, `SamplingParams`.
+An unsupported field is accepted with a value that changes nothing, such as null. Fields that identify the caller
+(`user`, `metadata`) are accepted and have no effect. `SamplingParams` alone checks the ranges of sampling options.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from penstock.producer.openai.fields import Wire, at_most, only
 from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse, few_calls
 
 MAX_PROMPTS = 64
-"""Prompts of one completions request: each is a job, and all their ids stand in one response header."""
+"""Most prompts of one completion request. Each prompt is a job, and one response header lists all job ids."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions; a chat without it runs to the model's limit."""
+"""OpenAI's default of `max_tokens` for completions. A chat without `max_tokens` may fill the model's context."""
 
 _LOGPROBS = {"logprobs", "prompt_logprobs"}
-"""Options that each dialect asks for in its own way."""
+"""Options that chats and completions express differently."""
 
 _TOKEN_IDS: TypeAdapter[list[int]] = TypeAdapter(
     Annotated[list[TokenId], Field(min_length=1), FailFast()], config=ConfigDict(strict=True)
@@ -59,7 +58,7 @@ def _list_of(value: object) -> object:
 
 
 class _NamedSchema(Wire):
-    """The fields beside the schema describe it to models that read them; it is kept to whatever `strict` says."""
+    """A JSON schema with a name and description. The schema is enforced whatever `strict` says."""
 
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     name: str | None = None
@@ -68,7 +67,7 @@ class _NamedSchema(Wire):
 
 
 class ResponseFormat(Wire):
-    """OpenAI's way of saying what form an answer must have."""
+    """OpenAI's `response_format`: plain text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _NamedSchema | None = None
@@ -76,17 +75,21 @@ class ResponseFormat(Wire):
     @model_validator(mode="after")
     def _schema_where_it_belongs(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("unsupported_value", "json_schema goes with type json_schema, and no other")
+            raise PydanticCustomError(
+                "unsupported_value", "json_schema is required with type json_schema and only there"
+            )
         return self
 
     def structured_outputs(self) -> dict[str, Any] | None:
-        """The same as our own field says it."""
+        """Return the equivalent value of penstock's `structured_outputs` field."""
         if self.json_schema is not None:
             return {"json_schema": self.json_schema.schema_}
         return {"json_object": True} if self.type == "json_object" else None
 
 
 class _Generation(Wire):
+    """Fields that chats and completions share. Fields without a comment are those of `SamplingParams`."""
+
     prompt_field: ClassVar[str]
 
     n: int | None = None
@@ -101,7 +104,7 @@ class _Generation(Wire):
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    # Lengths are checked here too: pydantic finds a million wrong items before it refuses the list.
+    # Lengths are checked here too, because pydantic would validate a million items before refusing the list.
     stop: Annotated[
         list[str], FailFast(), Field(default_factory=list, max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of)
     ]
@@ -121,13 +124,13 @@ class _Generation(Wire):
 
     @field_validator("response_format")
     @classmethod
-    def _one_form(cls, value: ResponseFormat | None, info: ValidationInfo) -> ResponseFormat | None:
+    def _one_schema(cls, value: ResponseFormat | None, info: ValidationInfo) -> ResponseFormat | None:
         if value is not None and info.data.get("structured_outputs") is not None:
-            raise PydanticCustomError("unsupported_value", "says what structured_outputs says too; send one of them")
+            raise PydanticCustomError("unsupported_value", "conflicts with structured_outputs; send one of them")
         return value
 
     def names(self) -> dict[str, str]:
-        """What the body calls fields of ours, where that differs."""
+        """Map penstock's field names to the names in this body where they differ."""
         names = {"prompt": self.prompt_field}
         return names | {"structured_outputs": "response_format"} if self.response_format is not None else names
 
@@ -139,7 +142,7 @@ class _Generation(Wire):
 
 
 class ChatBody(_Generation):
-    """What a body for `/v1/chat/completions` says about its answer."""
+    """The fields of a `/v1/chat/completions` body that determine its answer."""
 
     prompt_field: ClassVar[str] = "messages"
 
@@ -173,32 +176,34 @@ class ChatBody(_Generation):
     @classmethod
     def _one_limit(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and info.data.get("max_tokens") not in (None, value):
-            raise PydanticCustomError("unsupported_value", "differs from max_tokens, its older name; send one of them")
+            raise PydanticCustomError(
+                "unsupported_value", "conflicts with max_tokens, its older name; send one of them"
+            )
         return value
 
     @field_validator("top_logprobs")
     @classmethod
     def _of_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise PydanticCustomError("unsupported_value", "only allowed when logprobs is true")
+            raise PydanticCustomError("unsupported_value", "allowed only when logprobs is true")
         return value
 
     def names(self) -> dict[str, str]:
-        """What the body calls fields of ours, where that differs."""
+        """Map penstock's field names to the names in this body where they differ."""
         is_renamed = self.max_completion_tokens is not None and self.max_tokens is None
         return super().names() | ({"max_tokens": "max_completion_tokens"} if is_renamed else {})
 
     @property
     def echoes(self) -> bool:
-        """A chat never begins with the prompt."""
+        """Whether the answer begins with the prompt, which a chat's answer never does."""
         return False
 
     def prompts(self) -> list[list[dict[str, Any]]]:
-        """The conversation, as the one prompt of the request."""
-        return [[message.turn() for message in self.messages]]
+        """Return a list with the conversation, which is the request's only prompt."""
+        return [[message.message() for message in self.messages]]
 
     def tool_use(self) -> ToolUse:
-        """What the assistant may call, and must. The choice is checked where it meets the tools and the model."""
+        """Return the tools that the assistant may or must call. `tool_choice` is not checked here."""
         choice = "auto" if self.tool_choice is None else self.tool_choice
         parallel = self.parallel_tool_calls is not False
         if not self.tools or choice == "none":
@@ -206,7 +211,7 @@ class ChatBody(_Generation):
         return ToolUse(json.dumps([tool.offer() for tool in self.tools]), choice, parallel)
 
     def params(self) -> SamplingParams:
-        """The sampling options. Raises pydantic's ValidationError."""
+        """Return the sampling options. Raises pydantic's ValidationError."""
         given = self._given()
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
@@ -237,13 +242,13 @@ def _token_ids_of(value: object) -> list[int]:
 def _wrong_prompt() -> PydanticCustomError:
     return PydanticCustomError(
         "prompt_type",
-        "must be a text, a non-empty list of token ids (0 to 2147483647), or a list of 1 to {max} of either",
+        "must be a string, a non-empty list of token ids (0 to 2147483647), or a list of 1 to {max} of either",
         {"max": MAX_PROMPTS},
     )
 
 
 class CompletionBody(_Generation):
-    """What a body for `/v1/completions` says about its answer."""
+    """The fields of a `/v1/completions` body that determine its answer."""
 
     prompt_field: ClassVar[str] = "prompt"
 
@@ -259,18 +264,18 @@ class CompletionBody(_Generation):
     @classmethod
     def _no_search(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value not in (None, 1, info.data.get("n")):
-            raise PydanticCustomError("unsupported_value", "not supported; leave it out or send the value of n")
+            raise PydanticCustomError("unsupported_value", "not supported; omit it or send the value of n")
         return value
 
     @field_validator("echo")
     @classmethod
     def _prompt_once(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         if value and info.data.get("prompt_logprobs") is not None:
-            raise PydanticCustomError("unsupported_value", "shows the prompt's logprobs in place of prompt_logprobs")
+            raise PydanticCustomError("unsupported_value", "conflicts with prompt_logprobs; send logprobs with echo")
         return value
 
     def names(self) -> dict[str, str]:
-        """What the body calls fields of ours, where that differs."""
+        """Map penstock's field names to the names in this body where they differ."""
         return super().names() | ({"prompt_logprobs": "echo"} if self.echo else {})
 
     @property
@@ -279,16 +284,16 @@ class CompletionBody(_Generation):
         return bool(self.echo)
 
     def prompts(self) -> list[str | list[int]]:
-        """One or several prompts; each becomes a job."""
+        """Return the prompts. Each becomes one job."""
         return self.prompt
 
     def tool_use(self) -> ToolUse:
-        """Only a chat has any tools."""
+        """Return that there are no tools, because only chats offer them."""
         return NO_TOOLS
 
     def params(self) -> SamplingParams:
-        """The sampling options. Raises pydantic's ValidationError."""
-        # An echo is made of what the node says of the prompt's tokens.
+        """Return the sampling options. Raises pydantic's ValidationError."""
+        # An echo is built from the prompt's log-probabilities, which also hold the text of the prompt's tokens.
         of_prompt = (self.logprobs or 0) if self.echo else self.prompt_logprobs
-        likely = {"logprobs": self.logprobs, "prompt_logprobs": of_prompt}
-        return SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **self._given(), **likely})
+        logprobs = {"logprobs": self.logprobs, "prompt_logprobs": of_prompt}
+        return SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **self._given(), **logprobs})

@@ -1,4 +1,4 @@
-"""What every record that comes in as JSON has in common, and fields that may only ask for what happens anyway."""
+"""The base class of records that arrive as JSON, and validators for their fields."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from penstock.contract.named import Named
 
 
 def only(*accepted: object) -> AfterValidator:
-    """Accepts the values that ask for nothing and refuses the others."""
+    """Return a validator for an unsupported option. It accepts only the values that do not change the answer."""
 
     def check(value: object) -> object:
-        # In Python, False == 0: a flag where a number belongs is a wrong type, not a neutral value.
+        # In Python False == 0, but a Boolean in place of a number is a wrong type, not a neutral value.
         if any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in accepted):
             return value
         raise PydanticCustomError(
             "unsupported_value",
-            "not supported; leave it out or send {neutral}",
+            "not supported; omit it or send {neutral}",
             {"neutral": " or ".join(json.dumps(a) for a in accepted if a is not None) or "null"},
         )
 
@@ -27,7 +27,10 @@ def only(*accepted: object) -> AfterValidator:
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Counts an object's members before any of them is looked at: pydantic collects an error for each that is wrong."""
+    """Return a validator that limits an object's members before pydantic validates each of them.
+
+    Otherwise pydantic would collect one error for each invalid member.
+    """
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > limit:
@@ -38,6 +41,6 @@ def at_most(limit: int) -> BeforeValidator:
 
 
 class Wire(Named):
-    """Base of what comes in as JSON: strict about names and types."""
+    """Base of records that arrive as JSON. Unknown names and wrong types are refused."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""JSON that is written in parts, so that no answer exists as a whole: neither as objects nor as text."""
+"""JSON that is written in parts, so that memory never holds a whole answer, neither as objects nor as text."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 
 ROWS_PER_PART = 16
-"""Rows that are written at once: a row of log-probabilities takes about a kilobyte."""
+"""Array rows that are written at once. A row of log-probabilities takes about 1 kB."""
 CHARS_PER_PART = 16 << 10
+"""Characters of a string that are written at once."""
 
 T = TypeVar("T")
 
 
 class Lazy:
-    """A value that is made when it is written. `make` is called anew each time."""
+    """A value that is created only when it is written. Each writing calls `make` again."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self.make = make
 
 
 class Rows(Lazy):
-    """An array of plain values."""
+    """A lazy array of values that contain nothing lazy."""
 
 
 class Items(Lazy):
-    """An array of values that may have lazy ones in them."""
+    """A lazy array of values that may contain lazy values."""
 
 
 class Text(Lazy):
-    """A string in pieces."""
+    """A lazy string, made in pieces."""
 
 
 def json_parts(value: Any) -> Iterator[bytes]:
-    """The JSON of a value, in parts of some kilobytes; objects may hold lazy values, lists only where they are lazy."""
+    """Yield the JSON of a value in parts of several kilobytes.
+
+    Objects and `Items` may contain lazy values. Plain lists may not.
+    """
     if isinstance(value, dict):
         yield from _object_parts(value)
     elif isinstance(value, Rows):
@@ -58,7 +62,7 @@ def json_parts(value: Any) -> Iterator[bytes]:
 
 
 def plain(value: Any) -> Any:
-    """The same value with nothing lazy in it."""
+    """Return the value with each lazy value replaced by its content."""
     if isinstance(value, dict):
         return {name: plain(member) for name, member in value.items()}
     if isinstance(value, Text):

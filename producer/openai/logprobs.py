@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's objects, in the two dialects, and those of prompts in vLLM's form."""
+"""Log-probabilities as OpenAI's objects for chats and completions, and those of prompts in vLLM's form."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from penstock.contract.logprobs import Logprob, TokenLogprobs
 from penstock.producer.openai.json_parts import Rows
 
 LOWEST = -9999.0
-"""What stands for less, as OpenAI has it: JSON knows no infinity."""
+"""The lowest log-probability that is reported, as OpenAI does, because JSON has no infinity."""
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-    """Those of a chat's tokens."""
+    """Return the `logprobs` object of a chat choice for these tokens, or None without tokens."""
     if not entries:
         return None
     return {"content": [*map(_chat_row, entries)], "refusal": None}
 
 
 def whole_chat_logprobs(entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
-    """The same of all tokens, made as they are written."""
+    """Return the `logprobs` object of a whole chat choice. Its rows are created when they are written."""
     return {"content": Rows(lambda: map(_chat_row, entries)), "refusal": None}
 
 
 def _chat_row(entry: TokenLogprobs) -> dict[str, Any]:
-    return {**_likely(_own(entry)), "top_logprobs": [*map(_likely, entry.top)]}
+    return {**_token_object(_own(entry)), "top_logprobs": [*map(_token_object, entry.top)]}
 
 
 def prompt_logprobs(entries: Iterable[TokenLogprobs]) -> Iterator[dict[str, Any] | None]:
-    """Those of a prompt's tokens, by their ids; None for the first one."""
+    """Yield vLLM's `prompt_logprobs`, one object by token id for each token of a prompt; None for the first token."""
     for entry in entries:
         if entry.logprob is None:
             yield None
@@ -46,25 +46,25 @@ def prompt_logprobs(entries: Iterable[TokenLogprobs]) -> Iterator[dict[str, Any]
 
 
 class ShownText:
-    """What tokens show, as they come; a character that is split among them shows with the last of these."""
+    """Decodes tokens to text one by one. A character that several tokens share appears with the last of them."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take_text(self, entries: Sequence[TokenLogprobs]) -> str:
-        """What the next tokens show."""
+        """Return the text of the next tokens."""
         return self._decoder.decode(b"".join(entry.shown for entry in entries))
 
 
 class PromptEcho:
-    """A prompt's text as its tokens show it, kept once it was read."""
+    """The text of a prompt, decoded from its tokens. The text is kept after the first reading."""
 
     def __init__(self, entries: Iterable[TokenLogprobs]) -> None:
         self.entries = entries
         self._text: str | None = None
 
     def parts(self) -> Iterator[str]:
-        """The text, a token at a time where it is read for the first time."""
+        """Yield the text in parts: by token at the first reading, as a whole later."""
         if self._text is not None:
             yield self._text
             return
@@ -79,29 +79,32 @@ class PromptEcho:
 
 
 class CompletionTokens:
-    """Those of one text's tokens as they come, with the place of each in the text."""
+    """Builds the `logprobs` objects of one streamed completion and tracks each token's offset in its text."""
 
     def __init__(self, offset: int = 0) -> None:
-        """The first token begins at `offset` of the text."""
+        """`offset`: the position in the text, in characters, at which the first token begins."""
         self._text = ShownText()
         self._offset = offset
 
     def take(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        """The next tokens'."""
+        """Return the `logprobs` object of the next tokens, or None without tokens."""
         if not entries:
             return None
         whole = {name: [*make(entries)] for name, make in _COLUMNS.items()}
         return {**whole, "text_offset": [self.skip(entry) for entry in entries]}
 
     def skip(self, entry: TokenLogprobs) -> int:
-        """Count a token's text; where it begins."""
+        """Advance past a token's text and return the offset at which it begins."""
         offset = self._offset
         self._offset += len(self._text.take_text([entry]))
         return offset
 
 
 def whole_completion_logprobs(entries: Iterable[TokenLogprobs], offset: int) -> dict[str, Any]:
-    """The same of all tokens, made as they are written; the first one begins at `offset` of the text."""
+    """Return the `logprobs` object of a whole completion. Its lists are created when they are written.
+
+    The first token begins at `offset`, in characters, of the text.
+    """
     whole = {name: Rows(partial(make, entries)) for name, make in _COLUMNS.items()}
     return {**whole, "text_offset": Rows(lambda: map(CompletionTokens(offset).skip, entries))}
 
@@ -123,7 +126,7 @@ _COLUMNS: dict[str, Callable[[Iterable[TokenLogprobs]], Iterator[Any]]] = {
     "token_logprobs": _values,
     "top_logprobs": _tops,
 }
-"""What a completion says of its tokens, each in a list of its own."""
+"""The lists in a completion's `logprobs` object, each with one value for each token."""
 
 
 def _by_name(entry: TokenLogprobs) -> dict[str, float] | None:
@@ -136,13 +139,13 @@ def _own(entry: TokenLogprobs) -> Logprob:
     return Logprob(entry.token_ids[0], LOWEST if entry.logprob is None else entry.logprob, entry.token)
 
 
-def _likely(one: Logprob) -> dict[str, Any]:
-    token = one.token.decode(errors="replace")
-    return {"token": token, "logprob": _number(one.logprob), "bytes": list(one.token)}
+def _token_object(entry: Logprob) -> dict[str, Any]:
+    token = entry.token.decode(errors="replace")
+    return {"token": token, "logprob": _number(entry.logprob), "bytes": list(entry.token)}
 
 
 def _name(token: bytes) -> str:
-    """A token's text; what is no whole characters is written as OpenAI writes it, so that no two have one name."""
+    """Return a token's text. Incomplete characters are written as `bytes:…`, as OpenAI does, to keep names unique."""
     try:
         return token.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""The turns of a chat as a body carries them, the tools that it offers, and the calls that were made."""
+"""Schemas of a chat's messages, of the tools that it offers, and of earlier tool calls."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def _text_of(content: object) -> object:
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise PydanticCustomError("unsupported_value", "only parts of type text, with nothing else, are supported")
+            raise PydanticCustomError("unsupported_value", "only parts with exactly type (text) and text are supported")
         if not isinstance(part["text"], str):
-            raise PydanticCustomError("string_type", "text of a part must be a string")
+            raise PydanticCustomError("string_type", "the text of a part must be a string")
         texts.append(part["text"])
     return "".join(texts)
 
 
 def few_calls(value: object) -> object:
-    """Count a conversation's calls before any of them is looked at."""
+    """Refuse a conversation with too many tool calls before pydantic validates each of them."""
     if count_calls(value) > MAX_CALLS_OF_CHAT:
-        said = "must have at most {limit} tool calls in all turns together"
-        raise PydanticCustomError("too_long", said, {"limit": MAX_CALLS_OF_CHAT})
+        message = "must have at most {limit} tool calls in all messages together"
+        raise PydanticCustomError("too_long", message, {"limit": MAX_CALLS_OF_CHAT})
     return value
 
 
@@ -47,14 +47,14 @@ class _CalledFunction(Wire):
 
 
 class AskedCall(Wire):
-    """A call as an answer carries it."""
+    """A tool call in OpenAI's form, which a client copies from an answer into the next request."""
 
     id: CallId
     type: Literal["function"]
     function: _CalledFunction
 
     def call(self) -> dict[str, str]:
-        """The same as our own `ToolCall` has it."""
+        """Return the fields of a penstock `ToolCall`."""
         return {"id": self.id, "name": self.function.name, "arguments": self.function.arguments}
 
 
@@ -63,7 +63,7 @@ class _OfferedFunction(Wire):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Calls keep to `parameters` even where the model is free to call or not."""
+    """Whether calls must match `parameters` even if the model may also answer without a call."""
 
 
 class OfferedTool(Wire):
@@ -73,22 +73,28 @@ class OfferedTool(Wire):
     function: _OfferedFunction
 
     def offer(self) -> dict[str, Any]:
-        """The same without what was not said. pydantic would look at every value of `parameters` once more."""
+        """Return the tool as a dictionary without unset fields.
+
+        This avoids pydantic's `model_dump`, which would visit every value in `parameters` again.
+        """
         function = {name: value for name, value in self.function if value is not None}
         return {"type": self.type, "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a chat says of tools: those that are shown to the model, as JSON text, and what it is to do with them."""
+    """The tools that a chat request offers and how the model may use them."""
 
     tools: str | None = None
+    """The offered tools as JSON text, or None."""
     choice: ToolChoice = "auto"
+    """OpenAI's `tool_choice`."""
     parallel: bool = True
+    """Whether one answer may hold several calls."""
 
     @property
     def is_named(self) -> bool:
-        """Whether the caller says which function is called."""
+        """Whether the caller chose the function that the model must call."""
         return not isinstance(self.choice, str)
 
 
@@ -96,7 +102,10 @@ NO_TOOLS = ToolUse()
 
 
 class ChatMessage(Wire):
-    """One turn. The fields below `content` are what a client sends back when it returns an answer as it came."""
+    """One message of a chat.
+
+    Most fields after `content` exist because clients send an assistant's answer back unchanged.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_text_of)] = None
@@ -108,21 +117,23 @@ class ChatMessage(Wire):
     tool_calls: Annotated[list[AskedCall] | None, FailFast(), Field(max_length=MAX_CALLS)] = None
     tool_call_id: CallId | None = None
     reasoning_content: str | None = None
-    """Accepted and not told to the model: what it thought of an earlier turn is of no use in the next."""
+    """Accepted but not passed to the model, which does not need its reasoning from earlier messages."""
 
     @model_validator(mode="after")
     def _goes_with_role(self) -> Self:
         if self.content is None and not self.tool_calls:
-            raise PydanticCustomError("missing", "content must be given; only a turn with tool_calls may do without")
+            raise PydanticCustomError("missing", "content is required unless the message has tool_calls")
         if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("unsupported_value", "tool_calls go with role assistant only")
+            raise PydanticCustomError("unsupported_value", "tool_calls are allowed only with role assistant")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise PydanticCustomError("unsupported_value", "tool_call_id goes with role tool, which needs it")
+            raise PydanticCustomError(
+                "unsupported_value", "tool_call_id is required with role tool and only allowed there"
+            )
         return self
 
-    def turn(self) -> dict[str, Any]:
-        """The same as our own `Message` has it."""
-        turn: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+    def message(self) -> dict[str, Any]:
+        """Return the fields of a penstock `Message`."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.tool_calls:
-            turn["tool_calls"] = [call.call() for call in self.tool_calls]
-        return turn if self.tool_call_id is None else {**turn, "tool_call_id": self.tool_call_id}
+            message["tool_calls"] = [call.call() for call in self.tool_calls]
+        return message if self.tool_call_id is None else {**message, "tool_call_id": self.tool_call_id}

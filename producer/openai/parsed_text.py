@@ -1,4 +1,4 @@
-"""What a choice's text says: reasoning, content and tool calls, told apart as the text comes."""
+"""Parsing of a choice's text into reasoning, content and tool calls while the text arrives."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from penstock.producer.openai.tool_calls import CALL_FORMS, Call, ToolCallReader
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _CHARS_READ_AT_ONCE = 8 << 10
-_Place = Literal["before", "inside", "behind"]
-"""Where a reader stands, seen from the reasoning."""
+_Stage = Literal["before", "inside", "after"]
+"""Position of the parser relative to the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """A part of what a choice says, or all of it."""
+    """The parsed text of a choice, or of a part of it. False if it is empty."""
 
     content: str = ""
     reasoning: str = ""
@@ -30,32 +30,32 @@ class ParsedText:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How an answer is read; the names are those of a pool's record, unknown ones read nothing."""
+    """How to parse an answer's text. Parser names are those of a pool's record; an unknown name parses nothing."""
 
     tool_parser: str = "none"
     reasoning_parser: str = "none"
     one_call: bool = False
-    """Calls behind the first one are left out."""
+    """Whether calls after the first one are dropped."""
     is_named: bool = False
-    """The caller said which function is called, so that a call is no reason to end."""
+    """Whether the caller chose the function. OpenAI then reports finish reason "stop" instead of "tool_calls"."""
 
     def read(self, text: str) -> ParsedText:
-        """All that a whole text says."""
+        """Parse a whole text."""
         if self == PLAIN:
             return ParsedText(text)
-        reader, said = AnswerReader(self), ParsedText()
-        # Behind each call the rest is copied: in slices, many calls cost no more than few.
+        reader, parsed = AnswerReader(self), ParsedText()
+        # Each call copies the rest of the piece, so slices keep the cost linear for a text with many calls.
         for at in range(0, len(text), _CHARS_READ_AT_ONCE):
-            said += reader.push(text[at : at + _CHARS_READ_AT_ONCE])
-        return said + reader.end()
+            parsed += reader.push(text[at : at + _CHARS_READ_AT_ONCE])
+        return parsed + reader.end()
 
 
 PLAIN = AnswerFormat()
-"""All is content."""
+"""The format in which all text is content."""
 
 
 class AnswerReader:
-    """Reads one choice's text, piece by piece."""
+    """Parses the text of one choice, piece by piece."""
 
     def __init__(self, form: AnswerFormat) -> None:
         call_form = CALL_FORMS.get(form.tool_parser)
@@ -64,13 +64,13 @@ class AnswerReader:
         self._reasoning = _ReasoningReader(form.reasoning_parser)
 
     def push(self, text: str) -> ParsedText:
-        """What a further piece makes certain."""
+        """Add a piece of text and return the content that is certain now."""
         reasoning, rest = self._reasoning.push(text)
         content, calls = self._calls.push(rest) if self._calls else (rest, ())
         return ParsedText(content, reasoning, self._wanted(calls))
 
     def end(self) -> ParsedText:
-        """What is left when the text ends."""
+        """Return the rest at the end of the text."""
         reasoning, rest = self._reasoning.end()
         if self._calls is None:
             return ParsedText(rest, reasoning)
@@ -82,50 +82,50 @@ class AnswerReader:
 
 
 class _ReasoningReader:
-    """`<think>…</think>` at the start of a text; white space behind either mark belongs to it."""
+    """Separates `<think>…</think>` at the start of a text from the rest. White space after a mark is dropped."""
 
     def __init__(self, parser: str) -> None:
-        starts: dict[str, _Place] = {"think": "before", "think_open": "inside"}
-        self._place: _Place = starts.get(parser, "behind")
-        self._is_behind_mark = False
+        starts: dict[str, _Stage] = {"think": "before", "think_open": "inside"}
+        self._stage: _Stage = starts.get(parser, "after")
+        self._is_after_mark = False
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """Reasoning, and what stands behind it."""
+        """Add a piece of text. Return the reasoning and the text after it, as far as both are certain."""
         self._held += text
         reasoning, rest = "", ""
-        if self._place == "before" and not _OPEN.startswith(self._held):
+        if self._stage == "before" and not _OPEN.startswith(self._held):
             if self._held.startswith(_OPEN):
-                self._pass(len(_OPEN), "inside")
+                self._consume_mark(len(_OPEN), "inside")
             else:
-                self._place = "behind"
-        if self._place == "inside":
+                self._stage = "after"
+        if self._stage == "inside":
             reasoning = self._reasoning()
-        if self._place == "behind":
+        if self._stage == "after":
             self._strip()
             rest, self._held = self._held, ""
         return reasoning, rest
 
     def end(self) -> tuple[str, str]:
-        """What is left when the text ends."""
+        """Return the rest at the end of the text: reasoning, and text after it."""
         left, self._held = self._held, ""
-        return (left, "") if self._place == "inside" else ("", left)
+        return (left, "") if self._stage == "inside" else ("", left)
 
     def _reasoning(self) -> str:
         self._strip()
         at = self._held.find(_CLOSE)
-        said = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, _CLOSE)]
-        self._held = self._held[len(said) :]
+        reasoning = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, _CLOSE)]
+        self._held = self._held[len(reasoning) :]
         if at >= 0:
-            self._pass(len(_CLOSE), "behind")
-        return said
+            self._consume_mark(len(_CLOSE), "after")
+        return reasoning
 
-    def _pass(self, num_chars: int, place: _Place) -> None:
+    def _consume_mark(self, num_chars: int, stage: _Stage) -> None:
         self._held = self._held[num_chars:]
-        self._place = place
-        self._is_behind_mark = True
+        self._stage = stage
+        self._is_after_mark = True
 
     def _strip(self) -> None:
-        if self._is_behind_mark:
+        if self._is_after_mark:
             self._held = self._held.lstrip()
-            self._is_behind_mark = not self._held
+            self._is_after_mark = not self._held

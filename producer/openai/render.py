@@ -1,6 +1,6 @@
-"""Tokens as OpenAI's objects: pieces of a stream and whole answers, in the two dialects.
+"""Rendering of results as OpenAI's objects: the pieces of a stream and whole answers, for chats and completions.
 
-Log-probabilities of a prompt stand once in an answer, in the prompt's first choice.
+An answer contains the log-probabilities of a prompt once, in the prompt's first choice.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from penstock.producer.openai.tool_calls import Call
 from penstock.queue.packed_result import PackedChoice, PackedResult
 
 _FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length"}
-"""The other reasons end in an error, and OpenAI has no word for them."""
+"""OpenAI's finish reasons. Jobs with any other reason end in an error."""
 
 AnyResult = Result | PackedResult
 AnyChoice = Choice | PackedChoice
 
 
 class Chained:
-    """Rows of one kind before those of another."""
+    """Several sequences of tokens as one that can be iterated again."""
 
     def __init__(self, *parts: Iterable[TokenLogprobs]) -> None:
         self._parts = parts
@@ -46,14 +46,14 @@ class Chained:
 
 
 def finish_reason_of(reason: FinishReason | None, *, calls: bool = False) -> str | None:
-    """OpenAI's word; `calls`: the choice ended by calls of its own choosing."""
+    """Return OpenAI's finish reason. `calls`: the choice holds tool calls that the model itself chose to make."""
     if reason == "stop" and calls:
         return "tool_calls"
     return None if reason is None else _FINISH_REASONS.get(reason)
 
 
 def usage_of(usages: Iterable[Usage | None]) -> dict[str, Any]:
-    """OpenAI's usage object: the sum over the jobs of one request."""
+    """Return OpenAI's usage object, the sum over the jobs of one request."""
     used = [u for u in usages if u is not None]
     prompt_tokens = sum(u.prompt_tokens for u in used)
     completion_tokens = sum(u.completion_tokens for u in used)
@@ -66,7 +66,7 @@ def usage_of(usages: Iterable[Usage | None]) -> dict[str, Any]:
 
 
 class Renderer:
-    """What both dialects share. One for each answer: it knows the answer's head."""
+    """Renders one answer. Subclasses implement the two dialects, chats and completions."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -83,7 +83,7 @@ class Renderer:
         form: AnswerFormat = PLAIN,
         echoes: bool = False,
     ) -> None:
-        """`echoes`: the text begins with the prompt."""
+        """`form`: how to parse the text. `echoes`: the text begins with the prompt."""
         self.form = form
         self._job_id = job_id
         self._head = {"id": self.id_prefix + job_id, "created": created_s, "model": model}
@@ -94,60 +94,63 @@ class Renderer:
         self._prompts: defaultdict[int, ShownText] = defaultdict(ShownText)
 
     def go_on(self) -> None:
-        """The answer's only choice began in a stream of before."""
+        """Note that the answer's only choice already began in an earlier stream."""
         self._begun.add(0)
 
     def piece(
         self,
         job_index: int,
         choice: int,
-        said: ParsedText,
+        parsed: ParsedText,
         finish_reason: str | None,
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> dict[str, Any]:
-        """The next piece of one choice of one job; choices count on over the jobs."""
-        rendered = self._piece_choice(job_index, choice, said, finish_reason, logprobs)
+        """Return the next stream object for one choice of one job.
+
+        Choices are numbered over all jobs of the request.
+        """
+        rendered = self._piece_choice(job_index, choice, parsed, finish_reason, logprobs)
         return {**self._head, "object": self.piece_object, "choices": [rendered], **self._tail}
 
     def prompt_piece(self, job_index: int, prompt: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The next tokens of a job's prompt: as text at the head of each choice if it is echoed, else beside the first.
+        """Return the stream object for the next tokens of a job's prompt.
 
-        Their log-probabilities stand in the prompt's first choice alone.
+        If the prompt is echoed, its text begins each choice. Its log-probabilities appear only in the first choice.
         """
         first = job_index * self._params.n
         if not self._echoes:
             piece = self._piece_choice(job_index, 0, ParsedText(""), None, ())
             piece["prompt_logprobs"] = [*prompt_logprobs(prompt)]
             return {**self._head, "object": self.piece_object, "choices": [piece], **self._tail}
-        said = ParsedText(self._prompts[job_index].take_text(prompt))
+        echoed = ParsedText(self._prompts[job_index].take_text(prompt))
         shown = prompt if self._params.logprobs is not None else ()
-        choices = [self._piece_choice(job_index, 0, said, None, shown)]
+        choices = [self._piece_choice(job_index, 0, echoed, None, shown)]
         for choice in range(1, self._params.n):
             self._skip(first + choice, shown)
-            choices.append(self._piece_choice(job_index, choice, said, None, ()))
+            choices.append(self._piece_choice(job_index, choice, echoed, None, ()))
         return {**self._head, "object": self.piece_object, "choices": choices, **self._tail}
 
     def _piece_choice(
         self,
         job_index: int,
         choice: int,
-        said: ParsedText,
+        parsed: ParsedText,
         finish_reason: str | None,
         logprobs: Sequence[TokenLogprobs],
     ) -> dict[str, Any]:
         number = job_index * self._params.n + choice
         is_first = number not in self._begun
         self._begun.add(number)
-        piece = self._piece_of(number, said, is_first)
-        likely = self._logprobs_of(number, logprobs)
-        return {**piece, "index": number, "logprobs": likely, "finish_reason": finish_reason}
+        piece = self._piece_of(number, parsed, is_first)
+        rendered = self._logprobs_of(number, logprobs)
+        return {**piece, "index": number, "logprobs": rendered, "finish_reason": finish_reason}
 
     def last_piece(self, usages: Iterable[Usage]) -> dict[str, Any]:
-        """What follows all choices when the usage was asked for."""
+        """Return the stream object with the usage, which follows all choices if the caller asked for it."""
         return {**self._head, "object": self.piece_object, "choices": [], "usage": usage_of(usages)}
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return a whole answer as one plain object."""
         usage = usage_of(result.usage for result in results)
         choices = [
             plain(choice) for index, result in enumerate(results) for choice in self.whole_choices(index, result)
@@ -155,11 +158,11 @@ class Renderer:
         return {**self.whole_head(), "choices": choices, "usage": usage}
 
     def whole_head(self) -> dict[str, Any]:
-        """What stands before the choices of a whole answer; `choices` and `usage` follow it."""
+        """Return the members of a whole answer that come before `choices` and `usage`."""
         return {**self._head, "object": self.whole_object}
 
     def whole_choices(self, job_index: int, result: AnyResult) -> Iterator[dict[str, Any]]:
-        """The choices of one job of a whole answer; what is large in them is made when it is written."""
+        """Yield the choices of one job for a whole answer. Their large members are lazy (see `json_parts`)."""
         echo = PromptEcho(result.prompt_logprobs if self._echoes else ())
         for choice in result.choices:
             whole = self._whole_choice(job_index * self._params.n + choice.index, choice, echo)
@@ -168,13 +171,13 @@ class Renderer:
             yield whole
 
     def _whole_choice(self, number: int, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]:
-        said = self.form.read(choice.text)
-        reason = finish_reason_of(choice.finish_reason, calls=bool(said.calls) and not self.form.is_named)
-        likely = self._whole_logprobs_of(choice, echo) if choice.logprobs else None
-        return {**self._whole_of(number, said, echo), "index": number, "logprobs": likely, "finish_reason": reason}
+        parsed = self.form.read(choice.text)
+        reason = finish_reason_of(choice.finish_reason, calls=bool(parsed.calls) and not self.form.is_named)
+        logprobs = self._whole_logprobs_of(choice, echo) if choice.logprobs else None
+        return {**self._whole_of(number, parsed, echo), "index": number, "logprobs": logprobs, "finish_reason": reason}
 
     def _skip(self, number: int, entries: Sequence[TokenLogprobs]) -> None:
-        """Tokens of a choice's text whose log-probabilities are not shown."""
+        """Advance a choice's text offset past tokens whose log-probabilities are not shown."""
 
     def _whole_logprobs_of(self, choice: AnyChoice, echo: PromptEcho) -> dict[str, Any]:
         raise NotImplementedError
@@ -182,38 +185,38 @@ class Renderer:
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         raise NotImplementedError
 
-    def _piece_of(self, number: int, said: ParsedText, is_first: bool) -> dict[str, Any]:
+    def _piece_of(self, number: int, parsed: ParsedText, is_first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _whole_of(self, number: int, said: ParsedText, echo: PromptEcho) -> dict[str, Any]:
+    def _whole_of(self, number: int, parsed: ParsedText, echo: PromptEcho) -> dict[str, Any]:
         raise NotImplementedError
 
 
 class ChatRenderer(Renderer):
-    """`/v1/chat/completions`: the first piece of each choice says who speaks."""
+    """Renders answers of `/v1/chat/completions`. The first piece of each choice holds the role."""
 
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     piece_object = "chat.completion.chunk"
 
-    def _piece_of(self, number: int, said: ParsedText, is_first: bool) -> dict[str, Any]:
+    def _piece_of(self, number: int, parsed: ParsedText, is_first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
-        if said.reasoning:
-            delta["reasoning_content"] = said.reasoning
-        if said.content or (is_first and not said):
-            delta["content"] = said.content
-        if said.calls:
-            delta["tool_calls"] = [{"index": call.index, **self._call(number, call)} for call in said.calls]
+        if parsed.reasoning:
+            delta["reasoning_content"] = parsed.reasoning
+        if parsed.content or (is_first and not parsed):
+            delta["content"] = parsed.content
+        if parsed.calls:
+            delta["tool_calls"] = [{"index": call.index, **self._call(number, call)} for call in parsed.calls]
         return {"delta": delta}
 
-    def _whole_of(self, number: int, said: ParsedText, echo: PromptEcho) -> dict[str, Any]:
-        content = Text(lambda: (said.content,))
+    def _whole_of(self, number: int, parsed: ParsedText, echo: PromptEcho) -> dict[str, Any]:
+        content = Text(lambda: (parsed.content,))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        if said.calls:
-            message["content"] = content if said.content else None
-            message["tool_calls"] = [self._call(number, call) for call in said.calls]
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["content"] = content if parsed.content else None
+            message["tool_calls"] = [self._call(number, call) for call in parsed.calls]
         return {"message": message}
 
     def _logprobs_of(self, number: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
@@ -223,13 +226,13 @@ class ChatRenderer(Renderer):
         return whole_chat_logprobs(choice.logprobs)
 
     def _call(self, number: int, call: Call) -> dict[str, Any]:
-        # The same whenever the answer is read. Mistral's chat templates want nine letters and digits.
+        # The id is the same in every reading of the answer. Mistral's chat templates require nine letters or digits.
         call_id = hashlib.blake2b(f"{self._job_id}:{number}:{call.index}".encode()).hexdigest()[:9]
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class CompletionRenderer(Renderer):
-    """`/v1/completions`: pieces and whole choices look the same."""
+    """Renders answers of `/v1/completions`. Stream pieces and whole choices have the same shape."""
 
     id_prefix = "cmpl-"
     whole_object = "text_completion"
@@ -251,8 +254,8 @@ class CompletionRenderer(Renderer):
         for entry in entries:
             self._tokens[number].skip(entry)
 
-    def _piece_of(self, number: int, said: ParsedText, is_first: bool) -> dict[str, Any]:
-        return {"text": said.content}
+    def _piece_of(self, number: int, parsed: ParsedText, is_first: bool) -> dict[str, Any]:
+        return {"text": parsed.content}
 
-    def _whole_of(self, number: int, said: ParsedText, echo: PromptEcho) -> dict[str, Any]:
-        return {"text": Text(lambda: chain(echo.parts(), (said.content,)))}
+    def _whole_of(self, number: int, parsed: ParsedText, echo: PromptEcho) -> dict[str, Any]:
+        return {"text": Text(lambda: chain(echo.parts(), (parsed.content,)))}

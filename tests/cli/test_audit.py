@@ -28,7 +28,7 @@ async def fill(redis_url: str) -> str:
 
 def test_damage_is_said_then_mended_then_gone(redis_url: str) -> None:
     job_id = asyncio.run(fill(redis_url))
-    assert audit(redis_url).stdout == "m: every key agrees with the jobs\n"
+    assert audit(redis_url).stdout == "m: all keys match the jobs\n"
     with sync_redis.Redis.from_url(redis_url) as client:
         client.zrem(f"{P}:wait:1", job_id)
 
@@ -37,7 +37,7 @@ def test_damage_is_said_then_mended_then_gone(redis_url: str) -> None:
 
     mended = audit(redis_url, "--repair", "--pool", "m")
     assert mended.returncode == 0, mended.stdout
-    assert mended.stdout.endswith("m: repaired\nm: every key agrees with the jobs\n")
+    assert mended.stdout.endswith("m: repaired\nm: all keys match the jobs\n")
 
 
 def test_unknown_pool_is_a_wrong_use(redis_url: str) -> None:

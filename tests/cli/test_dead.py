@@ -54,12 +54,15 @@ def test_dead_letters_are_listed_shown_tried_again_and_forgotten(redis_url: str)
     old, new = dead(redis_url, "retry", first).stdout.split()
     assert (old == first, new.partition(".")[0]) == (True, "m")
 
-    assert dead(redis_url, "purge", second, first).stdout == "1 forgotten\n"
-    assert dead(redis_url, "purge", "--all", "m").stdout == "1 forgotten\n"
+    assert dead(redis_url, "purge", second, first).stdout == "1 deleted\n"
+    assert dead(redis_url, "purge", "--all", "m").stdout == "1 deleted\n"
     assert dead(redis_url, "list", "--pool", "m").stdout == ""
 
 
 def test_wrong_use_is_said_in_one_line(redis_url: str) -> None:
-    for arguments, says in ((("purge",), "say which"), (("show", "m.never"), "no dead letter m.never")):
+    for arguments, says in (
+        (("purge",), "give either job ids or --all POOL"),
+        (("show", "m.never"), "no dead letter m.never"),
+    ):
         done = dead(redis_url, *arguments)
         assert (done.returncode, says in done.stderr) == (2, True)

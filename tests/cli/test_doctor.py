@@ -60,7 +60,7 @@ def test_unbounded_or_forgetful_redis_is_warned_about() -> None:
 def test_a_nodes_troubles_are_named_each_by_its_part() -> None:
     well = NodePressure("n1", num_jobs=3, kv_blocks_total=100, kv_blocks_free=40)
     (check,) = judge_node(well)
-    assert (check.level, check.finding) == ("ok", "n1: 3 jobs, 60 of 100 KV blocks held")
+    assert (check.level, check.finding) == ("ok", "n1: 3 jobs, 60 of 100 KV blocks used")
     checks = list(
         judge_node(replace(well, troubles={"memory": "3 steps ran out of memory", "redis": "has not answered"}))
     )

@@ -44,7 +44,7 @@ def test_a_pool_is_told_of_and_forgotten_when_nobody_needs_it(redis_url: str) ->
     asyncio.run(serve_two_jobs(redis_url))
     (line,) = pools(redis_url, "list").stdout.splitlines()
     assert line.startswith("m  1 node  2 open jobs, 1 of them queued for up to ")
-    assert line.endswith(" s  KV cache 25% held  42 tokens/s")
+    assert line.endswith(" s  KV cache 25% used  42 tokens/s")
 
     refused = pools(redis_url, "forget", "m")
     assert (refused.returncode, refused.stderr) == (2, "penstock: pool m has live nodes: 1\n")

@@ -242,12 +242,12 @@ def test_more_log_probabilities_than_a_request_may_have_are_refused_before_they_
     answer = front.post("", {"model": MODEL, "prompt": prompts, "prompt_logprobs": 20, "n": 16, "max_tokens": 2})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "prompt_logprobs")
-    assert "336000 log-probabilities; a request has at most 262144" in error["message"]
+    assert "336000 log-probabilities; a request may ask for at most 262144" in error["message"]
     answer = front.post("", {"model": MODEL, "prompt": ["a"] * 4, "logprobs": 20, "n": 16, "max_tokens": 1000})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
     answer = front.post("", {"model": MODEL, "prompt": ["a"] * 17, "n": 16})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
-    assert "more than the 256 of a request" in answer.json()["error"]["message"]
+    assert "limit of 256 choices per request" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

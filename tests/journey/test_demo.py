@@ -94,7 +94,7 @@ def test_demo_streams_a_sensible_answer_and_says_how_fast(folder: Path) -> None:
     assert "> What is gravity?" in out
     assert "Gravity is" in out
     assert re.search(r"24 tokens: the first after \d+ ms, the rest at \d+\.\d tokens/s", out)
-    assert "every key agrees with the jobs" in out
+    assert "all keys match the jobs" in out
 
 
 def test_demo_of_an_unknown_model_says_why(folder: Path) -> None:

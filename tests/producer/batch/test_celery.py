@@ -267,7 +267,7 @@ def test_a_batch_by_command_through_a_worker(served_url: str, idle_log: Path, tm
         said, refused = (run.communicate(timeout=30)[0] for run in (good, wrong))
     assert (good.returncode, wrong.returncode) == (1, 2)
     assert "1 answered, 1 failed" in said
-    assert "line 3: custom_id 'good' stands in line 1" in refused
+    assert "line 3: custom_id 'good' is already used in line 1" in refused
     assert_whole(tmp_path, rows)
 
 

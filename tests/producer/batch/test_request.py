@@ -52,7 +52,7 @@ def test_text_parts_are_joined_as_over_http() -> None:
 
 def test_max_completion_tokens_is_max_tokens() -> None:
     assert request_of(CHAT_URL, {"messages": MESSAGES, "max_completion_tokens": 9}).params.max_tokens == 9
-    with pytest.raises(RequestError, match="differs") as caught:
+    with pytest.raises(RequestError, match="conflicts with max_tokens") as caught:
         request_of(CHAT_URL, {"messages": MESSAGES, "max_completion_tokens": 9, "max_tokens": 8})
     assert caught.value.param == "max_completion_tokens"
 
@@ -131,7 +131,7 @@ def test_sampling_params_are_all_there() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"custom_id": "a"}\n{"custom_id": "b"}\n{"custom_id": "a"}\n', r"line 3.*'a' stands in line 1"),
+        ('{"custom_id": "a"}\n{"custom_id": "b"}\n{"custom_id": "a"}\n', r"line 3.*'a' is already used in line 1"),
         ('{"custom_id": "a"}\n\n{"custom_id": "b"\n', r"line 3: not JSON"),
         ('{"custom_id": "a"}\n{"custom_id": ""}\n', r"line 2: custom_id"),
         ('{"custom_id": 7}\n', r"line 1: custom_id"),

@@ -399,7 +399,7 @@ async def test_an_input_that_is_changed_meanwhile_is_no_whole_batch(served_url: 
 async def test_an_output_that_cannot_be_put_into_place_is_refused(tmp_path: Path, kind: str) -> None:
     batch = batch_of(tmp_path, [chat_row("a")])
     {"folder": os.mkdir, "pipe": os.mkfifo}[kind](batch.output)
-    with pytest.raises(RequestError, match="no regular file"):
+    with pytest.raises(RequestError, match="not a regular file"):
         await run_batch(NOWHERE, batch)
     assert files_in(tmp_path) == {"in.jsonl", "out.jsonl"}
 

@@ -1,4 +1,4 @@
-"""The graphics cards of this machine."""
+"""Detection of this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 _NVIDIA_SMI_TIMEOUT_S = 20
 
 
-def gpus() -> list[str]:
-    """Names of the NVIDIA cards that the driver sees."""
+def list_gpus() -> list[str]:
+    """Return name and memory of each NVIDIA GPU that the driver reports. Without a driver the list is empty."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
