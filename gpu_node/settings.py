@@ -128,7 +128,7 @@ class NodeSettings(Settings):
     stream_interval_ms: float = Field(default=100.0, ge=0.0, le=1000.0)
     """Maximum milliseconds that a token waits to be sent together with others; it waits only if many streams are open.
     0: send after every step."""
-    max_unsent_bytes: int = Field(64 << 20, ge=1 << 10)
+    max_unsent_bytes: int = Field(default=64 << 20, ge=1 << 10)
     """Bytes of unsent chunks to buffer while Redis is unavailable; above this the engine pauses."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
@@ -162,7 +162,7 @@ class NodeSettings(Settings):
     """Milliseconds for which an idempotency key is remembered."""
     max_open_jobs: int = Field(default=200_000, ge=1)
     """Maximum jobs in the pool, queued and running; further jobs are refused."""
-    max_queued_cost: int = Field(1 << 31, ge=1)
+    max_queued_cost: int = Field(default=1 << 31, ge=1)
     """Maximum expected KV tokens of all queued jobs; further jobs are refused."""
     max_losses: int = Field(default=3, ge=1)
     """Number of lost nodes without progress between them after which a job fails."""
