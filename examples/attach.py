@@ -1,7 +1,7 @@
 """Read the rest of a stream from another process.
 
-Without arguments this program submits a job, reads a few chunks, and ends its own part: a second process, which knows
-no more than the job's id and the last index, reads on.
+Without arguments this program submits a job, reads a few chunks, and starts a second process. That process knows only
+the job's id and the last index. It reads the rest.
 """
 
 import subprocess

@@ -1,9 +1,9 @@
 """Every Redis key and channel: its type, its writers, its content and its lifetime.
 
 All keys of a pool share the hash tag `{pool}`, so that one script works in one cluster slot. P stands for
-`penstock:{pool}`. Times are milliseconds of Redis's clock. Four functions shared by the scripts count as writers: `end`
-closes a job; `requeue` queues a job again (give_back, sweep, beat); `let_in` queues a delayed job whose time has come
-(take, sweep); `ring` wakes a node. audit may write all keys. forget deletes the keys of an unused pool.
+`penstock:{pool}`. Times are milliseconds of Redis's clock. Four functions shared by the scripts count as writers. `end`
+closes a job. `requeue` queues a job again (give_back, sweep, beat). `let_in` queues a delayed job whose time has come
+(take, sweep). `ring` wakes a node. audit may write all keys. forget deletes the keys of an unused pool.
 
     key                    type    writers                              content; lifetime
     P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  queued job ids; p: 0 interactive … 2 batch

@@ -16,9 +16,9 @@ class starves. Each start resets the clock, so a backlog of a day does not becom
 *Shares.* Under `fair`, class 0 goes before class 1 only while its tenant is within its share. A tenant is above its
 share if its use in this and the last window of `share_window_ms` exceeds the mean of all tenants with queued work. Use
 is the charge that virtual times count: predicted KV-token-milliseconds ÷ weight at each start, corrected at the end.
-Class 0 of a tenant above its share counts as class 1 and follows the class 1 jobs. If no other tenant has queued work,
-but the tenant's use is above the mean of all tenants with recent use, its class 0 goes first and still counts as
-class 1. So it cannot preempt the other tenants' running work. The result: a tenant at the highest class cannot keep
+Class 0 of a tenant above its share counts as class 1 and follows the class 1 jobs. A tenant may have the only queued
+work and still be above the mean of all tenants with recent use. Its class 0 then goes first, but counts as class 1, so
+it cannot preempt the other tenants' running work. The result: a tenant at the highest class cannot keep
 another tenant below half of its fair share for longer than two windows plus the jobs that were running then. Class 2 is
 not protected; it is less urgent by its sender's choice.
 
@@ -99,9 +99,9 @@ class PolicyConfig:
 
             (num_before + 1) × (rise × aging_ms + 3 × turnover_ms)
 
-        `rise` is the number of classes that the head must rise to be next: the number of its class, but at least one
-        under `sjf`, and under `fair`, where class 0 of a tenant above its share follows class 1. `turnover_ms` is the
-        longest time until capacity is free for a job that may not be overtaken. The factor 3: aged heads of the other
+        `rise` is the number of classes that the head must rise to be next: the number of its class. Under `sjf` and
+        `fair` it is at least one; under `fair`, class 0 of a tenant above its share follows class 1. `turnover_ms` is
+        the longest time until capacity is free for a job that may not be overtaken. The factor 3: aged heads of the other
         two classes may go first. Does not apply to `fcfs`, where the wait depends on earlier jobs only.
         """
         rise = priority if self.name == "priority" else max(priority, 1)

@@ -30,7 +30,7 @@ class SchedulingPolicy(Protocol):
         """Return a waiting sequence that may preempt others, with the sequences to preempt, in order; or None."""
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        """Return the sequence to preempt when a running one finds no free block; it may be that one."""
+        """Return the sequence to preempt when a running one finds no free block; it may be the same one."""
 
 
 class FirstComeFirstServed:

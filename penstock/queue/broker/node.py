@@ -47,8 +47,8 @@ class Taken:
 
     `lease` is the fencing token that every write must carry. `num_chunks` is the number of chunks that earlier nodes
     logged. `cost` is in KV tokens. `request` is empty if it is too long for the answer; see `NodeBroker.requests`.
-    `urgency` is the class that the job counts as: its own, a more urgent one after a long wait, or `standard` for an
-    interactive job of a tenant above its share. `preemptions` counts how often it was given back. `weight` is its
+    `urgency` is the class that the job counts as: its own, or a more urgent one after a long wait. An interactive job
+    of a tenant above its share counts as `standard`. `preemptions` counts how often it was given back. `weight` is the
     tenant's scheduling weight.
     """
 

@@ -99,9 +99,9 @@ class ProducerBroker:
 
         `cost` is in predicted KV tokens. `inbox` is the process to push chunks to. With `channel`, chunks are also
         published on the job's own channel.
-        Raises NotFoundError (unknown pool), ConflictError (the id or idempotency key belongs to another body or
-        tenant), BusyError (a limit of the pool or tenant, or Redis is full), TooLargeError, and RequestError (the id is
-        too old or from the future).
+        Raises NotFoundError (unknown pool), TooLargeError, and RequestError (the id is too old or from the future).
+        Raises ConflictError if the id or idempotency key belongs to another body or tenant. Raises BusyError at a limit
+        of the pool or tenant, or if Redis is full.
         """
         request = wire.encode_request(job)
         if len(request) > MAX_BYTES:
