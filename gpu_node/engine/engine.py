@@ -47,13 +47,10 @@ class Engine(ServedModel):
     def __init__(
         self, model: ModelOrConfig, *, progress: Callable[[str, float], None] | None = None, **settings: Any
     ) -> None:
-        """Load a model: a folder, a `.gguf` file or a hub id. `settings` are fields of `EngineConfig`.
+        """Load a model: a folder, a `.gguf` file or a hub id, with fields of `EngineConfig`; or an EngineConfig.
 
-        `model` may also be an EngineConfig. `progress` is called with the loading stage and the fraction of it that is
-        done.
-
-        Raises ConfigError for a setting that is unknown or wrong, and for a model that is missing, unsupported or too
-        large for the KV cache it would need.
+        `progress` is called with the loading stage and its finished fraction. Raises ConfigError for a wrong setting,
+        and for a model that is missing, unsupported or too large for the KV cache it would need.
         """
         config = EngineConfig.of(model, settings)
         super().__init__(config, progress or (lambda stage, fraction: None))
@@ -161,8 +158,7 @@ class Engine(ServedModel):
     ) -> list[Generation]:
         """Run prompts (texts, token ids or chats) to their end as one batch; results have the order of the prompts.
 
-        `params` and `adapters` are one for all prompts or one for each. Raises RequestError while other requests are in
-        the engine.
+        `params` and `adapters` are one for all or one for each. Raises RequestError beside other requests.
         """
         if self._requests:
             raise RequestError("generate needs an engine without other requests")
