@@ -13,7 +13,7 @@ from tests.kinds import NOT_QUICK, OF_FIXTURES, OF_FOLDERS, OF_IMPORTS, kinds_of
     ("source", "kinds"),
     [
         ("import subprocess", {"process"}),
-        ("from fakes.node_process import NodeProcess", {"process"}),
+        ("from fakes.processes.node_process import NodeProcess", {"process"}),
         ("def late():\n    import torch.nn", {"torch"}),
         ("from redis.asyncio import Redis", {"redis"}),
         ("import json", set()),

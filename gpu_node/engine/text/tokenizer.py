@@ -118,11 +118,14 @@ class Tokenizer:
     def max_token_bytes(self) -> int:
         """Maximum bytes of text that one token can stand for; 0 if there is no bound.
 
-        A normalizer may shrink a text. Without byte level, an unknown token may stand for text of any length.
+        A normalizer may shrink a text. Without byte level, an unknown token may stand for text of any length. So may an
+        added token that takes the spaces beside it.
         """
-        if not self._is_byte_level or self._backend.normalizer is not None:
+        added = self._backend.get_added_tokens_decoder().values()
+        takes_spaces = any(token.lstrip or token.rstrip for token in added)
+        if not self._is_byte_level or self._backend.normalizer is not None or takes_spaces:
             return 0
-        return max(map(len, self.token_bytes))
+        return max(map(len, [*self.token_bytes, *(token.content.encode() for token in added)]))
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

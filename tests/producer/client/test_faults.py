@@ -132,7 +132,7 @@ async def test_a_client_that_lost_its_rights_says_so(
     try:
         await kill_subscriptions(redis)
         async with asyncio.timeout(10):
-            while "redis refuses" not in caplog.text:
+            while "redis refused" not in caplog.text:
                 await asyncio.sleep(0.05)
     finally:
         await redis.execute_command("ACL", "SETUSER", "default", "+publish", "+subscribe")

@@ -63,7 +63,7 @@ async def test_messages_stay_below_their_limit(queue: Queue) -> None:
 
     messages = await inbox.messages()
     assert b"".join(messages) == b"".join((*sent, huge))
-    assert [len(message) <= 256 * 1024 for message in messages] == [True, True, True, False]
+    assert [len(message) <= 64 * 1024 for message in messages] == [True] * 10 + [False]
     assert messages[-1] == huge
 
 

@@ -88,7 +88,7 @@ def test_what_is_not_there_is_refused_and_nothing_else(make_engine: MakeEngine, 
         with pytest.raises(kind):
             engine.add(EngineRequest("x", [1, 2, 3], GREEDY, seed=0, adapter=adapter))
     assert not engine.has_work()
-    with pytest.raises(NotFoundError, match="there are: none"):
+    with pytest.raises(NotFoundError, match="known adapters: none"):
         make_engine().add(EngineRequest("x", [1, 2, 3], GREEDY, seed=0, adapter=AdapterRef(name="a")))
 
 

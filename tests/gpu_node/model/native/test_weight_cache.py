@@ -246,7 +246,7 @@ print("ready", logits_alone(runner, [5, 9, 60, 3]).tobytes().hex(), flush=True)
 def _start(folder: Path, cache: Path, *, dies: bool = False) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _CHILD, str(folder), *(["dies"] if dies else [])]
     tests = Path(__file__).parents[3]
-    env = os.environ | {"PYTHONPATH": str(tests), "PENSTOCK_CACHE": str(cache.parent)}
+    env = os.environ | {"PYTHONPATH": f"{tests}:{tests.parent / 'ops'}", "PENSTOCK_CACHE": str(cache.parent)}
     return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
