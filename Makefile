@@ -70,16 +70,16 @@ check-full: check
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest --timeout 900
 
 faults: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m faults.campaigns $(FAULTS)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.campaigns $(FAULTS)
 
 soak: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m faults.soak $(SOAK)
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.soak $(SOAK)
 
 hostile: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m hostile.report $(HOSTILE)
+	PYTHONPATH=tests:ops $(BIN)/python -m hostile.report $(HOSTILE)
 
 mutants: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m faults.mutants
+	PYTHONPATH=tests:ops $(BIN)/python -m faults.mutants
 
 bench: $(STAMP)
 	PYTHONPATH=ops $(BIN)/python -m bench $(BENCH)
