@@ -19,8 +19,8 @@ from faults.tools.report import record
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = "penstock/queue/scripts"
-_CONTRACT = "tests/contract/test_scripts_"
-_COPIED = ("penstock", "producer", "gateway", "gpu_node", "kernels", "tests", "pyproject.toml")
+TESTS = "tests/queue/scripts/test_"
+_COPIED = ("penstock", "producer", "gateway", "gpu_node", "kernels", "tests", "ops", "pyproject.toml")
 _FAILED = 1
 """pytest's exit status when tests ran and some failed."""
 
@@ -58,7 +58,7 @@ MUTANTS = (
         "succeed.py",
     ),
     Mutant("loss counting", "sweep", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
-    Mutant("hold expiry", "take", " and tonumber(till) > now then", " then", "room.py"),
+    Mutant("hold expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
     Mutant("fair-turn entry", "queue", "math.max(owed, now), job.tenant", "owed, job.tenant", "policy.py"),
     Mutant("idempotency body", "submit", "job.body ~= body or ", "", "submit.py"),
     Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
@@ -89,7 +89,7 @@ class Copy:
         """pytest's exit status."""
         env = os.environ | {"PYTHONPATH": str(self._folder / "path"), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
-        tests = sorted(_CONTRACT + file for file in files)
+        tests = sorted(TESTS + file for file in files)
         return subprocess.run([*command, *tests], cwd=self._folder, env=env, capture_output=True).returncode
 
     def kills(self, mutant: Mutant) -> bool:
@@ -97,7 +97,7 @@ class Copy:
         path = self._folder / SCRIPTS / f"{mutant.file}.lua"
         text = path.read_text()
         if text.count(mutant.text) != 1:
-            raise SystemExit(f"{mutant.guard}: {mutant.text!r} stands {text.count(mutant.text)} times in {path.name}")
+            raise SystemExit(f"{mutant.guard}: {mutant.text!r} occurs {text.count(mutant.text)} times in {path.name}")
         try:
             path.write_text(text.replace(mutant.text, mutant.instead))
             return self.test({mutant.tests}) == _FAILED
@@ -119,7 +119,7 @@ def main() -> int:
         for mutant in mutants:
             killed = copy.kills(mutant)
             alive += [] if killed else [mutant]
-            print(f"{'killed' if killed else 'ALIVE'}  {mutant.guard}  ({_CONTRACT}{mutant.tests})", flush=True)
+            print(f"{'killed' if killed else 'ALIVE'}  {mutant.guard}  ({TESTS}{mutant.tests})", flush=True)
     if not names and not alive:
         record(
             "Mutants: guards taken away, one at a time",

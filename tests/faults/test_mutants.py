@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from faults.mutants import MUTANTS, ROOT, SCRIPTS, Mutant
+from faults.mutants import MUTANTS, ROOT, SCRIPTS, TESTS, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.guard)
 def test_a_guard_stands_once_in_its_script(mutant: Mutant) -> None:
     text = (ROOT / SCRIPTS / f"{mutant.file}.lua").read_text()
     assert text.count(mutant.text) == 1
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.guard)
+def test_the_tests_of_a_guard_exist(mutant: Mutant) -> None:
+    assert (ROOT / f"{TESTS}{mutant.tests}").is_file()
