@@ -32,7 +32,10 @@ class EngineConfig(EngineOptions):
 
     @classmethod
     def of(cls, model: ModelOrConfig, settings: Mapping[str, Any]) -> EngineConfig:
-        """The config of a model by its settings, or a config as it is. Raises ConfigError naming the wrong setting."""
+        """Return a config for a model and its settings; an EngineConfig is returned unchanged.
+
+        Raises ConfigError, which names the wrong setting.
+        """
         if isinstance(model, EngineConfig):
             if settings:
                 raise ConfigError("give settings in the config or as keywords, not both", param=next(iter(settings)))

@@ -117,9 +117,14 @@ class Sequence:
         too while their log-probabilities are still missing.
         """
         num_reusable = len(self.token_ids) - 1
-        if self.prompt_scores is not None and not self.prompt_scores.is_complete:
+        if self.prompt_scores is not None and self.is_scoring:
             return min(num_reusable, self.prompt_scores.num_scored)
         return num_reusable
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted and still missing."""
+        return self.prompt_scores is not None and not self.prompt_scores.is_complete
 
     @property
     def num_logprobs(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether the structs that Python writes down by hand are as large as those that the library was compiled with."""
+"""A check that the C structs declared in Python have the sizes that the compiled library uses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 class KernelError(Exception):
-    """A native call failed; says why."""
+    """A native call failed; the text gives the reason."""
 
 
 class AbiError(KernelError):
-    """The library was compiled from other sources than these."""
+    """The library was compiled from different sources."""
 
 
 def check_sizes(library: Any, structs: Mapping[str, type[c.Structure]]) -> None:
-    """Compare each struct with what `penstock_sizeof_<name>` of the library says. Raises AbiError."""
+    """Compare each struct's size with the library's `penstock_sizeof_<name>()`. Raises AbiError if they differ."""
     for name, struct in structs.items():
         size_of = getattr(library, f"penstock_sizeof_{name}")
         size_of.restype, size_of.argtypes = c.c_size_t, []

@@ -1,4 +1,4 @@
-"""What `help` shows of methods that take `SubmitOptions`: each option with its default, in place of `**options`."""
+"""Signatures for `help`: methods that take `SubmitOptions` list each option and its default instead of `**options`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.producer.client.request import SubmitOptions
 AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
 
 _DEFAULTS = {"channel": False, "tool_choice": "auto", "parallel_tool_calls": True}
-"""Of the options that are fields neither of a job nor of its sampling; None for the others of these."""
+"""Defaults of options that are fields of neither `Job` nor `SamplingParams`; None for all others of that kind."""
 
 
 def with_options(method: AnyMethod) -> AnyMethod:
@@ -38,7 +38,7 @@ def _default(name: str) -> Any:
 
 
 class _Shown:
-    """An annotation as it is written; `inspect` would put a text into quotes."""
+    """An annotation shown as it is written in the source; `inspect` would quote a string."""
 
     def __init__(self, kind: Any) -> None:
         self._text = getattr(kind, "__forward_arg__", kind)

@@ -1,4 +1,4 @@
-"""How many findings each folder still has: `allowed.toml`, whose totals only fall."""
+"""The allowed number of findings per folder, from `allowed.toml`. Its totals may only fall."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HEAD = """# How often each language rule is still broken, by folder. What is no
 
 
 def allowed() -> Counts:
-    """The counts that are written down."""
+    """Return the committed counts."""
     return tomllib.loads(FILE.read_text()) if FILE.exists() else {}
 
 
 def toml_of(counts: Counts) -> str:
-    """The file's text for such counts."""
+    """Return the text of `allowed.toml` for these counts."""
     tables = (
         "\n".join([f"[{rule}]  # {sum(folders.values())}", *(f'"{name}" = {count}' for name, count in folders.items())])
         for rule, folders in counts.items()
@@ -28,7 +28,7 @@ def toml_of(counts: Counts) -> str:
 
 
 def problem_of_lowering(before: Counts, now: Counts) -> str | None:
-    """Why the counts may not be written down: a rule's total has grown. Folders may get new names."""
+    """Return an error if a rule's total has grown, else None. Folders may get new names."""
     for rule, folders in now.items():
         limit = sum(before[rule].values()) if rule in before else None
         if limit is not None and sum(folders.values()) > limit:
@@ -37,7 +37,7 @@ def problem_of_lowering(before: Counts, now: Counts) -> str | None:
 
 
 def differences(written: Counts, now: Counts) -> list[str]:
-    """What a reader must mend or write down, a line a folder."""
+    """Return one line for each folder whose count differs from the committed one."""
     said = []
     for rule, folders in now.items():
         limits = written.get(rule, {})

@@ -68,14 +68,12 @@ class PrefillBudget:
         left = max_tokens * BACKLOG_STEPS * MAX_BACKLOG_FACTOR
         for i in (num_to_compute > 1).nonzero()[0].tolist():
             count, seq = int(num_to_compute[i]), seqs[i]
-            is_scored = seq.prompt_scores is not None and not seq.prompt_scores.is_complete
-            chunks.append((count, self._time.token_ms(int(table.num_computed[rows[i]]), is_scored=is_scored)))
+            chunks.append((count, self._time.token_ms(int(table.num_computed[rows[i]]), is_scored=seq.is_scoring)))
             left -= count
         for seq in self._queues.waiting:
             if left <= 0:
                 break
-            is_scored = seq.prompt_scores is not None and not seq.prompt_scores.is_complete
-            chunks.append((len(seq.token_ids), self._time.token_ms(0, is_scored=is_scored)))
+            chunks.append((len(seq.token_ids), self._time.token_ms(0, is_scored=seq.is_scoring)))
             left -= len(seq.token_ids)
         return chunks
 
