@@ -8,8 +8,9 @@ import time
 
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.doorbell import Bell
+from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.job_intake import JobIntake
-from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.queue.broker.node import Capacity, NodeBroker, TakeAnswer
 from penstock.queue.broker.retry import pauses

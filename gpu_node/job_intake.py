@@ -14,7 +14,8 @@ from penstock.contract.job import Chunk, Outcome, seed_of
 from penstock.gpu_node.engine.records import EngineRequest, ResumedChoice
 from penstock.gpu_node.engine.text.tokenizer import Tokenizer
 from penstock.gpu_node.engine_worker import EngineWorker
-from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.held_job import HeldJob
+from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.load_shedder import LoadShedder
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.outcomes import outcome_of

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.engine_worker import EngineWorker
-from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.held_job import HeldJob
+from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.queue.broker.node import GivenBackJob, NodeBroker, Why
 from penstock.queue.policy import preemption_order

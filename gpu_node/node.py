@@ -17,9 +17,10 @@ from penstock.gpu_node.doorbell import Bell, listen
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.engine_worker import EngineLike, EngineWorker
 from penstock.gpu_node.heartbeat import Heartbeat
+from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.inbox import JobInbox
 from penstock.gpu_node.job_intake import JobIntake
-from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.load_shedder import LoadShedder
 from penstock.gpu_node.monitor.liveness import answering
 from penstock.gpu_node.monitor.watchdog import EngineStalledError

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from penstock.contract.errors import InvariantError, UnavailableError
 from penstock.contract.job import Outcome
@@ -20,18 +19,18 @@ from penstock.gpu_node.alarm import Alarm
 from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine_worker import EngineWorker
-from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.held_job import HeldJob
+from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outcomes import BY_ANSWER, outcome_of
 from penstock.gpu_node.publish_pace import Pace
-from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
+from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker, emit_batches
 from penstock.queue.broker.retry import pauses
 from penstock.queue.msgpack_codec import new_pack
 from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.gather import gather_all
 
 log = logging.getLogger(__name__)
 
-MAX_EMIT_BYTES = 4 << 20
-"""Limit of one emit call, so that a backlog after an outage does not block Redis."""
 MAX_CALLS_AT_ONCE = 16
 """Emit and finish calls that may be in flight together."""
 
@@ -91,7 +90,7 @@ class Outbox:
 
     def _mark_dirty(self, job: HeldJob) -> None:
         self._dirty[job.taken.lease] = job
-        self._reader_waits = self._reader_waits or _has_awaited_output(job)
+        self._reader_waits = self._reader_waits or job.is_awaited
 
     def _schedule(self, job: HeldJob) -> None:
         self._mark_dirty(job)
@@ -175,7 +174,7 @@ class Outbox:
     async def flush(self, *, only_awaited: bool = False) -> None:
         """Publish all unsent outputs now. Raises UnavailableError; what Redis has not acknowledged stays unsent."""
         self._collect()
-        batch = [job for job in self._dirty.values() if not only_awaited or _has_awaited_output(job)]
+        batch = [job for job in self._dirty.values() if not only_awaited or job.is_awaited]
         # Also cleared when nothing leaves now: the awaited output may be in flight, or its job dropped.
         self._reader_waits = False
         if not batch:
@@ -190,7 +189,7 @@ class Outbox:
                 calls.append(partial(self._emit, at_once))
             calls += [partial(self._emit, [job]) for job in going if job.has_unsealed_prompt]
             for start in range(0, len(calls), MAX_CALLS_AT_ONCE):
-                await _all(*(call() for call in calls[start : start + MAX_CALLS_AT_ONCE]))
+                await gather_all(*(call() for call in calls[start : start + MAX_CALLS_AT_ONCE]))
         except BaseException:
             for job in batch:
                 if self._ledger.of_lease(job.taken.lease) is not None:
@@ -206,12 +205,26 @@ class Outbox:
     async def _emit(self, jobs: list[HeldJob]) -> None:
         for job in jobs:
             await self._seal(job)
-        for part in _parts([(job, job.emission(self._pack)) for job in jobs]):
-            began_s = self._loop.time()
-            answers = await self._broker.emit([emission for _, emission in part])
-            self._ledger.counts.emits.note(self._loop.time() - began_s)
-            for (job, emission), answer in zip(part, answers, strict=True):
-                self._handle_answer(job, emission, answer)
+        while jobs:
+            emissions = [job.emission(self._pack, MAX_EMIT_BYTES) for job in jobs]
+            jobs = []
+            for batch in emit_batches(emissions):
+                jobs += await self._emit_batch(batch)
+
+    async def _emit_batch(self, batch: list[Emission]) -> list[HeldJob]:
+        """Emit in one call. Return the jobs of which more chunks must follow."""
+        began_s = self._loop.time()
+        answers = await self._broker.emit(batch)
+        self._ledger.counts.emits.note(self._loop.time() - began_s)
+        unfinished = list[HeldJob]()
+        for emission, answer in zip(batch, answers, strict=True):
+            job = self._ledger.of_lease(emission.lease)
+            if job is None:
+                continue
+            self._handle_answer(job, emission, answer)
+            if answer == "OK" and job.outcome is None and not job.is_rest(emission):
+                unfinished.append(job)
+        return unfinished
 
     def _handle_answer(self, job: HeldJob, emission: Emission, answer: str) -> None:
         kind, _, rest = answer.partition(" ")
@@ -232,7 +245,9 @@ class Outbox:
         if job.outcome is None:
             raise InvariantError(f"{job.job_id} is finished without an outcome")
         await self._seal(job)
-        emission = job.emission(self._pack)
+        while not job.is_rest(emission := job.emission(self._pack, MAX_EMIT_BYTES)):
+            if not await self._emit_before_finish(job, emission):
+                return
         try:
             answer = await self._broker.finish(emission, job.outcome, job.result(), **job.used)
         except InvariantError as error:
@@ -248,6 +263,18 @@ class Outbox:
             self._remove(job)
         else:
             self.drop(job)
+
+    async def _emit_before_finish(self, job: HeldJob, emission: Emission) -> bool:
+        """Emit a part of a large rest. Return whether the finish call may follow."""
+        kind, _, rest = (await self._broker.emit([emission]))[0].partition(" ")
+        if kind in ("FENCED", "GONE"):
+            self.drop(job)
+        elif kind == "NEED":
+            self._send_again(job, int(rest))
+        else:
+            # The job has its outcome, so a cancellation changes nothing. The finish call reports damaged keys.
+            job.acknowledge(emission)
+        return kind not in ("FENCED", "GONE", "NEED")
 
     def _send_again(self, job: HeldJob, index: int) -> None:
         self._ledger.counts.rewinds += 1
@@ -267,32 +294,3 @@ class Outbox:
 def _is_awaited(output: StepOutput) -> bool:
     """Whether a reader waits for this output: a first token or an end."""
     return output.position == 0 or output.finish_reason is not None
-
-
-def _has_awaited_output(job: HeldJob) -> bool:
-    """Whether a reader waits for this job: for its first token or its end."""
-    return not job.num_acknowledged or job.outcome is not None
-
-
-def _parts(pairs: list[tuple[HeldJob, Emission]]) -> list[list[tuple[HeldJob, Emission]]]:
-    """Split emissions into calls, by number of jobs and by bytes."""
-    parts: list[list[tuple[HeldJob, Emission]]] = []
-    num_bytes = 0
-    for pair in pairs:
-        size = sum(map(len, pair[1].chunks))
-        if not parts or len(parts[-1]) >= MAX_EMIT_JOBS or num_bytes + size > MAX_EMIT_BYTES:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(pair)
-        num_bytes += size
-    return parts
-
-
-async def _all(*calls: Coroutine[Any, Any, None]) -> None:
-    """Await all calls, then raise the first error: one job's failed call must not cancel another job's."""
-    if len(calls) == 1:
-        return await calls[0]  # The common case. A task would delay a first token by 0.05 ms.
-    for outcome in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return None

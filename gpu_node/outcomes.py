@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.contract.job import Outcome
-from penstock.gpu_node.ledger import HeldJob
+from penstock.gpu_node.held_job import HeldJob
 
 BY_ANSWER = {
     "CANCEL": Outcome("cancelled", "cancelled", "the job was cancelled"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import msgpack
@@ -40,11 +40,18 @@ def array_header(num_items: int) -> bytes:
     return struct.pack(">BH", 0xDC, num_items) if num_items < 1 << 16 else struct.pack(">BI", 0xDD, num_items)
 
 
-def with_member(packed_map: bytes, name: str, packed_value: bytes) -> bytes:
-    """Return a packed map with one member appended. The map must have fewer than 15 members."""
-    if not 0x80 <= packed_map[0] < 0x8F:
-        raise InvariantError("the map already has 15 members, the most that a one-byte header can count")
-    return b"".join((bytes((packed_map[0] + 1,)), memoryview(packed_map)[1:], pack(name), packed_value))
+def with_members(packed_map: bytes, members: Sequence[tuple[str, Iterable[bytes]]]) -> bytes:
+    """Return a packed map with members appended, each a name and the parts of its packed value.
+
+    The bytes are copied once, since a value may have megabytes. The map must end up with at most 15 members.
+    """
+    if not 0x80 <= packed_map[0] <= 0x8F - len(members):
+        raise InvariantError("the map would have more than 15 members, the most that a one-byte header can count")
+    parts: list[bytes | memoryview] = [bytes((packed_map[0] + len(members),)), memoryview(packed_map)[1:]]
+    for name, value in members:
+        parts.append(pack(name))
+        parts.extend(value)
+    return b"".join(parts)
 
 
 def unpack_all(data: bytes) -> list[Any]:

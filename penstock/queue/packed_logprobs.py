@@ -14,30 +14,30 @@ from penstock.queue.msgpack_codec import Pack, WireError, array_header
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Log-probabilities of several tokens: packed rows, concatenated."""
+    """Log-probabilities of several tokens: packed rows in parts, since those of a long prompt are several megabytes."""
 
     num_rows: int
-    data: bytes
+    parts: tuple[bytes, ...]
 
     @property
-    def array(self) -> bytes:
-        """The rows as a msgpack array, as in a chunk or a result."""
-        return array_header(self.num_rows) + self.data
+    def array_parts(self) -> tuple[bytes, ...]:
+        """The rows as a msgpack array, as in a chunk or a result, in parts to concatenate."""
+        return (array_header(self.num_rows), *self.parts)
 
 
-NO_ROWS = Rows(0, b"")
+NO_ROWS = Rows(0, ())
 
 
 def rows_of(entries: Sequence[TokenLogprobs], pack: Pack = msgpack_codec.pack) -> Rows:
     """Pack log-probabilities into rows."""
     if not entries:
         return NO_ROWS
-    return Rows(len(entries), pack(to_wire(entries))[len(array_header(len(entries))) :])
+    return Rows(len(entries), (pack(to_wire(entries))[len(array_header(len(entries))) :],))
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of all parts, in order, as one."""
-    return Rows(sum(part.num_rows for part in parts), b"".join(part.data for part in parts))
+    """Return the rows of all parts, in order, as one. It copies no bytes."""
+    return Rows(sum(part.num_rows for part in parts), tuple(data for part in parts for data in part.parts))
 
 
 def to_wire(entries: Sequence[TokenLogprobs]) -> list[Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.contract.job import Choice, Outcome, Result, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.queue import packed_logprobs
-from penstock.queue.msgpack_codec import WireError, array_header, pack, with_member
+from penstock.queue.msgpack_codec import WireError, array_header, pack, with_members
 from penstock.queue.packed_logprobs import Rows, rows_of
 from penstock.queue.wire import VERSION, unpack_map
 
@@ -26,11 +26,14 @@ def encode_result(
     """
     rows = logprobs or [rows_of(choice.logprobs) for choice in choices]
     prompt_rows = prompt_logprobs if isinstance(prompt_logprobs, Rows) else rows_of(prompt_logprobs)
-    packed_choices = [*map(_packed_choice, choices, rows)]
-    data = with_member(pack({"v": VERSION}), "choices", array_header(len(choices)) + b"".join(packed_choices))
-    data = with_member(data, "u", pack([usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]))
-    data = with_member(data, "cuts", pack(cuts))
-    return with_member(data, "q", prompt_rows.array) if prompt_rows.num_rows else data
+    members: list[tuple[str, Iterable[bytes]]] = [
+        ("choices", (array_header(len(choices)), *map(_packed_choice, choices, rows))),
+        ("u", (pack([usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]),)),
+        ("cuts", (pack(cuts),)),
+    ]
+    if prompt_rows.num_rows:
+        members.append(("q", prompt_rows.array_parts))
+    return with_members(pack({"v": VERSION}), members)
 
 
 def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[int, int, int, int]) -> Result:
@@ -50,7 +53,7 @@ def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[in
 
 def _packed_choice(choice: Choice, rows: Rows) -> bytes:
     data = pack({"c": choice.index, "s": choice.text, "t": choice.token_ids, "f": choice.finish_reason})
-    return with_member(data, "l", rows.array) if rows.num_rows else data
+    return with_members(data, [("l", rows.array_parts)]) if rows.num_rows else data
 
 
 def _choice_of(fields: dict[str, Any]) -> Choice:

@@ -17,7 +17,7 @@ from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome,
 from penstock.contract.problems import problem_of
 from penstock.contract.tools import Tools, few_calls
 from penstock.queue import packed_logprobs
-from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all, with_member
+from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all, with_members
 from penstock.queue.packed_logprobs import Rows, rows_of
 from penstock.queue.prompts import prompt_fields
 
@@ -158,9 +158,9 @@ def encode_chunk(chunk: Chunk, pack: Pack = pack, rows: Rows | None = None, prom
         fields["u"] = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
     data = pack(fields)
     if chunk.logprobs:
-        data = with_member(data, "l", (rows or rows_of(chunk.logprobs, pack)).array)
+        data = with_members(data, [("l", (rows or rows_of(chunk.logprobs, pack)).array_parts)])
     if chunk.prompt_logprobs:
-        data = with_member(data, "q", (prompt_rows or rows_of(chunk.prompt_logprobs, pack)).array)
+        data = with_members(data, [("q", (prompt_rows or rows_of(chunk.prompt_logprobs, pack)).array_parts)])
     return data
 
 

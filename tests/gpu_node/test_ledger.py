@@ -10,7 +10,8 @@ from penstock.contract.errors import InvariantError
 from penstock.contract.job import Chunk, Outcome, SamplingParams, Usage
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK, TokenLogprobs
 from penstock.gpu_node.engine.records import StepOutput
-from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.held_job import HeldJob
+from penstock.gpu_node.ledger import Ledger
 from penstock.queue import results, wire
 from penstock.queue.broker.node import Taken
 

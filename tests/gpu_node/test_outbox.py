@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Unpack
 
 import pytest
 from fakes.processes.reference_engine import ReferenceEngine
 
 from penstock.contract.errors import UnavailableError
-from penstock.contract.job import SamplingParams
+from penstock.contract.job import Outcome, SamplingParams
 from penstock.gpu_node import publish_pace
 from penstock.gpu_node.doorbell import Bell
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine_worker import EngineWorker
-from penstock.gpu_node.ledger import HeldJob, Ledger
+from penstock.gpu_node.held_job import HeldJob
+from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.publish_pace import Pace
-from penstock.queue.broker.node import Emission, NodeBroker, Taken
+from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker, Taken, UsedTokens
 
 LEASE = "1:x:1"
 MAX_UNSENT_BYTES = 1 << 10
@@ -30,14 +33,22 @@ class ScriptedBroker(NodeBroker):
 
     def __init__(self) -> None:
         self.num_emitted = 0
+        self.emitted: list[Emission] = []
+        self.finished: list[Emission] = []
+        self.answers: Iterator[str] = itertools.repeat("OK")
         self.on_emit: Callable[[], None] = lambda: None
 
     async def emit(self, emissions: Sequence[Emission]) -> list[str]:
         self.num_emitted += 1
         self.on_emit()
+        self.emitted += emissions
         for _ in range(3):  # the answer takes a while
             await asyncio.sleep(0)
-        return ["OK"] * len(emissions)
+        return [next(self.answers) for _ in emissions]
+
+    async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:
+        self.finished.append(last)
+        return "OK"
 
 
 class CountingPace(Pace):
@@ -111,3 +122,34 @@ async def test_an_engine_that_was_held_for_a_job_goes_on_when_that_job_is_lost()
         rig.outbox.drop(rig.job)
         while rig.worker.is_paused:
             await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("has_ended", [False, True], ids=["running", "ended"])
+async def test_a_large_backlog_leaves_in_bounded_calls_and_in_order(has_ended: bool) -> None:
+    """So much waits after an outage of Redis, or after a long prompt whose log-probabilities are wanted."""
+    rig = Rig()
+    for position in range(12):
+        rig.outbox.deliver(step(position, "a" * (MAX_EMIT_BYTES // 4)))
+        rig.outbox._collect()
+        rig.job.emission()  # what has accumulated becomes a chunk
+    if has_ended:
+        rig.outbox.end(rig.job, Outcome("failed", "internal_error", "a test ends it"))
+    await rig.outbox.flush()
+    sent = rig.broker.emitted + rig.broker.finished
+    assert len(rig.broker.finished) == has_ended
+    assert len(sent) == 4
+    assert all(sum(map(len, emission.chunks)) <= MAX_EMIT_BYTES for emission in sent)
+    indices = [emission.index + i for emission in sent for i in range(len(emission.chunks))]
+    assert indices == [*range(12)]
+
+
+async def test_an_ended_job_that_was_lost_in_mid_backlog_is_dropped_without_a_finish_call() -> None:
+    rig = Rig()
+    for position in range(8):
+        rig.outbox.deliver(step(position, "a" * (MAX_EMIT_BYTES // 2)))
+        rig.outbox._collect()
+        rig.job.emission()
+    rig.outbox.end(rig.job, Outcome("failed", "internal_error", "a test ends it"))
+    rig.broker.answers = iter(["OK", "FENCED"])
+    await rig.outbox.flush()
+    assert not rig.broker.finished and rig.outbox._ledger.counts.dropped == 1 and not len(rig.outbox._ledger)

@@ -1,23 +1,24 @@
 """`python probe.py <module or file> <arguments>` runs it, and writes down what holds up its event loops.
 
-A thread posts a callback to each running loop every few milliseconds. A callback that comes late was held up by another
-one, or by native code that kept the interpreter lock. Each hold becomes one JSON line of the file LOOP_PROBE. Of a hold
-by Python code the line has the innermost frames. Times are of the monotonic clock, which all processes share.
+A timer of each running loop that fires late was held up by a callback, or by native code that kept the interpreter
+lock. Each hold becomes one JSON line of the file LOOP_PROBE. If another thread gets the lock meanwhile, the line has
+the innermost frames of the loop's stack. Times are of the monotonic clock, which all processes share.
 
-A busy machine makes callbacks late too. The time that a thread waited for a core, as the kernel counts it, is no hold.
+A thread must not measure: a busy loop whose timers run on time can still keep the lock from it for 100 ms. A busy
+machine makes timers late too. The time that the loop's thread waited for a core, as the kernel counts it, is no hold.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import runpy
 import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +26,7 @@ PERIOD_S = 0.004
 NOTED_S = 0.02
 """Shorter holds are not written down."""
 LOOKED_AT_S = 0.012
-"""A callback that is out for so long is looked for on the loop's stack."""
+"""When a timer is so late, the loop's stack is looked at."""
 MAX_FRAMES = 4
 
 
@@ -49,49 +50,44 @@ class CoreWait:
 
 
 class LoopWatch:
-    """Watches one loop from a thread of its own."""
+    """Watches one loop by a timer in it. A thread looks at the loop's stack while that timer is late."""
 
     def __init__(self, loop: Any, file: TextIO) -> None:
         self._loop = loop
         self._thread_id = threading.get_ident()
         self._waits = CoreWait(threading.get_native_id())
         self._file = file
-        self._came = threading.Event()
-        self._came_s = 0.0
+        self._due_s = math.inf
+        self._frames = ""
 
-    def run(self) -> None:
-        """Until the loop is closed or the process ends."""
-        own_waits = CoreWait(threading.get_native_id())
-        while not self._loop.is_closed():
-            due_s = time.monotonic() + PERIOD_S
-            time.sleep(PERIOD_S)
-            self._came.clear()
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._come)
-            frames = "" if self._came.wait(LOOKED_AT_S) else self._frames()
-            # A loop that has stopped answers no more.
-            while not self._came.wait(1.0):
-                if self._loop.is_closed() or not self._loop.is_running():
-                    return
-            waited_s = max(self._waits.since_last_s(), own_waits.since_last_s())
-            self._note(due_s, waited_s, frames)
+    def start(self) -> None:
+        """Start to watch. Runs on the loop."""
+        threading.Thread(target=self._look_at_stacks, daemon=True, name="loop probe").start()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        self._frames = ""
+        self._due_s = time.monotonic() + PERIOD_S
+        self._loop.call_later(PERIOD_S, self._come)
 
     def _come(self) -> None:
-        self._came_s = time.monotonic()
-        self._came.set()
+        late_s, waited_s = time.monotonic() - self._due_s, self._waits.since_last_s()
+        if late_s - waited_s >= NOTED_S:
+            line = {"at": self._due_s, "held_s": late_s - waited_s, "late_s": late_s, "frames": self._frames}
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        self._set_timer()
 
-    def _frames(self) -> str:
+    def _look_at_stacks(self) -> None:
+        while not self._loop.is_closed():
+            time.sleep(PERIOD_S)
+            if time.monotonic() - self._due_s > LOOKED_AT_S and not self._frames:
+                self._frames = self._stack()
+
+    def _stack(self) -> str:
         frame = sys._current_frames().get(self._thread_id)
         stack = traceback.extract_stack(frame)[-MAX_FRAMES:] if frame is not None else []
         return " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(stack))
-
-    def _note(self, due_s: float, waited_s: float, frames: str) -> None:
-        late_s = self._came_s - due_s
-        held_s = late_s - waited_s
-        if held_s >= NOTED_S:
-            line = {"at": due_s, "held_s": held_s, "late_s": late_s, "frames": frames}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
 
 
 def watch_loops(path: str) -> None:
@@ -104,7 +100,7 @@ def watch_loops(path: str) -> None:
         begin(loop)
         if loop is not None and id(loop) not in watched:
             watched.add(id(loop))
-            threading.Thread(target=LoopWatch(loop, file).run, daemon=True, name="loop probe").start()
+            loop.call_soon(LoopWatch(loop, file).start)
 
     # asyncio's own loops look it up in the first place, uvloop's, when it is imported, in the second.
     asyncio.events._set_running_loop = set_running

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, TypedDict, Unpack, cast
@@ -21,6 +21,9 @@ from penstock.queue.wire import NodePressure, PoolRecord
 from penstock.runtime.cooperative import CooperativeTurns
 
 MAX_EMIT_JOBS = 512
+MAX_EMIT_BYTES = 512 << 10
+"""Limit of one emit call, so that neither a backlog after an outage nor a long prompt's log-probabilities block Redis
+or the node's event loop. A single larger chunk still goes out."""
 MAX_GIVE_BACK_JOBS = 128
 MAX_PREEMPTIONS = 3
 """As in give_back.lua: a job that was given back this often costs its maximum KV tokens from then on."""
@@ -216,15 +219,12 @@ class NodeBroker:
         return chunks
 
     async def emit(self, emissions: Sequence[Emission]) -> list[str]:
-        """Append and publish chunks.
+        """Append and publish chunks, of at most MAX_EMIT_JOBS jobs.
 
         Returns one answer per job: OK, FENCED, CANCEL, EXPIRED, UNHEARD, `NEED n`, GONE or `ERR …`; see emit.lua.
         """
-        answers: list[str] = []
-        for start in range(0, len(emissions), MAX_EMIT_JOBS):
-            rows = [(e.job_id, e.lease, e.index, e.chunks) for e in emissions[start : start + MAX_EMIT_JOBS]]
-            answers += [a.decode() for a in await self._call("emit", scripts.packed(rows))]
-        return answers
+        rows = [(e.job_id, e.lease, e.index, e.chunks) for e in emissions]
+        return [a.decode() for a in await self._call("emit", scripts.packed(rows))]
 
     async def finish(self, last: Emission, outcome: Outcome, result: bytes, **used: Unpack[UsedTokens]) -> str:
         """End a job with its last chunks and its packed result. Repeating the call is harmless.
@@ -261,6 +261,20 @@ class NodeBroker:
 
     async def _call(self, name: str, *arguments: scripts.Argument) -> Any:
         return await scripts.call(self._redis, name, self._pool, self._node_id, *arguments)
+
+
+def emit_batches(emissions: Iterable[Emission]) -> list[list[Emission]]:
+    """Split emissions into emit calls, by number of jobs and by bytes."""
+    batches: list[list[Emission]] = []
+    num_bytes = 0
+    for emission in emissions:
+        size = sum(map(len, emission.chunks))
+        if not batches or len(batches[-1]) >= MAX_EMIT_JOBS or num_bytes + size > MAX_EMIT_BYTES:
+            batches.append([])
+            num_bytes = 0
+        batches[-1].append(emission)
+        num_bytes += size
+    return batches
 
 
 def _taken(row: list[Any]) -> Taken:

@@ -25,9 +25,13 @@ _WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "read_b
 @cache
 def source(name: str) -> str:
     """Return a script's text, preceded by the shared parts that it needs."""
-    folder = resources.files("penstock.queue") / "scripts"
     parts = ("prelude", name) if name in _WITHOUT_QUEUE else ("prelude", "queue", name)
-    return "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+    return "\n".join(map(_part, parts))
+
+
+@cache
+def _part(name: str) -> str:
+    return (resources.files("penstock.queue") / "scripts" / f"{name}.lua").read_text(encoding="utf-8")
 
 
 @cache

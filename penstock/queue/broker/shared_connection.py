@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import hiredis
@@ -20,6 +20,11 @@ from redis.asyncio import Redis
 REPLY_TIMEOUT_S = 10.0
 MAX_BUFFERED_BYTES = 1 << 20
 """Received bytes that are not yet processed; beyond this, the connection stops reading."""
+LARGE_ARGUMENT_BYTES = 256 << 10
+"""A command with a larger argument is sent in pieces, without a packed copy of it."""
+PIECE_BYTES = 128 << 10
+MAX_PIECES_PER_ROUND = 4
+"""Pieces that are written before the event loop runs other callbacks."""
 _UNFINISHED = object()
 _REPLY_ERRORS = {
     "NOSCRIPT": exceptions.NoScriptError,
@@ -54,6 +59,10 @@ class SharedConnection(asyncio.Protocol):
         self._goes_on = False
         """Whether a callback that continues to process the buffer is scheduled."""
         self._paused = False
+        self._unwritten: deque[bytes | memoryview] = deque()
+        """Pieces of large commands, and the commands behind them."""
+        self._writes_later = False
+        """Whether the transport is full, or a callback that continues to write is scheduled."""
         self.lost: asyncio.Future[Exception] = self._loop.create_future()
         """Done once the connection has failed or was closed; its result is the reason."""
 
@@ -82,7 +91,11 @@ class SharedConnection(asyncio.Protocol):
         self._waiting.append((answer, self._loop.time()))
         if self._clock is None:
             self._clock = self._loop.call_later(REPLY_TIMEOUT_S, self._check_clock)
-        self._transport.write(hiredis.pack_command(command))
+        if self._unwritten or any(type(one) is bytes and len(one) > LARGE_ARGUMENT_BYTES for one in command):
+            self._unwritten.extend(_pieces_of(command))
+            self._write_on()
+        else:
+            self._transport.write(hiredis.pack_command(command))
         return answer
 
     def close(self, reason: Exception | None = None) -> None:
@@ -92,6 +105,7 @@ class SharedConnection(asyncio.Protocol):
         if self._clock is not None:
             self._clock.cancel()
         self._writer.close()
+        self._unwritten.clear()
         while self._waiting:
             answer, _ = self._waiting.popleft()
             if not answer.done():
@@ -106,6 +120,15 @@ class SharedConnection(asyncio.Protocol):
         elif self._num_buffered > MAX_BUFFERED_BYTES and not self._paused:
             self._paused = True
             self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        """Stop writing, because the transport's buffer is full (asyncio.Protocol)."""
+        self._writes_later = True
+
+    def resume_writing(self) -> None:
+        """Continue to write (asyncio.Protocol)."""
+        self._writes_later = False
+        self._write_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Close after Redis has closed the connection or it broke (asyncio.Protocol)."""
@@ -130,6 +153,16 @@ class SharedConnection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
 
+    def _write_on(self) -> None:
+        """Write the next pieces. Large arguments at once would block the event loop for tens of milliseconds."""
+        num_written = 0
+        while self._unwritten and not self._writes_later:
+            self._transport.write(self._unwritten.popleft())
+            num_written += 1
+            if num_written >= MAX_PIECES_PER_ROUND and self._unwritten and not self._writes_later:
+                self._writes_later = True
+                self._loop.call_soon(self.resume_writing)
+
     def _answer(self, reply: Any) -> None:
         if not self._waiting:
             raise exceptions.InvalidResponse("Redis sent a reply without a pending command")
@@ -153,6 +186,24 @@ class SharedConnection(asyncio.Protocol):
             self.close(exceptions.TimeoutError("Redis does not answer"))
         else:
             self._clock = self._loop.call_later(left_s, self._check_clock)
+
+
+def _pieces_of(command: Sequence[Any]) -> Iterator[bytes | memoryview]:
+    """Yield a command in the Redis protocol. Large arguments come in pieces, and are not copied."""
+    if not any(type(one) is bytes and len(one) > LARGE_ARGUMENT_BYTES for one in command):
+        yield hiredis.pack_command(tuple(command))
+        return
+    small = [b"*%d\r\n" % len(command)]
+    for argument in command:
+        data = argument if isinstance(argument, bytes) else str(argument).encode()
+        small.append(b"$%d\r\n" % len(data))
+        if len(data) > LARGE_ARGUMENT_BYTES:
+            yield b"".join(small)
+            yield from (memoryview(data)[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
+            small = [b"\r\n"]
+        else:
+            small.append(data + b"\r\n")
+    yield b"".join(small)
 
 
 def _error_of(text: str) -> exceptions.ResponseError:

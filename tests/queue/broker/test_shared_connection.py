@@ -20,6 +20,24 @@ from penstock.queue.broker.shared_connection import SharedConnection
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
+LENGTHS = "return {#ARGV[1], ARGV[2]}"
+
+
+class Recorder:
+    """A transport that notes the size of each write."""
+
+    def __init__(self, transport: asyncio.Transport, sizes: list[int]) -> None:
+        self._transport = transport
+        self._sizes = sizes
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._sizes.append(len(data))
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 @pytest.fixture
 async def line(redis: Redis) -> AsyncIterator[SharedConnection]:
     opened = await SharedConnection.open(redis)
@@ -45,6 +63,31 @@ async def test_a_call_given_up_does_not_shift_the_answers(line: SharedConnection
     calls[3].cancel()
     done = await asyncio.gather(*calls, return_exceptions=True)
     assert [a for a in done if isinstance(a, bytes)] == [str(i).encode() for i in range(10) if i != 3]
+
+
+async def test_large_arguments_are_sent_in_pieces_and_keep_the_order_of_calls(
+    line: SharedConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[int]()
+    monkeypatch.setattr(line, "_transport", Recorder(line._transport, sizes))
+    large = bytes(range(256)) * (40 << 10)
+    calls = [
+        line.call("ECHO", "1"),
+        line.call("ECHO", large),
+        line.call("ECHO", 2),
+        line.call("EVAL", LENGTHS, 0, large, 3.5),
+    ]
+    last = line.call("ECHO", "é")
+    answers = await asyncio.gather(*calls, last)
+    assert answers == [b"1", large, b"2", [len(large), b"3.5"], "é".encode()]
+    assert max(sizes) <= line_module.PIECE_BYTES and sum(sizes) > 2 * len(large)
+
+
+async def test_a_large_call_under_way_fails_when_the_connection_is_closed(line: SharedConnection) -> None:
+    call = line.call("ECHO", b"x" * (64 << 20))
+    line.close()
+    with pytest.raises(exceptions.ConnectionError):
+        await call
 
 
 async def test_calls_under_way_and_later_ones_fail_when_the_connection_is_cut(

@@ -8,7 +8,7 @@ from fakes.queue.harness import LEASE_MS, FakeNode, P, Queue, chunks_of, new_job
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Outcome, Usage
 from penstock.queue import keys
-from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, GivenBackJob, Taken
+from penstock.queue.broker.node import MAX_EMIT_BYTES, MAX_EMIT_JOBS, Emission, GivenBackJob, Taken, emit_batches
 from penstock.queue.results import encode_result
 
 
@@ -85,13 +85,12 @@ async def test_one_call_serves_many_jobs_and_a_bad_one_harms_no_other(queue: Que
     assert len(await queue.log(three.job_id)) == 1
 
 
-async def test_more_jobs_than_a_call_may_carry_go_in_several(queue: Queue) -> None:
-    node = await queue.node()
-    taken = await queue.running(node)
-    strangers = [Emission("m.unknown", "lease", 0, ())] * MAX_EMIT_JOBS
-    mine = Emission(taken.job_id, taken.lease, 0, chunks_of(taken.job_id, 0, 1))
-    assert await node.broker.emit([*strangers, mine]) == ["GONE"] * MAX_EMIT_JOBS + ["OK"]
-    assert await node.broker.emit([]) == []
+def test_emissions_are_split_into_calls_by_jobs_and_by_bytes() -> None:
+    small = Emission("m.small", "lease", 0, (b"x",))
+    large = Emission("m.large", "lease", 0, (b"x" * (MAX_EMIT_BYTES - 1),))
+    assert emit_batches([]) == []
+    assert [*map(len, emit_batches([small] * (2 * MAX_EMIT_JOBS + 1)))] == [MAX_EMIT_JOBS, MAX_EMIT_JOBS, 1]
+    assert emit_batches([small, large, small, large, large]) == [[small, large], [small, large], [large]]
 
 
 async def test_thousands_of_chunks_go_in_one_call(queue: Queue) -> None:

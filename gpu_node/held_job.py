@@ -1,0 +1,227 @@
+"""One job that a node holds: what it took, what it generated, and what Redis has acknowledged. Pure data, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from penstock.contract.errors import InvariantError, PenstockError
+from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
+from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK
+from penstock.gpu_node.choice_text import ChoiceText
+from penstock.gpu_node.engine.records import StepOutput
+from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal
+from penstock.queue import msgpack_codec, results
+from penstock.queue.admission import PREDICTED_OUTPUT_TOKENS
+from penstock.queue.broker.node import Emission, Taken, UsedTokens
+from penstock.queue.msgpack_codec import Pack
+from penstock.queue.packed_logprobs import joined
+
+
+class HeldJob:
+    """One job of this node. Its chunks are kept until it ends, because a Redis that lost writes asks for them again.
+
+    0 <= num_acknowledged <= len(chunks): chunks from `num_acknowledged` on may be missing in the job's log in Redis.
+    """
+
+    def __init__(self, taken: Taken) -> None:
+        self.taken = taken
+        self.params = SamplingParams()
+        self.num_prompt_tokens = 0
+        """0 until the prompt has been tokenized."""
+        self.predicted_tokens = PREDICTED_OUTPUT_TOKENS
+        """Predicted upper bound of each choice's output."""
+        self.max_output_tokens = MAX_TOKENS_LIMIT
+        """Largest possible output of each choice."""
+        self.expires_s = inf
+        """Deadline on this process's monotonic clock."""
+        self.kv_ms = 0.0
+        """KV-token-milliseconds of the choices that have ended, for the fair queue."""
+        self.num_acknowledged = 0
+        self.is_in_engine = False
+        self.outcome: Outcome | None = None
+        """Set once this node has decided how the job ends; finish is then due in Redis."""
+        self.usage: Usage | None = None
+        self.error: PenstockError | None = None
+        """Why a choice failed, when the request itself is the cause."""
+        self._chunks: list[bytes] = []
+        self._cuts: list[tuple[int, int, int]] = []
+        self._choices: list[ChoiceText] = [ChoiceText()]
+        self._prompt_rows = PromptRows()
+
+    @property
+    def job_id(self) -> str:
+        """The job's public id."""
+        return self.taken.job_id
+
+    @property
+    def has_failed_choice(self) -> bool:
+        """Whether a choice ended because the model failed at it."""
+        return any(c.finish_reason == "error" for c in self._choices)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of choices that have not ended; 1 until the prompt has been tokenized."""
+        return sum(c.finish_reason is None for c in self._choices) if self.num_prompt_tokens else 1
+
+    @property
+    def expected_kv_tokens(self) -> int:
+        """KV tokens that it is expected to use: its prompt, and for each open choice its actual or predicted output."""
+        if not self.num_prompt_tokens:
+            return self.taken.cost
+        return self._kv_tokens_with(min(self.max_tokens, self.predicted_tokens))
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """KV tokens that it can use at most, if each open choice reaches its longest possible output."""
+        return self._kv_tokens_with(self.max_output_tokens) if self.num_prompt_tokens else self.taken.cost
+
+    def _kv_tokens_with(self, output_tokens: int) -> int:
+        open_choices = [c for c in self._choices if c.finish_reason is None]
+        return self.num_prompt_tokens + sum(max(output_tokens, len(c.token_ids)) for c in open_choices)
+
+    @property
+    def urgency(self) -> int:
+        """The priority class that the job counted as when it was taken; 0 is the most urgent."""
+        return self.taken.urgency
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of output tokens of each choice."""
+        return self.params.max_tokens or MAX_TOKENS_LIMIT
+
+    @property
+    def kv_ms_used(self) -> float | None:
+        """KV-token-milliseconds to charge its tenant; None if it was cut short: the predicted charge then stays."""
+        return self.kv_ms if self.is_complete or not self.is_in_engine else None
+
+    @property
+    def ended_lengths(self) -> list[int]:
+        """Output lengths of the choices that ended by themselves, in tokens."""
+        return [len(c.token_ids) for c in self._choices if c.finish_reason in ("stop", "length")]
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of encoded chunks that Redis has not acknowledged."""
+        if self.num_acknowledged == len(self._chunks):
+            return 0
+        return sum(map(len, self._chunks[self.num_acknowledged :]))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a reader waits for its first token or its end."""
+        return not self.num_acknowledged or self.outcome is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has ended."""
+        # Not all(): this runs for every token, and a generator costs three times as much.
+        return None not in [c.finish_reason for c in self._choices]
+
+    def open(self, params: SamplingParams, logged: Sequence[Chunk] = (), sealed: Sequence[SealedChunk] = ()) -> None:
+        """Create the job's choices, with what earlier nodes logged of them. `sealed`: the same chunks, packed."""
+        self.params = params
+        self._choices = [ChoiceText() for _ in range(params.n)]
+        for chunk, one in zip(logged, sealed or map(seal, logged), strict=True):
+            self._choices[chunk.choice].extend(chunk)
+            self.usage = chunk.usage or self.usage
+            self._append(chunk, one)
+        self.num_acknowledged = len(self._chunks)
+
+    def choice_so_far(self, choice: int) -> tuple[tuple[int, ...], str, FinishReason | None]:
+        """Return (token ids, text, finish reason) of one choice."""
+        c = self._choices[choice]
+        return tuple(c.token_ids), "".join(c.texts), c.finish_reason
+
+    def add_tokens(self, output: StepOutput) -> None:
+        """Add a choice's output of one step. It becomes a chunk when it is sent."""
+        c = self._choices[output.choice]
+        if output.position != len(c.token_ids):
+            problem = f"token {output.position} after {len(c.token_ids)} tokens"
+            raise InvariantError(f"{self.job_id} choice {output.choice}: {problem}")
+        c.extend(output, is_fresh=True)
+        self.error = self.error or output.error
+        self._prompt_rows.take(output.prompt_logprobs)
+        if len(c.fresh_logprobs) >= PROMPT_TOKENS_PER_CHUNK:
+            # Happens while Redis is unavailable. One chunk with all of them would block a reader's event loop.
+            self._seal(msgpack_codec.pack)
+
+    @property
+    def has_unsealed_prompt(self) -> bool:
+        """Whether prompt log-probabilities wait to be packed into a chunk."""
+        return self._prompt_rows.is_pending
+
+    def seal_part(self, pack: Pack = msgpack_codec.pack) -> None:
+        """Pack the next part of the prompt's log-probabilities into a chunk; takes about a millisecond."""
+        chunk = self._prompt_rows.next_chunk(self.job_id, len(self._chunks))
+        self._append(chunk, seal(chunk, pack))
+
+    def emission(self, pack: Pack = msgpack_codec.pack, max_bytes: float = inf) -> Emission:
+        """Return what Redis has not acknowledged. Steps that accumulated become one chunk per choice.
+
+        If that is more than `max_bytes`, return as many chunks as fit, at least one.
+        """
+        self._seal(pack)
+        chunks, num_bytes = list[bytes](), 0
+        for chunk in self._chunks[self.num_acknowledged :]:
+            num_bytes += len(chunk)
+            if chunks and num_bytes > max_bytes:
+                break
+            chunks.append(chunk)
+        return Emission(self.taken.job_id, self.taken.lease, self.num_acknowledged, tuple(chunks))
+
+    def is_rest(self, emission: Emission) -> bool:
+        """Whether no packed chunk follows the emission's last one."""
+        return emission.index + len(emission.chunks) >= len(self._chunks)
+
+    def acknowledge(self, emission: Emission) -> None:
+        """Note that Redis has stored this emission."""
+        self.num_acknowledged = max(self.num_acknowledged, emission.index + len(emission.chunks))
+
+    def send_again_from(self, index: int) -> None:
+        """Mark the log from `index` on as lost, so that the next emission carries it again."""
+        self.num_acknowledged = min(self.num_acknowledged, index)
+
+    def result(self) -> bytes:
+        """Return the packed result so far; empty if this node has not read what earlier nodes logged."""
+        if not self._has_whole_log:
+            return b""
+        choices = tuple(
+            Choice(i, "".join(c.texts), tuple(c.token_ids), c.finish_reason) for i, c in enumerate(self._choices)
+        )
+        rows = [joined(c.rows) for c in self._choices]
+        return results.encode_result(choices, self._usage(), self._cuts, self._prompt_rows.packed, rows)
+
+    @property
+    def _has_whole_log(self) -> bool:
+        """Whether this node has the job's whole log, including what earlier nodes wrote."""
+        return bool(self._chunks) or not self.taken.num_chunks
+
+    @property
+    def used(self) -> UsedTokens:
+        """The resources that the job used up to its end."""
+        if not self._has_whole_log:
+            return UsedTokens(kv_ms=self.kv_ms_used)
+        return UsedTokens(kv_ms=self.kv_ms_used, usage=self._usage(), log_bytes=sum(map(len, self._chunks)))
+
+    def _usage(self) -> Usage:
+        if self.usage is not None:
+            return self.usage
+        return Usage(self.num_prompt_tokens, sum(len(c.token_ids) for c in self._choices))
+
+    def _seal(self, pack: Pack) -> None:
+        while self.has_unsealed_prompt:
+            self.seal_part(pack)
+        fresh = [(i, c) for i, c in enumerate(self._choices) if c.fresh_texts]
+        for i, c in fresh:
+            is_last = c.finish_reason is not None and i == fresh[-1][0] and self.is_complete
+            usage = self._usage() if is_last else None
+            chunk = c.take_fresh(self.taken.job_id, len(self._chunks), i, usage)
+            self._append(chunk, seal(chunk, pack))
+
+    def _append(self, chunk: Chunk, sealed: SealedChunk) -> None:
+        self._chunks.append(sealed.data)
+        self._cuts.append((chunk.choice, len(chunk.token_ids), len(chunk.text)))
+        if sealed.rows.num_rows:
+            self._choices[chunk.choice].rows.append(sealed.rows)
+        self._prompt_rows.note(sealed.prompt_rows)
