@@ -19,7 +19,6 @@ from penstock.contract.tools import Tools, few_calls
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all, with_member
 from penstock.queue.packed_logprobs import Rows, rows_of
-from penstock.queue.prompts import prompt_fields
 
 VERSION = 1
 
@@ -233,20 +232,35 @@ _request_adapter = TypeAdapter(Request)
 
 def encode_request(job: Job) -> bytes:
     """Encode a job's request. The same job gives the same bytes, so their hash identifies the request."""
-    head: dict[str, Any] = {"v": VERSION, "kind": KIND}
-    extras = {"tools": job.tools, "adapter": job.adapter and job.adapter.model_dump()}
-    tail = {name: value for name, value in extras.items() if value is not None}
-    params = job.params.model_dump(exclude_defaults=True)
-    if "logit_bias" in params:
+    fields: dict[str, Any] = {"v": VERSION, "kind": KIND}
+    add_prompt(fields, job)
+    if job.tools is not None:
+        fields["tools"] = job.tools
+    if job.adapter is not None:
+        fields["adapter"] = job.adapter.model_dump()
+    fields["params"] = job.params.model_dump(exclude_defaults=True)
+    if job.params.logit_bias:
         # Decoders accept only strings as map keys.
-        params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
-    tail["params"] = params
+        fields["params"]["logit_bias"] = {str(token): added for token, added in job.params.logit_bias.items()}
+    data = pack(fields)
     packed = job.packed_prompt
     if packed is None:
-        return pack(head | prompt_fields(job) | tail)
-    # A msgpack map of fewer than 16 members has a one-byte header that counts them.
-    num_members = len(head) + 1 + len(tail)
-    return b"".join((bytes((0x80 | num_members,)), pack(head)[1:], pack(packed.form), packed.data, pack(tail)[1:]))
+        return data
+    # The packed prompt takes the place of the None that follows its name, the third one in the map.
+    at = len(pack({"v": VERSION, "kind": KIND, packed.form: None})) - 1
+    return b"".join((memoryview(data)[:at], packed.data, memoryview(data)[at + 1 :]))
+
+
+def add_prompt(fields: dict[str, Any], job: Job) -> None:
+    """Add the one field of a request that holds the job's prompt; None stands for a packed prompt."""
+    if job.packed_prompt is not None:
+        fields[job.packed_prompt.form] = None
+    elif job.prompt is not None:
+        fields["prompt"] = job.prompt
+    elif job.prompt_token_ids is not None:
+        fields["tokens"] = job.prompt_token_ids
+    else:
+        fields["messages"] = [message.model_dump(exclude_defaults=True) for message in job.messages or ()]
 
 
 def decode_request(data: bytes) -> Request:
