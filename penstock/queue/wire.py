@@ -12,6 +12,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.adapters import AdapterRef
+from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, SamplingParams, TokenId, Usage
 from penstock.contract.problems import problem_of
@@ -59,18 +60,10 @@ class PoolRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class NodePressure:
-    """A node's pressure record: KV blocks, sequences and speed. Admission, dashboards and metrics read it."""
+class NodePressure(EngineLoad):
+    """A node's pressure record: the load of its engine, its jobs and its speed. Admission and metrics read it."""
 
     node_id: str
-    block_size: int = 16
-    kv_blocks_total: int = 0
-    kv_blocks_free: int = 0
-    kv_blocks_cached: int = 0
-    kv_tokens_used: int = 0
-    """Tokens stored in the blocks that sequences hold. The difference to those blocks' size is fragmentation."""
-    num_running: int = 0
-    num_waiting: int = 0
     num_jobs: int = 0
     max_num_seqs: int = 0
     kv_tokens_unclaimed: int = 0
@@ -79,35 +72,7 @@ class NodePressure:
     decode_tokens_per_s: float = 0.0
     drain_cost_per_s: float = 0.0
     """Cost, in KV tokens, of the jobs that end per second; a moving average."""
-    step_ms_p50: float = 0.0
-    step_ms_p99: float = 0.0
-    num_preemptions: int = 0
     preemptions_per_s: float = 0.0
-    num_swaps: int = 0
-    """Preemptions that swapped their blocks to host memory; after the others, the KV cache is recomputed."""
-    num_swapped: int = 0
-    """Sequences that are swapped to host memory now."""
-    swap_blocks_total: int = 0
-    swap_blocks_free: int = 0
-    swap_blocks_cached: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    kv_evictions: int = 0
-    """Cached prefix blocks evicted from the device; they move to host memory if it has free blocks."""
-    swap_evictions: int = 0
-    prefix_lookup_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    """Those of `prefix_lookup_tokens` that were found in the cache, on the device or in host memory."""
-    swap_hit_tokens: int = 0
-    """Those of `prefix_hit_tokens` that were found in host memory."""
-    drafted_tokens: int = 0
-    """Draft tokens proposed by speculative decoding."""
-    accepted_tokens: int = 0
-    """Draft tokens accepted by speculative decoding."""
-    num_failed_steps: int = 0
-    num_memory_failures: int = 0
-    max_step_tokens: int = 0
-    """Token limit of a step now; it is lowered after a step ran out of memory."""
     num_steps: int = 0
     mean_batch: float = 0.0
     """Sequences per step, over the steps since the last record."""

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 import penstock
 from penstock.contract.job import SamplingParams
 from penstock.contract.terms import Terms
-from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
+from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.request import pack_prompt_of
 
@@ -132,15 +132,16 @@ async def submit_chat(client: AsyncClient) -> None:
 async def submit_by_gateway(client: AsyncClient) -> None:
     """As the gateway submits a small body."""
     params = SamplingParams(max_tokens=4, stop=f"a {MARK} end")
-    generation = GenerationRequest(MODEL, [f"a {MARK} prompt"], params, tenant="acme", terms=Terms(weight=2.0))
-    async with open_jobs(client, generation):
+    content = RequestContent(MODEL, [f"a {MARK} prompt"], params)
+    async with open_jobs(client, GenerationRequest(content, tenant="acme", terms=Terms(weight=2.0))):
         pass
 
 
 async def submit_packed_by_gateway(client: AsyncClient) -> None:
     """As the gateway submits a large body, whose prompt another process has packed."""
     params = SamplingParams(max_tokens=4, stop=f"a {MARK} end")
-    async with open_jobs(client, GenerationRequest(MODEL, [pack_prompt_of(f"a {MARK} prompt")], params)):
+    content = RequestContent(MODEL, [pack_prompt_of(f"a {MARK} prompt")], params)
+    async with open_jobs(client, GenerationRequest(content)):
         pass
 
 
