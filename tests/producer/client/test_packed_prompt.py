@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fakes.queue.harness import new_job
 
@@ -13,7 +15,7 @@ from penstock.queue.wire import PoolRecord, decode_request, encode_request
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
 CALL = ToolCall(id="c", name="look", arguments='{"at": 1}')
-PROMPTS = {
+PROMPTS: dict[str, Any] = {
     "prompt": "héllo",
     "prompt_token_ids": tuple(range(300)),
     "messages": (Message(role="user", content="hé"), Message(role="assistant", content="", tool_calls=(CALL,))),
@@ -22,7 +24,7 @@ PROMPTS = {
 
 @pytest.mark.parametrize("name", PROMPTS)
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 7, "logit_bias": {3: 1.5}}])
-def test_packed_prompt_gives_the_same_bytes_and_cost(name, options):
+def test_packed_prompt_gives_the_same_bytes_and_cost(name: str, options: dict[str, Any]) -> None:
     plain = new_job(**{name: PROMPTS[name]}, params=options)
     if name == "messages":
         plain = plain.model_copy(update={"tools": '[{"type":"function","function":{"name":"look"}}]'})
