@@ -28,8 +28,6 @@ MAX_CALLED_FILES = 15
 """Files with any function that runs on the way."""
 MAX_SHAPES = 10
 """Classes, dicts, tuples, closures and bytes that hold the request on the way."""
-ONLY_OF_CHATS = {"penstock/contract/tools.py"}
-"""Counts the tool calls of a chat before any of them is validated. It comes on top of both limits."""
 NUM_SHAPES_OF_MESSAGES = 4
 """A chat's messages: as a list and as a tuple, and each as a dict and as a `Message`."""
 MARK = "marked"
@@ -158,8 +156,7 @@ async def test_request_reaches_the_script_through_few_files_and_shapes(
         await submit(client)
     assert "penstock/queue/wire.py" in tracer.files, "the tracer saw the request on its way"
     assert "bytes" in tracer.shapes
-    is_chat = submit is submit_chat
-    extra = ONLY_OF_CHATS if is_chat else set()
-    assert len(tracer.files - extra) <= MAX_FILES, sorted(tracer.files)
-    assert len(tracer.called - extra) <= MAX_CALLED_FILES, sorted(tracer.called)
-    assert len(tracer.shapes) <= MAX_SHAPES + is_chat * NUM_SHAPES_OF_MESSAGES, tracer.shapes
+    num_of_messages = NUM_SHAPES_OF_MESSAGES if submit is submit_chat else 0
+    assert len(tracer.files) <= MAX_FILES, sorted(tracer.files)
+    assert len(tracer.called) <= MAX_CALLED_FILES, sorted(tracer.called)
+    assert len(tracer.shapes) - num_of_messages <= MAX_SHAPES, tracer.shapes
