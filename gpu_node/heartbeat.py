@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import fields, replace
 
+from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.engine.records import EngineStats
 from penstock.gpu_node.engine_worker import EngineWorker
@@ -28,8 +29,8 @@ BEATS_PER_CHECK = 5
 _RATE_HALF_LIFE_S = 10.0
 _INTERVALS_A_LOOK = 3
 """Longest time between two looks at the engine: its answer, the heartbeat and the pause each take one interval."""
-_SHARED_STATS = sorted({field.name for field in fields(NodePressure)} & {field.name for field in fields(EngineStats)})
-"""Statistics that a pressure record copies from the engine, under the same names."""
+_SHARED_STATS = [field.name for field in fields(EngineLoad)]
+"""Statistics that a pressure record copies from the engine."""
 
 
 class RateEstimator:

@@ -68,15 +68,16 @@ class Answer(Response):
 
     async def _check(self) -> None:
         """Refuse too many log-probabilities, and tools that the model cannot call, before any job is queued."""
-        generation = self._generation
-        if generation.cut_at is not None or (generation.tool_use.tools is None and not generation.needs_token_details):
+        content = self._generation.content
+        has_tools = content.tool_use.tools is not None
+        if self._generation.cut_at is not None or not (has_tools or content.needs_token_details):
             return
         self._pools = await self._client.pools()
         # If the model is unknown here, the submission looks it up again and raises the error.
         with contextlib.suppress(NotFoundError, UnavailableError):
-            record = choose_pool(self._pools.values(), generation.model)
-            check_logprobs(generation, record, self._settings.max_logprobs)
-            if generation.tool_use.tools is not None:
+            record = choose_pool(self._pools.values(), content.model)
+            check_logprobs(content, record, self._settings.max_logprobs)
+            if has_tools:
                 _require_tool_parser(record)
 
     async def _form_of(self, pool: str) -> AnswerFormat:
@@ -84,8 +85,8 @@ class Answer(Response):
 
         Raises RequestError if the request offers tools and no parser exists for the model's calls.
         """
-        use = self._generation.tool_use
-        has_schema = self._generation.params.structured_outputs is not None and use.tools is None
+        content, use = self._generation.content, self._generation.content.tool_use
+        has_schema = content.params.structured_outputs is not None and use.tools is None
         if self._dialect is not ChatRenderer or has_schema:
             return PLAIN
         record = self._pools.get(pool) or (await self._client.pools()).get(pool)
@@ -97,14 +98,15 @@ class Answer(Response):
         )
 
     async def _renderer(self, jobs: Sequence[AsyncJob]) -> Renderer:
+        content = self._generation.content
         return self._dialect(
             job_id=jobs[0].id,
-            model=self._generation.model,
+            model=content.model,
             created_s=int(time.time()),
-            params=self._generation.params,
+            params=content.params,
             include_usage=self._include_usage,
             form=await self._form_of(jobs[0].pool),
-            echoes=self._generation.echoes,
+            echoes=content.echoes,
         )
 
 
@@ -174,11 +176,11 @@ class StreamAnswer(Answer):
 
     async def _answer(self, writer: EventWriter) -> None:
         try:
-            generation = self._generation
+            generation, content = self._generation, self._generation.content
             if generation.cut_at is not None:
                 form = await self._form_of(pool_of(generation.cut_at.job_id))
                 # With several choices, only the whole log tells which choices have begun.
-                replay_from_start = form != PLAIN or generation.needs_token_details or generation.params.n > 1
+                replay_from_start = form != PLAIN or content.needs_token_details or content.params.n > 1
                 generation = self._generation = replace(generation, replay_from_start=replay_from_start)
             await self._check()
             async with open_jobs(self._client, generation, has_begun=lambda: writer.started) as jobs:
@@ -195,7 +197,7 @@ class StreamAnswer(Answer):
         generation, indices = self._generation, {job.id: index for index, job in enumerate(jobs)}
         if generation.cut_at is not None and not generation.replay_from_start:
             renderer.go_on()
-        if renderer.form == PLAIN and not generation.needs_token_details and not generation.replay_from_start:
+        if renderer.form == PLAIN and not generation.content.needs_token_details and not generation.replay_from_start:
             return SseEncoder(renderer, indices, generation.cut_at)
         return ParsedSseEncoder(renderer, indices, generation.cut_at)
 
@@ -215,7 +217,7 @@ class StreamAnswer(Answer):
         if not usages and self._generation.cut_at is not None:
             # The usage was in a chunk before the one at which the stream was cut.
             usages += [usage for job in jobs if (usage := (await job.packed_result()).usage) is not None]
-        num_choices = len(jobs) * self._generation.params.n
+        num_choices = len(jobs) * self._generation.content.params.n
         self._meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
         if self._include_usage:
             await writer.write(event(renderer.last_piece(usages)))

@@ -7,31 +7,31 @@ import math
 from penstock.contract.errors import RequestError
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import rename
-from penstock.gateway.stream.generation_request import GenerationRequest
+from penstock.gateway.stream.generation_request import RequestContent
 from penstock.producer.client.request import Prompt
 from penstock.queue.wire import PoolRecord
 
 
-def check_logprobs(generation: GenerationRequest, record: PoolRecord, limit: int) -> None:
+def check_logprobs(content: RequestContent, record: PoolRecord, limit: int) -> None:
     """Raise RequestError if the answer may hold more than `limit` log-probabilities.
 
     The count covers the tokens of all prompts and all tokens that may be generated. For a prompt given as text it
     estimates tokens from bytes, as the queue does; the node later checks each job with exact counts.
     """
-    params = generation.params
-    num_tokens = sum(num_prompt_tokens(prompt, record) for prompt in generation.prompts)
+    params = content.params
+    num_tokens = sum(num_prompt_tokens(prompt, record) for prompt in content.prompts)
     of_prompts = num_tokens * _per_token(params.prompt_logprobs)
     # Without max_tokens, the node ends a choice when the job reaches its limit of log-probabilities.
-    num_choices = len(generation.prompts) * params.n
+    num_choices = len(content.prompts) * params.n
     of_choices = num_choices * (params.max_tokens or 1) * _per_token(params.logprobs)
     if of_prompts + of_choices > limit:
         name = "prompt_logprobs" if of_prompts >= of_choices else "logprobs"
         message = (
-            f"{name}: {len(generation.prompts)} prompts and {num_choices} choices ask for up to "
+            f"{name}: {len(content.prompts)} prompts and {num_choices} choices ask for up to "
             f"{of_prompts + of_choices} log-probabilities; a request may ask for at most {limit}"
         )
         error = RequestError(message, param=name)
-        rename(error, generation.names)
+        rename(error, content.names)
         raise error
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,8 +13,9 @@ from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import rename, request_error
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
-from penstock.producer.client.request import Prompt, pack_prompt_of
-from penstock.producer.openai.messages import NO_TOOLS, ToolUse
+from penstock.gateway.stream.generation_request import RequestContent
+from penstock.producer.client.request import pack_prompt_of
+from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
 BODIES: dict[str, type[ChatRequest | CompletionRequest]] = {"chat": ChatRequest, "completion": CompletionRequest}
@@ -26,17 +26,11 @@ MAX_CHOICES_OF_REQUEST = 256
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """The content of one request body, without the caller and the headers."""
+    """A checked request body: its content, and how to queue and answer it."""
 
-    model: str
-    prompts: Sequence[Prompt]
-    params: SamplingParams
+    content: RequestContent
     priority: ClassName | None = None
     """The class that the body asks for. The caller's rights decide whether it is allowed."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Maps penstock's field names to the names in the body where they differ. Errors use the latter."""
-    tool_use: ToolUse = NO_TOOLS
-    echoes: bool = False
     stream: bool = False
     include_usage: bool = False
 
@@ -58,26 +52,18 @@ def parse(form: str, raw: bytes) -> ParsedBody:
             "choices per request"
         )
         raise RequestError(message, param="n")
-    return ParsedBody(
-        body.model,
-        prompts,
-        params,
-        body.priority,
-        body.names(),
-        body.tool_use(),
-        echoes=body.echoes,
-        stream=bool(body.stream),
-        include_usage=body.include_usage,
-    )
+    content = RequestContent(body.model, prompts, params, body.names(), body.tool_use(), body.echoes)
+    return ParsedBody(content, body.priority, stream=bool(body.stream), include_usage=body.include_usage)
 
 
 def with_packed_prompts(body: ParsedBody) -> ParsedBody:
     """Return the body with its prompts checked and packed for the queue. Raises RequestError for an invalid prompt."""
     try:
-        return replace(body, prompts=[pack_prompt_of(prompt) for prompt in body.prompts])
+        prompts = [pack_prompt_of(prompt) for prompt in body.content.prompts]
     except RequestError as error:
-        rename(error, body.names)
+        rename(error, body.content.names)
         raise
+    return replace(body, content=replace(body.content, prompts=prompts))
 
 
 # Between processes ------------------------------------------------------------------------------
@@ -87,18 +73,18 @@ _REFUSALS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (Re
 
 def encode_parsed_body(body: ParsedBody) -> bytes:
     """Encode a body with packed prompts as bytes."""
-    params = body.params.model_dump(exclude_defaults=True)
+    content, use = body.content, body.content.tool_use
+    params = content.params.model_dump(exclude_defaults=True)
     if "logit_bias" in params:
         params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
-    use, prompts = body.tool_use, [_fields_of(prompt) for prompt in body.prompts]
     small = {
-        "model": body.model,
+        "model": content.model,
         "priority": body.priority,
-        "names": dict(body.names),
+        "names": dict(content.names),
         "tool_use": [use.tools, use.choice, use.parallel],
-        "flags": [body.echoes, body.stream, body.include_usage],
+        "flags": [content.echoes, body.stream, body.include_usage],
     }
-    return pack({**small, "params": params, "prompts": prompts})
+    return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in content.prompts]})
 
 
 def encode_refusal(error: PenstockError) -> bytes:
@@ -114,17 +100,15 @@ def decode_parsed_body(data: bytes) -> ParsedBody:
         raise _REFUSALS.get(kind, RequestError)(message, code=code, param=param)
     echoes, stream, include_usage = fields["flags"]
     tools, choice, parallel = fields["tool_use"]
-    return ParsedBody(
+    content = RequestContent(
         fields["model"],
         [PackedPrompt(*prompt) for prompt in fields["prompts"]],
         SamplingParams(**fields["params"]),
-        fields["priority"],
         fields["names"],
         ToolUse(tools, choice, parallel),
-        echoes=echoes,
-        stream=stream,
-        include_usage=include_usage,
+        echoes,
     )
+    return ParsedBody(content, fields["priority"], stream=stream, include_usage=include_usage)
 
 
 def _fields_of(prompt: Any) -> list[Any]:

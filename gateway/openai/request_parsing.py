@@ -56,7 +56,7 @@ def stream_position_of(request: Request, body: ParsedBody) -> StreamPosition | N
     job_id, *numbers = event_id.rsplit(":", 2)
     if not is_job_id(job_id) or len(numbers) != 2 or not all(map(_is_number, numbers)):
         raise RequestError("after: an event id has the form <job>:<chunk>:<tokens>", param=AFTER)
-    if not body.stream or len(body.prompts) != 1:
+    if not body.stream or len(body.content.prompts) != 1:
         raise RequestError("after: only a streaming request with one prompt can be resumed", param=AFTER)
     return StreamPosition(job_id, *map(int, numbers))
 
@@ -76,15 +76,10 @@ def generation_request_of(request: Request, body: ParsedBody) -> GenerationReque
     """
     caller = caller_of(request)
     return GenerationRequest(
-        body.model,
-        body.prompts,
-        body.params,
+        body.content,
         allowed_class(body.priority, caller.highest_class, _limit_of(caller)),
         tenant=caller.tenant,
         terms=caller.metered_terms,
         idempotency_key=idempotency_key_of(request),
         cut_at=stream_position_of(request, body),
-        names=body.names,
-        tool_use=body.tool_use,
-        echoes=body.echoes,
     )

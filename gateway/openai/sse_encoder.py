@@ -5,7 +5,8 @@ The events of one choice differ only in numbers and text, so the rest of the eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
@@ -67,22 +68,47 @@ class StreamState:
         self._cut_at = None
 
 
-class SseEncoder:
-    """Encodes the chunks of one answer as events, for answers that need only the text.
-
-    Encoding raises StreamDivergedError if the log no longer contains the position `cut_at`.
-    """
+class _Encoder(ABC):
+    """Encodes the chunks of one answer as events. Subclasses say how one chunk is encoded."""
 
     def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: StreamPosition | None) -> None:
         """`indices` maps a job id to the index of its prompt. `cut_at`: resume after this position."""
         self._renderer = renderer
         self._indices = indices
         self._progress = StreamState(cut_at)
-        self._frames: dict[tuple[str, int], _Frame | None] = {}
 
     def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
-        """Yield the events of one job's next chunks in parts. A chunk without text or finish reason gives no event."""
-        return _parts_of(batch, self._event_of)
+        """Yield the events of one job's next chunks, joined into parts.
+
+        A part ends at PIECE_BYTES or MAX_EVENTS_OF_PART, which bounds the time and memory for one part.
+        """
+        part, size, cost = list[bytes](), 0, 0
+        for chunk in batch:
+            encoded = self._event_of(chunk)
+            part.append(encoded)
+            size += len(encoded)
+            cost += 1
+            if size >= PIECE_BYTES or cost >= MAX_EVENTS_OF_PART:
+                yield b"".join(part)
+                part, size, cost = [], 0, 0
+        if size:
+            yield b"".join(part)
+
+    @abstractmethod
+    def _event_of(self, chunk: Chunk) -> bytes:
+        """Return the event of the next chunk, or nothing if the caller needs none for it."""
+
+
+class SseEncoder(_Encoder):
+    """Encodes the chunks of one answer as events, for answers that need only the text.
+
+    A chunk without text or finish reason gives no event.
+    Encoding raises StreamDivergedError if the log no longer contains the position `cut_at`.
+    """
+
+    def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: StreamPosition | None) -> None:
+        super().__init__(renderer, indices, cut_at)
+        self._frames: dict[tuple[str, int], _Frame | None] = {}
 
     def _event_of(self, chunk: Chunk) -> bytes:
         if not self._progress.is_new(chunk):
@@ -116,7 +142,7 @@ class SseEncoder:
         return _Frame(head, *parts) if len(rest) == 1 and len(parts) == 2 else None
 
 
-class ParsedSseEncoder:
+class ParsedSseEncoder(_Encoder):
     """Encodes the chunks of one answer whose text is parsed, or which has log-probabilities.
 
     The parser looks for tool calls and reasoning in a chat. A chunk gives an event only for content that the parser
@@ -125,15 +151,9 @@ class ParsedSseEncoder:
 
     def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: StreamPosition | None) -> None:
         """As for SseEncoder. A resumed stream is parsed again from its start to restore the parser's state."""
-        self._renderer = renderer
-        self._indices = indices
-        self._progress = StreamState(cut_at)
+        super().__init__(renderer, indices, cut_at)
         self._readers: dict[tuple[str, int], AnswerReader] = {}
         self._have_called: set[tuple[str, int]] = set()
-
-    def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
-        """Yield the events of one job's next chunks in parts."""
-        return _parts_of(batch, self._event_of)
 
     def _event_of(self, chunk: Chunk) -> bytes:
         index, is_new = self._indices[chunk.job_id], self._progress.is_new(chunk)
@@ -154,24 +174,6 @@ class ParsedSseEncoder:
         if not parsed and finish_reason is None and not chunk.logprobs:
             return None
         return self._renderer.piece(index, chunk.choice, parsed, finish_reason, chunk.logprobs)
-
-
-def _parts_of(batch: Sequence[Chunk], event_of: Callable[[Chunk], bytes]) -> Iterator[bytes]:
-    """Yield the events of chunks, joined into parts.
-
-    A part ends at PIECE_BYTES or MAX_EVENTS_OF_PART, which bounds the time and memory for one part.
-    """
-    part, size, cost = list[bytes](), 0, 0
-    for chunk in batch:
-        encoded = event_of(chunk)
-        part.append(encoded)
-        size += len(encoded)
-        cost += 1
-        if size >= PIECE_BYTES or cost >= MAX_EVENTS_OF_PART:
-            yield b"".join(part)
-            part, size, cost = [], 0, 0
-    if size:
-        yield b"".join(part)
 
 
 def _id_of(chunk: Chunk, progress: StreamState) -> str:

@@ -31,24 +31,37 @@ class StreamPosition:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """A generation request: one job for each prompt, all with the same options."""
+class RequestContent:
+    """What the body of a request asks for, without the caller and the headers."""
 
     model: str
     prompts: Sequence[Prompt]
+    """Each prompt becomes one job."""
     params: SamplingParams
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Maps penstock's field names to the names in the body where they differ. Errors use the latter."""
+    tool_use: ToolUse = NO_TOOLS
+    """The tools that the assistant of a chat may or must call."""
+    echoes: bool = False
+    """Whether the answer begins with the prompt."""
+
+    @property
+    def needs_token_details(self) -> bool:
+        """Whether the answer needs more than text of the tokens: an echo of the prompt, or log-probabilities."""
+        return self.echoes or self.params.logprobs is not None or self.params.prompt_logprobs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A generation request: one job for each prompt, all with the same options."""
+
+    content: RequestContent
     priority: Priority = Priority.STANDARD
     tenant: str = "default"
     terms: Terms = UNLIMITED
     idempotency_key: str | None = None
     cut_at: StreamPosition | None = None
     """The position after which to resume an earlier stream. If set, no job is submitted."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Maps penstock's field names to the caller's where they differ. Errors use the caller's names."""
-    tool_use: ToolUse = NO_TOOLS
-    """The tools that the assistant of a chat may or must call."""
-    echoes: bool = False
-    """Whether the answer begins with the prompt."""
     replay_from_start: bool = False
     """Whether a resumed stream is read from its start, because its later chunks depend on earlier ones."""
 
@@ -57,14 +70,9 @@ class GenerationRequest:
         """The index of the chunk after which to read a log; the chunk at `cut_at` is read again for comparison."""
         return -1 if self.cut_at is None or self.replay_from_start else self.cut_at.index - 1
 
-    @property
-    def needs_token_details(self) -> bool:
-        """Whether the answer needs more than text of the tokens: an echo of the prompt, or log-probabilities."""
-        return self.echoes or self.params.logprobs is not None or self.params.prompt_logprobs is not None
-
     def key_of(self, index: int) -> str | None:
         """Return the idempotency key for the job of the prompt at `index`, or None."""
-        if self.idempotency_key is None or len(self.prompts) == 1:
+        if self.idempotency_key is None or len(self.content.prompts) == 1:
             return self.idempotency_key
         return f"{self.idempotency_key}:{index}"
 
@@ -86,12 +94,12 @@ async def open_jobs(
                 await client.attach(generation.cut_at.job_id, after=generation.read_after, tenant=generation.tenant)
             )
         else:
-            for number, prompt in enumerate(generation.prompts):
+            for number, prompt in enumerate(generation.content.prompts):
                 jobs.append(await _submit(client, generation, number, prompt))
         yield jobs
     except BaseException as error:
         if isinstance(error, PenstockError):
-            rename(error, generation.names)
+            rename(error, generation.content.names)
         is_shared = generation.idempotency_key is not None or generation.cut_at is not None
         is_canceled = isinstance(error, asyncio.CancelledError)
         await _release(jobs, may_resume=is_shared or (is_canceled and has_begun()))
@@ -99,13 +107,14 @@ async def open_jobs(
 
 
 async def _submit(client: AsyncClient, generation: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:
+    content, tool_use = generation.content, generation.content.tool_use
     return await client.submit(
         prompt,
-        model=generation.model,
-        params=generation.params,
-        tools=generation.tool_use.tools,
-        tool_choice=generation.tool_use.choice,
-        parallel_tool_calls=generation.tool_use.parallel,
+        model=content.model,
+        params=content.params,
+        tools=tool_use.tools,
+        tool_choice=tool_use.choice,
+        parallel_tool_calls=tool_use.parallel,
         priority=generation.priority,
         tenant=generation.tenant,
         terms=generation.terms,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from penstock.contract.adapters import AdapterRef
+from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import PenstockError
 from penstock.contract.job import Choice, Priority, SamplingParams, Usage
 from penstock.contract.logprobs import TokenLogprobs
@@ -78,61 +79,19 @@ class Generation:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats(EngineLoad):
     """A snapshot of the engine. Counters grow from its start; times cover the last few hundred steps.
 
     A step's time runs from its submission until its tokens are committed. Then schedule and prepare of the next step
     follow; the output of the first step is made while the next one runs. The five parts of a step are means.
     """
 
-    kv_blocks_total: int
-    kv_blocks_free: int
-    """Device blocks that no sequence holds, cached prefixes included."""
-    kv_blocks_cached: int
-    block_size: int
-    num_running: int
-    num_waiting: int
-    num_preemptions: int
     steps: int
     prefill_tokens: int
     """Prompt tokens computed, recomputed ones included."""
     decode_tokens: int
     """Tokens sampled, without rejected drafts."""
-    step_ms_p50: float
-    step_ms_p99: float
-    prefix_hit_tokens: int
-    """Tokens found in the prefix cache when a sequence was admitted, on device and host."""
-    prefix_lookup_tokens: int = 0
-    """Tokens of all sequences that were admitted without blocks of their own."""
-    swap_hit_tokens: int = 0
-    """Those of `prefix_hit_tokens` that were found on the host."""
-    kv_evictions: int = 0
-    """Cached prefix blocks that the device evicted. The host keeps a copy of each while it has free blocks."""
-    kv_tokens_used: int = 0
-    """Tokens stored in held blocks; shared blocks count once."""
-    swap_blocks_total: int = 0
-    swap_blocks_free: int = 0
-    """Host blocks that no sequence holds, cached prefixes included."""
-    swap_blocks_cached: int = 0
-    swap_evictions: int = 0
-    """Cached prefix blocks that the host evicted."""
-    swapped_out_blocks: int = 0
-    """Blocks copied from the device to the host: of preempted sequences and of evicted prefixes."""
-    swapped_in_blocks: int = 0
-    num_swapped: int = 0
-    """Preempted sequences with their blocks on the host."""
-    num_swaps: int = 0
-    """Preemptions by swapping; the others recompute."""
-    drafted_tokens: int = 0
-    """Drafted tokens that were computed."""
-    accepted_tokens: int = 0
-    """Drafted tokens that were accepted."""
-    num_failed_steps: int = 0
-    num_memory_failures: int = 0
-    """Failed steps that ran out of memory."""
-    max_step_tokens: int = 0
-    """Largest number of tokens in a step; below the configured limit after a step ran out of memory."""
     copied_blocks: int = 0
     """Blocks copied: for forks, swaps, and prefixes that moved between device and host."""
     copy_ms: float = 0.0

@@ -27,7 +27,7 @@ from penstock.contract.logprobs import MAX_LOGPROBS, TokenLogprobs
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import Priority as Priority
 from penstock.contract.structured import StructuredOutputs
-from penstock.contract.tools import MAX_CALLS, CallId, ToolCall, Tools, few_calls
+from penstock.contract.tools import MAX_CALLS, MAX_CALLS_OF_CHAT, CallId, ToolCall, Tools, few_calls
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -181,10 +181,12 @@ class Job(_CheckedInput):
     background: bool = True
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
 
-    @field_validator("messages", mode="before")
+    @field_validator("messages")
     @classmethod
     def _few_calls(cls, value: Any) -> Any:
-        return few_calls(value)
+        # HTTP bodies, batch files and nodes call few_calls themselves, before they validate messages of others.
+        num_calls = sum(len(message.tool_calls) for message in value or ())
+        return value if num_calls <= MAX_CALLS_OF_CHAT else few_calls(value)
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:

@@ -15,6 +15,11 @@ def allowed_class(asked: ClassName | None, highest: ClassName, owner: str) -> Pr
     if asked is None:
         return max(Priority.STANDARD, limit)
     if Priority.of(asked) < limit:
-        message = f"priority {asked!r} is above the highest class of {owner}, which is {highest!r}"
-        raise ForbiddenError(message, code="class_not_allowed", param="priority")
+        raise class_not_allowed(Priority.of(asked), limit, owner)
     return Priority.of(asked)
+
+
+def class_not_allowed(asked: Priority, highest: Priority, owner: str) -> ForbiddenError:
+    """Return the error for a request of a class above the owner's `highest`."""
+    message = f"priority {asked.label!r} is above the highest class of {owner}, which is {highest.label!r}"
+    return ForbiddenError(message, code="class_not_allowed", param="priority")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from penstock.contract.errors import BusyError, PromptTooLongError, UnavailableError
 from penstock.contract.job import MAX_TOKENS_LIMIT, Job
-from penstock.queue.prompts import call_bytes, num_prompt_ids, prompt_bytes
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord
 
 PREDICTED_OUTPUT_TOKENS = 256
@@ -26,6 +25,30 @@ REQUEST_BYTES_PER_TOKEN = 3
 MAX_WAIT_MS = 60_000
 """A job with a longer expected wait is refused, and its caller told when to retry."""
 MIN_RETRY_AFTER_MS = 1_000
+
+
+def num_prompt_ids(job: Job) -> int | None:
+    """Return the number of token ids of a prompt of token ids; None for text."""
+    if job.packed_prompt is not None:
+        return job.packed_prompt.num_tokens
+    return None if job.prompt_token_ids is None else len(job.prompt_token_ids)
+
+
+def prompt_bytes(job: Job) -> int:
+    """Return the UTF-8 bytes of a text prompt or chat, roles included; 0 for a prompt of token ids."""
+    if job.packed_prompt is not None:
+        return job.packed_prompt.num_text_bytes
+    if job.prompt is not None:
+        return len(job.prompt.encode())
+    return sum(len(m.content.encode()) + len(m.role) for m in job.messages or ())
+
+
+def call_bytes(job: Job) -> int:
+    """Return the bytes of the names and arguments of a chat's earlier tool calls."""
+    if job.packed_prompt is not None:
+        return job.packed_prompt.num_tool_bytes
+    calls = (call for message in job.messages or () for call in message.tool_calls)
+    return sum(len(call.name) + len(call.arguments) for call in calls)
 
 
 def tool_bytes(job: Job) -> int:

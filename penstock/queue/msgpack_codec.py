@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import msgpack
@@ -23,9 +24,8 @@ class WireError(PenstockError):
 Pack = Callable[[Any], bytes]
 
 
-def pack(value: Any) -> bytes:
-    """Return the msgpack bytes of a value."""
-    return cast(bytes, msgpack.packb(value, use_bin_type=True))
+pack: Pack = partial(msgpack.packb, use_bin_type=True)
+"""Returns the msgpack bytes of a value."""
 
 
 def new_pack() -> Pack:

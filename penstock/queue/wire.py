@@ -12,6 +12,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.contract.adapters import AdapterRef
+from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, SamplingParams, TokenId, Usage
 from penstock.contract.problems import problem_of
@@ -19,7 +20,6 @@ from penstock.contract.tools import Tools, few_calls
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all, with_members
 from penstock.queue.packed_logprobs import Rows, rows_of
-from penstock.queue.prompts import prompt_fields
 
 VERSION = 1
 
@@ -60,18 +60,10 @@ class PoolRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class NodePressure:
-    """A node's pressure record: KV blocks, sequences and speed. Admission, dashboards and metrics read it."""
+class NodePressure(EngineLoad):
+    """A node's pressure record: the load of its engine, its jobs and its speed. Admission and metrics read it."""
 
     node_id: str
-    block_size: int = 16
-    kv_blocks_total: int = 0
-    kv_blocks_free: int = 0
-    kv_blocks_cached: int = 0
-    kv_tokens_used: int = 0
-    """Tokens stored in the blocks that sequences hold. The difference to those blocks' size is fragmentation."""
-    num_running: int = 0
-    num_waiting: int = 0
     num_jobs: int = 0
     max_num_seqs: int = 0
     kv_tokens_unclaimed: int = 0
@@ -80,35 +72,7 @@ class NodePressure:
     decode_tokens_per_s: float = 0.0
     drain_cost_per_s: float = 0.0
     """Cost, in KV tokens, of the jobs that end per second; a moving average."""
-    step_ms_p50: float = 0.0
-    step_ms_p99: float = 0.0
-    num_preemptions: int = 0
     preemptions_per_s: float = 0.0
-    num_swaps: int = 0
-    """Preemptions that swapped their blocks to host memory; after the others, the KV cache is recomputed."""
-    num_swapped: int = 0
-    """Sequences that are swapped to host memory now."""
-    swap_blocks_total: int = 0
-    swap_blocks_free: int = 0
-    swap_blocks_cached: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    kv_evictions: int = 0
-    """Cached prefix blocks evicted from the device; they move to host memory if it has free blocks."""
-    swap_evictions: int = 0
-    prefix_lookup_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    """Those of `prefix_lookup_tokens` that were found in the cache, on the device or in host memory."""
-    swap_hit_tokens: int = 0
-    """Those of `prefix_hit_tokens` that were found in host memory."""
-    drafted_tokens: int = 0
-    """Draft tokens proposed by speculative decoding."""
-    accepted_tokens: int = 0
-    """Draft tokens accepted by speculative decoding."""
-    num_failed_steps: int = 0
-    num_memory_failures: int = 0
-    max_step_tokens: int = 0
-    """Token limit of a step now; it is lowered after a step ran out of memory."""
     num_steps: int = 0
     mean_batch: float = 0.0
     """Sequences per step, over the steps since the last record."""
@@ -233,20 +197,35 @@ _request_adapter = TypeAdapter(Request)
 
 def encode_request(job: Job) -> bytes:
     """Encode a job's request. The same job gives the same bytes, so their hash identifies the request."""
-    head: dict[str, Any] = {"v": VERSION, "kind": KIND}
-    extras = {"tools": job.tools, "adapter": job.adapter and job.adapter.model_dump()}
-    tail = {name: value for name, value in extras.items() if value is not None}
-    params = job.params.model_dump(exclude_defaults=True)
-    if "logit_bias" in params:
+    fields: dict[str, Any] = {"v": VERSION, "kind": KIND}
+    add_prompt(fields, job)
+    if job.tools is not None:
+        fields["tools"] = job.tools
+    if job.adapter is not None:
+        fields["adapter"] = job.adapter.model_dump()
+    fields["params"] = job.params.model_dump(exclude_defaults=True)
+    if job.params.logit_bias:
         # Decoders accept only strings as map keys.
-        params["logit_bias"] = {str(token): added for token, added in params["logit_bias"].items()}
-    tail["params"] = params
+        fields["params"]["logit_bias"] = {str(token): added for token, added in job.params.logit_bias.items()}
+    data = pack(fields)
     packed = job.packed_prompt
     if packed is None:
-        return pack(head | prompt_fields(job) | tail)
-    # A msgpack map of fewer than 16 members has a one-byte header that counts them.
-    num_members = len(head) + 1 + len(tail)
-    return b"".join((bytes((0x80 | num_members,)), pack(head)[1:], pack(packed.form), packed.data, pack(tail)[1:]))
+        return data
+    # The packed prompt takes the place of the None that follows its name, the third one in the map.
+    at = len(pack({"v": VERSION, "kind": KIND, packed.form: None})) - 1
+    return b"".join((memoryview(data)[:at], packed.data, memoryview(data)[at + 1 :]))
+
+
+def add_prompt(fields: dict[str, Any], job: Job) -> None:
+    """Add the one field of a request that holds the job's prompt; None stands for a packed prompt."""
+    if job.packed_prompt is not None:
+        fields[job.packed_prompt.form] = None
+    elif job.prompt is not None:
+        fields["prompt"] = job.prompt
+    elif job.prompt_token_ids is not None:
+        fields["tokens"] = job.prompt_token_ids
+    else:
+        fields["messages"] = [message.model_dump(exclude_defaults=True) for message in job.messages or ()]
 
 
 def decode_request(data: bytes) -> Request:

@@ -132,21 +132,13 @@ class CachedState(Generic[T]):
             fetch.ended.set()
 
 
-class PoolAdmission:
+class PoolAdmission(CachedState[PoolPressure]):
     """Admission to one pool, by a recent copy of its pressure plus what this process has admitted since."""
 
     def __init__(self, fetch: Callable[[], Awaitable[PoolPressure]]) -> None:
-        self._fetch = fetch
-        self._copy = CachedState(self._read, PRESSURE_TTL_S)
+        super().__init__(self._read, PRESSURE_TTL_S)
+        self._fetch_pressure = fetch
         self._admitted_cost = [0] * NUM_PRIORITIES
-
-    async def pressure(self) -> PoolPressure:
-        """Return the pool's nodes and backlog, at most PRESSURE_TTL_S old."""
-        return await self._copy.get()
-
-    async def recent(self) -> PoolPressure:
-        """Return the pool's nodes and backlog, at most PRESSURE_TTL_S + STALE_S old."""
-        return await self._copy.recent()
 
     async def admit(self, cost: int, priority: Priority) -> None:
         """Return if a job of this cost (KV tokens) may be submitted. Otherwise raise BusyError or UnavailableError."""
@@ -154,15 +146,11 @@ class PoolAdmission:
             self._decide(await self.recent(), cost, priority)
         except BusyError:
             # The copy may be too old to refuse by.
-            self._decide(await self.pressure(), cost, priority)
+            self._decide(await self.get(), cost, priority)
         except UnavailableError:
             # The pool's first node may have joined since.
-            self._decide(await self._copy.renewed(), cost, priority)
+            self._decide(await self.renewed(), cost, priority)
         self._admitted_cost[priority] += cost
-
-    async def close(self) -> None:
-        """Cancel a background fetch."""
-        await self._copy.close()
 
     def _decide(self, pressure: PoolPressure, cost: int, priority: Priority) -> None:
         admitted_since = sum(self._admitted_cost[: priority + 1])
@@ -174,6 +162,6 @@ class PoolAdmission:
             raise
 
     async def _read(self) -> PoolPressure:
-        pressure = await self._fetch()
+        pressure = await self._fetch_pressure()
         self._admitted_cost = [0] * NUM_PRIORITIES
         return pressure

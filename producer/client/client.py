@@ -12,16 +12,16 @@ from typing import Self, Unpack
 from penstock.contract.api_keys import ApiKey
 from penstock.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
-from penstock.contract.rights import allowed_class
+from penstock.contract.priority import Priority
+from penstock.contract.rights import class_not_allowed
 from penstock.contract.terms import Terms
 from penstock.contract.usage import DayUsage
 from penstock.producer.client.cached_state import KEYS_TTL_S, POOLS_TTL_S, CachedState, PoolAdmission
 from penstock.producer.client.dead import DeadLetterBox
 from penstock.producer.client.inbox import ClientInbox
 from penstock.producer.client.job import AsyncJob
-from penstock.producer.client.job_source import JobSource, Submission, submit
+from penstock.producer.client.job_source import JobSource
 from penstock.producer.client.request import Prompt, SubmitOptions, build_job, choose_pool
-from penstock.producer.client.retrying_broker import RetryingBroker
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
@@ -31,7 +31,8 @@ from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.eviction import warn_of_eviction
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pool_stats import StatsBroker
-from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool
+from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission
+from penstock.queue.broker.retry import Retries
 from penstock.queue.broker.usage import UsageBroker
 from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import PoolPressure
@@ -62,17 +63,17 @@ class AsyncClient:
         self._url = without_password(url)
         self._tenant = tenant
         self._terms = Terms(weight=settings.weight, memory_percent=settings.memory_percent)
-        self._highest_class = settings.highest_class
+        self._highest_class = Priority.of(settings.highest_class)
         self._redis = connect(url)
-        producer = ProducerBroker(self._redis)
+        self._broker = ProducerBroker(self._redis)
         self._stats_broker = StatsBroker(self._redis)
         self._usage = UsageBroker(self._redis)
-        self._broker = RetryingBroker(producer, settings.outage_s)
-        self._inbox = ClientInbox(self._redis, producer, settings, self.stats)
-        self._pools = CachedState(lambda: self._broker.call(lambda b: b.pools()), POOLS_TTL_S)
+        self._retries = Retries(settings.outage_s)
+        self._inbox = ClientInbox(self._redis, self._broker, settings, self.stats)
+        self._pools = CachedState(lambda: self._retries.call(self._broker.pools), POOLS_TTL_S)
         keys = KeyStore(self._redis)
-        self._keys = CachedState(lambda: self._broker.call(lambda _: keys.all()), KEYS_TTL_S)
-        self.dead = DeadLetterBox(self._broker, DeadLetters(self._redis), self.submit)
+        self._keys = CachedState(lambda: self._retries.call(keys.all), KEYS_TTL_S)
+        self.dead = DeadLetterBox(self._retries, DeadLetters(self._redis), self.submit)
         self._admissions: dict[str, PoolAdmission] = {}
         self._connecting = asyncio.Lock()
         self._is_closed = False
@@ -85,15 +86,15 @@ class AsyncClient:
         async with self._connecting:
             if self._is_closed:
                 raise UnavailableError("the client was closed: make another one", code="client_closed")
-            if not self._broker.is_open:
+            if not self._retries.is_open:
                 await self._inbox.open()
-                self._broker.is_open = True
+                self._retries.is_open = True
         return self
 
     async def close(self) -> None:
         """End every stream, task and connection of this client. Only `background` jobs continue without a reader."""
         self._is_closed = True
-        self._broker.is_open = False
+        self._retries.is_open = False
         await self._pools.close()
         for admission in self._admissions.values():
             await admission.close()
@@ -109,13 +110,13 @@ class AsyncClient:
         await self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "connected" if self._broker.is_open else "not connected"
+        state = "closed" if self._is_closed else "connected" if self._retries.is_open else "not connected"
         return f"<AsyncClient {self._url} tenant={self._tenant} {state}>"
 
     @property
     def is_alive(self) -> bool:
         """Whether this client is connected and receives chunks. Once this is false, make another client."""
-        return self._broker.is_open and self._inbox.is_running
+        return self._retries.is_open and self._inbox.is_running
 
     async def pools(self, *, renewed: bool = False) -> dict[str, ServedPool]:
         """Return every announced model by pool, at most a second old; pools with a live node come first.
@@ -137,20 +138,19 @@ class AsyncClient:
 
     async def usage(self, tenant: str, account: str, days: int) -> list[DayUsage]:
         """Return the tokens that a tenant's account used on each of the last `days`, in all pools."""
-        return await self._broker.call(lambda _: self._usage.of(tenant, account, days))
+        return await self._retries.call(lambda: self._usage.of(tenant, account, days))
 
     async def all_usage(self, days: int) -> list[DayUsage]:
         """Return the tokens that all tenants and accounts used on each of the last `days`, in all pools."""
-        return await self._broker.call(lambda _: self._usage.all(days))
+        return await self._retries.call(lambda: self._usage.all(days))
 
     async def figures(self) -> tuple[list[PoolStats], tuple[int, int]]:
         """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
-        stats = await self._broker.call(lambda _: self._stats_broker.all())
-        return stats, await self._broker.call(lambda _: self._stats_broker.memory())
+        return await self._retries.call(self._stats_broker.all), await self._retries.call(self._stats_broker.memory)
 
     async def pressure(self, pool: str) -> PoolPressure:
         """Return a pool's live nodes and backlog, at most a quarter of a second old."""
-        return await self._admission_to(pool).pressure()
+        return await self._admission_to(pool).get()
 
     @with_options
     async def submit(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncJob:
@@ -161,7 +161,7 @@ class AsyncClient:
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
-        self._broker.require_open()
+        self._retries.require_open()
         record = await self._choose(options)
         tools = options.get("tools")
         if isinstance(tools, str) and len(tools) > MAX_TOOLS_CHARS_ON_LOOP:
@@ -169,14 +169,14 @@ class AsyncClient:
             job = await asyncio.to_thread(build_job, prompt, options, record, self._tenant)
         else:
             job = build_job(prompt, options, record, self._tenant)
-        allowed_class(job.priority.label, self._highest_class, "this client (highest_class)")
-        admission = self._admission_to(job.pool)
+        if job.priority < self._highest_class:
+            raise class_not_allowed(job.priority, self._highest_class, "this client (highest_class)")
+        admission = self._admission_to(record.pool)
         cost = estimate_cost(job, record, (await admission.recent()).nodes)
-        await self._broker.call(lambda _: self._inbox.ensure_heartbeat(job.pool))
+        await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
         await admission.admit(cost, job.priority)
-        return await self._enqueue(
-            Submission(job, cost, options.get("channel", False), options.get("terms") or self._terms)
-        )
+        channel, terms = options.get("channel", False), options.get("terms") or self._terms
+        return await self._enqueue(Submission(job, cost, channel, terms))
 
     @with_options
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
@@ -228,27 +228,29 @@ class AsyncClient:
     def _source(self, job_id: str, tenant: str | None, submission: Submission | None = None) -> JobSource:
         if not is_job_id(job_id):
             raise NotFoundError(f"no job {job_id[:100]!r}", code="job_not_found")
-        return JobSource(self._broker, self._inbox, job_id, tenant or self._tenant, submission)
+        return JobSource(self._broker, self._retries, self._inbox, job_id, tenant or self._tenant, submission)
 
     def _admission_to(self, pool: str) -> PoolAdmission:
         admission = self._admissions.get(pool)
         if admission is None:
-            admission = self._admissions[pool] = PoolAdmission(lambda: self._broker.call(lambda b: b.pressure(pool)))
+            admission = self._admissions[pool] = PoolAdmission(
+                lambda: self._retries.call(lambda: self._broker.pressure(pool))
+            )
         return admission
 
     async def _enqueue(self, submission: Submission) -> AsyncJob:
-        job = submission.job
-        source = self._source(job.id, job.tenant, submission)
-        box = self._inbox.open_box(source.feed)
+        job, feed = submission.job, self._inbox.feed(submission.job.id)
+        # Chunks may arrive before the answer, so the first reader's mailbox opens before the call.
+        box = self._inbox.open_box(feed)
         try:
-            submitted = await submit(self._broker, self._inbox.name, submission)
+            submitted = await self._retries.call(lambda: self._broker.submit(submission, self._inbox.name))
         except BaseException:
-            self._inbox.close_box(source.feed, box)
+            self._inbox.close_box(feed, box)
             raise
         if submitted.job_id != job.id:
-            self._inbox.close_box(source.feed, box)
+            self._inbox.close_box(feed, box)
             known = replace(submission, job=job.model_copy(update={"id": submitted.job_id}))
             return AsyncJob(self._source(submitted.job_id, job.tenant, known), self._inbox)
         if submitted.existed or not submitted.pushed:
             box.nudge()
-        return AsyncJob(source, self._inbox, first_box=box)
+        return AsyncJob(self._source(job.id, job.tenant, submission), self._inbox, first_box=box)

@@ -7,32 +7,30 @@ from collections.abc import Awaitable, Callable, Sequence
 from penstock.contract.job import pool_of
 from penstock.contract.terms import Terms
 from penstock.producer.client.job import AsyncJob
-from penstock.producer.client.retrying_broker import RetryingBroker
 from penstock.queue.broker.dead_letters import DeadLetter, DeadLetters
+from penstock.queue.broker.retry import Retries
 from penstock.queue.wire import Request
 
 
 class DeadLetterBox:
     """A client's access to the dead letters of all pools, as `AsyncClient.dead`."""
 
-    def __init__(
-        self, broker: RetryingBroker, letters: DeadLetters, submit: Callable[..., Awaitable[AsyncJob]]
-    ) -> None:
-        self._broker = broker
+    def __init__(self, retries: Retries, letters: DeadLetters, submit: Callable[..., Awaitable[AsyncJob]]) -> None:
+        self._retries = retries
         self._letters = letters
         self._submit = submit
 
     async def newest(self, pool: str, limit: int = 100) -> list[DeadLetter]:
         """Return up to `limit` dead letters of a pool, the newest first."""
-        return await self._broker.call(lambda _: self._letters.newest(pool, limit))
+        return await self._retries.call(lambda: self._letters.newest(pool, limit))
 
     async def get(self, job_id: str) -> DeadLetter:
         """Return one dead letter. Raises NotFoundError."""
-        return await self._broker.call(lambda _: self._letters.get(job_id))
+        return await self._retries.call(lambda: self._letters.get(job_id))
 
     async def request(self, job_id: str) -> Request:
         """Return the request of a dead letter. Raises NotFoundError."""
-        return await self._broker.call(lambda _: self._letters.request(job_id))
+        return await self._retries.call(lambda: self._letters.request(job_id))
 
     async def retry(self, job_id: str) -> AsyncJob:
         """Submit a dead letter's request as a new job for the same tenant, and purge the letter.
@@ -57,4 +55,4 @@ class DeadLetterBox:
 
     async def purge(self, job_ids: Sequence[str]) -> int:
         """Delete dead letters and their requests; return how many there were."""
-        return await self._broker.call(lambda _: self._letters.purge(job_ids))
+        return await self._retries.call(lambda: self._letters.purge(job_ids))

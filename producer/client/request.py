@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import uuid_utils
 from pydantic import ValidationError
@@ -13,15 +13,16 @@ from pydantic import ValidationError
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
 from penstock.contract.job import MAX_DEADLINE_S, Job, Message, Priority, SamplingParams, pool_of
-from penstock.contract.packed_prompt import PackedPrompt
+from penstock.contract.packed_prompt import PackedPrompt, PromptField
 from penstock.contract.problems import request_error
 from penstock.contract.sampling_options import SamplingOptions
 from penstock.contract.terms import Terms
 from penstock.contract.tools import ToolChoice
 from penstock.producer.client.tool_use import with_choice
+from penstock.queue.admission import call_bytes, num_prompt_ids, prompt_bytes
 from penstock.queue.broker.producer import ServedPool
-from penstock.queue.prompts import pack_prompt
-from penstock.queue.wire import PoolRecord
+from penstock.queue.msgpack_codec import pack
+from penstock.queue.wire import PoolRecord, add_prompt
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPrompt
 """Text, token ids, the messages of a chat, or any of these packed by `pack_prompt_of`."""
@@ -141,15 +142,23 @@ def build_job(prompt: Prompt, options: SubmitOptions, record: PoolRecord, tenant
     except ValidationError as error:
         raise request_error(error, _ARGUMENT_OF) from error
     choice, parallel = options.get("tool_choice", "auto"), options.get("parallel_tool_calls", True)
+    if job.tools is None and choice == "auto":
+        return job
     return with_choice(job, choice, parallel=parallel, record=record)
 
 
 def pack_prompt_of(prompt: Prompt) -> PackedPrompt:
     """Check a prompt as a job's prompt, and pack it. Raises RequestError with the name of the wrong field."""
     try:
-        return pack_prompt(Job(id=_ANY_ID, **_prompt_field(prompt)))
+        job = Job(id=_ANY_ID, **_prompt_field(prompt))
     except ValidationError as error:
         raise request_error(error, _ARGUMENT_OF) from error
+    if job.packed_prompt is not None:
+        return job.packed_prompt
+    fields: dict[str, Any] = {}
+    add_prompt(fields, job)
+    ((name, value),) = fields.items()
+    return PackedPrompt(cast(PromptField, name), pack(value), prompt_bytes(job), num_prompt_ids(job), call_bytes(job))
 
 
 def _adapter_of(options: SubmitOptions, record: PoolRecord) -> AdapterRef | None:

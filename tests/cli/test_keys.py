@@ -15,6 +15,7 @@ from penstock.contract.terms import Terms
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.node import Emission
+from penstock.queue.broker.producer import Submission
 
 
 def keys(redis_url: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +58,7 @@ async def use(redis_url: str) -> None:
     async with connect(redis_url) as redis:
         queue = Queue(redis)
         node = await queue.node()
-        await queue.producer.submit(new_job(tenant="acme"), cost=1, terms=Terms(account="k1"))
+        await queue.producer.submit(Submission(new_job(tenant="acme"), 1, terms=Terms(account="k1")))
         taken = await node.take_one()
         last = Emission(taken.job_id, taken.lease, 0, ())
         await node.broker.finish(last, Outcome("done"), b"result", usage=Usage(11, 7, 4))

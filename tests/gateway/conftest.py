@@ -148,7 +148,16 @@ class EchoEngine:
 
     def stats(self) -> EngineStats:
         total = self.num_kv_tokens // 16
-        return EngineStats(total, total, 0, 16, len(self._live), 0, 0, self._num_steps, 0, 0, 1.0, 1.0, 0)
+        return EngineStats(
+            kv_blocks_total=total,
+            kv_blocks_free=total,
+            num_running=len(self._live),
+            steps=self._num_steps,
+            prefill_tokens=0,
+            decode_tokens=0,
+            step_ms_p50=1.0,
+            step_ms_p99=1.0,
+        )
 
 
 class Stack:

@@ -22,7 +22,7 @@ from penstock.gateway.openai.sse_encoder import SseEncoder
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 from penstock.gateway.stream.flow import batches_of
-from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
+from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
 from penstock.producer.openai.parsed_text import ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
@@ -211,7 +211,7 @@ class FakeClient:
 @pytest.mark.parametrize(("key", "call"), [(None, "cancel"), ("again", "detach")])
 async def test_jobs_with_an_idempotency_key_may_be_anothers_and_are_left_not_cancelled(error, key, call):
     client = FakeClient(error)
-    order = GenerationRequest("m", ["a", "b"], SamplingParams(), idempotency_key=key)
+    order = GenerationRequest(RequestContent("m", ["a", "b"], SamplingParams()), idempotency_key=key)
     with pytest.raises(type(error)):
         async with open_jobs(client, order):
             pass

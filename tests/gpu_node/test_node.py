@@ -33,7 +33,7 @@ from penstock.queue import keys
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.node import NodeBroker
-from penstock.queue.broker.producer import JobStatus, ProducerBroker
+from penstock.queue.broker.producer import JobStatus, ProducerBroker, Submission
 from penstock.queue.broker.usage import UsageBroker
 
 POOL = "ref"
@@ -78,7 +78,7 @@ async def test_jobs_come_back_token_exact_and_leave_nothing_behind(
     async with running(redis_url, ReferenceEngine(step_s=0.001)) as node:
         jobs = [new_job(f"prompt {i}", n=1 + i % 3) for i in range(40)]
         for job in jobs:
-            await broker.submit(job, cost=50)
+            await broker.submit(Submission(job, 50))
         for job in jobs:
             result = await ended(broker, job)
             assert result.outcome.state == "done"
@@ -97,7 +97,7 @@ async def test_a_node_takes_only_what_its_kv_cache_can_hold(redis_url: str, brok
     async with running(redis_url, engine) as node:
         jobs = [new_job("0123456789", max_tokens=30) for _ in range(20)]
         for job in jobs:
-            await broker.submit(job, cost=40)
+            await broker.submit(Submission(job, 40))
         largest = 0
         for job in jobs:
             while (await broker.status(job.id, "default")).outcome is None:
@@ -112,7 +112,7 @@ async def test_a_running_job_is_cancelled_within_a_step_and_keeps_what_it_has(
 ) -> None:
     async with running(redis_url, ReferenceEngine(step_s=0.005)):
         job = new_job(max_tokens=2000)
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
         await until(broker, job, lambda status: status.num_chunks > 5)
         assert await broker.cancel(job.id, "default") == "running"
         result = await ended(broker, job)
@@ -125,7 +125,7 @@ async def test_a_running_job_is_cancelled_within_a_step_and_keeps_what_it_has(
 async def test_a_job_whose_deadline_passes_while_it_runs_expires(redis_url: str, broker: ProducerBroker) -> None:
     async with running(redis_url, ReferenceEngine(step_s=0.005)):
         job = new_job(max_tokens=4000).model_copy(update={"deadline_ms": 200})
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
         assert (await ended(broker, job)).outcome.state == "expired"
 
 
@@ -136,9 +136,9 @@ async def test_a_deadline_ends_a_job_that_the_engine_has_not_begun(
     monkeypatch.setattr(heartbeat, "BEATS_PER_CHECK", 1 << 30)
     async with running(redis_url, ReferenceEngine(step_s=0.01, max_num_seqs=1), drain_s=0):
         first, behind = new_job(max_tokens=4000), new_job().model_copy(update={"deadline_ms": 500})
-        await broker.submit(first, cost=50)
+        await broker.submit(Submission(first, 50))
         await until(broker, first, lambda status: status.num_chunks > 0)
-        await broker.submit(behind, cost=50)
+        await broker.submit(Submission(behind, 50))
         result = await ended(broker, behind)
         assert (result.outcome.state, result.outcome.code) == ("expired", "deadline_exceeded")
         assert result.taken_ms > 0
@@ -148,8 +148,8 @@ async def test_a_deadline_ends_a_job_that_the_engine_has_not_begun(
 async def test_a_prompt_too_long_fails_by_name_and_the_node_goes_on(redis_url: str, broker: ProducerBroker) -> None:
     async with running(redis_url, ReferenceEngine()):
         bad, good = new_job("x" * 5000), new_job()
-        await broker.submit(bad, cost=50)
-        await broker.submit(good, cost=50)
+        await broker.submit(Submission(bad, 50))
+        await broker.submit(Submission(good, 50))
         outcome = (await ended(broker, bad)).outcome
         assert (outcome.state, outcome.code, outcome.param) == ("failed", "context_length_exceeded", "prompt")
         assert (await ended(broker, good)).outcome.state == "done"
@@ -160,7 +160,7 @@ async def test_a_request_that_is_not_one_fails_alone(redis_url: str, redis: Redi
     async with running(redis_url, ReferenceEngine()):
         pass  # the pool exists from now on
     for job in (bad, good):
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
     await redis.set(keys.request(bad.id), b"\xc1 nonsense")
     async with running(redis_url, ReferenceEngine()):
         outcome = (await ended(broker, bad)).outcome
@@ -174,7 +174,7 @@ async def test_a_drained_node_gives_back_and_the_next_one_goes_on_token_exact(
     caplog.set_level("INFO")
     job = new_job(max_tokens=300, n=2, logprobs=2, prompt_logprobs=1)
     async with running(redis_url, ReferenceEngine(step_s=0.005), drain_s=0.05):
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
         await until(broker, job, lambda status: status.num_chunks > 10)
     status = await broker.status(job.id, "default")
     assert (status.state, status.losses, status.preemptions) == ("queued", 0, 1)
@@ -200,7 +200,7 @@ async def test_a_job_cancelled_before_its_new_node_has_read_its_log_contradicts_
 
     monkeypatch.setattr(NodeBroker, "log", read_late)
     async with running(redis_url, ReferenceEngine(step_s=0.005), drain_s=0.0):
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
         await until(broker, job, lambda status: status.num_chunks > 5)
     async with running(redis_url, ReferenceEngine(step_s=0.005)):
         await until(broker, job, lambda status: status.state == "running")
@@ -213,7 +213,7 @@ async def test_a_job_cancelled_before_its_new_node_has_read_its_log_contradicts_
 async def test_a_second_stop_ends_the_grace_time(redis_url: str, broker: ProducerBroker) -> None:
     job = new_job(max_tokens=4000)
     async with running(redis_url, ReferenceEngine(step_s=0.01), drain_s=600) as node:
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
         await until(broker, job, lambda status: status.num_chunks > 2)
         node.stop()
     assert (await broker.status(job.id, "default")).state == "queued"
@@ -231,7 +231,7 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(
     job = new_job(max_tokens=100)
     with pytest.raises(ExceptionGroup) as caught:
         async with running(redis_url, DyingEngine(step_s=0.005), lease_ms=3000) as node:
-            await broker.submit(job, cost=50)
+            await broker.submit(Submission(job, 50))
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.wait((asyncio.wrap_future(node._worker.stopped),))
     assert caught.group_contains(RuntimeError, match="the device is gone")
@@ -276,7 +276,7 @@ async def test_a_job_that_kills_its_nodes_is_found_out_and_those_beside_it_come_
         serving = asyncio.create_task(node.run(ready))
         await asyncio.wait_for(ready.wait(), PATIENCE_S)
         if not num_dead:
-            await asyncio.gather(*(broker.submit(job, cost=50) for job in (poison, *others)))
+            await asyncio.gather(*(broker.submit(Submission(job, 50)) for job in (poison, *others)))
         waiting = asyncio.create_task(all_ended())
         await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
@@ -307,7 +307,7 @@ async def test_while_redis_is_away_steps_pile_up_and_arrive_as_few_chunks(
 ) -> None:
     job, engine = new_job(max_tokens=600), ReferenceEngine(step_s=0.002)
     async with running(redis_url, engine):
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
         await until(broker, job, lambda status: status.num_chunks > 5)
         await redis.client_pause(60_000, all=False)
         paused_at = len(engine.batches)
@@ -327,7 +327,7 @@ async def test_the_more_streams_the_less_often_their_tokens_leave(redis_url: str
         for num_jobs in (32, 1):
             jobs = [new_job(max_tokens=60) for _ in range(num_jobs)]
             for job in jobs:
-                await broker.submit(job, cost=50)
+                await broker.submit(Submission(job, 50))
             results = [await ended(broker, job) for job in jobs]
             for job, result in zip(jobs, results, strict=True):
                 assert list(result.choices[0].token_ids) == expected(job)
@@ -340,7 +340,7 @@ async def test_a_node_believed_dead_drops_its_jobs_and_comes_back(
 ) -> None:
     job = new_job(max_tokens=400)
     async with running(redis_url, ReferenceEngine(step_s=0.005), lease_ms=3000) as node:
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
         await until(broker, job, lambda status: status.num_chunks > 5)
         # As sweep does it: the job is queued again, the node's score is gone.
         await redis.zadd(keys.nodes(POOL), {node.node_id: 1})
@@ -362,7 +362,7 @@ async def test_one_message_a_step_carries_the_whole_batch(redis_url: str, redis:
         await inbox.subscribe(keys.inbox_channel("me"))
         jobs = [new_job(max_tokens=40) for _ in range(16)]
         for job in jobs:
-            await broker.submit(job, cost=50, inbox="me")
+            await broker.submit(Submission(job, 50), inbox="me")
         await ended(broker, jobs[-1])
         messages = 0
         while (message := await inbox.get_message(ignore_subscribe_messages=True, timeout=0.2)) is not None:
@@ -378,7 +378,7 @@ async def test_arrivals_join_the_batch_together_not_one_a_step(redis_url: str, b
         pass  # the pool exists from now on, and all of them wait when a node comes
     jobs = [new_job(max_tokens=30) for _ in range(32)]
     for job in jobs:
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
     async with running(redis_url, engine):
         for job in jobs:
             await ended(broker, job)
@@ -407,7 +407,7 @@ async def test_an_engine_that_hangs_ends_the_node_and_its_jobs_move(redis_url: s
     job = new_job(max_tokens=100)
     with pytest.raises(ExceptionGroup) as caught:
         async with running(redis_url, HangingEngine(step_s=0.005), stall_after_s=0.5) as node:
-            await broker.submit(job, cost=50)
+            await broker.submit(Submission(job, 50))
             await until(broker, job, lambda status: status.num_chunks >= 2)
             await asyncio.sleep(3)
             assert node.ledger.job_ids == [job.id]
@@ -433,9 +433,9 @@ async def test_a_hang_counts_as_a_loss_of_the_jobs_in_the_hung_step_alone(
     with pytest.raises(ExceptionGroup):
         engine = HangingEngine(step_s=0.005, max_num_seqs=1)
         async with running(redis_url, engine, stall_after_s=0.5, max_num_seqs=2) as node:
-            await broker.submit(hung, cost=50)
+            await broker.submit(Submission(hung, 50))
             await until(broker, hung, lambda status: status.num_chunks >= 1)
-            await broker.submit(bystander, cost=50)
+            await broker.submit(Submission(bystander, 50))
             await asyncio.sleep(3)
             assert set(node.ledger.job_ids) == {hung.id, bystander.id}
     release.set()
@@ -457,7 +457,7 @@ async def test_an_engine_that_answers_but_makes_no_step_ends_the_node(redis_url:
 
     with pytest.raises(ExceptionGroup) as caught:
         async with running(redis_url, StuckEngine(step_s=0.005), stall_after_s=0.5) as node:
-            await broker.submit(new_job(max_tokens=100), cost=50)
+            await broker.submit(Submission(new_job(max_tokens=100), 50))
             await asyncio.wrap_future(node._worker.stopped)
     assert caught.group_contains(InvariantError, match="has made no step")
 
@@ -475,8 +475,8 @@ async def test_what_a_library_raises_at_one_prompt_concerns_that_job_alone(
     engine.tokenizer.encode = encode  # type: ignore[method-assign]
     async with running(redis_url, engine):
         bad, good = new_job("poison"), new_job()
-        await broker.submit(bad, cost=50)
-        await broker.submit(good, cost=50)
+        await broker.submit(Submission(bad, 50))
+        await broker.submit(Submission(good, 50))
         outcome = (await ended(broker, bad)).outcome
         assert (outcome.state, outcome.code) == ("failed", "internal_error")
         assert (await ended(broker, good)).outcome.state == "done"
@@ -495,7 +495,7 @@ async def test_a_stop_while_prompts_are_read_gives_them_back_at_once(redis_url: 
     jobs = [new_job("hello " * MAX_CHARS_ON_LOOP, max_tokens=3000) for _ in range(4)]
     async with running(redis_url, engine, drain_s=0.3):
         for job in jobs:
-            await broker.submit(job, cost=50)
+            await broker.submit(Submission(job, 50))
         await asyncio.to_thread(reading.wait)
     states = [await broker.status(job.id, "default") for job in jobs]
     assert {(status.state, status.losses) for status in states} == {("queued", 0)}
@@ -507,7 +507,7 @@ async def test_a_job_that_cannot_be_started_ends_and_the_node_goes_on(redis_url:
     bad, good = new_job("bad"), new_job("good")
     async with running(redis_url, engine):
         for job in (bad, good):
-            await broker.submit(job, cost=50)
+            await broker.submit(Submission(job, 50))
         outcome = (await ended(broker, bad)).outcome
         assert (outcome.state, outcome.code) == ("failed", "internal_error")
         assert list((await ended(broker, good)).choices[0].token_ids) == expected(good)
@@ -528,7 +528,7 @@ async def test_a_job_does_not_wait_for_the_long_prompt_of_one_that_was_taken_wit
         node.stop()
     long, short = new_job("hello " * MAX_CHARS_ON_LOOP), new_job("short")
     for job in (long, short):
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
     async with running(redis_url, engine):
         assert list((await ended(broker, short)).choices[0].token_ids) == expected(short)
         assert (await broker.status(long.id, "default")).state == "running"
@@ -548,7 +548,7 @@ async def test_a_chat_that_is_long_by_its_calls_is_read_beside_the_loop(redis_ur
     turns = Message(role="user", content="hi"), Message(role="assistant", content="", tool_calls=(call,))
     job = Job(id=f"{POOL}.{uuid7()}", messages=turns, params=SamplingParams(max_tokens=5))
     async with running(redis_url, engine):
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
         assert (await ended(broker, job)).outcome.state == "done"
     assert threading.main_thread() not in readers
     assert len(readers) == 1
@@ -571,10 +571,10 @@ async def test_long_prompts_that_come_together_are_tokenized_side_by_side(
     engine.tokenizer.encode = encode  # type: ignore[method-assign]
     first, *others = (new_job(f"{name} " * MAX_CHARS_ON_LOOP) for name in ("first", "second", "third"))
     async with running(redis_url, engine):
-        await broker.submit(first, cost=50)
+        await broker.submit(Submission(first, 50))
         await asyncio.to_thread(reading.wait, PATIENCE_S)
         for job in others:
-            await broker.submit(job, cost=50)
+            await broker.submit(Submission(job, 50))
         may_go_on.set()
         states = [(await until(broker, job, lambda status: status.outcome is not None)).state for job in others]
     assert states == ["done", "done"]
@@ -605,7 +605,7 @@ async def test_a_choice_the_model_failed_at_fails_the_job_whichever_ends_last(
 
     async with running(redis_url, FailingEngine(step_s=0.002)):
         job = new_job(n=2, max_tokens=10)
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
         result = await ended(broker, job)
     assert (result.outcome.state, result.outcome.code) == ("failed", "model_error")
     assert [c.finish_reason for c in result.choices] == ["error", "length"]
@@ -619,7 +619,7 @@ async def test_the_drain_rate_counts_whole_jobs_in_the_backlog_s_measure(
         jobs = [new_job("0123456789", max_tokens=30) for _ in range(40)]
         started_s = clock()
         for job in jobs:
-            await broker.submit(job, cost=cost)
+            await broker.submit(Submission(job, cost))
         for job in jobs[:-4]:
             await ended(broker, job)
         true_rate = 36 * cost / (clock() - started_s)

@@ -25,7 +25,7 @@ from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.node import Node
 from penstock.queue import keys
 from penstock.queue.broker.node import Taken
-from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.policy import HOLD_MS
 
 POOL = "ref"
@@ -80,7 +80,7 @@ async def test_class_tenant_and_weight_reach_the_engine(redis_url: str, broker: 
     engine = ReferenceEngine()
     async with running(redis_url, engine):
         for job, weight in ((new_job(Priority.BATCH, "a"), 1.0), (new_job(Priority.INTERACTIVE, "b"), 0.3)):
-            await broker.submit(job, cost=40, terms=Terms(weight=weight))
+            await broker.submit(Submission(job, 40, terms=Terms(weight=weight)))
             await until(broker, job, "done")
     assert list(engine.callers) == [(2, "a", 1.0), (0, "b", 0.3)]
 
@@ -93,10 +93,10 @@ async def test_an_interactive_job_finds_room_where_batch_jobs_hold_it_all(
     async with running(redis_url, engine, scheduling_policy=policy, drain_s=0):
         batch = [new_job(Priority.BATCH, max_tokens=2000) for _ in range(4)]
         for job in batch:
-            await broker.submit(job, cost=160)
+            await broker.submit(Submission(job, 160))
         await until(broker, batch[0], "running", 1)
         urgent = new_job(Priority.INTERACTIVE)
-        await broker.submit(urgent, cost=40)
+        await broker.submit(Submission(urgent, 40))
         if finds_room:
             await until(broker, urgent, "done")
             assert (await broker.status(batch[0].id, "default")).state == "running"
@@ -115,9 +115,9 @@ async def test_a_full_engine_serves_an_interactive_job_at_once_and_nobodys_token
     urgent = new_job(Priority.INTERACTIVE)
     async with running(redis_url, engine, lease_ms=15_000) as node:
         for job in batch:
-            await broker.submit(job, cost=60)
+            await broker.submit(Submission(job, 60))
         await until(broker, batch[0], "running", 4)
-        await broker.submit(urgent, cost=60)
+        await broker.submit(Submission(urgent, 60))
         await until(broker, urgent, "done")
         assert "running" in {(await broker.status(job.id, "default")).state for job in batch}
         pace.step_s = 0.0
@@ -137,7 +137,7 @@ async def test_a_job_larger_than_its_nodes_whole_cache_runs_there_by_turns(
     """So no job that a pool accepts is too large for all of its nodes."""
     job = new_job(Priority.STANDARD, max_tokens=120, n=8, temperature=0.9)
     async with running(redis_url, make_engine(**NATIVE, num_kv_blocks=20, max_model_len=256), lease_ms=15_000):
-        await broker.submit(job, cost=8 * 130)
+        await broker.submit(Submission(job, 8 * 130))
         await until(broker, job, "done")
     assert by_choice(await broker.log(job.id, 0, 2000)) == by_choice_alone(make_engine(**NATIVE), job)
 
@@ -151,10 +151,10 @@ async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobody
     patient = new_job(Priority.BATCH, max_tokens=200, temperature=0.9, n=2)
     urgent = [new_job(Priority.INTERACTIVE, max_tokens=150) for _ in range(2)]
     async with running(redis_url, crowded, lease_ms=15_000) as node:
-        await broker.submit(patient, cost=60)
+        await broker.submit(Submission(patient, 60))
         await until(broker, patient, "running", 4)
         for job in urgent:
-            await broker.submit(job, cost=60)
+            await broker.submit(Submission(job, 60))
             await until(broker, job, "running", 1)
         async with running(redis_url, roomy, lease_ms=15_000) as other:
             while not len(other.ledger):
@@ -192,7 +192,7 @@ async def test_without_a_node_that_has_room_nobody_is_sent_away(redis_url: str, 
         pass  # the pool exists from now on, and all of them wait when a node comes
     batch = [new_job(Priority.BATCH, max_tokens=100) for _ in range(4)]
     for job in batch:
-        await broker.submit(job, cost=40)
+        await broker.submit(Submission(job, 40))
     engine = CrowdedEngine(kv_tokens=160)
     async with running(redis_url, engine, drain_s=0) as node:
         for job in batch:
@@ -231,11 +231,11 @@ class ThirstyEngine(ReferenceEngine):
 async def test_a_tenant_pays_for_what_the_engine_measured(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
     async with running(redis_url, ThirstyEngine()):
         job, next_job = [new_job(Priority.STANDARD, "payer", n=3) for _ in range(2)]
-        await broker.submit(job, cost=40)
+        await broker.submit(Submission(job, 40))
         await until(broker, job, "done")
         owed = await cast(Any, redis.zscore(f"{keys.prefix(POOL)}:debt:1", "payer"))
         assert 3e6 <= owed <= 3e6 + 1
-        await broker.submit(next_job, cost=40)
+        await broker.submit(Submission(next_job, 40))
         await until(broker, next_job, "done")
     charge = float(await cast(Any, redis.hget(keys.job(next_job.id), "charge")))
     assert charge > 2 * 40 * HOLD_MS, "the first one taught the node how long it holds a token of cost"
@@ -246,7 +246,7 @@ async def test_a_node_tells_how_long_outputs_are(redis_url: str, broker: Produce
     async with running(redis_url, ReferenceEngine()) as node:
         for _ in range(30):
             job = new_job(Priority.STANDARD, max_tokens=20)
-            await broker.submit(job, cost=40)
+            await broker.submit(Submission(job, 40))
             await until(broker, job, "done")
         wanted = (len(job.prompt or "").bit_length(), (20).bit_length(), 20)
         while wanted not in (await broker.pressure(POOL)).nodes[0].predicted_outputs:

@@ -13,7 +13,7 @@ from uuid_utils import uuid7
 from penstock.contract.job import Job
 from penstock.gpu_node.job_intake import MAX_CHARS_ON_LOOP
 from penstock.gpu_node.threads import Threads
-from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.producer import ProducerBroker, Submission
 
 
 async def test_a_call_answers_or_raises_on_a_thread_of_its_own() -> None:
@@ -46,7 +46,7 @@ async def test_a_prompt_at_which_the_tokenizer_hangs_is_given_back_and_keeps_no_
     broker = ProducerBroker(redis)
     with NodeProcess(redis_url, pool="hung", drain_s=0.1, tokenizer_hangs=True) as node:
         job = Job(id=f"hung.{uuid7()}", prompt="x" * (MAX_CHARS_ON_LOOP + 1))
-        await broker.submit(job, cost=50)
+        await broker.submit(Submission(job, 50))
         await asyncio.to_thread(node.wait_event, "hangs")
         assert await asyncio.to_thread(node.stop) == 0
     assert (await broker.status(job.id, "default")).state == "queued"

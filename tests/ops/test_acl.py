@@ -30,7 +30,7 @@ from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pool_stats import StatsBroker
-from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.runtime.embedded_redis import find_redis_server
 from tests.source_tree import ROOT
 
@@ -134,8 +134,8 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
     producer, node = ProducerBroker(clients["gateway"]), FakeNode(clients["node"], "n1", "r1")
     await node.join()
     await node.beat([])
-    job_id = (await producer.submit(new_job(idempotency_key="k"), cost=10, inbox="me")).job_id
-    returned = await producer.submit(new_job(prompt="other"), cost=10, inbox="me")
+    job_id = (await producer.submit(Submission(new_job(idempotency_key="k"), 10), inbox="me")).job_id
+    returned = await producer.submit(Submission(new_job(prompt="other"), 10), inbox="me")
     first, second = (await node.take()).jobs
     assert await node.emit(first, 0, 2) == "OK"
     assert await node.give_back(second) == "OK"
@@ -303,7 +303,7 @@ def test_api_keys_are_the_gateways_and_the_operators(server: Path) -> None:
 async def test_what_no_rule_stops(server: Path, clients: dict[str, Redis]) -> None:
     """Rules see commands, keys and channels, not which script runs: processes with a role trust each other."""
     await FakeNode(clients["node"], "n1", "r1").join(**SCHEMA)
-    job_id = (await ProducerBroker(clients["gateway"]).submit(new_job(tenant="acme"), cost=1)).job_id
+    job_id = (await ProducerBroker(clients["gateway"]).submit(Submission(new_job(tenant="acme"), 1))).job_id
     # A node may write over any job of its pools, or make one up; so may a gateway.
     for role in RUNS:
         assert may(server, role, *EVAL, "HSET", keys.job(job_id), "tenant", "rival")

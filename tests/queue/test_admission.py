@@ -22,8 +22,8 @@ from penstock.queue.admission import (
     decide,
     estimate_bytes,
     estimate_cost,
+    prompt_bytes,
 )
-from penstock.queue.prompts import prompt_bytes
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord, encode_chunk
 
 RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)

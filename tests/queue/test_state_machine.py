@@ -36,6 +36,7 @@ from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.node import Emission, LeaseLostError, Taken
+from penstock.queue.broker.producer import Submission
 from penstock.queue.policy import PolicyConfig, PolicyName
 from penstock.queue.wire import NodePressure, encode_chunk, encode_record
 
@@ -147,7 +148,9 @@ class QueueMachine(RuleBasedStateMachine):
             "not_before_ms": FOREVER_MS // 2 if later else None,
         }
         job = new_job(**fields, **times)
-        assert not self.run(self.queue.producer.submit(job, cost=cost, inbox="me", terms=Terms(weight=weight))).existed
+        assert not self.run(
+            self.queue.producer.submit(Submission(job, cost, terms=Terms(weight=weight)), inbox="me")
+        ).existed
         known = ModelJob(job.id, tenant, priority, n, cost, background, deadline, weight, later, is_up=not later)
         # Not Redis's clock: jobs of one millisecond would have no order that the next run repeats.
         known.submitted_ms = self.model.now_ms - 25 * AGING_MS + len(self.requests) * AGING_MS // 4 - AGING_MS // 8
@@ -163,9 +166,9 @@ class QueueMachine(RuleBasedStateMachine):
         job = self.model.jobs[request.id]
         if how == "other":
             with pytest.raises(ConflictError):
-                self.run(self.queue.producer.submit(request.model_copy(update={"prompt": "other"}), cost=1))
+                self.run(self.queue.producer.submit(Submission(request.model_copy(update={"prompt": "other"}), 1)))
         elif how == "same":
-            submitted = self.run(self.queue.producer.submit(request, cost=1))
+            submitted = self.run(self.queue.producer.submit(Submission(request, 1)))
             assert (submitted.existed, submitted.state) == (True, job.state)
         else:
             answer = self.run(self.queue.producer.attach(job.job_id, job.tenant, inbox="me"))

@@ -110,7 +110,7 @@ class ClockEngine:
         total, ms = self.num_kv_tokens // 16, self._step_s * 1e3
         figures = {"kv_blocks_total": total, "kv_blocks_free": total, "block_size": 16, "num_running": len(self._live)}
         figures |= {"steps": self._num_steps, "decode_tokens": self._num_tokens, "step_ms_p50": ms, "step_ms_p99": ms}
-        return EngineStats(**{name: figures.get(name, 0) for name in EngineStats.__slots__})  # type: ignore[arg-type]
+        return EngineStats(**{"prefill_tokens": 0, **figures})  # type: ignore[arg-type]
 
 
 def _work(rounds: int) -> None:

@@ -44,17 +44,15 @@ class ServedPool(PoolRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
-    """Answer of submit.
+class Submission:
+    """A checked job with what the queue must know beside it. Submitting it again is harmless: same id, same bytes."""
 
-    `existed`: the id or idempotency key was already known. `pushed`: chunks will be pushed to the inbox.
-    """
-
-    job_id: str
-    state: str
-    num_chunks: int
-    existed: bool
-    pushed: bool
+    job: Job
+    cost: int
+    """Predicted KV tokens."""
+    channel: bool = False
+    """Whether chunks are also published on the job's own channel."""
+    terms: Terms = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +62,14 @@ class Attached:
     state: str
     num_chunks: int
     pushed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted(Attached):
+    """Answer of submit: the state of the job, which `existed` if its id or idempotency key was already known."""
+
+    job_id: str
+    existed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +98,14 @@ class ProducerBroker:
         self._unreadable: set[bytes] = set()
         """Pools already logged as unreadable. Clients list all pools every second, so each is logged once."""
 
-    async def submit(
-        self, job: Job, *, cost: int, inbox: str = "", channel: bool = False, terms: Terms = UNLIMITED
-    ) -> Submitted:
-        """Enqueue a job. Repeating the call with the same id and body is harmless.
+    async def submit(self, submission: Submission, inbox: str = "") -> Submitted:
+        """Enqueue a job. `inbox` is the process to push chunks to.
 
-        `cost` is in predicted KV tokens. `inbox` is the process to push chunks to. With `channel`, chunks are also
-        published on the job's own channel.
         Raises NotFoundError (unknown pool), TooLargeError, and RequestError (the id is too old or from the future).
         Raises ConflictError if the id or idempotency key belongs to another body or tenant. Raises BusyError at a limit
         of the pool or tenant, or if Redis is full.
         """
+        job, terms = submission.job, submission.terms
         request = wire.encode_request(job)
         if len(request) > MAX_BYTES:
             raise TooLargeError(f"the request has {len(request)} bytes; the limit is {MAX_BYTES}", param="prompt")
@@ -112,8 +115,8 @@ class ProducerBroker:
             self._redis,
             "submit",
             job.pool,
-            *(job.id, job.tenant, int(job.priority), job.params.n, cost, body, request, job.deadline_ms or 0),
-            *(inbox, int(channel), int(job.background)),
+            *(job.id, job.tenant, int(job.priority), job.params.n, submission.cost, body, request),
+            *(job.deadline_ms or 0, inbox, int(submission.channel), int(job.background)),
             hashlib.blake2b(idem.encode(), digest_size=16).hexdigest() if idem else "",
             estimate_bytes(job, len(request)),
             *(terms.max_open_jobs, terms.max_queued_cost, terms.jobs_per_minute, terms.tokens_per_minute),
@@ -122,7 +125,7 @@ class ProducerBroker:
         kind = answer[0].decode()
         if kind in ("OK", "EXISTS"):
             known_id, state, num_chunks, pushed = answer[1:]
-            return Submitted(known_id.decode(), state.decode(), num_chunks, kind == "EXISTS", bool(pushed))
+            return Submitted(state.decode(), num_chunks, bool(pushed), known_id.decode(), kind == "EXISTS")
         raise submit_error(kind, answer, job)
 
     async def attach(self, job_id: str, tenant: str, *, inbox: str = "", channel: bool = False) -> Attached:

@@ -217,9 +217,16 @@ class ReferenceEngine:
         total = self.num_kv_tokens // BLOCK_SIZE
         used = sum(-(-(len(live.prompt) + len(live.tokens)) // BLOCK_SIZE) for live in self._live)
         return EngineStats(
-            total, total - used, 0, BLOCK_SIZE, len(self._live), 0, 0, self._num_steps, 0, self._done_tokens,
-            self._step_s * 1e3, self._step_s * 1e3, 0,
-        )  # fmt: skip
+            kv_blocks_total=total,
+            kv_blocks_free=total - used,
+            block_size=BLOCK_SIZE,
+            num_running=len(self._live),
+            steps=self._num_steps,
+            prefill_tokens=0,
+            decode_tokens=self._done_tokens,
+            step_ms_p50=self._step_s * 1e3,
+            step_ms_p99=self._step_s * 1e3,
+        )
 
     def requests_in_flight(self) -> set[str]:
         """Those of the batch."""

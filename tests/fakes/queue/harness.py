@@ -15,7 +15,7 @@ from penstock.contract.terms import Terms
 from penstock.queue import keys
 from penstock.queue.broker import scripts
 from penstock.queue.broker.node import Capacity, Emission, GivenBackJob, NodeBroker, TakeAnswer, Taken, Why
-from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.queue.wire import NodePressure, PoolRecord, encode_chunk
 
 POOL = "m"
@@ -171,7 +171,7 @@ class Queue:
     ) -> str:
         job = job or new_job(**fields)
         return (
-            await self.producer.submit(job, cost=cost, inbox=inbox, channel=channel, terms=Terms(weight=weight))
+            await self.producer.submit(Submission(job, cost, channel=channel, terms=Terms(weight=weight)), inbox=inbox)
         ).job_id
 
     async def submit_many(self, count: int, **fields: Any) -> list[str]:

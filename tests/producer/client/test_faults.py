@@ -347,7 +347,7 @@ async def test_patience_has_an_end() -> None:
 async def test_a_submission_whose_answer_is_lost_is_one_job(
     quick_client: AsyncClient, told_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker = quick_client._broker._broker
+    broker = quick_client._broker
     submit, calls = broker.submit, []
 
     async def submit_and_lose_the_answer(*args: object, **kwargs: object) -> object:

@@ -10,7 +10,7 @@ from fakes.queue.harness import LEASE_MS, POOL, RECORD, SCHEMA, Queue, new_job
 from penstock.contract.errors import TooLargeError
 from penstock.queue import keys, wire
 from penstock.queue.broker.node import NodeBroker
-from penstock.queue.broker.producer import ServedPool
+from penstock.queue.broker.producer import ServedPool, Submission
 from penstock.queue.msgpack_codec import MAX_BYTES
 
 
@@ -52,6 +52,6 @@ async def test_an_unreadable_pool_record_hides_no_other(
 async def test_a_request_above_the_wire_s_limit_is_refused_with_the_limit(queue: Queue) -> None:
     await queue.node()
     with pytest.raises(TooLargeError, match=f"limit is {MAX_BYTES}") as caught:
-        await queue.producer.submit(new_job(prompt="x" * MAX_BYTES), cost=1)
+        await queue.producer.submit(Submission(new_job(prompt="x" * MAX_BYTES), 1))
     assert caught.value.param == "prompt"
     assert await queue.redis.keys(f"{keys.prefix(POOL)}:in:*") == []

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
 from penstock.contract.job import Outcome
 from penstock.queue.broker.connection import connect, translated
-from penstock.queue.broker.producer import ProducerBroker
+from penstock.queue.broker.producer import ProducerBroker, Submission
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
 
@@ -43,7 +43,7 @@ async def test_full_redis_refuses_submits_and_nothing_else(queue: Queue) -> None
     with pytest.raises(BusyError) as caught:
         await queue.submit()
     assert caught.value.code == "redis_full"
-    assert (await queue.producer.submit(known, cost=100, inbox="me")).existed
+    assert (await queue.producer.submit(Submission(known, 100), inbox="me")).existed
 
     assert await queue.run_sweep() == ["OK", 1, 1, 0]
     assert await node.emit(running, 0, 3) == "OK"
@@ -81,7 +81,12 @@ async def test_absent_redis_is_unavailable() -> None:
         client = connect(server.url)
         broker = ProducerBroker(client)
         assert await broker.pools() == {}
-    for call in (broker.pools(), broker.read_beat(POOL, "me"), broker.submit(new_job(), cost=1), broker.pressure(POOL)):
+    for call in (
+        broker.pools(),
+        broker.read_beat(POOL, "me"),
+        broker.submit(Submission(new_job(), 1)),
+        broker.pressure(POOL),
+    ):
         with pytest.raises(UnavailableError) as caught:
             await call
         assert caught.value.code == "redis_away"

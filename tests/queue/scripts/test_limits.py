@@ -12,13 +12,14 @@ from penstock.contract.job import Priority, SamplingParams
 from penstock.contract.terms import Terms
 from penstock.queue import keys
 from penstock.queue.admission import estimate_bytes
+from penstock.queue.broker.producer import Submission
 from penstock.queue.wire import NodePressure, encode_record
 
 TOLERANCE_MS = 2_000  # a slow machine
 
 
 async def submit(queue: Queue, terms: Terms, *, cost: int = 100, tenant: str = "acme", **fields: object) -> str:
-    return (await queue.producer.submit(new_job(tenant=tenant, **fields), cost=cost, terms=terms)).job_id
+    return (await queue.producer.submit(Submission(new_job(tenant=tenant, **fields), cost, terms=terms))).job_id
 
 
 async def refusal(queue: Queue, terms: Terms, *, cost: int = 100, **fields: object) -> BusyError:
@@ -124,8 +125,8 @@ async def test_repeated_submit_is_answered_above_every_limit(queue: Queue) -> No
     await queue.node()
     terms = Terms(max_open_jobs=1, jobs_per_minute=1, tokens_per_minute=1, burst_s=1)
     job = new_job(tenant="acme")
-    await queue.producer.submit(job, cost=10, terms=terms)
-    assert (await queue.producer.submit(job, cost=10, terms=terms)).existed
+    await queue.producer.submit(Submission(job, 10, terms=terms))
+    assert (await queue.producer.submit(Submission(job, 10, terms=terms))).existed
 
 
 async def test_refused_are_told_when_the_nodes_will_have_made_room(queue: Queue) -> None:

@@ -18,7 +18,7 @@ from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.node import Emission, Taken
-from penstock.queue.broker.producer import LARGE_RESULT_BYTES
+from penstock.queue.broker.producer import LARGE_RESULT_BYTES, Submission
 from penstock.queue.results import encode_result
 
 RECORD_BYTES = 2048
@@ -50,7 +50,7 @@ def result_of(num_bytes: int) -> bytes:
 async def ended(queue: Queue, num_bytes: int, **fields: Any) -> str:
     """A job of tenant acme that ended with a result of about so many bytes."""
     node, job = await queue.node(f"n{len(await queue.keys('job:*'))}"), new_job(tenant="acme", **fields)
-    await queue.producer.submit(job, cost=10, inbox="me")
+    await queue.producer.submit(Submission(job, 10), inbox="me")
     await end(node, await node.take_one(), result_of(num_bytes))
     return job.id
 
@@ -64,7 +64,7 @@ async def pass_time(queue: Queue, ms: int) -> None:
 
 async def test_a_job_counts_as_predicted_while_it_is_open_and_as_stored_from_then_on(queue: Queue) -> None:
     node, job = await queue.node(), new_job(tenant="acme")
-    await queue.producer.submit(job, cost=10)
+    await queue.producer.submit(Submission(job, 10))
     (promised,) = (await kept(queue)).values()
     assert promised == int(await queue.redis.hget(keys.job(job.id), "bytes"))  # type: ignore[misc, arg-type]
     assert promised >= estimate_bytes(job, 0)
@@ -142,7 +142,7 @@ async def attack(queue: Queue, node: FakeNode, terms: Terms = UNLIMITED) -> tupl
     result = b"x" * (3 << 20)
     for num_stored in range(100):
         try:
-            await queue.producer.submit(new_job(tenant="attacker"), cost=10, terms=terms)
+            await queue.producer.submit(Submission(new_job(tenant="attacker"), 10, terms=terms))
         except BusyError as error:
             return num_stored, error
         await end(node, await node.take_one(), result)
@@ -165,7 +165,7 @@ async def test_who_keeps_too_much_is_refused_and_nobody_else(queue: Queue) -> No
     # Once it has expired there is room again, though nobody has swept.
     for member in await queue.ids("expiry"):
         await queue.age("expiry", member, RESULT_TTL_MS)
-    await queue.producer.submit(new_job(tenant="attacker"), cost=10)
+    await queue.producer.submit(Submission(new_job(tenant="attacker"), 10))
 
 
 @pytest.mark.usefixtures("small")

@@ -12,13 +12,14 @@ from penstock.contract.errors import BusyError, ConflictError, NotFoundError, Re
 from penstock.contract.job import Job, Outcome, Priority, SamplingParams
 from penstock.queue import keys
 from penstock.queue.broker.node import NodeBroker
+from penstock.queue.broker.producer import Submission
 
 
 async def test_accepted_job_is_queued_counted_and_readable(queue: Queue) -> None:
     await queue.node()
     job = new_job(tenant="acme", priority=Priority.INTERACTIVE, deadline_ms=60_000)
 
-    answer = await queue.producer.submit(job, cost=70, inbox="me")
+    answer = await queue.producer.submit(Submission(job, 70), inbox="me")
 
     assert (answer.job_id, answer.state, answer.num_chunks, answer.existed) == (job.id, "queued", 0, False)
     status = await queue.producer.status(job.id, "acme")
@@ -35,7 +36,7 @@ async def test_same_id_and_body_is_the_same_job(queue: Queue) -> None:
     taken = await node.take_one()
     await node.emit(taken, 0, 3)
 
-    again = await queue.producer.submit(job, cost=100)
+    again = await queue.producer.submit(Submission(job, 100))
 
     assert (again.job_id, again.state, again.num_chunks, again.existed) == (job.id, "running", 3, True)
     assert await queue.ids("open") == {job.id}
@@ -54,7 +55,7 @@ async def test_hundred_submits_of_one_idempotency_key_make_one_job(queue: Queue)
     await queue.node()
     jobs = [new_job(idempotency_key="order-7") for _ in range(100)]
 
-    answers = await asyncio.gather(*(queue.producer.submit(job, cost=10) for job in jobs))
+    answers = await asyncio.gather(*(queue.producer.submit(Submission(job, 10)) for job in jobs))
 
     assert len({answer.job_id for answer in answers}) == 1
     assert sum(not answer.existed for answer in answers) == 1
@@ -132,7 +133,7 @@ async def test_known_job_is_answered_however_old_its_id(queue: Queue) -> None:
     job = new_job(id_minted_at(time.time()))
     await queue.submit(job)
     await queue.redis.rename(keys.job(job.id), keys.job(old := id_minted_at(1_700_000_000)))
-    assert (await queue.producer.submit(job.model_copy(update={"id": old}), cost=1)).existed
+    assert (await queue.producer.submit(Submission(job.model_copy(update={"id": old}), 1))).existed
 
 
 async def test_unknown_pool_is_not_found_and_leaves_no_key(queue: Queue) -> None:
@@ -151,7 +152,7 @@ async def test_open_jobs_are_capped_but_known_ones_still_answered(queue: Queue) 
         await queue.submit()
     assert caught.value.retry_after_ms > 0
     assert await queue.ids("open") == {job.id for job in jobs}
-    assert (await queue.producer.submit(jobs[0], cost=100)).existed
+    assert (await queue.producer.submit(Submission(jobs[0], 100))).existed
 
     taken = await node.take(slots=1)
     await node.finish(taken.jobs[0], 0)

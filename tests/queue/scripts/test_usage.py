@@ -13,13 +13,14 @@ from penstock.contract.job import Outcome, Usage
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.contract.usage import DayUsage
 from penstock.queue.broker.node import Emission, Taken
+from penstock.queue.broker.producer import Submission
 from penstock.queue.broker.usage import UsageBroker
 
 TOLERANCE_MS = 2_000  # a slow machine
 
 
 async def submit(queue: Queue, terms: Terms = UNLIMITED, *, cost: int = 100, tenant: str = "acme") -> str:
-    return (await queue.producer.submit(new_job(tenant=tenant), cost=cost, terms=terms)).job_id
+    return (await queue.producer.submit(Submission(new_job(tenant=tenant), cost, terms=terms))).job_id
 
 
 async def end(node: FakeNode, taken: Taken, usage: Usage, start: int = 0) -> str:
