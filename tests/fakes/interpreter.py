@@ -21,7 +21,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def mend() -> None:
-    """Let torch convert between floats, to nearest even, and nobody warn of what overflows, as on a card."""
+    """Let torch convert between floats, rounding to nearest even; overflows give no warning, as on a GPU."""
     from triton.runtime import interpreter
 
     module: Any = interpreter

@@ -1,4 +1,4 @@
-"""Nodes that hang, sleep past their lease, are cut off or restarted: jobs move on, nobody writes what is not his."""
+"""Nodes that hang, sleep past their lease, are cut off or restarted: jobs move on, and fenced nodes write nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def read(client: AsyncClient, work: Work) -> None:
 
 
 async def pressure_of(redis: Redis, name: str, reached: Callable[[NodePressure], bool]) -> NodePressure:
-    """A node's own figures, once they are so."""
+    """Wait until a node's own statistics fulfill the condition, and return them."""
     while True:
         for node in (await ProducerBroker(redis).pressure(POOL)).nodes:
             if node.node_id.startswith(f"{name}-") and reached(node):
@@ -56,7 +56,7 @@ async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(re
             while min(work.num_seen for work in works) < 5:
                 await asyncio.sleep(0.01)
             known = await pressure_of(redis, "zombie", lambda node: node.num_jobs == len(works))
-            # As of a beat that has just been, however late it was.
+            # As of a heartbeat that has just been sent, however late it was.
             fresh = await pressure_of(redis, "zombie", lambda node: node.num_steps > known.num_steps)
             zombie.signal(signal.SIGSTOP)
             with NodeProcess(redis_url, step_s=0.02, name="living", **SETTINGS):
@@ -67,7 +67,8 @@ async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(re
                 await asyncio.gather(*reading)
             num_chunks = sum([status.num_chunks for status in await statuses(redis, works)])
             assert client.stats.chunks == num_chunks, "nothing was published twice"
-        # Those of half a second between its last beat and its sleep, the one it was in, and the one it was told in.
+        # Those of half a second between its last heartbeat and its sleep, the one that was running, and the one in
+        # which it learned of the lost lease.
         assert idle.num_steps - fresh.num_steps <= 0.5 / SLOW_STEP_S + 2
         assert "job belongs to another node" in zombie.log
         for work in works:

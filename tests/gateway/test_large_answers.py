@@ -1,4 +1,4 @@
-"""Large bodies and large answers at the front door of a gateway process, beside the stream of another tenant.
+"""Large bodies and large answers at a gateway process, beside the stream of another tenant.
 
 Neither may hold the gateway's event loop, nor grow its memory, nor disturb that stream.
 """
