@@ -1,4 +1,4 @@
-"""The card's bench runs to its end on the CPU, with nothing but torch, triton and numpy."""
+"""The GPU benchmark runs to its end on the CPU, with nothing but torch, triton and numpy."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ run._stage("tuned", tune)
 
 
 def test_a_stage_that_fails_is_named_and_those_behind_it_are_measured(tmp_path: Path) -> None:
-    """Launches that the card has no room for are part of tuning."""
+    """Tuning tries launches that need more shared memory than the GPU has."""
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'ops'}", "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", OF_NO_USE, str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
