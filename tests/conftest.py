@@ -1,4 +1,4 @@
-"""Fixtures that every room's tests share: a real Redis on a private socket, emptied for each test."""
+"""Fixtures that all packages' tests share: a real Redis on a private socket, emptied for each test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests import kinds
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Triton reads it when it is first imported: without a card its interpreter runs the kernels.
+# Triton reads it when it is first imported: without a GPU its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -59,7 +59,7 @@ def test_a_paused_engine_answers_but_does_not_step(worker: EngineWorker, deliver
 
 def test_what_is_asked_while_a_step_runs_is_done_before_the_next_one() -> None:
     class Flying(ReferenceEngine):
-        """Its first wait ends when somebody has asked for something."""
+        """Its first wait ends when a request has come."""
 
         def wait(self) -> None:
             if self.has_work() and not self.batches:
@@ -96,7 +96,7 @@ class Failing(ReferenceEngine):
         if self.is_launched:
             return []
         self.num_failures -= 1
-        raise MemoryError("no room")
+        raise MemoryError("no memory")
 
 
 def test_a_step_that_fails_is_taken_again(delivered: list[StepOutput]) -> None:
@@ -125,7 +125,7 @@ def test_steps_that_fail_now_and_then_end_nothing_though_those_between_give_no_o
                 return super().step()
             self.batches.append(0)
             if self.num_left % 2:
-                raise MemoryError("no room")
+                raise MemoryError("no memory")
             return []
 
     worker = EngineWorker(Prefilling(), delivered.extend)

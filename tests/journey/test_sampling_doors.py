@@ -1,4 +1,4 @@
-"""Sampling options on their way to a node: the same through every door. HTTP is left to the gateway's tests."""
+"""Sampling options reach a node unchanged through every client. HTTP is left to the gateway's tests."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_another_engine_goes_on_with_the_same(make_engine: Callable[..., Engine]
     rest = _outputs(second)
     values = [[entry.values for output in outputs for entry in output.logprobs] for outputs in (whole, rest)]
     np.testing.assert_allclose(values[1], values[0][num_logged:], rtol=0, atol=1e-4)
-    # They stand in a log before all tokens: whoever finds tokens there finds those too.
+    # A log has them before all tokens: a reader that finds tokens there finds those too.
     assert bool(rest[0].prompt_logprobs) == (num_logged == 0)
 
 

@@ -23,7 +23,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def plain(make_engine: MakeEngine) -> Engine:
-    """An engine with room for everything."""
+    """An engine with blocks for every sequence."""
     return make_engine()
 
 

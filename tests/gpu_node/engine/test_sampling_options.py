@@ -101,7 +101,7 @@ def test_bad_words_are_transformers(engine: Engine, model: Any) -> None:
 
 
 def test_bad_words_are_read_once_for_all_choices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two steps everybody waits for who reads them."""
+    """Between two steps all sequences wait for the thread that reads the words."""
     read: list[str] = []
     encode_word = engine.tokenizer.encode_word
 

@@ -20,7 +20,7 @@ TINY = 'extern "C" __attribute__((visibility("default"))) int answer() { return 
 
 
 def _silent(_fraction: float) -> None:
-    """Progress that nobody watches."""
+    """Ignore the progress."""
 
 
 @pytest.fixture

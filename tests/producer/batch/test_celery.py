@@ -152,7 +152,7 @@ def test_leases_are_judged_by_one_clock_and_begin_anew_after_a_gap() -> None:
     assert observer.silent({"dead": 7.0, "living": 2.0}, 8) == []
     assert observer.silent({"dead": 7.0, "living": 3.0}, 13) == []
     assert observer.silent({"dead": 7.0, "living": 4.0}, 14) == ["dead"]
-    # Redis was away for longer than a gap: nobody could renew.
+    # Redis was away for longer than a gap: no worker could renew.
     assert observer.silent({"dead": 7.0, "living": 4.0}, 30) == []
     assert observer.silent({"dead": 7.0}, 35) == []
     assert observer.silent({"dead": 7.0}, 40) == ["dead"]

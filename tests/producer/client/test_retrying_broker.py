@@ -1,4 +1,4 @@
-"""Calls on behalf of many streams: whoever waits for others to be answered waits no longer than for Redis itself."""
+"""Calls for many streams: a call that waits for others to be answered waits no longer than for Redis itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for room: one node empties itself for a large job, suspects run alone, and nobody is blocked for ever."""
+"""Jobs that wait for capacity: a node empties itself for a large job, isolated jobs run alone, none waits for ever."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_a_large_job_gets_its_turn_and_costs_one_node_its_room(queue: Queu
     raise AssertionError("the large job was never taken")
 
 
-# Suspects
+# Isolated jobs
 
 
 async def lost_with(queue: Queue, name: str, expected: int) -> FakeNode:
@@ -186,8 +186,8 @@ async def test_a_pool_that_forgives_no_loss_has_no_suspects(queue: Queue) -> Non
 async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -> None:
     node, other = await queue.node("n1"), await queue.node("n2")
     taken, second = await queue.running(node), await queue.running(other)
-    await node.beat(draining=True)
-    await other.beat(draining=True)
+    await node.heartbeat(draining=True)
+    await other.heartbeat(draining=True)
     await other.broker.leave()
     for dead in (node, other):
         await queue.kill(dead)
@@ -196,7 +196,7 @@ async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -
         assert (record["state"], record["losses"]) == ("queued", "0")
 
 
-# Given back for room
+# Given back for capacity
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ async def test_a_job_goes_where_there_is_room_for_it_or_stays(
     node, other = await queue.node("n1"), await queue.node("n2")
     taken = await queue.running(node, cost=50)
     await node.emit(taken, 0, 1)
-    await node.beat(free=1000)
-    await other.beat(free=free, **record)
+    await node.heartbeat(free=1000)
+    await other.heartbeat(free=free, **record)
     assert await node.give_back(taken, cost=100, why="pressure") == answer
     assert await queue.state(taken.job_id) == ("queued" if answer == "OK" else "running")
 
@@ -225,7 +225,7 @@ async def test_rooms_are_given_away_once(queue: Queue) -> None:
     jobs = [await queue.submit() for _ in range(3)]
     taken = (await node.take()).jobs
     assert ids(TakeAnswer(taken, (0, 0, 0), 0)) == jobs
-    await other.beat(free=250)
+    await other.heartbeat(free=250)
     answers = [await node.give_back(job, why="pressure") for job in taken]
     assert answers == ["OK", "OK", "NOBODY"]
 

@@ -44,7 +44,7 @@ async def test_a_node_is_told_when_the_next_job_is_due(queue: Queue) -> None:
 
 
 async def test_a_job_does_not_age_before_its_time(queue: Queue) -> None:
-    """It stands behind who came while it waited, and a class does not rise for it."""
+    """It queues behind jobs that came while it waited, and its class does not age for it."""
     node = await queue.node(policy="priority", aging_ms=1000)
     later = await queue.submit(not_before_ms=60_000, priority=Priority.BATCH)
     await queue.change(later, taken="")
@@ -57,7 +57,7 @@ async def test_a_job_does_not_age_before_its_time(queue: Queue) -> None:
 
 async def test_sweeps_let_jobs_in_whose_time_has_come(queue: Queue) -> None:
     node = await queue.node()
-    await node.beat(free=100)
+    await node.heartbeat(free=100)
     bell = await queue.listen(f"{P}:ctl:n1")
     later = [await queue.submit(not_before_ms=60_000, cost=30, tenant="ab"[i % 2]) for i in range(4)]
     assert await bell.messages() == []

@@ -1,4 +1,4 @@
-"""take chooses what policy.py chooses: many jobs, tenants, ages and rooms, under each policy, through a real Redis."""
+"""take chooses what policy.py chooses: many jobs, tenants, ages and capacities, by each policy, in a real Redis."""
 
 from __future__ import annotations
 

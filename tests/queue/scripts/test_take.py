@@ -1,4 +1,4 @@
-"""take: what fits, oldest first, most urgent class first; nobody is passed; a repeated call gets the same answer."""
+"""take: what fits, oldest first, most urgent class first; no job is passed; a repeated call gets the same answer."""
 
 from __future__ import annotations
 

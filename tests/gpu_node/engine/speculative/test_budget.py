@@ -60,7 +60,7 @@ requests = st.lists(
 
 @pytest.fixture(scope="module")
 def plain(make_engine: MakeEngine) -> Engine:
-    """One that drafts nothing and has room for all."""
+    """An engine without drafts, with blocks for all sequences."""
     return make_engine(runner="native", dtype="bfloat16")
 
 

@@ -60,7 +60,7 @@ def test_an_adapter_is_as_good_as_merged(
     name: str,
     quantization: str,
 ) -> None:
-    """Quantised weights err by themselves: with an adapter, which is not quantised, no more than without."""
+    """Quantized weights have an error of their own. An adapter, which is not quantized, does not add to it."""
     folder = llama(**ODD) if name == "odd llama" else family(name, initializer_range=0.1)
     base = _model(folder)
     runner = load_native(folder, quantization=quantization, num_threads=2)
