@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ from tests import kinds
 # A shell that starts the suite in the background has it ignore SIGINT, which all that it starts would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Without bytecode files, each of the hundreds of processes that tests start would compile our modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Triton reads it when it is first imported: without a GPU its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():

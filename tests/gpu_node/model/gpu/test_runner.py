@@ -92,7 +92,7 @@ def _generations(
     )
     prompts = [prompt[:14] for prompt in mixed_prompts(engine, 4)]
     params = [
-        SamplingParams(**{"max_tokens": 10, "ignore_eos": True, "seed": i, **rules[i]}) for i in range(len(prompts))
+        SamplingParams(**{"max_tokens": 7, "ignore_eos": True, "seed": i, **rules[i]}) for i in range(len(prompts))
     ]
     generations = engine.generate(prompts, params)
     stats = engine.stats()
