@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 
+from fakes.command import run_command
 from fakes.queue.harness import Queue, new_job
 
 from penstock.contract.job import SamplingParams
@@ -14,8 +14,7 @@ from penstock.queue.broker.connection import connect
 
 
 def dead(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock", "dead", *arguments, "--redis-url", redis_url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return run_command("dead", *arguments, "--redis-url", redis_url)
 
 
 async def make_dead_letters(redis_url: str, count: int) -> list[str]:
