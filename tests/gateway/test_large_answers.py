@@ -34,8 +34,8 @@ MODEL = "reference"
 MAX_BODY_BYTES = 8 << 20
 MAX_GROWTH_MIB = 200
 PROMPT_TOKENS = 4000
-PIECED_TOKENS = 1500
-"""Of each prompt whose answer is checked whole: its log-probabilities take twenty pieces."""
+PIECED_TOKENS = 450
+"""Of each prompt whose answer is checked whole: its log-probabilities take several pieces."""
 TIMEOUT_S = 60.0
 
 
