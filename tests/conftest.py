@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis as sync_redis
+from hypothesis import settings
 from redis.asyncio import Redis
 
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
@@ -29,6 +30,11 @@ sys.dont_write_bytecode = False
 # Triton reads it when it is first imported: without a GPU its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# A machine with other work may hold up any example.
+settings.register_profile("without deadline", settings(deadline=None))
+settings.load_profile("without deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

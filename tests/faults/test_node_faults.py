@@ -13,6 +13,7 @@ from fakes.processes.node_process import NodeProcess
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
 from faults.tools.proxy import FaultProxy
+from faults.tools.road import read
 from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
@@ -30,10 +31,6 @@ pytestmark = pytest.mark.timeout(300)
 POOL = "nodes"
 SETTINGS: dict[str, Any] = {"pool": POOL, "lease_ms": 3000}
 SLOW_STEP_S = 0.2
-
-
-async def read(client: AsyncClient, work: Work) -> None:
-    await work.read((await client.submit(PROMPT, **work.options)).chunks())
 
 
 async def pressure_of(redis: Redis, name: str, reached: Callable[[NodePressure], bool]) -> NodePressure:

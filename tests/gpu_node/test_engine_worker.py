@@ -13,6 +13,12 @@ from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.engine_worker import MAX_FAILED_STEPS, EngineWorker
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that failed is tried again at once."""
+    monkeypatch.setattr("penstock.gpu_node.engine_worker.MAX_PAUSE_S", 0.001)
+
+
 @pytest.fixture
 def delivered() -> list[StepOutput]:
     return []

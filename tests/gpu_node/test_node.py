@@ -67,11 +67,6 @@ async def ended(broker: ProducerBroker, job: Job) -> Result:
     return result
 
 
-@pytest.fixture
-def broker(redis: Redis) -> ProducerBroker:
-    return ProducerBroker(redis)
-
-
 async def test_jobs_come_back_token_exact_and_leave_nothing_behind(
     redis_url: str, redis: Redis, broker: ProducerBroker
 ) -> None:

@@ -33,11 +33,6 @@ PATIENCE_S = 20.0
 NATIVE: dict[str, Any] = {"runner": "native", "dtype": "bfloat16"}
 
 
-@pytest.fixture
-def broker(redis: Redis) -> ProducerBroker:
-    return ProducerBroker(redis)
-
-
 def running(url: str, engine: EngineLike, **changes: Any) -> AbstractAsyncContextManager[Node]:
     return running_node(url, engine, pool=POOL, **changes)
 

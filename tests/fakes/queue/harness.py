@@ -60,6 +60,11 @@ def chunks_of(job_id: str, start: int, count: int) -> tuple[bytes, ...]:
     return tuple(encode_chunk(Chunk(job_id, i, 0, i, (100 + i,), f"t{i} ")) for i in range(start, start + count))
 
 
+def ids_of(answer: TakeAnswer) -> list[str]:
+    """Return the ids of the jobs that a node was given."""
+    return [job.job_id for job in answer.jobs]
+
+
 class FakeNode:
     """A node without an engine: counts its calls, says what it is told to say."""
 

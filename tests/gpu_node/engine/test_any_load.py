@@ -257,9 +257,7 @@ def test_any_load_is_served_in_full_and_every_sequence_reads_its_own() -> None:
     examples, steps = (2500, 50) if FULL else (150, 40)
     stateful.run_state_machine_as_test(
         EngineMachine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck)),
     )
     assert set(EngineMachine.seen) == {
         *("swap", "resume", "out", "in", "fork", "shared", "in place", "failure", "no memory"),

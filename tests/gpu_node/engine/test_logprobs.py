@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from fakes.ahead_runner import AheadRunner
 from fakes.faulty_runner import FaultyRunner
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
@@ -42,12 +40,6 @@ PARAMS = [
     SamplingParams(max_tokens=9, temperature=0.0, logprobs=20, repetition_penalty=1.5, presence_penalty=1.0),
     SamplingParams(max_tokens=1, prompt_logprobs=3),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Path) -> Any:
-    """The tiny model in transformers."""
-    return AutoModelForCausalLM.from_pretrained(tiny_model)
 
 
 def _log_softmax(model: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from fakes.single_kernels import MAX_QUERY_ROWS, Floats, Single, SingleCache
 from fixtures.matrices import random_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.library import KvFormat
-from penstock.kernels.cpu.single import MAX_QUERY_ROWS, Floats, Single, SingleCache
 from penstock.kernels.reference.quantised import quantise_activations, to_bf16
 
 CONTEXTS = (1, 15, 16, 17, 511, 512, 513, 1030)
@@ -183,7 +183,7 @@ def test_attention_is_the_references_at_every_head_size(new_cache: NewCache, kep
             _assert_close(filled, random_floats(rows, head_dim, seed=rows), [context] * rows, 1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     kept=st.sampled_from(KvFormat),
     head_dim=st.sampled_from(HEAD_DIMS),

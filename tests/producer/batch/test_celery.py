@@ -109,7 +109,7 @@ def test_200_rows_through_a_worker_that_is_killed_once(app: Celery, served_url: 
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("lease", "within_s"), [({"PENSTOCK_CELERY_TASK_LEASE_S": "2"}, 10), slow(({}, 20))])
+@pytest.mark.parametrize(("lease", "within_s"), [({"PENSTOCK_CELERY_TASK_LEASE_S": "1"}, 10), slow(({}, 20))])
 def test_a_killed_worker_s_batch_goes_on_beside_a_healthy_one(
     app: Celery, served_url: str, tmp_path: Path, lease: dict[str, str], within_s: int
 ) -> None:

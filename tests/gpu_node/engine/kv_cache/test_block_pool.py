@@ -97,7 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_cached == len(set(self.content) - set(held))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestPool = PoolMachine.TestCase
 
 

@@ -217,7 +217,7 @@ def _ends(outputs: list[StepOutput]) -> dict[tuple[str, int], Any]:
     return {(o.request_id, o.choice): (o.finish_reason, o.usage) for o in outputs if o.finish_reason is not None}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(batch=st.lists(requests(), min_size=1, max_size=8), which=st.integers(0, len(CONFIGS) - 1))
 def test_the_same_is_said_with_steps_planned_ahead(
     alone: Engine, engines: list[Engine], batch: list[Any], which: int
