@@ -1,15 +1,17 @@
-"""Fixtures that every room's tests share: a real Redis on a private socket, emptied for each test."""
+"""Fixtures that all packages' tests share: a real Redis on a private socket, emptied for each test."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import redis as sync_redis
+from hypothesis import settings
 from redis.asyncio import Redis
 
 from penstock.gpu_node.model.checkpoint.conversion_cache import cache_folder
@@ -21,9 +23,18 @@ from tests import kinds
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Triton reads it when it is first imported: without a card its interpreter runs the kernels.
+# Without bytecode files, each of the hundreds of processes that tests start would compile our modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Triton reads it when it is first imported: without a GPU its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# A machine with other work may hold up any example.
+settings.register_profile("without deadline", settings(deadline=None))
+settings.load_profile("without deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,7 +17,7 @@ OF_FIXTURES = {"redis": {"redis_server", "redis_url", "redis"}, "torch": {"tiny_
 OF_IMPORTS = {
     "process": {"subprocess", "multiprocessing", "psutil", "fakes.processes", "faults"},
     "redis": {"penstock.runtime.embedded_redis", "redis", "hostile"},
-    "torch": {"torch", "transformers", "fakes.native", "fixtures", "fakes.engine_runs"},
+    "torch": {"torch", "transformers", "fakes.native", "fakes.single_kernels", "fixtures", "fakes.engine_runs"},
     "triton": {"triton", "fakes.interpreter"},
 }
 """A file that imports one of these, or a module below it."""

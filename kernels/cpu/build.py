@@ -32,20 +32,27 @@ class BuildError(Exception):
     """The kernels cannot be built on this machine; the text gives the reason."""
 
 
-def library_path(isa: Isa, cache: Path, progress: Callable[[float], None], *, extra_flags: Sequence[str] = ()) -> Path:
+def library_path(
+    isa: Isa,
+    cache: Path,
+    progress: Callable[[float], None],
+    *,
+    extra_flags: Sequence[str] = (),
+    extra_sources: Sequence[Path] = (),
+) -> Path:
     """Return the compiled kernels: a prebuilt library, an earlier build in `cache`, or a new build.
 
-    A new build calls `progress` with the fraction that is done. `extra_flags` go to compiler and linker, for
-    sanitizers. Raises BuildError if there is no compiler or the build fails.
+    A new build calls `progress` with the fraction that is done. Tests give the extras: flags for compiler and linker,
+    and sources to compile in. Raises BuildError if there is no compiler or the build fails.
     """
     prebuilt = PREBUILT / _prebuilt_name(isa)
-    if prebuilt.is_file() and not extra_flags:
+    if prebuilt.is_file() and not extra_flags and not extra_sources:
         return prebuilt
-    compiler = _compiler()
+    compiler, sources = _compiler(), (*_sources(), *extra_sources)
     flags = (*_FLAGS, *_ISA_FLAGS[isa], *extra_flags)
-    path = cache / f"penstock-cpu-{isa}-{_digest(' '.join(flags), _version(compiler))}.so"
+    path = cache / f"penstock-cpu-{isa}-{_digest(' '.join(flags), _version(compiler), sources=sources)}.so"
     if not path.is_file():
-        _build(compiler, flags, path, progress)
+        _build(compiler, flags, sources, path, progress)
     return path
 
 
@@ -59,17 +66,21 @@ def origin_of(isa: Isa) -> str:
 def prebuild(isa: Isa) -> Path:
     """Compile into the package itself, while an image is built. Return the library."""
     path = PREBUILT / _prebuilt_name(isa)
-    _build(_compiler(), (*_FLAGS, *_ISA_FLAGS[isa]), path, lambda _fraction: None)
+    _build(_compiler(), (*_FLAGS, *_ISA_FLAGS[isa]), _sources(), path, lambda _fraction: None)
     return path
 
 
 def _prebuilt_name(isa: Isa) -> str:
-    return f"penstock-cpu-{isa}-{_digest()}.so"
+    return f"penstock-cpu-{isa}-{_digest(sources=_sources())}.so"
 
 
-def _digest(*more: str) -> str:
+def _sources() -> list[Path]:
+    return list(SOURCES.rglob("*.cpp"))
+
+
+def _digest(*more: str, sources: Sequence[Path]) -> str:
     digest = hashlib.blake2b("\n".join(more).encode(), digest_size=8)
-    for source in sorted((*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"))):
+    for source in sorted((*sources, *SOURCES.rglob("*.h"))):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()
 
@@ -87,10 +98,12 @@ def _version(compiler: str) -> str:
     return _run([compiler, "--version"])
 
 
-def _build(compiler: str, flags: Sequence[str], path: Path, progress: Callable[[float], None]) -> None:
+def _build(
+    compiler: str, flags: Sequence[str], sources: Sequence[Path], path: Path, progress: Callable[[float], None]
+) -> None:
     """Compile in a temporary folder, then rename: two processes may build at once, and either may be killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sources = sorted(SOURCES.rglob("*.cpp"), key=lambda source: -source.stat().st_size)
+    sources = sorted(sources, key=lambda source: -source.stat().st_size)
     progress(0.0)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]

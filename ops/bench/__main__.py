@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from bench import campaign, figures, machine, peers, report
+from bench import campaign, machine, peers, report, verdicts
 from bench.contestants import CONTESTANTS
 from bench.journal import Journal
 from bench.workload import WORKLOADS
@@ -63,7 +63,7 @@ def main() -> None:
     try:
         from bench import plots
 
-        plots.write(options.results, figures.medians(journal.runs))
+        plots.write(options.results, verdicts.medians(journal.runs))
     except ModuleNotFoundError as error:
         print(f"no plots: {error.name} is not installed (the bench extra)", file=sys.stderr)
 

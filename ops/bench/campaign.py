@@ -1,4 +1,4 @@
-"""Runs what a campaign still lacks: engines take turns within each repeat, each run in a process of its own."""
+"""Run what a campaign still lacks: engines alternate within each repeat, each run in a process of its own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Campaign:
         self._revision = revision()
 
     def missing(self) -> dict[str, str]:
-        """Who cannot run here, and why."""
+        """Return the contestants that cannot run here, each with the reason."""
         found = {}
         for one in self._contestants:
             if not one.is_installed:
@@ -95,7 +95,7 @@ def anywhere(text: str) -> str:
 
 
 def summary(run: Run) -> str:
-    """One line for who watches."""
+    """Return one line for the terminal."""
     if run.error:
         return f"FAILED: {run.error}"
     shown = ("tokens_per_s", "ttft_p50_ms", "itl_mean_ms", "ready_s", "rss_peak_mib")

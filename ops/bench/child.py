@@ -1,8 +1,8 @@
 """One engine, one workload, one process: what every module of `bench.engines` runs as its main.
 
-It is told a Spec in JSON as its only argument and says events as lines on stdout that start with EVENT: `begin` and
-`end` around what is measured, `result` with the figures. Everything else an engine prints is its log. It runs in a
-peer's environment too, so only the standard library may be imported here.
+Its only argument is a Spec in JSON. It prints events as lines on stdout that start with EVENT: `begin` and `end` around
+the measured part, `result` with the measurements. Everything else that an engine prints is its log. It runs in a peer's
+environment too, so only the standard library may be imported here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main(open_session: Open) -> None:
 
 
 def measure(session: Session, spec: Spec) -> dict[str, float]:
-    """The figures of one run."""
+    """Return the measurements of one run."""
     ready_s = time.monotonic() - spec.spawned_s
     workload = spec.requests_of()
     if workload.warm:

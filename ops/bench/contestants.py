@@ -1,4 +1,4 @@
-"""Who is measured, and with what: a further setting of an engine is one line of data here."""
+"""The engines that are measured, and their settings: a further setting of an engine is one line of data here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from bench import peers
 
-Door = Literal["process", "queue", "http"]
-Kind = Literal["bf16", "quantised"]
+Entry = Literal["process", "queue", "http"]
+Kind = Literal["bf16", "quantized"]
 
 CORES = sorted(os.sched_getaffinity(0))
 NUM_CORES = len(CORES)
@@ -31,7 +31,7 @@ class Contestant:
     name: str
     module: str
     """Of bench.engines."""
-    door: Door
+    entry: Entry
     weights: str
     """A kind of bench.weights."""
     kind: Kind = "bf16"
@@ -50,7 +50,7 @@ class Contestant:
     @property
     def python(self) -> str:
         """What runs its module. Clients of servers run in our environment, so that they cost all servers the same."""
-        found = peers.interpreter(self.peer) if self.peer and self.door == "process" else None
+        found = peers.interpreter(self.peer) if self.peer and self.entry == "process" else None
         return str(found or sys.executable)
 
     @property
@@ -62,8 +62,8 @@ class Contestant:
 PENSTOCK_VARIANTS: dict[str, tuple[Kind, dict[str, str]]] = {
     "bf16": ("bf16", {"dtype": "bfloat16", "quantization": "none", "kv_cache_dtype": "bfloat16"}),
     "bf16, KV int8": ("bf16", {"dtype": "bfloat16", "quantization": "none", "kv_cache_dtype": "int8"}),
-    "Q4_1, KV int8": ("quantised", {"dtype": "auto", "quantization": "auto", "kv_cache_dtype": "int8"}),
-    "int8, KV int8": ("quantised", {"dtype": "auto", "quantization": "int8", "kv_cache_dtype": "int8"}),
+    "Q4_1, KV int8": ("quantized", {"dtype": "auto", "quantization": "auto", "kv_cache_dtype": "int8"}),
+    "int8, KV int8": ("quantized", {"dtype": "auto", "quantization": "int8", "kv_cache_dtype": "int8"}),
 }
 """Fields of EngineConfig; the node's settings have the same names."""
 
@@ -89,15 +89,15 @@ VLLM_ENV = {
 OPENVINO_OPTIONS = {"cache_size": KV_CACHE_GIB, "max_num_seqs": 64, "enable_prefix_caching": True}
 OPENVINO_KINDS: dict[str, tuple[Kind, str]] = {
     "bf16": ("bf16", "openvino-fp16"),
-    "int8": ("quantised", "openvino-int8"),
-    "int4": ("quantised", "openvino-int4"),
+    "int8": ("quantized", "openvino-int8"),
+    "int4": ("quantized", "openvino-int4"),
 }
 LLAMA_OPTIONS = {"n_ctx": 8192, "n_threads": NUM_CORES, "n_threads_batch": NUM_CORES}
 LLAMA_ENV = {"LLAMA_CPP_LIB_PATH": str(peers.LLAMA_BUILD / "bin")}
 LLAMA_KINDS: dict[str, tuple[Kind, str]] = {
     "bf16": ("bf16", "gguf-bf16"),
-    "Q8_0": ("quantised", "gguf-q8_0"),
-    "Q4_1": ("quantised", "gguf"),
+    "Q8_0": ("quantized", "gguf-q8_0"),
+    "Q4_1": ("quantized", "gguf"),
 }
 LLAMA_SLOTS = 64
 """They share one cache as large as the workload needs: llama.cpp sets all of it aside when it starts."""

@@ -31,7 +31,7 @@ class Stepper(Protocol):
 
 
 def drive(engine: Stepper, workload: Workload, watch: Stopwatch) -> None:
-    """Gives each request to the engine when it is due and there is room, and steps it until all are answered."""
+    """Give each request to the engine when it is due and may start, and step until all are answered."""
     pending = deque(range(len(workload.requests)))
     most = workload.max_in_flight or len(pending)
     while pending or engine.has_work():

@@ -24,7 +24,7 @@ class Run:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether other processes took so much of the CPU that the figures say little."""
+        """Whether other processes took so much of the CPU that the measurements say little."""
         return self.foreign_cpu >= MAX_FOREIGN_CPU
 
 

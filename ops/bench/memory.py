@@ -1,4 +1,4 @@
-"""Resident memory of this process and of those it started, as Linux counts it. Pages that two share count twice."""
+"""RSS of this process and of those it started, as Linux counts it. Pages that two share count twice."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""One SVG a report: bars of each workload's main metrics, ours in colour."""
+"""One SVG for each report: bars of each workload's main metrics, ours in color."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from bench.figures import Medians
+from bench.verdicts import Medians
 
 PLOTTED = {
     "offline": [("mix", "tokens_per_s"), ("prefix", "tokens_per_s")],
@@ -35,5 +35,5 @@ def write(folder: Path, table: Medians) -> None:
             axes.set_title(f"{workload}: {metric}", fontsize=9)
             axes.tick_params(labelsize=8)
             axes.margins(x=0.15)
-        # Without a date, equal figures give equal files.
+        # Without a date, equal values give equal files.
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.contestants import Contestant
-from bench.figures import Cell, Medians, Verdict, medians, verdicts
 from bench.journal import MAX_FOREIGN_CPU, Run
+from bench.verdicts import Cell, Medians, Verdict, medians, verdicts
 
 Columns = dict[str, tuple[str, str]]
 """A metric's heading and format."""
@@ -100,12 +100,12 @@ def head(name: str, scene: Scene, runs: list[Run]) -> str:
             f"# Bench: {name}, {machine['date']}",
             "",
             f"`{scene.command}` on {machine['cpu']} ({machine['cores']} cores, {', '.join(machine['cpu_features'])}; "
-            f"{machine['memory_gib']} GiB), Python {machine['python']}, {versions}; peers: "
-            f"{'; '.join(scene.peers.values()) or 'none installed'}. Revision {revisions}.",
+            f"{machine['memory_gib']} GiB). Versions: Python {machine['python']}, {versions}. Peers: "
+            f"{'; '.join(scene.peers.values()) or 'none installed'}. Revision: {revisions}.",
             "",
-            "Each run in a process of its own, engines in turn within each repeat, all on the same cores; medians. A "
-            f"run of which other processes took {MAX_FOREIGN_CPU:.0%} of the CPU is dirty: repeated, and left out "
-            "unless all were. Commands and single runs are in the JSON beside this.",
+            "Each run is a process of its own. Engines alternate within each repeat, all on the same cores. Values are "
+            f"medians. A run is dirty if other processes took {MAX_FOREIGN_CPU:.0%} of the CPU; it is repeated, and "
+            "left out unless all were dirty. Commands and single runs are in the JSON beside this.",
             "",
         ]
     )
@@ -130,8 +130,8 @@ def section(workload: str, columns: Columns, table: Medians) -> str:
 
 
 def _row(name: str, cell: Cell, columns: Columns) -> str:
-    figures = [format(cell.values[m], spec) if m in cell.values else "–" for m, (_, spec) in columns.items()]
-    return f"| {name} | {' | '.join(figures)} | {cell.num_runs} ({cell.num_dirty}) |"
+    values = [format(cell.values[m], spec) if m in cell.values else "–" for m, (_, spec) in columns.items()]
+    return f"| {name} | {' | '.join(values)} | {cell.num_runs} ({cell.num_dirty}) |"
 
 
 def _breakdown(cells: dict[str, Cell]) -> list[str]:
@@ -153,9 +153,9 @@ def targets_table(found: list[Verdict]) -> str:
     lines = ["| target | ours | against | result | bound | |", "|---|---|---|---|---|---|"]
     for one in found:
         sign = "≤" if one.target.lowest else "≥"
-        against = "" if one.other_figure is None else f"{one.other_figure:.2f} ({one.other})"
+        against = "" if one.other_value is None else f"{one.other_value:.2f} ({one.other})"
         lines.append(
-            f"| {one.target.text} | {one.figure:.2f} ({one.ours}) | {against} | {one.value:.2f} "
+            f"| {one.target.text} | {one.our_value:.2f} ({one.ours}) | {against} | {one.value:.2f} "
             f"| {sign} {one.target.bound:g} | {'met' if one.is_met else '**missed**'} |"
         )
     return "\n".join([*lines, ""])

@@ -15,7 +15,7 @@ SLO_MEAN_ITL_S = 0.050
 
 
 class WrongCountError(Exception):
-    """An engine gave another number of tokens than it was asked for: its figures would not compare."""
+    """An engine gave another number of tokens than it was asked for: its measurements would not compare."""
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -80,7 +80,7 @@ class Stopwatch:
         return min(times[0] for times in self._arrivals_s.values())
 
     def measured(self) -> dict[str, float]:
-        """The run's figures; raises WrongCountError."""
+        """Return the run's measurements; raises WrongCountError."""
         for i, request in enumerate(self._workload.requests):
             if self._num_tokens.get(i, 0) != request.num_output:
                 raise WrongCountError(

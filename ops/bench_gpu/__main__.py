@@ -19,7 +19,7 @@ LIMIT_S = 570.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench_gpu")
-    parser.add_argument("--dry", action="store_true", help="on the CPU by Triton's interpreter; figures mean nothing")
+    parser.add_argument("--dry", action="store_true", help="on the CPU by Triton's interpreter; timings mean nothing")
     parser.add_argument("--out", type=Path, default=Path("build/bench-gpu"), help="where results go")
     arguments = parser.parse_args()
     if arguments.dry:
@@ -91,7 +91,7 @@ class Run:
         from bench_gpu import models
         from penstock.gpu_node.model.gpu.device import Device
 
-        # What the model before it held is the card's again.
+        # The previous model's GPU memory is free again.
         gc.collect()
         torch.cuda.empty_cache()
         dtype, length = (torch.float32, 96) if self._dry else (torch.bfloat16, 16_384)

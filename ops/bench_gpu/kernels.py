@@ -1,4 +1,4 @@
-"""Each kernel by itself: how far it is from its reference, and what fraction of the card's limit it achieves."""
+"""Each kernel by itself: how far it is from its reference, and what fraction of the GPU's limit it achieves."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def measure(sizes: Sizes, clock: Clock, limits: dict[str, Any]) -> list[dict[str
 
 
 def tune(sizes: Sizes, clock: Clock, *, dry: bool) -> dict[str, dict[str, list[int]]]:
-    """The fastest launches of the attention kernels on this card, as `kernels/triton/launches.py` reads them."""
+    """The fastest launches of the attention kernels on this GPU, as `kernels/triton/launches.py` reads them."""
     tiles, warps, stages = ((16,), (4,), (1,)) if dry else ((32, 64, 128), (4, 8), (2, 3, 4))
     launches = [Launch(*choice) for choice in _product(tiles, warps, stages)]
     found: dict[str, dict[str, list[int]]] = {}
@@ -99,7 +99,7 @@ def tune(sizes: Sizes, clock: Clock, *, dry: bool) -> dict[str, dict[str, list[i
 def _time(clock: Clock, work: Callable[..., object], launch: Launch) -> float:
     try:
         return clock.device_ms(lambda: work(launch), repeats=8)
-    except OutOfResources:  # more shared memory than the card has
+    except OutOfResources:  # more shared memory than the GPU has
         return float("inf")
 
 

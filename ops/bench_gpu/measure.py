@@ -1,4 +1,4 @@
-"""How long things take on a card, and what the card could do at best."""
+"""How long things take on a GPU, and what the GPU could do at best."""
 
 from __future__ import annotations
 

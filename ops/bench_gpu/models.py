@@ -87,7 +87,7 @@ class Model:
 def make_model(
     name: str, device: Device, *, dtype: torch.dtype, max_num_seqs: int, max_model_len: int, quantization: str = "none"
 ) -> Model:
-    """A model on a cache of most of what is left of the card; `quantization` is none, int8 or fp8."""
+    """A model on a cache of most of the GPU's free memory; `quantization` is none, int8 or fp8."""
     spec = SPECS[name]
     decoder = GpuDecoder(spec, _random_weights(spec, dtype, device.torch, quantization), max_model_len)
     layout = KvLayout(spec, BLOCK_SIZE, dtype)

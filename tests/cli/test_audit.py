@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 
 import redis as sync_redis
+from fakes.command import run_command
 from fakes.queue.harness import P, Queue
 
 from penstock.queue.broker.connection import connect
 
 
 def audit(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock", "audit", "--redis-url", redis_url, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return run_command("audit", "--redis-url", redis_url, *arguments)
 
 
 async def fill(redis_url: str) -> str:

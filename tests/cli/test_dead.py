@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 
+from fakes.command import run_command
 from fakes.queue.harness import Queue, new_job
 
 from penstock.contract.job import SamplingParams
@@ -14,11 +14,10 @@ from penstock.queue.broker.connection import connect
 
 
 def dead(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock", "dead", *arguments, "--redis-url", redis_url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return run_command("dead", *arguments, "--redis-url", redis_url)
 
 
-async def bury(redis_url: str, count: int) -> list[str]:
+async def make_dead_letters(redis_url: str, count: int) -> list[str]:
     redis = connect(redis_url)
     queue = Queue(redis)
     await queue.node("watcher")
@@ -30,7 +29,7 @@ async def bury(redis_url: str, count: int) -> list[str]:
             node = await queue.node(f"{letter}{number}")
             await node.take_one()
             await queue.kill(node)
-    await (await queue.node("n3")).beat()
+    await (await queue.node("n3")).heartbeat()
     # However long the commands take to start.
     await queue.age("nodes", "n3", -3_600_000)
     await redis.aclose()
@@ -38,7 +37,7 @@ async def bury(redis_url: str, count: int) -> list[str]:
 
 
 def test_dead_letters_are_listed_shown_tried_again_and_forgotten(redis_url: str) -> None:
-    first, second, third = asyncio.run(bury(redis_url, 3))
+    first, second, third = asyncio.run(make_dead_letters(redis_url, 3))
     lines = dead(redis_url, "list").stdout.splitlines()
     assert {line.split()[0] for line in lines} == {first, second, third}
     assert {line.partition(" default ")[2] for line in lines} == {f"1 chunks a{n},b{n},c{n}" for n in range(3)}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis
+from fakes.command import run_command
 from fakes.processes.node_process import NodeProcess
 
 from penstock.cli.doctor import (
@@ -29,12 +27,6 @@ GOOD = {"redis_version": "7.2.4", "maxmemory": 1 << 30, "maxmemory_policy": "noe
 
 def levels(**info: object) -> list[str]:
     return [check.level for check in judge_redis({**GOOD, **info})]
-
-
-def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_URL"}
-    command = [sys.executable, "-m", "penstock", "doctor", *arguments]
-    return subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, timeout=60)
 
 
 def test_good_redis_is_ok() -> None:
@@ -70,9 +62,9 @@ def test_a_nodes_troubles_are_named_each_by_its_part() -> None:
 
 def test_it_asks_the_live_nodes_and_names_pools_without_one(redis_url: str) -> None:
     with NodeProcess(redis_url, name="probed", lease_ms=120_000) as node:
-        served = doctor("--redis-url", redis_url).stdout
+        served = run_command("doctor", "--redis-url", redis_url).stdout
         assert node.stop() == 0
-    deserted = doctor("--redis-url", redis_url).stdout
+    deserted = run_command("doctor", "--redis-url", redis_url).stdout
     assert re.search(r"ok +node +probed-\w+: 0 jobs", served)
     assert " pool " not in served
     assert re.search(r"warn +pool +[\w-]+: no live node, 0 open jobs", deserted)
@@ -103,7 +95,7 @@ def test_missing_model_and_extras_say_what_to_install(monkeypatch: pytest.Monkey
 
 
 def test_command_reports_a_running_redis(redis_url: str) -> None:
-    done = doctor("--redis-url", redis_url)
+    done = run_command("doctor", "--redis-url", redis_url)
     assert done.returncode == 0, done.stdout
     assert "eviction policy is noeviction" in done.stdout
 
@@ -112,7 +104,7 @@ def test_command_fails_when_something_must_be_mended(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
         try:
-            done = doctor(PENSTOCK_REDIS_URL=redis_url)
+            done = run_command("doctor", PENSTOCK_REDIS_URL=redis_url)
         finally:
             client.config_set("maxmemory-policy", "noeviction")
     assert done.returncode == 1
@@ -120,13 +112,13 @@ def test_command_fails_when_something_must_be_mended(redis_url: str) -> None:
 
 
 def test_command_without_redis_names_the_one_it_would_start() -> None:
-    done = doctor()
+    done = run_command("doctor")
     assert done.returncode == 0, done.stdout
     assert "started on demand" in done.stdout
 
 
 def test_command_says_when_redis_is_away(tmp_path: Path) -> None:
-    done = doctor("--redis-url", f"unix://{tmp_path}/none.sock")
+    done = run_command("doctor", "--redis-url", f"unix://{tmp_path}/none.sock")
     assert done.returncode == 1
     assert "Redis is away" in done.stdout
     assert "Traceback" not in done.stderr

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+from fakes.command import run_command
 from fakes.queue.harness import Queue, new_job
 
 from penstock.contract.api_keys import identify
@@ -18,9 +19,8 @@ from penstock.queue.broker.node import Emission
 from penstock.queue.broker.producer import Submission
 
 
-def keys(redis_url: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock", "keys", *arguments, "--redis-url", redis_url]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+def keys(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command("keys", *arguments, "--redis-url", redis_url)
 
 
 async def known_of(redis_url: str):
@@ -66,7 +66,9 @@ async def use(redis_url: str) -> None:
 
 def test_a_terminal_of_another_encoding_shows_what_it_can(redis_url: str) -> None:
     keys(redis_url, "add", "acme", "--label", "Zoë's")
-    assert keys(redis_url, "list", PYTHONIOENCODING="ascii").stdout.endswith(" Zo\\xeb's\n")
+    command = [sys.executable, "-m", "penstock", "keys", "list", "--redis-url", redis_url]
+    listed = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert listed.stdout.endswith(" Zo\\xeb's\n")
 
 
 def test_wrong_use_says_what_is_wrong(redis_url: str) -> None:

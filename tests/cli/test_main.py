@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fakes.command import run_command
 
 import penstock
 from penstock.cli.demo_model import demo_model
@@ -28,14 +28,9 @@ from penstock.producer.client import ClientSettings
 from penstock.runtime.settings import KeySettings, RedisSettings, Settings
 
 
-def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    command = [sys.executable, "-m", "penstock", *arguments]
-    return subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, timeout=60)
-
-
 def test_version_is_printed() -> None:
-    assert run("--version").stdout.split() == ["penstock", penstock.__version__]
+    done = subprocess.run([sys.executable, "-m", "penstock", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["penstock", penstock.__version__]
 
 
 def test_ctrl_c_is_quiet_while_the_command_is_loaded() -> None:
@@ -59,7 +54,7 @@ def test_version_is_the_distributions() -> None:
 
 
 def test_help_names_every_command() -> None:
-    shown = run("--help").stdout
+    shown = run_command("--help").stdout
     for command in ("demo", "serve", "submit", "node", "gateway", "doctor", "batch"):
         assert f" {command} " in shown
 
@@ -87,7 +82,7 @@ def test_exit_code_says_whose_turn_it_is(error: PenstockError, code: int) -> Non
 
 @pytest.mark.parametrize("command", [("submit", "hello"), ("node", "model"), ("gateway",)])
 def test_missing_redis_is_one_clear_line(command: tuple[str, ...]) -> None:
-    done = run(*command)
+    done = run_command(*command)
     assert done.returncode == 2
     assert done.stderr.startswith("penstock: ")
     assert "PENSTOCK_REDIS_URL" in done.stderr
@@ -95,20 +90,20 @@ def test_missing_redis_is_one_clear_line(command: tuple[str, ...]) -> None:
 
 
 def test_redis_that_is_away_is_worth_another_try(tmp_path: Path) -> None:
-    done = run("submit", "hello", "--redis-url", f"unix://{tmp_path}/none.sock")
+    done = run_command("submit", "hello", "--redis-url", f"unix://{tmp_path}/none.sock")
     assert done.returncode == 75
     assert "Redis is away" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_unknown_setting_in_the_environment_is_refused_by_name() -> None:
-    done = run("node", "model", "--redis-url", "redis://nowhere:1/0", PENSTOCK_NODE_MAX_NUM_SEQ="3")
+    done = run_command("node", "model", "--redis-url", "redis://nowhere:1/0", PENSTOCK_NODE_MAX_NUM_SEQ="3")
     assert done.returncode == 2
     assert "PENSTOCK_NODE_MAX_NUM_SEQ" in done.stderr
 
 
 def test_wrong_setting_names_its_flag() -> None:
-    done = run("node", "model", "--redis-url", "redis://nowhere:1/0", "--dtype", "float3")
+    done = run_command("node", "model", "--redis-url", "redis://nowhere:1/0", "--dtype", "float3")
     assert done.returncode == 2
     assert "dtype" in done.stderr
 
@@ -125,7 +120,7 @@ def test_missing_demo_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("command", "settings"), [("node", NodeSettings), ("gateway", GatewaySettings)])
 def test_every_setting_is_an_option(command: str, settings: type[Settings]) -> None:
-    shown = run(command, "--help", COLUMNS="250").stdout
+    shown = run_command(command, "--help", COLUMNS="250").stdout
     for name in settings.model_fields.keys() - {"model"}:
         # Of what may be repeated, one is given at a time: --alias, --cors-origin.
         assert f"--{name.replace('_', '-').removesuffix('es').removesuffix('s')}" in shown
@@ -139,7 +134,7 @@ def test_every_setting_says_what_it_is_for(settings: type[Settings]) -> None:
 
 
 def test_vllms_names_are_understood() -> None:
-    shown = run("node", "--help", COLUMNS="250").stdout
+    shown = run_command("node", "--help", COLUMNS="250").stdout
     for flag in ("--alias", "--swap-space", "--num-gpu-blocks-override", "--no-enable-prefix-caching"):
         assert f"{flag} " in shown or f"{flag}," in shown
 
@@ -174,6 +169,6 @@ def test_options_reach_the_node_and_what_is_not_given_comes_from_the_environment
     ],
 )
 def test_settings_that_cannot_work_are_named(options: tuple[str, ...], said: str) -> None:
-    done = run("node", "m", "--redis-url", "unix://x", *options)
+    done = run_command("node", "m", "--redis-url", "unix://x", *options)
     assert done.returncode == 2 and done.stderr.startswith(f"penstock: {said}")
     assert len(done.stderr.splitlines()) == 1

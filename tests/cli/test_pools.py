@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 
+from fakes.command import run_command
 from fakes.queue.harness import LEASE_MS, Queue
 
 from penstock.queue.broker.connection import connect
@@ -13,8 +13,7 @@ from penstock.queue.wire import NodePressure
 
 
 def pools(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock", "pools", *arguments, "--redis-url", redis_url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return run_command("pools", *arguments, "--redis-url", redis_url)
 
 
 async def serve_two_jobs(redis_url: str) -> None:

@@ -9,34 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from fakes.command import run_command
+from fakes.processes.node_process import NodeProcess
 
-from penstock.producer.client import AsyncClient, Client
-
-NODE = Path(__file__).parent.parent / "fakes" / "processes" / "reference_node.py"
-
-
-@pytest.fixture
-def pool(redis_url: str) -> Iterator[str]:
-    """A running node's pool."""
-    env = {**os.environ, "PENSTOCK_REDIS_URL": redis_url, "REFERENCE_STEP_S": "0.01"}
-    node = subprocess.Popen([sys.executable, NODE], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        asyncio.run(_until_served(redis_url))
-        yield redis_url
-    finally:
-        node.kill()
-        node.wait()
+from penstock.producer.client import Client
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 
-async def _until_served(redis_url: str) -> None:
-    async with AsyncClient(redis_url) as client:
-        deadline = time.monotonic() + 20
-        while not await client.pools():
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
+@pytest.fixture(scope="module")
+def pool() -> Iterator[str]:
+    """URL of a Redis with a running node."""
+    with EmbeddedRedis() as server, NodeProcess(server.url, step_s=0.01):
+        yield server.url
 
 
 def command(redis_url: str, *arguments: str) -> list[str]:
@@ -44,7 +30,7 @@ def command(redis_url: str, *arguments: str) -> list[str]:
 
 
 def submit(redis_url: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(redis_url, *arguments), input=stdin, capture_output=True, text=True, timeout=60)
+    return run_command("submit", *arguments, "--redis-url", redis_url, stdin=stdin)
 
 
 def test_answer_comes_to_stdout(pool: str) -> None:

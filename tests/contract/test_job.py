@@ -1,4 +1,4 @@
-"""Jobs and sampling parameters at the door: what is wrong is refused with the field's name and its limit."""
+"""Parsing of jobs and sampling parameters: what is wrong is refused with the field's name and its limit."""
 
 from __future__ import annotations
 

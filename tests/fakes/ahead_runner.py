@@ -1,4 +1,4 @@
-"""A runner that takes steps ahead of their tokens, as a card's does, made of one that does not."""
+"""A runner that accepts a step before the previous one has ended, as a GPU's does, built on one that does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.gpu_node.model.protocol import CacheSizes, ModelRunner, StepPlan, 
 class AheadRunner:
     """Does everything in the order in which it is given, on a thread of its own.
 
-    A step behind one that failed is computed on tokens that nobody sampled.
+    A step behind a failed one is computed on tokens that were never sampled.
     """
 
     max_in_flight = 2

@@ -164,9 +164,9 @@ class FakeNode:
     async def join(self) -> None:
         """Enters the pool."""
         await self.broker.join(self._schema, self.record)
-        await self.beat()
+        await self.heartbeat()
 
-    async def beat(self) -> None:
+    async def heartbeat(self) -> None:
         """Says that the node lives."""
         await self.broker.beat(self.pressure, free=KV_TOKENS, answered_call=0, held=None)
 
@@ -200,7 +200,7 @@ class FakeNode:
         while True:
             await asyncio.sleep(BEAT_S)
             with suppress(Exception):  # a test may have stopped Redis
-                await self.beat()
+                await self.heartbeat()
 
     async def _step_forever(self) -> None:
         while True:

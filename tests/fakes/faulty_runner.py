@@ -17,9 +17,9 @@ Place = Literal["start", "copy", "forward", "clear"]
 class FaultyRunner:
     """Runs steps on another runner, unless `fault` names an error for a place in a plan.
 
-    `start`: before anything is done, as where a buffer cannot be allocated; `copy`: in the middle of the copies;
-    `forward`: when keys and values of all tokens are written; `clear`: instead of clearing blocks, where there is no
-    plan to look at.
+    `start`: before anything is done, as where a buffer cannot be allocated. `copy`: in the middle of the copies.
+    `forward`: when keys and values of all tokens are written. `clear`: instead of clearing blocks; it has no plan to
+    look at.
     """
 
     def __init__(self, runner: ModelRunner, fault: Callable[[Place, StepPlan | None], Exception | None]) -> None:

@@ -1,9 +1,13 @@
-"""The native kernels as tests build them: one library for each instruction set, kept between sessions."""
+"""The native kernels as tests build them: one library for each instruction set, kept between sessions.
+
+They hold functions that call single kernels, which the product's library does not need.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,7 @@ from penstock.kernels.cpu.build import BuildError, library_path
 from penstock.kernels.cpu.probe import REQUIRED_FLAGS, Isa, cpu_flags
 
 ISAS: tuple[Isa, ...] = tuple(REQUIRED_FLAGS)
+SINGLE_KERNELS = Path(__file__).with_name("single_kernels.cpp")
 SANITIZE = "PENSTOCK_TEST_SANITIZE"
 """Names the sanitizers that the kernels are built with; the process must have preloaded their libraries."""
 
@@ -27,7 +32,8 @@ def built(isa: Isa) -> Path:
     missing = REQUIRED_FLAGS[isa] - cpu_flags()
     if missing:
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+    extras: Any = {"extra_flags": sanitizer_flags(), "extra_sources": (SINGLE_KERNELS,)}
     try:
-        return library_path(isa, cache_folder() / "native", lambda fraction: None, extra_flags=sanitizer_flags())
+        return library_path(isa, cache_folder() / "native", lambda fraction: None, **extras)
     except BuildError as error:
         pytest.skip(f"no kernels here: {error}")

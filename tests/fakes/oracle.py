@@ -1,4 +1,4 @@
-"""Drafts from somebody who knows what will be said, and is wrong at times."""
+"""A drafter that knows the coming tokens and is wrong at times."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Foresight(Drafter):
 
 
 class Oracle(DraftBudget):
-    """Whoever may draft does."""
+    """Give every sequence that may draft its drafts."""
 
     def __init__(self) -> None:
         super().__init__(max_draft_tokens=6)

@@ -17,7 +17,7 @@ AGING_MS = 10**6
 
 
 class Bench:
-    """A scheduler of few blocks under a policy, stepped by hand; `starts` lists who was started."""
+    """A scheduler of few blocks under a policy, stepped by hand; `starts` lists the started ones."""
 
     def __init__(
         self, name: PolicyName, num_blocks: int = 12, *, bypass_ms: int = 0, aging_ms: int = AGING_MS, **settings: Any

@@ -17,7 +17,7 @@ MAX_BEHIND_LEASE_S = 3.0
 
 
 def note(row: str, takeovers: Takeovers, lease_ms: int) -> None:
-    """Writes a campaign's figures down; raises where takeovers took too long."""
+    """Record a campaign's measurements; raises if takeovers took too long."""
     seconds = [hit.seconds for hit in takeovers.hits]
     p99 = quantile(seconds, 0.99)
     figures = {

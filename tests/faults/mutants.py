@@ -1,7 +1,7 @@
 """`python -m faults.mutants`: each guard of the queue is taken away in a copy of the source, and its tests must fail.
 
-One guard at a time. A mutant that lives means that nothing would notice if the guard were lost; one whose text is not
-found any more, that the guard has moved and this list must follow.
+One guard at a time. If a mutant survives, no test would notice the loss of that guard. If its text is no longer found,
+the guard has moved and this list must follow.
 """
 
 from __future__ import annotations

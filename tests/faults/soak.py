@@ -33,7 +33,7 @@ _M_MMAP_THRESHOLD, _MAX_HEAP_BLOCK = -3, 1 << 16
 
 
 class Memory:
-    """Each process's resident memory over time, in KiB; of Redis what it uses itself."""
+    """Each process's RSS over time, in KiB; for Redis, the memory that it reports as used."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -88,7 +88,7 @@ async def soak(fleet: Fleet, args: argparse.Namespace) -> tuple[Counter[str], Co
 
 
 def report(counts: Counter[str], killed: Counter[str], memory: Memory, args: argparse.Namespace) -> None:
-    """Writes the figures down; raises where jobs are missing or memory grows."""
+    """Record the measurements; raises if jobs are missing or memory grows."""
     print(dict(counts), dict(killed), flush=True)
     slopes = memory.slopes()
     for name, slope in slopes.items():
@@ -103,8 +103,9 @@ def report(counts: Counter[str], killed: Counter[str], memory: Memory, args: arg
 
 
 def keep_heap_whole() -> None:
-    """asyncio receives into 256 KiB that it then cuts to what came. glibc soon takes such blocks from its heap, between
-    small ones that stay: resident memory grows by 0.2 MiB a minute, with no byte more in use. Mapped ones leave no gap.
+    """Make glibc map large blocks. asyncio receives into 256 KiB blocks and then cuts each to the bytes that came.
+    glibc soon takes such blocks from its heap, between small ones that stay. RSS then grows by 0.2 MiB a minute,
+    with no byte more in use. Mapped blocks leave no gap.
     """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAX_HEAP_BLOCK)
 

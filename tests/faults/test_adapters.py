@@ -1,4 +1,4 @@
-"""Jobs with adapters on real nodes: taken over token-exact, and a broken adapter ends nobody else's."""
+"""Jobs with adapters on real nodes: a takeover is token-exact, and a broken adapter ends no other job."""
 
 from __future__ import annotations
 

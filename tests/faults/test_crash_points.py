@@ -165,7 +165,7 @@ LEFT_GATEWAY_POINTS = tuple(f"{when} detach 1" for when in ("before", "after"))
 
 
 async def kill_a_gateway(redis: Redis, url: str, point: str, *, leaves: bool = False) -> None:
-    """One gateway dies at the point; those who ask another one with the same key get all of the same jobs."""
+    """One gateway dies at the point; the same keys at another gateway give all of the same jobs."""
     works = new_works(5, 150)
     first, second = [HttpReading() for _ in works], [HttpReading() for _ in works]
     async with AsyncExitStack() as stack:

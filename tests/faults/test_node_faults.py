@@ -1,4 +1,4 @@
-"""Nodes that hang, sleep past their lease, are cut off or restarted: jobs move on, nobody writes what is not his."""
+"""Nodes that hang, sleep past their lease, are cut off or restarted: jobs move on, and fenced nodes write nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fakes.processes.node_process import NodeProcess
 from fakes.processes.reference_engine import ReferenceEngine
 from fakes.processes.running_node import running_node
 from faults.tools.proxy import FaultProxy
+from faults.tools.road import read
 from faults.tools.work import KINDS, PROMPT, Work, check_logs, check_settled, holder, new_work, statuses
 from redis.asyncio import Redis
 
@@ -32,12 +33,8 @@ SETTINGS: dict[str, Any] = {"pool": POOL, "lease_ms": 3000}
 SLOW_STEP_S = 0.2
 
 
-async def read(client: AsyncClient, work: Work) -> None:
-    await work.read((await client.submit(PROMPT, **work.options)).chunks())
-
-
 async def pressure_of(redis: Redis, name: str, reached: Callable[[NodePressure], bool]) -> NodePressure:
-    """A node's own figures, once they are so."""
+    """Wait until a node's own statistics fulfill the condition, and return them."""
     while True:
         for node in (await ProducerBroker(redis).pressure(POOL)).nodes:
             if node.node_id.startswith(f"{name}-") and reached(node):
@@ -56,7 +53,7 @@ async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(re
             while min(work.num_seen for work in works) < 5:
                 await asyncio.sleep(0.01)
             known = await pressure_of(redis, "zombie", lambda node: node.num_jobs == len(works))
-            # As of a beat that has just been, however late it was.
+            # As of a heartbeat that has just been sent, however late it was.
             fresh = await pressure_of(redis, "zombie", lambda node: node.num_steps > known.num_steps)
             zombie.signal(signal.SIGSTOP)
             with NodeProcess(redis_url, step_s=0.02, name="living", **SETTINGS):
@@ -67,7 +64,8 @@ async def test_a_node_that_wakes_up_behind_its_lease_writes_nothing_and_stops(re
                 await asyncio.gather(*reading)
             num_chunks = sum([status.num_chunks for status in await statuses(redis, works)])
             assert client.stats.chunks == num_chunks, "nothing was published twice"
-        # Those of half a second between its last beat and its sleep, the one it was in, and the one it was told in.
+        # Those of half a second between its last heartbeat and its sleep, the one that was running, and the one in
+        # which it learned of the lost lease.
         assert idle.num_steps - fresh.num_steps <= 0.5 / SLOW_STEP_S + 2
         assert "job belongs to another node" in zombie.log
         for work in works:

@@ -51,6 +51,6 @@ async def test_a_stream_of_drafting_nodes_goes_on_token_exact(redis: Redis, redi
             work = RealWork({"job_id": f"{POOL}.{uuid7()}", **options}, undisturbed=said)
             hit = await lane.run(work, KILLED_AT, work.num_expected)
             work.check()
-        while not await _num_accepted(redis):  # the next beat says it
+        while not await _num_accepted(redis):  # the next heartbeat says it
             await asyncio.sleep(0.1)
         await check_settled(redis, POOL)

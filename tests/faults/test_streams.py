@@ -1,4 +1,4 @@
-"""HTTP streams: open through an absence of Redis, cut with their gateway, one job for many who ask with one key."""
+"""HTTP streams: open through an absence of Redis, cut with their gateway, one job for many requests with one key."""
 
 from __future__ import annotations
 

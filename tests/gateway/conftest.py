@@ -132,15 +132,15 @@ class EchoEngine:
                 usage = Usage(len(live.prompt), live.params.n * live.num_said)
         output = StepOutput(live.request_id, live.choice, at, (token,), "" if stopped else text, reason, usage)
         if live.params.logprobs is not None:
-            output = replace(output, logprobs=(self.likely(token, live.params.logprobs),))
+            output = replace(output, logprobs=(self.logprobs_of(token, live.params.logprobs),))
         if live.params.prompt_logprobs is not None and at == live.choice == 0:
             first, *rest = live.prompt
-            likely = (self.likely(one, live.params.prompt_logprobs) for one in rest)
-            output = replace(output, prompt_logprobs=(TokenLogprobs((first,), (), (bytes([first]),)), *likely))
+            logprobs = (self.logprobs_of(one, live.params.prompt_logprobs) for one in rest)
+            output = replace(output, prompt_logprobs=(TokenLogprobs((first,), (), (bytes([first]),)), *logprobs))
         return output
 
     @staticmethod
-    def likely(token: int, num_logprobs: int) -> TokenLogprobs:
+    def logprobs_of(token: int, num_logprobs: int) -> TokenLogprobs:
         """A byte beside those that follow it, each half as likely; 127 is a special token."""
         ids = (token, *((token + i) % 256 for i in range(num_logprobs)))
         values = (-1.0, *(-1.0 - i for i in range(num_logprobs)))
@@ -272,7 +272,7 @@ def url(stack: Stack, shared_engine: EchoEngine) -> str:
 
 @pytest.fixture
 def api(url: str, engine: EchoEngine) -> Iterator[openai.OpenAI]:
-    """OpenAI's client as anybody would use it."""
+    """OpenAI's client, as its users call it."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 

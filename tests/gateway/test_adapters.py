@@ -1,4 +1,4 @@
-"""Adapters at the front door: further models, whose parent is the one that they change."""
+"""Adapters at the gateway: further models, whose parent is the model that they change."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_an_answer_takes_as_long_as_it_takes(connection, engine, monkeypatch):
 
 
 def test_clients_may_keep_a_connection_as_long_as_they_do():
-    """Who gives an idle connection up first should be the client: it cannot know that a server just did."""
+    """The client should be first to close an idle connection: it cannot know that a server just did."""
     kept_by_nginx_s = 60
     assert make_server(GatewaySettings(redis_url="redis://nobody")).config.timeout_keep_alive > kept_by_nginx_s
 

@@ -1,4 +1,4 @@
-"""API keys at the gateway: who is let in, on whose behalf, how much, and that tenants never see each other's jobs."""
+"""API keys at the gateway: which are accepted, for which tenant, up to which limits; tenants never see others' jobs."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_page_of_an_allowed_site_may_ask_and_is_told_why_it_may_not(closed):
 
 
 def test_the_first_key_closes_an_open_gateway_for_good(closed, redis_url, stack, monkeypatch):
-    """Also when Redis has lost the keys: nobody is let in by an accident."""
+    """Also when Redis has lost the keys: no request is accepted by accident."""
     monkeypatch.setattr("penstock.producer.client.client.KEYS_TTL_S", 0.2)
     _, made = closed
     with sync_redis.Redis.from_url(redis_url) as client:

@@ -1,4 +1,4 @@
-"""Large bodies and large answers at the front door of a gateway process, beside the stream of another tenant.
+"""Large bodies and large answers at a gateway process, beside the stream of another tenant.
 
 Neither may hold the gateway's event loop, nor grow its memory, nor disturb that stream.
 """
@@ -34,8 +34,8 @@ MODEL = "reference"
 MAX_BODY_BYTES = 8 << 20
 MAX_GROWTH_MIB = 200
 PROMPT_TOKENS = 4000
-PIECED_TOKENS = 1500
-"""Of each prompt whose answer is checked whole: its log-probabilities take twenty pieces."""
+PIECED_TOKENS = 450
+"""Of each prompt whose answer is checked whole: its log-probabilities take several pieces."""
 TIMEOUT_S = 60.0
 
 

@@ -1,4 +1,4 @@
-"""`/metrics`: figures of requests, streams and pools, from any gateway; told also while Redis is away."""
+"""`/metrics` counts requests, streams and pools at any gateway, and answers while Redis is away."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scrape_until(url: str, reached: Callable[[dict[tuple[str, ...], float]], boo
 
 @pytest.fixture
 def fresh(stack, engine):
-    """A gateway that nobody has asked anything."""
+    """A gateway that has had no request yet."""
     return stack.start_gateway()
 
 

@@ -1,4 +1,4 @@
-"""What the doors cannot show: a stuck reader, and a bug of ours."""
+"""What requests from outside cannot show: a stuck reader, and a bug of ours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
 class Ticks:
-    """Time that goes on when a test says so: by what whoever sleeps wants to sleep."""
+    """A clock that moves when a test says so: by as long as the sleeper wants to sleep."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
+from fakes.command import run_command
 
 from penstock.runtime.embedded_redis import EmbeddedRedis
 
@@ -106,21 +107,26 @@ def test_a_stop_past_its_drain_ends_answers_with_an_error_and_logs_no_traceback(
 
 
 @pytest.mark.parametrize(
-    ("variables", "said", "status"),
+    ("variables", "said"),
     [
-        ({"PENSTOCK_GATEWAY_PORTT": "1"}, "PENSTOCK_GATEWAY_PORTT", 2),
-        ({"PENSTOCK_GATEWAY_PORT": "no"}, "port", 2),
-        ({"PENSTOCK_GATEWAY_REDIS_URL": "redis://127.0.0.1:1"}, "PENSTOCK_GATEWAY_REDIS_URL", 2),
-        ({"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1"}, "Redis is away", 75),
-        ({"PENSTOCK_REDIS_URL": ""}, "set PENSTOCK_REDIS_URL", 2),
+        ({"PENSTOCK_GATEWAY_PORTT": "1"}, "PENSTOCK_GATEWAY_PORTT"),
+        ({"PENSTOCK_GATEWAY_PORT": "no"}, "port"),
+        ({"PENSTOCK_GATEWAY_REDIS_URL": "redis://127.0.0.1:1"}, "PENSTOCK_GATEWAY_REDIS_URL"),
+        ({"PENSTOCK_REDIS_URL": ""}, "set PENSTOCK_REDIS_URL"),
     ],
 )
-def test_what_keeps_it_from_starting_is_said_in_one_line(variables, said, status):
-    command = [sys.executable, "-m", "penstock", "gateway"]
-    environment = {**os.environ, "PENSTOCK_REDIS_URL": "redis://127.0.0.1:1", **variables}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert process.returncode == status
-    assert said in process.stderr
+def test_wrong_settings_are_said_in_one_line(variables, said):
+    done = run_command("gateway", **{"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1", **variables})
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_redis_that_is_away_at_the_start_is_said_in_one_line():
+    command = [sys.executable, "-m", "penstock", "gateway", "--redis-url", "redis://127.0.0.1:1"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 75
+    assert "Redis is away" in process.stderr
     assert process.stderr.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""A budget that callers share: nobody has more than a share, and owners take turns."""
+"""A budget that callers share: no caller has more than its share, and owners are served alternately."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_prompts_of_one_list_stream_side_by_side(http, engine):
     assert indices.index(1) < len(indices) // 4
 
 
-# One sequence at a time: whoever comes second waits in the queue. ------------------------------------
+# One sequence at a time: the second request waits in the queue. -----------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,17 @@ import importlib.metadata
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fixtures.dequantized import dequantised
 from fixtures.tiny_model import make_tiny_model
+from redis.asyncio import Redis
 
 from penstock.gpu_node.engine import Engine, EngineConfig
+from penstock.queue.broker.producer import ProducerBroker
 
 # As in Engine: tests share their processors. Read when torch is first loaded, which no import above does.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -23,6 +26,24 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a two-layer random Llama."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a random model of a family, in float32."""
+    from fixtures.random_families import make_family_model
+
+    @cache
+    def make(name: str) -> Path:
+        return make_family_model(tmp_path_factory.mktemp("family"), name)
+
+    return make
+
+
+@pytest.fixture
+def broker(redis: Redis) -> ProducerBroker:
+    """What callers do with the queue."""
+    return ProducerBroker(redis)
 
 
 @pytest.fixture

@@ -13,6 +13,12 @@ from penstock.gpu_node.engine.records import EngineRequest, StepOutput
 from penstock.gpu_node.engine_worker import MAX_FAILED_STEPS, EngineWorker
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that failed is tried again at once."""
+    monkeypatch.setattr("penstock.gpu_node.engine_worker.MAX_PAUSE_S", 0.001)
+
+
 @pytest.fixture
 def delivered() -> list[StepOutput]:
     return []
@@ -59,7 +65,7 @@ def test_a_paused_engine_answers_but_does_not_step(worker: EngineWorker, deliver
 
 def test_what_is_asked_while_a_step_runs_is_done_before_the_next_one() -> None:
     class Flying(ReferenceEngine):
-        """Its first wait ends when somebody has asked for something."""
+        """Its first wait ends when a request has come."""
 
         def wait(self) -> None:
             if self.has_work() and not self.batches:
@@ -96,7 +102,7 @@ class Failing(ReferenceEngine):
         if self.is_launched:
             return []
         self.num_failures -= 1
-        raise MemoryError("no room")
+        raise MemoryError("no memory")
 
 
 def test_a_step_that_fails_is_taken_again(delivered: list[StepOutput]) -> None:
@@ -125,7 +131,7 @@ def test_steps_that_fail_now_and_then_end_nothing_though_those_between_give_no_o
                 return super().step()
             self.batches.append(0)
             if self.num_left % 2:
-                raise MemoryError("no room")
+                raise MemoryError("no memory")
             return []
 
     worker = EngineWorker(Prefilling(), delivered.extend)

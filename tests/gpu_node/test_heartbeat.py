@@ -35,7 +35,7 @@ def test_a_rate_of_what_should_not_happen_fades_when_it_does_not() -> None:
 
 
 class SilentEngine(ReferenceEngine):
-    """Gives no figures before it may."""
+    """Gives no statistics before it may."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -67,11 +67,6 @@ async def ended(broker: ProducerBroker, job: Job) -> Result:
     return result
 
 
-@pytest.fixture
-def broker(redis: Redis) -> ProducerBroker:
-    return ProducerBroker(redis)
-
-
 async def test_jobs_come_back_token_exact_and_leave_nothing_behind(
     redis_url: str, redis: Redis, broker: ProducerBroker
 ) -> None:
@@ -248,7 +243,7 @@ async def test_an_engine_that_dies_ends_the_node_and_its_jobs_move(
 async def test_a_job_that_kills_its_nodes_is_found_out_and_those_beside_it_come_back_token_exact(
     redis_url: str, redis: Redis, broker: ProducerBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each node is started anew until all has ended; whoever lost two with it runs alone. No clock helps."""
+    """Nodes are restarted until all jobs have ended; a job that lost two nodes runs alone. No clock helps."""
     monkeypatch.setattr(inbox, "IDLE_TAKE_S", 3600.0)
 
     class DeadError(BaseException):

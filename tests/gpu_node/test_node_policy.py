@@ -1,4 +1,4 @@
-"""A node under its pool's policy: urgent jobs find room where less urgent ones run; tenants pay for what they used."""
+"""A node under its pool's policy: urgent jobs preempt less urgent ones, and tenants are charged for what they used."""
 
 from __future__ import annotations
 
@@ -32,11 +32,6 @@ POOL = "ref"
 PATIENCE_S = 20.0
 # Torch's last bits depend on the batch, which is enough for a drawn token to be another one now and then.
 NATIVE: dict[str, Any] = {"runner": "native", "dtype": "bfloat16"}
-
-
-@pytest.fixture
-def broker(redis: Redis) -> ProducerBroker:
-    return ProducerBroker(redis)
 
 
 def running(url: str, engine: EngineLike, **changes: Any) -> AbstractAsyncContextManager[Node]:
@@ -173,7 +168,7 @@ async def test_a_job_that_must_give_way_moves_to_a_node_that_has_room_and_nobody
 
 
 class CrowdedEngine(ReferenceEngine):
-    """Somebody always waits inside, and nobody goes past 50 tokens until all may."""
+    """A job always waits inside the engine, and none goes past 50 tokens until all may."""
 
     may_end = False
 

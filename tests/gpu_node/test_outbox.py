@@ -1,4 +1,4 @@
-"""When tokens leave while others come: nobody is kept from the loop, and no engine is held for ever."""
+"""When tokens leave while others come: the event loop stays free, and no engine waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls beside the event loop: what hangs in one holds up nobody, and no process that is to end."""
+"""Calls beside the event loop: one that hangs delays no other call, nor the end of the process."""
 
 from __future__ import annotations
 

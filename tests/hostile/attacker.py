@@ -2,7 +2,7 @@
 
 It begins when its stdin says which event another tenant's stream has come to.
 
-A process of its own at the lowest priority: what it spends on its own requests and answers is no part of the figures.
+A process of its own at the lowest priority: what it spends on its own requests and answers is not measured.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hostile.fields import LIMITS
-from hostile.forms import TEXTS, random_grammar, random_regex, random_schema, random_value, real_schemas
+from hostile.grammars import TEXTS, random_grammar, random_regex, random_schema, random_value, real_schemas
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -48,7 +48,7 @@ def _of_fields(rng: random.Random, number: int, model: str) -> Case:
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         body.update(_field(rng, is_chat))
     if rng.random() < 0.45:
-        body.update(_form(rng, is_chat))
+        body.update(_grammar(rng, is_chat))
     if rng.random() < 0.4:
         body["stream"] = True
     if rng.random() < 0.06:
@@ -126,7 +126,7 @@ def _tools(rng: random.Random) -> Any:
     return [tool() for _ in range(rng.randrange(4))]
 
 
-def _form(rng: random.Random, is_chat: bool) -> dict[str, Any]:
+def _grammar(rng: random.Random, is_chat: bool) -> dict[str, Any]:
     def schema() -> Any:
         known = real_schemas()
         return rng.choice(known) if known and rng.random() < 0.5 else random_schema(rng)

@@ -118,7 +118,7 @@ class _Windows:
 async def carry_out(
     stack: Stack, attack: Attack, *, seconds: float | None = None, quiet_s: float = QUIET_S, rounds: int = 1
 ) -> Verdict:
-    """Quiet, attack, quiet, by turns; the neighbor's streams go on through all of it."""
+    """Alternate quiet and attack; the neighbor's streams go on through all of it."""
     verdict, windows, answers = Verdict(attack.name), _Windows(), Counter[str]()
     seconds = seconds or attack.seconds
     async with _beside(stack) as (neighbor, watch):

@@ -18,7 +18,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryWatch:
-    """The largest resident size of each process, and what it was when it was first seen."""
+    """The largest RSS of each process, and its RSS when it was first seen."""
 
     def __init__(self, pids: Callable[[], Mapping[str, int]]) -> None:
         self._pids = pids

@@ -49,7 +49,7 @@ class Fuzzed:
     num_jobs: int = 0
 
     def complain(self, case: Case, what: str) -> None:
-        """Notes an answer that nobody should get."""
+        """Note an answer that no caller should get."""
         shown = case.body[:400].decode(errors="replace")
         self.complaints.append(f"{case.number} {case.path} {what}\n    {case.headers} {len(case.body)} bytes: {shown}")
 

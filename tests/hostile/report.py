@@ -1,4 +1,4 @@
-"""`python -m hostile.report`: carries out the catalogue and writes the figures to ops/bench/results/hostile.md.
+"""`python -m hostile.report`: carries out the catalogue and writes the results to ops/bench/results/hostile.md.
 
 `--label` names the column, so that two versions of the code stand side by side: `before` and `after`.
 """
@@ -28,7 +28,7 @@ streams of another tenant run beside it on the same gateway and the same node (t
 - "Longest" is the neighbor's longest gap during the attack.
 - "Held" is the longest time for which one callback, or native code with the interpreter lock, held up the event loop of
   the gateway / of the node.
-- "Grew" is the process whose resident memory grew the most.
+- "Grew" is the process whose RSS grew the most.
 - Rows marked ⚖ put honest work beside the neighbor. They show what sharing a node costs by itself.
 """
 
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("attacks", nargs="*", help=f"names of {', '.join(ATTACKS)}; none: those of the table; all: all")
     parser.add_argument("--label", default="after")
     parser.add_argument("--seconds", type=float, help="for how long each attack sends new requests")
-    parser.add_argument("--rounds", type=int, default=1, help="quiet and attack by turns, so often")
+    parser.add_argument("--rounds", type=int, default=1, help="how often to alternate quiet and attack")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     names = ATTACKS if args.attacks == ["all"] else args.attacks or TABLE

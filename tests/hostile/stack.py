@@ -63,7 +63,7 @@ class Stack:
         self.processes: dict[str, ChildProcess] = {}
         self.url = ""
         self.keys: dict[str, str] = {}
-        """API keys by tenant: `neighbor`, `attacker` and, for figures of everybody, `admin`."""
+        """API keys by tenant: `neighbor`, `attacker` and, for statistics of all tenants, `admin`."""
 
     def start(self, *, model: Path | None, maxmemory: str = "1gb", terms: Terms | None = None, **node: Any) -> None:
         """Starts everything. `terms` are the attacker's; without a model the reference node serves."""

@@ -1,4 +1,4 @@
-"""The catalogue of attacks at the front door, each beside a neighbor that must not notice."""
+"""The catalogue of attacks at the gateway, each beside a neighbor that must not notice."""
 
 from __future__ import annotations
 

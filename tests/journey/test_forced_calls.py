@@ -41,7 +41,7 @@ NUM_SEEDS = 2
 NUM_CHOICES = 8
 
 
-class Place(BaseModel):
+class Location(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     city: Annotated[str, StringConstraints(min_length=1, max_length=20)]
@@ -53,7 +53,7 @@ class Weather(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    place: Place
+    place: Location
     days: int = Field(ge=1, le=14)
     unit: Literal["celsius", "fahrenheit"] | None
 

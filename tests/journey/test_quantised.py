@@ -1,4 +1,4 @@
-"""Quantised checkpoints and adapters of the real model, as a user serves them: `penstock serve`, then HTTP."""
+"""Quantized checkpoints and adapters of the real model, as a user serves them: `penstock serve`, then HTTP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _asked(url: str, model: str) -> list[str]:
 
 
 def _meant(folder: Path, weights: dict[str, Tensor]) -> Any:
-    """Transformers' model of the numbers that a quantised checkpoint stands for."""
+    """Transformers' model of the numbers that a quantized checkpoint stores."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     return model

@@ -1,4 +1,4 @@
-"""Sampling options on their way to a node: the same through every door. HTTP is left to the gateway's tests."""
+"""Sampling options reach a node unchanged through every client. HTTP is left to the gateway's tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from penstock.producer.batch.runner import run_batch
 from penstock.producer.batch.settings import CelerySettings
 from penstock.producer.batch.tasks import GENERATE
 from penstock.producer.client import AsyncClient
+from penstock.runtime.embedded_redis import EmbeddedRedis
 
 PLAIN = {"min_p": 0.25, "presence_penalty": -1.5, "frequency_penalty": 0.5, "max_tokens": 1}
 OPTIONS = PLAIN | {"logit_bias": {"20": -100, "3": 1.5}, "bad_words": ["no"], "include_stop_str_in_output": True}
@@ -64,29 +65,31 @@ async def test_sampling_options_reach_the_node(
     assert job.request.params == SamplingParams(**(PLAIN if door is _by_command else OPTIONS))
 
 
-async def test_a_job_with_a_frequency_penalty_repeats_less_and_with_a_negative_one_more(
-    redis_url: str, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def served_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a Redis with a node that serves the tiny model."""
+    model = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    with EmbeddedRedis() as server, NodeProcess(server.url, model=model, pool="tiny", dtype="bfloat16"):
+        yield server.url
+
+
+async def test_a_job_with_a_frequency_penalty_repeats_less_and_with_a_negative_one_more(served_url: str) -> None:
     numbers = []
-    with NodeProcess(redis_url, model=make_tiny_model(tmp_path / "tiny"), pool="tiny", dtype="float32"):
-        async with AsyncClient(redis_url) as client:
-            for penalty in (-2.0, 0.0, 2.0):
-                job = await client.submit(
-                    "the gate opens", seed=1, max_tokens=60, ignore_eos=True, temperature=0.7, frequency_penalty=penalty
-                )
-                numbers.append(len(set((await job.result()).choices[0].token_ids)))
+    async with AsyncClient(served_url) as client:
+        for penalty in (-2.0, 0.0, 2.0):
+            job = await client.submit(
+                "the gate opens", seed=1, max_tokens=60, ignore_eos=True, temperature=0.7, frequency_penalty=penalty
+            )
+            numbers.append(len(set((await job.result()).choices[0].token_ids)))
     assert numbers[0] < numbers[1] < numbers[2]
 
 
-async def test_a_job_keeps_to_its_form_and_a_form_that_cannot_be_kept_to_is_refused_by_field(
-    redis_url: str, tmp_path: Path
-) -> None:
+async def test_a_job_keeps_to_its_form_and_a_form_that_cannot_be_kept_to_is_refused_by_field(served_url: str) -> None:
     options = {"max_tokens": 40, "n": 2, "structured_outputs": {"regex": "[ab]{3,6}!"}}
-    with NodeProcess(redis_url, model=make_tiny_model(tmp_path / "tiny"), pool="tiny", dtype="float32"):
-        async with AsyncClient(redis_url) as client:
-            result = await (await client.submit("the gate opens", **options)).result()
-            assert all(re.fullmatch("[ab]{3,6}!", choice.text) for choice in result.choices)
-            impossible = await client.submit("the gate opens", structured_outputs={"json": {"not": {}}})
-            with pytest.raises(RequestError, match="cannot be enforced") as caught:
-                await impossible.result()
+    async with AsyncClient(served_url) as client:
+        result = await (await client.submit("the gate opens", **options)).result()
+        assert all(re.fullmatch("[ab]{3,6}!", choice.text) for choice in result.choices)
+        impossible = await client.submit("the gate opens", structured_outputs={"json": {"not": {}}})
+        with pytest.raises(RequestError, match="cannot be enforced") as caught:
+            await impossible.result()
     assert caught.value.param == "structured_outputs.json_schema"

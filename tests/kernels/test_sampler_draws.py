@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.native import ISAS, built
+from fakes.single_kernels import Single
 from fixtures.sampling import rows_of
 from numpy.typing import NDArray
 from transformers import (
@@ -29,7 +30,6 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.torch_common.sampler import sample
-from penstock.kernels.cpu.single import Single
 from penstock.kernels.reference.sampler import SamplingRow
 
 Draw = Callable[[NDArray[np.float32], SamplingRow, int], NDArray[np.int32]]

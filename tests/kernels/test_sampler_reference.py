@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import (
@@ -172,7 +172,6 @@ def test_a_row_draws_its_own_random_number() -> None:
     assert sample_row(logits, row) not in [sample_row(logits, other) for other in others]
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),
     temperature=st.floats(0.2, 3),

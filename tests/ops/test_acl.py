@@ -110,7 +110,7 @@ def may(server: Path, role: str, *command: str | bytes | int) -> bool:
 
 @asynccontextmanager
 async def clients_of(server: Path) -> AsyncIterator[dict[str, Redis]]:
-    """One for each role, over no keys, and for one who watches what they are refused."""
+    """A connection for each role, over no keys, and one that watches what they are refused."""
     made = {role: connect(url_of(server, role)) for role in (*ROLES, "watcher")}
     for key in [key async for key in made["admin"].scan_iter("penstock:*")]:
         await made["admin"].delete(key)
@@ -133,7 +133,7 @@ async def test_a_job_runs_from_gateway_to_node_and_back(clients: dict[str, Redis
 async def run_a_job(clients: dict[str, Redis]) -> None:
     producer, node = ProducerBroker(clients["gateway"]), FakeNode(clients["node"], "n1", "r1")
     await node.join()
-    await node.beat([])
+    await node.heartbeat([])
     job_id = (await producer.submit(Submission(new_job(idempotency_key="k"), 10), inbox="me")).job_id
     returned = await producer.submit(Submission(new_job(prompt="other"), 10), inbox="me")
     first, second = (await node.take()).jobs
@@ -148,8 +148,8 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
     await producer.read_beat(POOL, "me")
     await producer.pressure(POOL)
     assert list(await producer.pools()) == [POOL]
-    (figures,) = await StatsBroker(clients["gateway"]).all()
-    assert figures.counts["ended_done"] == 1
+    (stats,) = await StatsBroker(clients["gateway"]).all()
+    assert stats.counts["ended_done"] == 1
     assert (await StatsBroker(clients["gateway"]).memory())[0] > 0
     assert await node.broker.requests([job_id]) == [None]
     await node.broker.sweep()
@@ -160,7 +160,7 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
 async def test_a_client_subscribes_and_a_node_rings(server: Path, clients: dict[str, Redis]) -> None:
     node = FakeNode(clients["node"], "n1", "r1")
     await node.join()
-    await node.beat([])
+    await node.heartbeat([])
     for role in ("gateway", "worker"):
         async with AsyncClient(url_of(server, role)) as client:
             job = await client.submit("hello", max_tokens=2)
@@ -191,7 +191,7 @@ async def test_the_operator_deals_with_dead_letters(server: Path, clients: dict[
             node = await queue.node(name)
             await node.take_one()
             await queue.kill(node)
-    await (await queue.node("living")).beat([])
+    await (await queue.node("living")).heartbeat([])
     async with AsyncClient(url_of(server, "admin")) as client:
         assert {letter.job_id for letter in await client.dead.newest(POOL)} == {job.id for job in jobs}
         assert (await client.dead.request(jobs[0].id)).prompt == jobs[0].prompt
@@ -211,13 +211,19 @@ def test_a_role_may_run_each_command_of_its_scripts(role: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_whole_protocol_works_for_its_roles_and_nothing_is_refused() -> None:
-    tests = sorted((ROOT / "tests/contract").glob("test_scripts_*.py"))
-    more = [ROOT / f"tests/contract/test_{name}.py" for name in ("audit", "dead_letters", "figures", "forget", "pools")]
+    queue_tests = ROOT / "tests/queue"
+    more = [
+        "test_audit.py",
+        "test_pool_stats.py",
+        *(f"broker/test_{name}.py" for name in ("dead_letters", "forget", "pools")),
+    ]
+    tests = sorted((queue_tests / "scripts").glob("test_*.py")) + [queue_tests / name for name in more]
+    assert len(tests) > 15
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "ops.acting_roles", "-p", "no:cacheprovider"]
     # Each role's connections take memory, which that test counts to the byte.
     command += ["-W", "ignore", "-m", "not slow", "-k", "not test_batch_is_refused_at_80_percent"]
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    ran = subprocess.run([*command, *tests, *more], cwd=ROOT, env=env, capture_output=True, text=True)
+    ran = subprocess.run([*command, *tests], cwd=ROOT, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-4000:]
 
 

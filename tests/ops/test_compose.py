@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import pytest
 import redis
 import yaml
 from fakes.acl_users import refusals_in
+from faults.tools.redis_process import free_port
 from fixtures.tiny_model import make_tiny_model
 
 from penstock.runtime.embedded_redis import find_redis_server
@@ -35,12 +35,6 @@ DOCKERFILE = (ROOT / "ops/Dockerfile").read_text()
 VARIABLE = re.compile(r"\$\{(\w+):[-?]([^}]*)\}")
 ACL_SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "ops/acl/compose.yml").read_text())["services"]
 START_TIMEOUT_S = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Host:

@@ -40,7 +40,7 @@ class Scene:
         await self.node.emit(running, 0, 2)
         self.running = running.job_id
         self.queued = await self.queue.submit(tenant="acme", deadline_ms=60_000, cost=70)
-        await self.node.beat([self.running])
+        await self.node.heartbeat([self.running])
         return self
 
 

@@ -1,4 +1,4 @@
-"""The table of keys names as writers those who write them, as far as the scripts' text shows it."""
+"""The table of keys names the scripts that write each key, as far as the scripts' text shows it."""
 
 from __future__ import annotations
 

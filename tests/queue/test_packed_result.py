@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.contract.job import Choice, Outcome, Usage
@@ -27,7 +27,6 @@ def rows(draw: st.DrawFn, count: int) -> tuple[TokenLogprobs, ...]:
     return tuple(made)
 
 
-@settings(deadline=None)
 @given(st.data(), st.lists(st.text(max_size=30), max_size=4))
 def test_its_parts_are_those_of_the_decoded_result(data, texts):
     tokens = [data.draw(st.lists(st.integers(0, 1 << 30), max_size=4)) for _ in texts]

@@ -1,4 +1,4 @@
-"""The order of each policy, how long anybody waits, who may pass whom, who gives way."""
+"""Each policy's order, its longest wait, which jobs may pass others, and its choice of victims."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ steps = st.one_of(
 
 @given(st.lists(steps, max_size=80))
 def test_whoever_waits_is_never_more_than_one_job_behind_another(story: list[tuple[str, str, float]]) -> None:
-    """The heart of fair turns: while two tenants wait, what they were given differs by at most one job of each."""
+    """While two tenants wait, what they were given differs by at most one job of each."""
     turns = VirtualTimes()
     given_since: dict[tuple[str, str], float] = {}
     for what, tenant, charge in story:

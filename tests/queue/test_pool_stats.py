@@ -1,4 +1,4 @@
-"""What operators watch: scripts count what happened, and figures are those of the moment."""
+"""What operators watch: scripts count what happened, and gauges are those of the moment."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def broker(redis: Redis) -> StatsBroker:
     return StatsBroker(redis)
 
 
-async def figures(broker: StatsBroker) -> PoolStats:
+async def pool_stats(broker: StatsBroker) -> PoolStats:
     (only,) = await broker.all()
     return only
 
 
 async def counted(broker: StatsBroker) -> dict[str, int]:
-    return {event: number for event, number in (await figures(broker)).counts.items() if number}
+    return {event: number for event, number in (await pool_stats(broker)).counts.items() if number}
 
 
 async def test_a_life_without_trouble_counts_its_ends_only(queue: Queue, broker: StatsBroker) -> None:
@@ -55,7 +55,7 @@ async def test_returned_jobs_are_counted_by_reason(queue: Queue, broker: StatsBr
     assert await node.give_back(await queue.running(node)) == "OK"
     forgetful = await queue.node("n2")
     await forgetful.take_one()
-    await forgetful.beat([])
+    await forgetful.heartbeat([])
     await queue.sweep(since_last_ms=None)
     found = await counted(broker)
     assert (found["given_back_drain"], found["given_back_unlisted"], found["sweep_resets"]) == (1, 1, 1)
@@ -63,18 +63,18 @@ async def test_returned_jobs_are_counted_by_reason(queue: Queue, broker: StatsBr
 
 async def test_depth_age_and_cost_are_told_per_class(queue: Queue, broker: StatsBroker) -> None:
     node = await queue.node()
-    await node.beat([])
+    await node.heartbeat([])
     oldest = await queue.submit(priority=Priority.BATCH, cost=30)
     await queue.submit(priority=Priority.BATCH, cost=40)
     await queue.age(f"wait:{int(Priority.BATCH)}", oldest, 60_000)
-    found = await figures(broker)
+    found = await pool_stats(broker)
     assert (found.pool, found.depth, found.cost, found.num_open) == (POOL, (0, 0, 2), (0, 0, 70), 2)
     assert found.oldest_ms[:2] == (0, 0)
     assert found.oldest_ms[2] == pytest.approx(60_000, abs=10_000)
     assert [one.node_id for one in found.nodes] == ["n1"]
 
     await queue.age("nodes", "n1", LEASE_MS + 1)
-    assert (await figures(broker)).nodes == ()
+    assert (await pool_stats(broker)).nodes == ()
 
 
 async def test_full_redis_still_counts_and_answers(queue: Queue, broker: StatsBroker) -> None:

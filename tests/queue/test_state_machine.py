@@ -311,7 +311,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.handles)
     @rule(pick=picks, cost=st.sampled_from((5, 70, 400)), roomy=st.none() | st.sets(node_names))
     def give_back(self, pick: int, cost: int, roomy: set[str] | None) -> None:
-        """`roomy`: the nodes with room, where the job is only to go to one of those."""
+        """`roomy`: the nodes with capacity, if the job may only go to one of those."""
         job, node, taken = self.handle(pick)
         roomy = {name for name in roomy if name in self.nodes and self.model.nodes[name].is_known} if roomy else roomy
         for name, other in self.nodes.items() if roomy is not None else ():
@@ -330,7 +330,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert answer == self.model.return_for_want_of_adapter(job, known, taken.lease, cost)
 
     def tell(self, node: FakeNode, free: int) -> None:
-        """Writes what a beat would say of a node."""
+        """Write what a heartbeat would say of a node."""
         self.sync.zadd(f"{P}:free", {node.name: free})
         draining = self.model.nodes[node.name].is_draining
         record = NodePressure(node.name, max_num_seqs=SLOTS_TOTAL, revision=node.revision, draining=draining)
@@ -344,17 +344,17 @@ class QueueMachine(RuleBasedStateMachine):
             self.sync.hset(f"{P}:hold", node.name, f"{held} 1")
 
     @rule(pick=picks, forgets=st.sets(picks, max_size=2), claims=st.booleans())
-    def beat(self, pick: int, forgets: set[int], claims: bool) -> None:
-        """A beat with the held-ids check; the node may have lost jobs, or claim one that is not its own."""
+    def heartbeat(self, pick: int, forgets: set[int], claims: bool) -> None:
+        """A heartbeat with the held-ids check; the node may have lost jobs, or claim one that is not its own."""
         node, known = self.node(pick)
         held = [job.job_id for place, job in enumerate(self.model.running(node.name)) if place not in forgets]
         held += ["m.claimed"] if claims else []
         if not known.is_known:
             with pytest.raises(LeaseLostError):
-                self.run(node.beat(held))
+                self.run(node.heartbeat(held))
             return
-        answer = self.run(node.beat(held, draining=known.is_draining))
-        assert (set(answer.cancelled), set(answer.expired), set(answer.fenced)) == self.model.beat(known, held)
+        answer = self.run(node.heartbeat(held, draining=known.is_draining))
+        assert (set(answer.cancelled), set(answer.expired), set(answer.fenced)) == self.model.heartbeat(known, held)
 
     @rule(pick=picks, drains=st.sampled_from((False, False, True)), returns=st.booleans())
     def node_dies(self, pick: int, drains: bool, returns: bool) -> None:
@@ -422,10 +422,8 @@ class QueueMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(1800 if FULL else 120)
 def test_scripts_do_what_the_model_does(redis_url: str) -> None:
-    examples, steps = (2000, 60) if FULL else (120, 40)
+    examples, steps = (2000, 60) if FULL else (70, 40)
     stateful.run_state_machine_as_test(
         type("Machine", (QueueMachine,), {"url": redis_url}),
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck)),
     )

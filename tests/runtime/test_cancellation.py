@@ -1,4 +1,4 @@
-"""A cancellation that a library swallows is heeded all the same."""
+"""A cancellation that a library swallows still takes effect."""
 
 from __future__ import annotations
 

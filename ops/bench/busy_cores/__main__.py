@@ -1,4 +1,4 @@
-"""`… -m bench.busy_cores` runs every condition by turns and writes results/busy_cores.md; needs two cores or more.
+"""`… -m bench.busy_cores` alternates between the conditions and writes results/busy_cores.md; needs two cores or more.
 
 A condition with a CPU quota needs a writable control group (root) and is skipped without one.
 """
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "busy_cores.md"
 COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.busy_cores"
 CONDITIONS = ("alone", "busy loops", "two engines", "one core", "quota of one CPU", "one core lost")
 BUSY_LOOP = "while True: pass"
-Figures = dict[str, float]
+Measurements = dict[str, float]
 
 
 @contextmanager
@@ -68,15 +68,15 @@ def start(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-def figures(process: subprocess.Popen[str]) -> Figures:
-    """What an engine measured."""
+def measured(process: subprocess.Popen[str]) -> Measurements:
+    """Return what an engine measured."""
     assert process.stdout is not None
-    found: Figures = json.loads(process.stdout.readline())
+    found: Measurements = json.loads(process.stdout.readline())
     return found
 
 
-def measure(condition: str, seconds: float, settings: dict[str, object]) -> list[Figures]:
-    """Run one condition once; the figures of each engine in it, none where the machine does not allow it."""
+def measure(condition: str, seconds: float, settings: dict[str, object]) -> list[Measurements]:
+    """Run one condition once; return each engine's measurements, or none if the machine does not allow it."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         before: Callable[[], object] | None = None
@@ -95,7 +95,7 @@ def measure(condition: str, seconds: float, settings: dict[str, object]) -> list
             stack.enter_context(busy_loops(1, lambda: _take_core(cores[-1])))
         for process in processes:
             start(process)
-        return [figures(process) for process in processes]
+        return [measured(process) for process in processes]
 
 
 def _take_core(core: int) -> None:
@@ -104,7 +104,7 @@ def _take_core(core: int) -> None:
     os.nice(-20)
 
 
-def report(found: dict[str, list[list[Figures]]], settings: dict[str, object], turns: int) -> list[str]:
+def report(found: dict[str, list[list[Measurements]]], settings: dict[str, object], turns: int) -> list[str]:
     """The table, a row a condition: medians over the turns."""
     machine = describe()
     base = _median([sum(f["tokens_per_s"] for f in turn) for turn in found["alone"]])
@@ -134,7 +134,7 @@ def _median(values: list[float]) -> float:
 
 
 def main() -> None:
-    """Take turns, print each figure as it comes, write the table."""
+    """Run the conditions alternately, print each measurement as it comes, write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
     parser.add_argument("--turns", type=int, default=3)
@@ -146,7 +146,7 @@ def main() -> None:
     options = parser.parse_args()
     settings = {"model": str(demo_model()), **options.settings}
     conditions = ["alone", *(name for name in options.conditions if name != "alone")]
-    found: dict[str, list[list[Figures]]] = {name: [] for name in conditions}
+    found: dict[str, list[list[Measurements]]] = {name: [] for name in conditions}
     for _ in range(options.turns):
         for condition in conditions:
             found[condition].append(measure(condition, options.seconds, settings))

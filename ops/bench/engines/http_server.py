@@ -1,7 +1,8 @@
 """A server with OpenAI's API and Redis, gateway and whatever else it starts: measured from a client on the same cores.
 
-Options: `command`, in which {weights} and {port} stand for themselves and {context} for the tokens that a cache must
-hold; `env`; and `ready`, the path that answers 200 once requests are served.
+Options: `command`, in which {weights}, {port} and {context} are replaced; {context} is the tokens that the cache
+must hold.
+`env` is the environment, and `ready` the path that answers 200 once requests are served.
 """
 
 from __future__ import annotations

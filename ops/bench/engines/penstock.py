@@ -34,7 +34,7 @@ class PenstockSession(SteppedSession):
         for output in self._engine.step():
             if output.token_ids:
                 saw(int(output.request_id), len(output.token_ids))
-        # As a node does: who comes while a step is computed is planned into the next one.
+        # As a node does: requests that come while a step is computed are planned into the next one.
         self._engine.wait()
 
     def extra(self) -> dict[str, float]:

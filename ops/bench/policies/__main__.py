@@ -10,7 +10,7 @@ from statistics import mean
 from typing import get_args
 
 from bench.policies.loads import DESCRIPTIONS, LOADS
-from bench.policies.node import CLASSES, Figures, simulate
+from bench.policies.node import CLASSES, SimulationResult, simulate
 from penstock.queue.policy import PolicyName
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -20,7 +20,7 @@ MEASURES = ("ttft_p50", "ttft_p99", "completion_p50", "completion_p99")
 HEADER = "| policy | class | mean of all | TTFT p50 | p99 | completion p50 | p99 | Jain | preemptions |"
 RULE = "|" + "---|" * 9
 COMMAND = "PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.policies"
-Runs = dict[str, dict[PolicyName, list[Figures]]]
+Runs = dict[str, dict[PolicyName, list[SimulationResult]]]
 """By load and policy, one for each seed."""
 
 
@@ -42,17 +42,17 @@ def _lines(runs: Runs) -> Iterator[str]:
     yield f"Simulated, means over {len(SEEDS)} seeds, times in ms. `{COMMAND}`"
     for load, by_policy in runs.items():
         yield from ("", f"## {load}", "", DESCRIPTIONS[load] + ".", "", HEADER, RULE)
-        for policy, figures in by_policy.items():
-            yield from (_row(policy, name, figures) for name in CLASSES if name in figures[0].ttft_p50)
+        for policy, results in by_policy.items():
+            yield from (_row(policy, name, results) for name in CLASSES if name in results[0].ttft_p50)
     yield ""
     yield "mean of all: completion time, over all classes. preemptions: of the whole run."
     yield "Jain: index of the tenants' KV-token-seconds until the first of them has no work left; 1 is even."
 
 
-def _row(policy: PolicyName, name: str, figures: list[Figures]) -> str:
-    times = [mean(run.mean_completion for run in figures)]
-    times += [mean(getattr(run, measure)[name] for run in figures) for measure in MEASURES]
-    jain, preemptions = mean(run.jain for run in figures), mean(run.preemptions for run in figures)
+def _row(policy: PolicyName, name: str, results: list[SimulationResult]) -> str:
+    times = [mean(run.mean_completion for run in results)]
+    times += [mean(getattr(run, measure)[name] for run in results) for measure in MEASURES]
+    jain, preemptions = mean(run.jain for run in results), mean(run.preemptions for run in results)
     cells = [policy, name, *(f"{time:.0f}" for time in times), f"{jain:.2f}", f"{preemptions:.1f}"]
     return "| " + " | ".join(cells) + " |"
 
@@ -74,7 +74,7 @@ def _plot(runs: Runs) -> None:
         axes.set_title(f"{load}: {title}", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.margins(x=0.15)
-    # Without a date and with fixed ids, equal figures give equal files.
+    # Without a date and with fixed ids, equal values give equal files.
     with rc_context({"svg.hashsalt": "penstock"}):
         figure.savefig(RESULTS / "policies.svg", metadata={"Date": None})
 

@@ -1,6 +1,6 @@
 """A simulated node that serves a load by a policy.
 
-The order, the victims, fair turns and predicted lengths are penstock's own code; only a step's time is a formula.
+The order, the victims, virtual times and predicted lengths are penstock's own code; only a step's time is a formula.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class SimulatedJob:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What came of one load under one policy. Times in ms."""
+class SimulationResult:
+    """The result of one load under one policy. Times in ms."""
 
     mean_completion: float
     completion_p50: dict[str, float]
@@ -92,7 +92,7 @@ class Node:
         self._queue(job)
 
     def step(self) -> list[SimulatedJob]:
-        """Starts what may start, computes one step; who ended by it."""
+        """Start the jobs that may start and compute one step; return the jobs that it ended."""
         self._start()
         grants = self._grants()
         num_prefill = sum(grant for grant in grants.values() if grant > 1)
@@ -166,7 +166,7 @@ class Node:
         return True
 
 
-def simulate(name: PolicyName, load: Iterable[SimulatedJob]) -> Figures:
+def simulate(name: PolicyName, load: Iterable[SimulatedJob]) -> SimulationResult:
     """Runs a load to its end."""
     arrivals = sorted(load, key=lambda job: job.submitted_ms)[::-1]
     node, ended = Node(PolicyConfig(name, AGING_MS, BYPASS_MS)), list[SimulatedJob]()
@@ -184,10 +184,10 @@ def simulate(name: PolicyName, load: Iterable[SimulatedJob]) -> Figures:
             left[job.tenant] -= 1
             if not left[job.tenant] and not shares:
                 shares = {tenant: node.kv_ms_by_tenant.get(tenant, 0.0) for tenant in left}
-    return _figures(ended, shares, node.preemptions)
+    return _result(ended, shares, node.preemptions)
 
 
-def _figures(ended: list[SimulatedJob], shares: dict[str, float], preemptions: int) -> Figures:
+def _result(ended: list[SimulatedJob], shares: dict[str, float], preemptions: int) -> SimulationResult:
     def of_classes(measure: Callable[[SimulatedJob], float], percent: int) -> dict[str, float]:
         values = {name: sorted(measure(job) for job in ended if job.priority == p) for p, name in enumerate(CLASSES)}
         return {name: found[(len(found) - 1) * percent // 100] for name, found in values.items() if found}
@@ -198,7 +198,7 @@ def _figures(ended: list[SimulatedJob], shares: dict[str, float], preemptions: i
     def ttft(job: SimulatedJob) -> float:
         return job.first_ms - job.submitted_ms
 
-    return Figures(
+    return SimulationResult(
         mean_completion=statistics.mean(map(completion, ended)),
         completion_p50=of_classes(completion, 50),
         completion_p99=of_classes(completion, 99),

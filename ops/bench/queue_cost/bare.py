@@ -17,7 +17,7 @@ Ask = Callable[[str, int, float], dict[str, float]]
 
 
 def serve_bare(spec: Spec) -> None:
-    """Answers lines of what `load_of` takes with the load's figures, until there are no more."""
+    """Answer each line of arguments for `load_of` with the load's measurements, until there are no more lines."""
     from bench.queue_cost.settings import open_bare
     from penstock.runtime.gc_freeze import freeze_gc
 

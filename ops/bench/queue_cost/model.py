@@ -56,13 +56,13 @@ def _head(num_turns: int) -> list[str]:
         f"SmolLM2-135M, native runner, {machine['cores']} cores of {machine['cpu']}, {machine['date']}, {revision()}. "
         f"`{COMMAND}`",
         "",
-        "The engine alone in a process, and client → Redis → node → client, answer the same loads by turns: medians of "
-        f"{num_turns} turns, ratios and differences of each turn's two runs with their quartiles; a turn in which "
-        "other processes had 5 % of the CPU is done again.",
+        "The engine alone in a process, and client → Redis → node → client, answer the same loads alternately. Cells "
+        f"are medians of {num_turns} turns; ratios and differences are of each turn's two runs, with their quartiles. "
+        "A turn in which other processes had 5 % of the CPU is done again.",
         "",
         "*On both cores*: Redis, client and the node's loop take their time from the model's threads. *On one core*: "
         "they have the other. *Elsewhere*: an engine whose steps take their time without computing here, as those of a "
-        "card do.",
+        "GPU do.",
     ]
 
 
@@ -88,8 +88,8 @@ def _alone(measured: dict[str, list[Turn]], plain: list[Turn]) -> list[str]:
         "## One stream behind the other",
         "",
         "32 tokens in, 32 out; the median of 12 in each turn. *A list and a channel* is the same way through Redis "
-        "with nothing around it: LPUSH, BRPOP and a PUBLISH for each token by redis-py, where nothing is admitted, "
-        "leased, kept or acknowledged, before the engine that computes elsewhere.",
+        "without penstock: LPUSH, BRPOP and a PUBLISH for each token by redis-py. Nothing is admitted, leased, kept "
+        "or acknowledged; the engine is the one that computes elsewhere.",
         "",
         "| engine | TTFT ms bare | through Redis | added ms | ITL ms bare | through Redis |",
         "|---|---|---|---|---|---|",

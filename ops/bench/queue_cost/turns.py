@@ -1,4 +1,4 @@
-"""One load after the other, bare and through Redis by turns, each pair of runs of one load beside each other."""
+"""Run one load after the other, alternately bare and through Redis, so that each pair of runs is close in time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from bench.stopwatch import Stopwatch
 
 MOST_FOREIGN = 0.05
 _BYTES = {"in": "total_net_input_bytes", "out": "total_net_output_bytes"}
-Figures = dict[str, float]
-Run = Callable[[str, int], Figures]
+Measurements = dict[str, float]
+Run = Callable[[str, int], Measurements]
 """Answers a load with a seed."""
 
 
@@ -27,8 +27,8 @@ Run = Callable[[str, int], Figures]
 class Turn:
     """One load, bare and through Redis."""
 
-    bare: Figures
-    queued: Figures
+    bare: Measurements
+    queued: Measurements
 
 
 def take_turns(bare: Run, queued: Run, load: str, count: int) -> list[Turn]:
@@ -53,14 +53,14 @@ def take_turns(bare: Run, queued: Run, load: str, count: int) -> list[Turn]:
 
 def _turn(bare: Run, queued: Run, load: str, seed: int) -> Turn:
     if seed % 2:
-        figures = bare(load, seed)
-        return Turn(figures, queued(load, seed))
-    queued_figures = queued(load, seed)
-    return Turn(bare(load, seed), queued_figures)
+        measured = bare(load, seed)
+        return Turn(measured, queued(load, seed))
+    measured = queued(load, seed)
+    return Turn(bare(load, seed), measured)
 
 
-def run_queued(session: QueuedSession, load: str, seed: int, per_s: float) -> Figures:
-    """The load's figures, with the CPU time and the bytes that passing it on took."""
+def run_queued(session: QueuedSession, load: str, seed: int, per_s: float) -> Measurements:
+    """Return the load's measurements, with the CPU time and the bytes of Redis, client and node's loop."""
     workload = load_of(load, seed, per_s)
     with Redis.from_url(session.redis_url) as redis:
         watch = Stopwatch(workload)
@@ -71,8 +71,8 @@ def run_queued(session: QueuedSession, load: str, seed: int, per_s: float) -> Fi
     return watch.measured() | {name: after[key] - before[key] for name, key in _BYTES.items()} | meter.spent_us
 
 
-def run_plain(session: PlainSession, load: str, seed: int) -> Figures:
-    """The load's figures."""
+def run_plain(session: PlainSession, load: str, seed: int) -> Measurements:
+    """Return the load's measurements."""
     watch = Stopwatch(workload := load_of(load, seed, 0.0))
     session.run(workload, watch)
     return watch.measured()
@@ -85,12 +85,12 @@ def _pids(session: QueuedSession) -> dict[str, int]:
 
 
 def medians(turns: list[Turn], name: str) -> tuple[float, float]:
-    """Of one figure, bare and through Redis."""
+    """Return the medians of one measurement, bare and through Redis."""
     return median(turn.bare[name] for turn in turns), median(turn.queued[name] for turn in turns)
 
 
 def compared(turns: list[Turn], name: str, compare: Callable[[float, float], float], form: str) -> str:
-    """What compares a figure through Redis with the bare one: the median over the turns, with its quartiles."""
+    """Compare a measurement through Redis with the bare one: the median over the turns, with its quartiles."""
     values = sorted(compare(turn.queued[name], turn.bare[name]) for turn in turns)
     low, high = values[len(values) // 4], values[-1 - len(values) // 4]
     return f"{median(values):{form}} ({low:{form}}…{high:{form}})"

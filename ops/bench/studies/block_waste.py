@@ -25,7 +25,7 @@ Load = Sequence[tuple[Sequence[int], int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Means over all steps; shares are of the tokens that held blocks have room for."""
+    """Means over all steps; shares are of the capacity of held blocks, in tokens."""
 
     of_all: float
     in_last_blocks: float
@@ -41,7 +41,7 @@ def block_waste(load: Load, block_size: int) -> Waste:
     for i, (prompt, num_output, n) in enumerate(load):
         scheduler.add(*(_choice(f"{i}", c, prompt, num_output) for c in range(n)))
     wastes = list(_run(scheduler, memory, block_size))
-    return Waste(*(mean(figures) for figures in zip(*wastes, strict=True)))
+    return Waste(*(mean(values) for values in zip(*wastes, strict=True)))
 
 
 def _choice(name: str, choice: int, prompt: Sequence[int], num_output: int) -> Choice:

@@ -1,7 +1,7 @@
 """`PYTHONPATH=ops python -m bench.studies.families`: how far each runner and format is from transformers.
 
 Small random models in bfloat16, one for each feature of each family; transformers computes them in float32. Then one of
-them in every layout of quantised checkpoints and every format of GGUF, against the numbers that those mean.
+them in every layout of quantized checkpoints and every format of GGUF, against the numbers that those mean.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AS_STORED = ("native", "bfloat16", "auto")
 GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 GGUF_OF_FAMILIES = "q8_0"
 GGUF_KINDS = ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "f16", "bf16")
-# Large enough that quantised sums average over many columns; narrow enough that scores do not saturate.
+# Large enough that quantized sums average over many columns; narrow enough that scores do not saturate.
 SIZES = {"hidden_size": 384, "initializer_range": 0.06}
 STORED_FAMILY = "qwen2"
 STORED_SIZES = SIZES | {"hidden_size": 512, "intermediate_size": 512}
@@ -41,18 +41,18 @@ GROWN_BY_LENGTH = "llama dynamic"
 HEAD = f"""# Families, {{date}}
 
 `PYTHONPATH=ops python -m bench.studies.families`: {NUM_PROMPTS} texts of 8 to {MAX_LENGTH} tokens in mixed batches,
-small random models in bfloat16, against transformers in float32: the largest error of a logit, the errors' root mean
-square by the logits' spread, and how often the same token is the best. Random weights are the worst case of four bits,
-trained ones lose far less ([perplexity](perplexity.md), which has GGUF too). `int8` has a scale for each group of 32 in
-families with layer norms; GGUF is a file in {GGUF_OF_FAMILIES.upper()}, as it is stored.
+small random models in bfloat16, against transformers in float32. Each cell has a logit's largest error, the errors'
+root mean square by the logits' spread, and how often the same token is the best. Random weights are the worst case of
+four bits; trained ones lose far less ([perplexity](perplexity.md), which has GGUF too). `int8` has a scale for each
+group of 32 in families with layer norms; GGUF is a file in {GGUF_OF_FAMILIES.upper()}, as it is stored.
 """
 STORED_HEAD = f"""
 ## As they are stored
 
-The {STORED_FAMILY} model in each layout of quantised checkpoints (packed, int8 and float8 are compressed-tensors') and
-each format of GGUF, against transformers in float32 with the numbers that the checkpoint means: what is left on the
-native runner is the rounding of activations, and of matrices that it keeps in int8 by groups of 32 since its kernels
-have not their format. Q4_K, Q5_K and Q6_K are random blocks, of no trained model's size.
+The {STORED_FAMILY} model in each layout of quantized checkpoints and each format of GGUF. Packed, int8 and float8 are
+compressed-tensors'. The reference is transformers in float32 with the numbers that the checkpoint means. The native
+runner's error is the rounding of activations, and of matrices that it keeps in int8 by groups of 32, as its kernels
+lack their format. Q4_K, Q5_K and Q6_K are random blocks, of no trained model's size.
 """
 
 

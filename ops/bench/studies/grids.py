@@ -1,4 +1,4 @@
-"""The same model with other numbers in it: weights that a quantiser has not seen, for a file that is quantised already.
+"""The same model with other numbers: weights that a quantizer has not seen, for a file that is quantized already.
 
 Each way changes the weights but, in exact arithmetic, not what the model computes. Only for layers as Llama's: RMSNorm
 before each projection, gate and up multiplied, no biases.
@@ -21,7 +21,7 @@ from penstock.contract.errors import ConfigError
 MAX_FACTOR = 2**0.5
 """A channel is multiplied or divided by up to this much."""
 MIX = 64
-"""Channels that are mixed with each other: two groups of a quantiser."""
+"""Channels that are mixed with each other: two groups of a quantizer."""
 GROUP = 32
 
 Tensors = dict[str, Tensor]
@@ -30,7 +30,7 @@ _READERS = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_l
 
 
 def make(source: Path, grid: str, folder: Path, rounding: str | None = None) -> Path:
-    """Writes the model of `source` on a grid, in bfloat16, to a new `folder`; `rounding` quantises and dequantises."""
+    """Writes the model of `source` on a grid, in bfloat16, to a new `folder`; `rounding` quantizes and dequantizes."""
     config = json.loads((source / "config.json").read_text())
     tensors = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
     if any(name.endswith(".bias") for name in tensors):

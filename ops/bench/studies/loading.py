@@ -43,9 +43,9 @@ HEAD = """# Loading, {date}
 `PYTHONPATH=ops PYTHONSAFEPATH=1 .venv/bin/python -m bench.studies.loading` on {cpu}, {cores} cores,
 {revision}. Every line is a process of its own that loads a model and runs one step; checkpoints are in the page cache.
 *Packs*: the first process, which writes the cached file; *maps*: any later one; *keeps its own*: `--no-weight-cache`.
-Memory is what the process's resident set (RSS) grew by since its modules were imported, at the most and in the end, and
-of the end what is *anonymous*, this process's own, and what is pages of *files*: those stay in the page cache, where
-processes share them and the system may take them back. ÷ is the most by the size of the weights as they run. A mapped
+Memory is the growth of the process's RSS since its modules were imported, at most and in the end. The end is divided
+into *anonymous* pages, this process's own, and pages of *files*. Those stay in the page cache, where processes share
+them and the system may take them back. ÷ is the most by the size of the weights as they run. A mapped
 table of embeddings counts by the few rows that were read. torch reads layers in the first step; its lines include some
 20 MiB of its own, most of it code.
 
@@ -67,7 +67,7 @@ class Loaded:
     """A process that has loaded a model, and what it says of that."""
 
     process: subprocess.Popen[str]
-    figures: dict[str, float]
+    measured: dict[str, float]
 
     def rollup_mib(self, field: str) -> float:
         """Of /proc/…/smaps_rollup."""
@@ -116,7 +116,7 @@ def child(model: str, runner: str, quantization: str, shares: str) -> None:
     loaded_s = time.perf_counter()
     logits_alone(loaded, [5])
     stepped_s = time.perf_counter()
-    figures = {
+    measured = {
         "most_mib": (_status("VmHWM") - before_kib["VmRSS"]) / 1024,
         "end_mib": (_status("VmRSS") - before_kib["VmRSS"]) / 1024,
         "anonymous_mib": (_status("RssAnon") - before_kib["RssAnon"]) / 1024,
@@ -124,7 +124,7 @@ def child(model: str, runner: str, quantization: str, shares: str) -> None:
         "load_s": loaded_s - started_s,
         "step_ms": (stepped_s - loaded_s) * 1e3,
     }
-    print(json.dumps(figures), flush=True)
+    print(json.dumps(measured), flush=True)
     sys.stdin.read()
 
 
@@ -183,11 +183,11 @@ def loadings(name: str, model: Path, runner: str, quantization: str, as_bfloat16
             loaded = start(model, runner, quantization, cache, shares=shares)
             end(loaded)
             weights_mib = packed_mib(cache) if runner == "native" else as_bfloat16_mib
-            figures = loaded.figures
-            cells = [name, runner, quantization, start_name, f"{weights_mib:.0f}", f"{figures['most_mib']:.0f}"]
-            cells.append(f"{figures['most_mib'] / weights_mib:.2f}")
-            cells += [f"{figures[f'{part}_mib']:.0f}" for part in ("end", "anonymous", "files")]
-            yield f"| {' | '.join(cells)} | {figures['load_s']:.2f} | {figures['step_ms']:.0f} |"
+            measured = loaded.measured
+            cells = [name, runner, quantization, start_name, f"{weights_mib:.0f}", f"{measured['most_mib']:.0f}"]
+            cells.append(f"{measured['most_mib'] / weights_mib:.2f}")
+            cells += [f"{measured[f'{part}_mib']:.0f}" for part in ("end", "anonymous", "files")]
+            yield f"| {' | '.join(cells)} | {measured['load_s']:.2f} | {measured['step_ms']:.0f} |"
 
 
 def sharing(name: str, model: Path, quantization: str) -> str:

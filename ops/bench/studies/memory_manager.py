@@ -58,7 +58,7 @@ def _waste() -> Iterator[str]:
 def _live_waste() -> Iterator[str]:
     yield "## A live mixed load"
     yield ""
-    yield "Tokens that held blocks have room for and nobody stores, mean over all steps; swapped sequences count too."
+    yield "Tokens that held blocks could store but do not, mean over all steps; swapped sequences count too."
     yield ""
     yield "| load | mean waste | mean tokens a sequence | blocks in use, peak | preemptions (swaps) |"
     yield "|---|---|---|---|---|"

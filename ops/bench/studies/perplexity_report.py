@@ -79,24 +79,24 @@ _HEADINGS = {
     "rotated": "Rotated: every matrix off that grid, outliers spread",
 }
 _LIMITS = """\
-Ratios are of the same windows, ± 95 % over the choice of windows; each grid's figures are compared with transformers on
-the stored weights, because its function is the same. `native` is the runner itself, whose activations are in int8 with
-every quantised format: one scale a token with `int8`, one for 32 channels with the groups. `rounded` has the weights
-quantised and dequantised by other code and computes in bfloat16: the weights' share alone. `int8` turns all channels by
-Hadamard and cosine matrices when it loads, which partly turns back what `rotated` did with the same Hadamard matrices.
+Ratios are of the same windows, ± 95 % over the choice of windows. Each grid is compared with transformers on the stored
+weights, because its function is the same. `native` is the runner itself. With every quantized format its activations
+are in int8: one scale a token with `int8`, one for 32 channels with the groups. `rounded` has the weights quantized and
+dequantized by other code and computes in bfloat16: the weights' share alone. `int8` rotates all channels by Hadamard
+and cosine matrices when it loads. That partly undoes what `rotated` did with the same Hadamard matrices.
 
 What this does not say:
 
 - The demo model's layers were on a 4-bit grid before we had them. What 4 bits cost against the model as it was trained
   is in every row here, the reference too, and cannot be measured with this file. `auto` loses nothing of *the file*.
 - For the same reason int4 of the stored layers finds their own grid again; of the embedding and the head it does not.
-  The other two tables change the weights but not the function: `scaled` multiplies channels by random factors, which
-  keeps outliers and widens a group's range; `rotated` mixes 64 channels, which spreads outliers of activations too and
+  The other two tables change the weights but not the function. `scaled` multiplies channels by random factors, which
+  keeps outliers and widens a group's range. `rotated` mixes 64 channels, which spreads outliers of activations too and
   makes weights Gaussian. They show what rounding to a fresh grid costs this model, a second time. A checkpoint that was
-  never quantised is another matter, but nothing here says that it would lose less.
+  never quantized is another matter, but nothing here says that it would lose less.
 - The embedding's rows stay as stored in `scaled`; the head's do not.
 - It is one model of 135M parameters and one English text, part of which it will have seen in training. Larger models
-  mostly lose less by quantisation.
+  mostly lose less by quantization.
 """
 
 
@@ -106,9 +106,9 @@ def report(content: dict[str, Any]) -> str:
     lines = [
         f"# Perplexity, {about['date']}",
         "",
-        f"`{content['command']}` on {about['cpu']}, Python {about['python']}: {text['source']}, {text['scored']:,} "
-        f"scored tokens in {NUM_WINDOWS} windows of {WINDOW:,}, read in chunks of {CHUNK} (transformers: at once); "
-        f"distributions compared over {len(COMPARED)} windows.",
+        f"`{content['command']}` on {about['cpu']}, Python {about['python']}. The text is {text['source']}: "
+        f"{text['scored']:,} scored tokens in {NUM_WINDOWS} windows of {WINDOW:,}, read in chunks of {CHUNK} "
+        f"(transformers: at once). Distributions are compared over {len(COMPARED)} windows.",
         "",
         f"## Within {BOUND - 1:.0%} of bfloat16's perplexity?",
         "",

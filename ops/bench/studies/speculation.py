@@ -53,7 +53,7 @@ class Run:
 
 
 def main() -> None:
-    """Measures on the demo model, with and without drafts by turns."""
+    """Measure on the demo model, alternately with and without drafts."""
     machine = describe()
     lines = [
         "# Speculative decoding by prompt lookup",
@@ -61,13 +61,13 @@ def main() -> None:
         f"SmolLM2-135M, native runner, {machine['cores']} cores of {machine['cpu']}, {machine['date']}, {revision()}. "
         f"`{COMMAND}`",
         "",
-        f"Each load runs on an engine with `--speculative ngram` and on one without by turns, {REPEATS} times each; "
-        "medians of tokens a second, and of the turns' ratios off ÷ on: of the time for all, of CPU time, and of the "
+        f"Each load runs alternately on an engine with `--speculative ngram` and on one without, {REPEATS} times each. "
+        "Cells are medians: of tokens a second, and of the ratios off ÷ on for the time for all, CPU time, and the "
         "mean time of an answer. *Copies*: chats that ask for a text or code of the prompt again. *Stories*: chats "
-        "that ask for something new. Both greedy. *8 of 8*: eight that start together and have one limit, so the "
-        f"slowest one says how long all take; *8 of {8 * ROUNDS}*: who ends makes room for the next one, and limits "
-        f"are drawn from {OUTPUT[0]} to {OUTPUT[1]} tokens. *Mix*: the offline mix of `bench.workload`, random tokens, "
-        "greedy, which soon repeats itself.",
+        "that ask for something new. Both are greedy. *8 of 8*: eight requests start together and have one limit, so "
+        f"the slowest one decides how long all take. *8 of {8 * ROUNDS}*: a request that ends is replaced by the next "
+        f"one, and limits are drawn from {OUTPUT[0]} to {OUTPUT[1]} tokens. *Mix*: the offline mix of "
+        "`bench.workload`, random tokens, greedy, which soon repeats itself.",
         "",
         "| weights | load | at once | tokens/s off | tokens/s on | time for all | CPU | answer | drafted ÷ tokens "
         "| accepted ÷ drafted |",

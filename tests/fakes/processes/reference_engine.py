@@ -40,19 +40,19 @@ def reference_choice(job_id: str, params: SamplingParams, prompt: Sequence[int],
     live = _Live(job_id, choice, prompt, params, seed_of(job_id, params))
     while (reason := live.reason) is None:
         live.append()
-    likely = tuple(map(live.likely, range(len(live.tokens)))) if params.logprobs is not None else ()
-    return Choice(choice, live.said[: live.safe_chars], tuple(live.tokens), reason, likely)
+    logprobs = tuple(map(live.logprobs_at, range(len(live.tokens)))) if params.logprobs is not None else ()
+    return Choice(choice, live.said[: live.safe_chars], tuple(live.tokens), reason, logprobs)
 
 
 def reference_prompt_logprobs(params: SamplingParams, prompt: Sequence[int]) -> tuple[TokenLogprobs, ...]:
     """Those of a prompt, as an undisturbed engine gives them."""
     if params.prompt_logprobs is None:
         return ()
-    rest = (_likely(token, at, params.prompt_logprobs) for at, token in enumerate(prompt) if at)
+    rest = (_token_logprobs(token, at, params.prompt_logprobs) for at, token in enumerate(prompt) if at)
     return TokenLogprobs((prompt[0],), (), (bytes([prompt[0]]),)), *rest
 
 
-def _likely(token: int, position: int, num_logprobs: int) -> TokenLogprobs:
+def _token_logprobs(token: int, position: int, num_logprobs: int) -> TokenLogprobs:
     ids = (token, *range(num_logprobs))
     return TokenLogprobs(ids, tuple(-1.0 - position - i for i in range(len(ids))), tuple(bytes([one]) for one in ids))
 
@@ -99,9 +99,9 @@ class _Live:
         self.said += text_of([token])
         return token
 
-    def likely(self, position: int) -> TokenLogprobs:
-        """How likely a token was: a function of it and its place."""
-        return _likely(self.tokens[position], position, self.params.logprobs or 0)
+    def logprobs_at(self, position: int) -> TokenLogprobs:
+        """The log-probabilities at a position: a function of the token and the position."""
+        return _token_logprobs(self.tokens[position], position, self.params.logprobs or 0)
 
     @property
     def reason(self) -> EndReason | None:
@@ -207,13 +207,13 @@ class ReferenceEngine:
                 self._told.pop(live.request_id, None)
         text = live.said[live.released : live.safe_chars]
         live.released += len(text)
-        likely = (live.likely(position),) if fresh and live.params.logprobs is not None else ()
+        logprobs = (live.logprobs_at(position),) if fresh and live.params.logprobs is not None else ()
         prompt = reference_prompt_logprobs(live.params, live.prompt) if is_first else ()
         output = StepOutput(live.request_id, live.choice, position, fresh, text, reason, usage)
-        return replace(output, logprobs=likely, prompt_logprobs=prompt)
+        return replace(output, logprobs=logprobs, prompt_logprobs=prompt)
 
     def stats(self) -> EngineStats:
-        """Figures in the shape of the real ones."""
+        """Return statistics of the same shape as the real engine's."""
         total = self.num_kv_tokens // BLOCK_SIZE
         used = sum(-(-(len(live.prompt) + len(live.tokens)) // BLOCK_SIZE) for live in self._live)
         return EngineStats(

@@ -100,7 +100,7 @@ def check_owned(found: Dump, model: QueueModel) -> None:
 
 
 def check_policy(found: Dump, model: QueueModel) -> None:
-    """Tenants' virtual times are the model's to the last bit; heads were served, and room is made, as it says."""
+    """Virtual times, served heads and nodes that empty themselves equal the model's, to the last bit."""
     for p, turns in enumerate(model.standing.turns):
         assert _times(found.get(f"turn:{p}", [])) == turns.times
         assert _times(found.get(f"debt:{p}", [])) == turns.debts

@@ -60,6 +60,11 @@ def chunks_of(job_id: str, start: int, count: int) -> tuple[bytes, ...]:
     return tuple(encode_chunk(Chunk(job_id, i, 0, i, (100 + i,), f"t{i} ")) for i in range(start, start + count))
 
 
+def ids_of(answer: TakeAnswer) -> list[str]:
+    """Return the ids of the jobs that a node was given."""
+    return [job.job_id for job in answer.jobs]
+
+
 class FakeNode:
     """A node without an engine: counts its calls, says what it is told to say."""
 
@@ -118,7 +123,7 @@ class FakeNode:
         returned = GivenBackJob(taken.job_id, taken.lease, taken.cost if cost is None else cost, most)
         return (await self.broker.give_back([returned], why))[0]
 
-    async def beat(
+    async def heartbeat(
         self, held: Sequence[str] | None = None, *, answered: int | None = None, free: int = 1000, **record: Any
     ) -> Any:
         answered_call = self.call if answered is None else answered
@@ -238,7 +243,7 @@ class Queue:
         return [kind.decode(), len(found[0]), *found[1:]] if found else [kind.decode()]
 
     async def kill(self, node: FakeNode) -> None:
-        """Makes a node's last beat older than a lease, and finds it out."""
+        """Make a node's last heartbeat older than a lease, and sweep."""
         await self.age("nodes", node.name, LEASE_MS + 1)
         await self.sweep()
 

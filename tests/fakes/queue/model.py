@@ -111,7 +111,7 @@ class ModelJob:
 
 @dataclass
 class _Look:
-    """A node's look at the queue: what fits, and what it makes room for."""
+    """One `take` of a node: the jobs that fit, and the job that the node empties itself for."""
 
     room: list[int]
     slots: list[int]
@@ -122,7 +122,7 @@ class _Look:
 
     @property
     def is_over(self) -> bool:
-        """A suspect that was taken stays alone."""
+        """Whether the node has just taken a job that must run alone."""
         return any(job.is_suspect for job in self.taken)
 
     def fits(self, job: ModelJob, urgency: int) -> bool:
@@ -156,7 +156,7 @@ class QueueModel:
         self.jobs: dict[str, ModelJob] = {}
         self.nodes: dict[str, ModelNode] = {}
         self.holds: dict[str, str] = {}
-        """By node, what it makes room for: a job's id, or any suspect."""
+        """By node: the job that the node empties itself for, by id, or any isolated job."""
 
     @property
     def used(self) -> dict[str, int]:
@@ -184,7 +184,7 @@ class QueueModel:
         if not job.is_later:
             self.standing.turns[job.priority].enter(job.tenant)
 
-    def let_in(self) -> None:
+    def release_delayed(self) -> None:
         """Jobs whose time has come stand in the queue."""
         later = [j for j in self.jobs.values() if j.state == "queued" and j.is_later and j.is_up]
         for job in sorted(later, key=_age):
@@ -193,7 +193,7 @@ class QueueModel:
 
     def take(self, node: ModelNode, room: list[int], slots: list[int], hold_ms: float) -> list[ModelJob]:
         """Jobs that the node is given, in order; their leases are the caller's to fill in."""
-        self.let_in()
+        self.release_delayed()
         running = self.running(node.name)
         queued = [job for priority in range(3) for job in self.queued(priority) if not job.is_over]
         ours = [j for j in queued if j.avoids != node.name and (not j.log or j.revision == node.revision)]
@@ -265,7 +265,7 @@ class QueueModel:
         return "OK"
 
     def _others(self, job: ModelJob, lacks: set[str]) -> bool:
-        """Whether somebody is left who may have what those lack."""
+        """Whether a node remains that may have what the `lacks` nodes do not."""
         able = [n for n in self.nodes.values() if n.is_known and not n.is_draining and n.name not in lacks]
         return any(not job.log or node.revision == job.revision for node in able)
 
@@ -284,7 +284,7 @@ class QueueModel:
     def give_back(
         self, job: ModelJob, node: ModelNode, lease: str, cost: int, most: int = 0, roomy: Collection[str] | None = None
     ) -> str:
-        """`roomy`: the nodes with room for another job of 500; None where nobody asks for room elsewhere."""
+        """`roomy`: the nodes with capacity for another job of 500 tokens; None where the caller does not ask."""
         if not job.is_held(node.name, lease):
             return "FENCED"
         if self.end_if_over(job):
@@ -308,7 +308,7 @@ class QueueModel:
                 self.end_if_over(job)
         return job.state
 
-    def beat(self, node: ModelNode, held: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
+    def heartbeat(self, node: ModelNode, held: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
         """Cancelled, expired and fenced ids among the held ones; what is not held goes back."""
         node.is_silent = False
         running = self.running(node.name)
@@ -329,7 +329,7 @@ class QueueModel:
                     self._lose(job, node)
         for job in due:
             self.end_if_over(job)
-        self.let_in()
+        self.release_delayed()
 
     def _lose(self, job: ModelJob, node: ModelNode) -> None:
         if not node.is_draining:

@@ -23,7 +23,7 @@ def http_client() -> httpx.AsyncClient:
 
 
 _COME_BACK = (429, 503)
-"""No room, or all nodes were killed at once: to be asked again, as after a cut line."""
+"""No capacity, or all nodes were killed at once: retry, as after a cut connection."""
 
 
 class HttpReading:

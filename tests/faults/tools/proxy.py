@@ -1,7 +1,7 @@
 """A proxy between penstock and Redis that loses, delays, cuts and falsifies what passes; it knows each script by name.
 
-A connection's bytes pass as they are, except around a call that the rule has something to do with: that one is sent
-when all before it are answered, and its answer is held until it is complete.
+A connection's bytes pass as they are, except around a call that the rule applies to. The proxy sends that call when
+all calls before it are answered, and holds its answer until it is complete.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FaultProxy:
             link.close()
 
     def set_black_hole(self, *, on: bool) -> None:
-        """Nothing arrives anywhere, and nobody is told; what was on its way comes when it is over."""
+        """Deliver no bytes and report no error; bytes on their way arrive when the pause is over."""
         if on:
             self._flows.clear()
         else:

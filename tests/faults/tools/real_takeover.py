@@ -40,7 +40,7 @@ class RealWork(Work):
 
 
 async def undisturbed(client: AsyncClient, options: dict[str, Any], pool: str = POOL) -> RealWork:
-    """The job as it goes when nobody is killed, then ready to be submitted once more under another id."""
+    """Run the job without a kill, then prepare it to be submitted once more under another id."""
     job = await client.submit(PROMPT, job_id=f"{pool}.{uuid7()}", **options)
     result = await job.result()
     return RealWork({"job_id": f"{pool}.{uuid7()}", **options}, undisturbed=result.choices)

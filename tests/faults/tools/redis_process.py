@@ -136,7 +136,7 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """Return a TCP port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Figures of fault campaigns: kept in ops/bench/results/faults.json, shown in faults.md beside it."""
+"""Results of fault campaigns: kept in ops/bench/results/faults.json, shown in faults.md beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parents[3] / "ops" / "bench" / "results"
 _HEAD = """# Faults
 
-Made by `make faults` and `make soak`; each row says when it was last run, and is there only if nothing was violated:
+Made by `make faults` and `make soak`. Each row says when it was last run. It is there only if nothing was violated:
 every stream and log equal to an undisturbed run's, one end per job, every key in agreement with the jobs' records.
 """
 

@@ -38,7 +38,7 @@ async def read(client: AsyncClient, work: Work) -> None:
 
 
 async def read_twice(client: AsyncClient, work: Work) -> Work:
-    """What a second reader, who comes later, sees of a job."""
+    """Return what a second reader sees of a job that it joins later."""
     while not work.num_seen:
         await asyncio.sleep(0.005)
     again = Work(work.options)

@@ -29,7 +29,7 @@ class Replicated:
         self._stack = ExitStack()
 
     def wait_for_promotion(self) -> tuple[str, int]:
-        """The replica's address, once sentinel gives it to those who ask for the master."""
+        """Wait until sentinel names the replica as the master, and return its address."""
         self._wait_until(lambda: self._sentinel.sentinel_get_master_addr_by_name("m")[1] == self.replica.port)
         with self.replica.client() as client:
             self._wait_until(lambda: client.role()[0] == b"master")

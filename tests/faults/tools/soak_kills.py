@@ -42,7 +42,7 @@ class Fleet:
             process.close()
 
     def pids(self) -> dict[str, int]:
-        """Who is to be watched."""
+        """Return the process ids to watch, by name."""
         nodes = {f"node {i}": node.pid for i, node in enumerate(self.nodes)}
         return nodes | {f"gateway {i}": gateway.pid for i, gateway in enumerate(self.gateways)}
 

@@ -35,8 +35,8 @@ class Load:
         rng: random.Random,
         pace_s: float,
     ) -> None:
-        """A reader starts a job every `pace_s` at most: a load that follows the machine's speed would leave more or
-        less in Redis as other work comes and goes, and hide what grows.
+        """A reader starts a job every `pace_s` at most. A load that followed the machine's speed would leave more or
+        less in Redis as other work comes and goes. That would hide growth.
         """
         self._redis, self._client, self._pool, self._gateways, self._rng = redis, client, pool, gateways, rng
         self._pace_s = pace_s

@@ -1,7 +1,7 @@
 """Nodes killed at tokens drawn beforehand, and what becomes of the jobs they ran.
 
-Each lane is a pool with two nodes. The one that has taken the job is killed when the drawn token has reached the
-reader; the other one goes on, while a new one starts for the next round.
+Each lane is a pool with two nodes. The node that has taken the job is killed when the drawn token has reached the
+reader. The other node goes on, while a new one starts for the next round.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Work:
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] | None = None
-    """Of whoever sees chunks."""
+    """Kept by readers that see chunks."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     end: str = ""
     last_index: int = -1

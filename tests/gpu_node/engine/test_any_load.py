@@ -28,14 +28,14 @@ picks = st.integers(0, 1000)
 
 
 class Whim(FirstComeFirstServed):
-    """In any order: who presses, whom the others may pass and who gives way is as a test says."""
+    """A policy of which a test sets the order: which sequence preempts, which may pass, and which is the victim."""
 
     def __init__(self) -> None:
         self.pressed: tuple[int, int] | None = None
         self.pick = 0
 
     def offer(self, waiting: Iterable[Sequence], start: Callable[[Sequence], bool]) -> None:
-        """Turned by some places, and past who does not fit."""
+        """Rotate the waiting sequences, and pass those that do not fit."""
         seqs = list(waiting)
         at = self.pick % len(seqs) if seqs else 0
         for seq in seqs[at:] + seqs[:at]:
@@ -44,7 +44,7 @@ class Whim(FirstComeFirstServed):
     def preemption_request(
         self, waiting: Iterable[Sequence], running: list[Sequence]
     ) -> tuple[Sequence, list[Sequence]] | None:
-        """Once, whoever was pressed."""
+        """Ask once, for the drawn sequence."""
         seqs, pressed = list(waiting), self.pressed
         self.pressed = None
         if pressed is None or not seqs:
@@ -52,7 +52,7 @@ class Whim(FirstComeFirstServed):
         return seqs[pressed[0] % len(seqs)], running[pressed[1] % (len(running) + 1) :]
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        """Anybody."""
+        """Return the drawn sequence."""
         return running[self.pick % len(running)]
 
 
@@ -179,7 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data())
-    def land(self, data: st.DataObject) -> None:
+    def complete(self, data: st.DataObject) -> None:
         num_samples = len(self.flights[0][0].sampled)
         one = st.sampled_from((1000, 1001, 1000, 1001, 1000, 1001, 1000, 1001, EOS, FAILED_TOKEN))
         self._commit(data.draw(st.lists(one, min_size=num_samples, max_size=num_samples)))
@@ -234,7 +234,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert 0 <= self.scheduler.num_tokens_unused <= self.memory.num_held * BLOCK_SIZE
 
     def teardown(self) -> None:
-        """Everybody gets to the end, and nothing stays behind."""
+        """All sequences end, and all blocks are free again."""
         if self.num_added == 0:
             return
         for _ in range(2000):
@@ -257,9 +257,7 @@ def test_any_load_is_served_in_full_and_every_sequence_reads_its_own() -> None:
     examples, steps = (2500, 50) if FULL else (150, 40)
     stateful.run_state_machine_as_test(
         EngineMachine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck)),
     )
     assert set(EngineMachine.seen) == {
         *("swap", "resume", "out", "in", "fork", "shared", "in place", "failure", "no memory"),

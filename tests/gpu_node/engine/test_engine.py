@@ -1,4 +1,4 @@
-"""The engine through its public door, on the tiny model."""
+"""The engine through its public interface, on the tiny model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=5)
 
 MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def plain(make_engine: MakeEngine) -> Engine:
-    """An engine with room for everything."""
-    return make_engine()
 
 
 @pytest.fixture(scope="module")
@@ -269,9 +263,9 @@ def test_a_runner_that_fails_once_loses_no_request(
         if next(calls) % 5 != 4:
             return submit(plan)
         if fails_at_once:
-            raise RuntimeError("the card fell off the bus")
+            raise RuntimeError("the GPU fell off the bus")
         failed: Future[Any] = Future()
-        failed.set_exception(RuntimeError("the card fell off the bus"))
+        failed.set_exception(RuntimeError("the GPU fell off the bus"))
         return failed
 
     monkeypatch.setattr(engine._runner, "submit", flaky)

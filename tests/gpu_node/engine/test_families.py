@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from fakes.prompts import mixed_prompts
 from fakes.runner_options import runner_options
 from fakes.ties import num_departures
 from fixtures.plans import Track, logits_of_step
-from fixtures.random_families import FAMILIES, make_family_model
+from fixtures.random_families import FAMILIES
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -30,15 +29,6 @@ MAX_PROMPT = 200
 OPTIONS = runner_options(num_blocks=60)
 
 Folder = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    @cache
-    def make(name: str) -> Path:
-        return make_family_model(tmp_path_factory.mktemp("family"), name)
-
-    return make
 
 
 def _model(folder: Path) -> Any:
@@ -58,11 +48,11 @@ def _logits(model: Any, token_ids: list[int], *, one_by_one: bool) -> NDArray[np
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_transformers_in_one_step_and_in_any(folder: Folder, name: str) -> None:
-    runner: Any = load_model(str(folder(name)), OPTIONS, lambda stage, fraction: None).runner
+def test_logits_are_transformers_in_one_step_and_in_any(family_folder: Folder, name: str) -> None:
+    runner: Any = load_model(str(family_folder(name)), OPTIONS, lambda stage, fraction: None).runner
     whole, cut, other = (random.Random(seed).choices(range(384), k=LENGTH) for seed in (0, 0, 1))
     # Rotations that depend on how long a text has become are known for texts that grow token by token.
-    want = _logits(_model(folder(name)), whole, one_by_one=name == "llama dynamic")
+    want = _logits(_model(family_folder(name)), whole, one_by_one=name == "llama dynamic")
     blocks = [*range(1, 60)]
     random.Random(2).shuffle(blocks)
     tracks = Track(whole, blocks[:19]), Track(cut, blocks[19:38]), Track(other, blocks[38:57])
@@ -76,10 +66,10 @@ def test_logits_are_transformers_in_one_step_and_in_any(folder: Folder, name: st
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama dynamic"])
-def test_greedy_tokens_are_transformers_beside_each_other(folder: Folder, name: str) -> None:
+def test_greedy_tokens_are_transformers_beside_each_other(family_folder: Folder, name: str) -> None:
     engine = Engine(
         EngineConfig(
-            model=str(folder(name)),
+            model=str(family_folder(name)),
             dtype="float32",
             num_kv_blocks=64,
             num_swap_blocks=64,
@@ -94,4 +84,4 @@ def test_greedy_tokens_are_transformers_beside_each_other(folder: Folder, name: 
     assert min(stats.num_swaps, stats.prefix_hit_tokens) > 0
     pairs = [(generation.prompt_token_ids, generation.choices[0].token_ids) for generation in generations]
     assert len({token for _, said in pairs for token in said}) >= 20
-    assert num_departures(_model(folder(name)), pairs) <= 1
+    assert num_departures(_model(family_folder(name)), pairs) <= 1

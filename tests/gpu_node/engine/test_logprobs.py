@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from fakes.ahead_runner import AheadRunner
 from fakes.faulty_runner import FaultyRunner
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
@@ -42,12 +40,6 @@ PARAMS = [
     SamplingParams(max_tokens=9, temperature=0.0, logprobs=20, repetition_penalty=1.5, presence_penalty=1.0),
     SamplingParams(max_tokens=1, prompt_logprobs=3),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Path) -> Any:
-    """The tiny model in transformers."""
-    return AutoModelForCausalLM.from_pretrained(tiny_model)
 
 
 def _log_softmax(model: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:
@@ -158,7 +150,7 @@ def test_another_engine_goes_on_with_the_same(make_engine: Callable[..., Engine]
     rest = _outputs(second)
     values = [[entry.values for output in outputs for entry in output.logprobs] for outputs in (whole, rest)]
     np.testing.assert_allclose(values[1], values[0][num_logged:], rtol=0, atol=1e-4)
-    # They stand in a log before all tokens: whoever finds tokens there finds those too.
+    # A log has them before all tokens: a reader that finds tokens there finds those too.
     assert bool(rest[0].prompt_logprobs) == (num_logged == 0)
 
 

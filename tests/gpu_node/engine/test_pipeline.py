@@ -22,12 +22,6 @@ MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
-def plain(make_engine: MakeEngine) -> Engine:
-    """An engine with room for everything."""
-    return make_engine()
-
-
-@pytest.fixture(scope="module")
 def greedy_alone(plain: Engine) -> list[tuple[int, ...]]:
     """Each prompt's greedy tokens, run alone."""
     return [plain.generate([prompt], GREEDY)[0].choices[0].token_ids for prompt in PROMPTS]

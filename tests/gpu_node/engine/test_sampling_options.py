@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from penstock.contract.errors import RequestError
 from penstock.contract.job import SamplingParams
@@ -39,12 +38,6 @@ def _said_by_reference(model: Any, prompt: list[int], **options: Any) -> list[in
         row = SamplingRow(**options, position=position, seen=seen, num_seen_prompt=len(prompt))
         tokens.append(sample_row(logits, row))
     return tokens[len(prompt) :]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Path) -> Any:
-    """The tiny model in transformers."""
-    return AutoModelForCausalLM.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +94,7 @@ def test_bad_words_are_transformers(engine: Engine, model: Any) -> None:
 
 
 def test_bad_words_are_read_once_for_all_choices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two steps everybody waits for who reads them."""
+    """Between two steps all sequences wait for the thread that reads the words."""
     read: list[str] = []
     encode_word = engine.tokenizer.encode_word
 

@@ -1,4 +1,4 @@
-"""Faults at allocation, copy and forward: who is to blame ends, if anybody; the others say what they would have."""
+"""Faults at allocation, copy and forward: only a faulty sequence ends; the others give the same answers as without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models quantised in other people's layouts, made once for all tests that ask for the same one."""
+"""Quantized models in the layouts of other tools, made once for all tests that ask for the same one."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def _described(gguf: Path) -> Path:
 
 @pytest.fixture
 def some_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that nobody can read, and an empty cache."""
+    """A file that is not valid GGUF, and an empty cache."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(100_000))
     return tmp_path / "m.gguf"

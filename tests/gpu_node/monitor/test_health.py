@@ -26,9 +26,9 @@ WELL = HealthSample(
 
 
 def later(signs: HealthSample, by_s: float = 2.0, **changes: Any) -> HealthSample:
-    """What is seen after a while; engine's figures by their names."""
-    figures = {name: changes.pop(name) for name in list(changes) if name not in HealthSample.__slots__}
-    moved = {"now_s": signs.now_s + by_s, "wall_s": signs.wall_s + by_s, "stats": replace(signs.stats, **figures)}
+    """Return the sample of a while later; the engine's statistics are given by name."""
+    stats = {name: changes.pop(name) for name in list(changes) if name not in HealthSample.__slots__}
+    moved = {"now_s": signs.now_s + by_s, "wall_s": signs.wall_s + by_s, "stats": replace(signs.stats, **stats)}
     return replace(signs, **moved | changes)
 
 

@@ -1,4 +1,4 @@
-"""A node's figures: counted as things happen, told on a port of their own."""
+"""A node's metrics: counted as things happen, served on a port of their own."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fakes.native import ISAS, built
-
-from penstock.kernels.cpu.single import Single
+from fakes.single_kernels import Single
 
 
 @pytest.fixture(scope="session", params=ISAS)

@@ -6,9 +6,10 @@ import ctypes as c
 from pathlib import Path
 
 import pytest
+from fakes import single_kernels
 from fakes.native import ISAS, built
 
-from penstock.kernels.cpu import library, single
+from penstock.kernels.cpu import library
 from penstock.kernels.cpu.abi import AbiError
 from penstock.kernels.cpu.library import NativePlan, NativeSpec
 
@@ -31,7 +32,7 @@ class ShorterPlan(c.Structure):
     _fields_ = tuple(NativePlan._fields_[:-1])
 
 
-class LongerRule(single._Rule):
+class LongerRule(single_kernels._Rule):
     """With a field that the library does not know."""
 
     _fields_ = [("more", c.c_int32), ("still_more", c.c_int32)]  # noqa: RUF012
@@ -39,7 +40,7 @@ class LongerRule(single._Rule):
 
 def test_libraries_whose_structs_agree_are_opened(path: Path) -> None:
     library._open(path)
-    single.Single(path)
+    single_kernels.Single(path)
 
 
 @pytest.mark.parametrize(("name", "struct"), [("NativeSpec", LongerSpec), ("NativePlan", ShorterPlan)])
@@ -52,6 +53,6 @@ def test_a_struct_of_another_size_is_refused_by_name(
 
 
 def test_the_single_kernels_refuse_another_rule(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single, "_Rule", LongerRule)
+    monkeypatch.setattr(single_kernels, "_Rule", LongerRule)
     with pytest.raises(AbiError, match="LongerRule"):
-        single.Single(path)
+        single_kernels.Single(path)

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from fakes.single_kernels import MAX_QUERY_ROWS, Floats, Single, SingleCache
 from fixtures.matrices import random_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.library import KvFormat
-from penstock.kernels.cpu.single import MAX_QUERY_ROWS, Floats, Single, SingleCache
 from penstock.kernels.reference.quantised import quantise_activations, to_bf16
 
 CONTEXTS = (1, 15, 16, 17, 511, 512, 513, 1030)
 HEAD_DIMS = (16, 32, 48, 64, 80, 128, 256)
 CHUNK = 64
-"""Tokens whose weights are quantised together over an int8 cache."""
+"""Tokens whose weights are quantized together over an int8 cache."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ def _slot(blocks: Sequence[int], position: int, block_size: int = 16) -> int:
 def _fill(
     new_cache: NewCache, kept: KvFormat, head_dim: int, context: int, *, block_size: int = 16, seed: int = 0
 ) -> Filled:
-    """Every cell of the cache is used first, by numbers that nobody may see."""
+    """Return a cache whose cells were all used before, by numbers that no result may show."""
     num_blocks = -(-context // block_size)
     cache = new_cache(kept, head_dim, num_blocks + 2, block_size=block_size)
     rng = np.random.default_rng(seed)
@@ -112,7 +112,7 @@ def _expected(filled: Filled, queries: Floats, limits: Sequence[int], head: int,
 
 
 def _rounding(kept: KvFormat, weights: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """bfloat16 moves a weight by 2^-8 of itself, quantisation by half a step of its chunk's largest."""
+    """bfloat16 moves a weight by 2^-8 of itself, quantization by half a step of its chunk's largest."""
     if kept is KvFormat.BF16:
         moved: NDArray[np.float64] = 2.0**-8 * (weights @ np.abs(values))
         return moved
@@ -183,7 +183,7 @@ def test_attention_is_the_references_at_every_head_size(new_cache: NewCache, kep
             _assert_close(filled, random_floats(rows, head_dim, seed=rows), [context] * rows, 1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     kept=st.sampled_from(KvFormat),
     head_dim=st.sampled_from(HEAD_DIMS),

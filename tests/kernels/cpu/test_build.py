@@ -20,7 +20,7 @@ TINY = 'extern "C" __attribute__((visibility("default"))) int answer() { return 
 
 
 def _silent(_fraction: float) -> None:
-    """Progress that nobody watches."""
+    """Ignore the progress."""
 
 
 @pytest.fixture
@@ -75,6 +75,15 @@ def test_a_change_of_source_header_flags_or_instruction_set_builds_anew(sources:
     (sources / "other.cpp").write_text("int other() { return 2; }\n")
     paths.append(library_path(ISA, cache, _silent))
     assert len(set(paths)) == 5
+
+
+def test_extra_sources_are_compiled_into_a_library_of_their_own(sources: Path, tmp_path: Path) -> None:
+    plain, extra = prebuild(ISA), tmp_path / "extra.cpp"
+    for value in (1, 2):
+        extra.write_text(TINY.replace("answer", "extra") % value)
+        path = library_path(ISA, tmp_path / "cache", _silent, extra_sources=(extra,))
+        assert (_answer(path), ctypes.CDLL(str(path)).extra()) == (42, value)
+    assert not hasattr(ctypes.CDLL(str(plain)), "extra")
 
 
 def test_another_version_of_the_compiler_builds_anew(

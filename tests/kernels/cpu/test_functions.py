@@ -7,8 +7,8 @@ from math import erf
 import numpy as np
 import pytest
 import torch
+from fakes.single_kernels import Floats, Single
 
-from penstock.kernels.cpu.single import Floats, Single
 from penstock.kernels.reference.hadamard import hadamard_rotation
 from penstock.kernels.reference.layers import layer_norm, rms_norm
 

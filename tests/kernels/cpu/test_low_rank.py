@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+from fakes.single_kernels import Single
 from fixtures.matrices import random_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.cpu.library import LowRankRows, Place
-from penstock.kernels.cpu.single import Single
 from penstock.kernels.reference.quantised import to_bf16
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 19), st.booleans()), min_size=1, max_size=3).filter(
         lambda sizes: any(is_there for _, _, is_there in sizes)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fakes.single_kernels import Floats, Single
 from fixtures.matrices import padded, quantised, random_floats, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.cpu.library import Format, Source
-from penstock.kernels.cpu.single import Floats, Single
 from penstock.kernels.reference.quantised import multiply_quantised, quantise_activations, to_bf16
 
 NUM_ROWS = (*range(1, 14), 17, 64, 97)
@@ -45,7 +45,7 @@ def test_products_are_the_references(kernels: Single, weights: Format, rows: int
         _assert_is_reference(_product(kernels, weights, x, matrix), weights, x, matrix)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     weights=st.sampled_from(Format),
     rows=st.integers(1, 120),

@@ -1,4 +1,4 @@
-"""Compiles every kernel for a generation of cards, without a card: calls the doors, and launches nothing.
+"""Compile every kernel for a generation of GPUs, without a GPU: call the public functions, and launch nothing.
 
 A process of its own: the interpreter and the compiler exclude each other. `compile_all.py 90` prints one line a kernel.
 """
@@ -28,7 +28,7 @@ from penstock.kernels.triton.sampler import RULE_COLUMNS, Marks, sample
 
 
 class NoCard(DriverBase):
-    """Says which card to compile for."""
+    """Says which GPU to compile for."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -76,7 +76,7 @@ def _attend(attention: Callable[..., None], cache: PagedCache, *last: Any, width
 
 
 def compile_doors(capability: int) -> None:
-    """Every door as a model of Llama's size calls it."""
+    """Every public function, as a model of Llama's size calls it."""
     # float8 from Ada on.
     formats = [torch.bfloat16, torch.int8, *([torch.float8_e4m3fn] if capability >= 89 else ())]
     for kept in formats:

@@ -1,4 +1,4 @@
-"""Where the Triton kernels run: on the card, or by the interpreter on the CPU."""
+"""Where the Triton kernels run: on the GPU, or by the interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The card, or the CPU for the interpreter."""
+    """The GPU, or the CPU for the interpreter."""
     return torch.device("cuda" if HAS_CARD else "cpu")
 
 

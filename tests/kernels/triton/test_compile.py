@@ -1,4 +1,4 @@
-"""Every kernel compiles for Ampere and Hopper, also where there is no card."""
+"""Every kernel compiles for Ampere and Hopper, also where there is no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Facts = list[dict[str, object]]
 
 @pytest.fixture(scope="module", params=[pytest.param(80, marks=pytest.mark.slow), 90])
 def compiled(request: pytest.FixtureRequest) -> Facts:
-    """What `compile_all.py` says of each kernel, in the cache that a card would use too."""
+    """What `compile_all.py` says of each kernel, in the cache that a GPU would use too."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).with_name("compile_all.py")), str(request.param)]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,4 @@
-"""How the attention kernels are launched: as was measured on the card, else by rule."""
+"""How the attention kernels are launched: as was measured on the GPU, else by rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = torch.bfloat16
 
 @pytest.fixture
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of tables, empty, before a card that is called `Some Card 80GB`."""
+    """The folder of tables, empty, for a GPU that is called `Some Card 80GB`."""
     (folder := tmp_path / "tuned").mkdir()
     monkeypatch.setattr(launches, "files", lambda _: tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some Card 80GB")

@@ -86,7 +86,7 @@ def test_queries_turn_and_keys_and_values_are_kept(
 
 
 def _step(x: torch.Tensor, kept: Any) -> torch.Tensor | float:
-    """From a number that x's vectors are quantised to, to the next: rounding may differ by one."""
+    """The distance between two numbers that x's vectors are quantized to: rounding may differ by one."""
     most = x.abs().amax(-1, keepdim=True)
     if kept == torch.int8:
         return most / 127

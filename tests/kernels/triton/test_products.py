@@ -23,7 +23,7 @@ def test_products_of_quantised_rows(shape: tuple[int, int, int], kept: torch.dty
     x, weight = torch.randn(rows, columns, device=device), torch.randn(outputs, columns, device=device)
     x[0] = 0
     q, scales = products.quantise_vectors(x, kept)
-    # On the CPU: on a card torch divides by a number as it multiplies with its reciprocal.
+    # On the CPU: on a GPU torch divides by a number by multiplying with its reciprocal.
     want_q, want_scales = reference_attention.quantise_vectors(x.cpu(), kept)
     torch.testing.assert_close(scales.cpu(), want_scales)
     assert torch.equal(q.cpu().float(), want_q.float())

@@ -28,7 +28,7 @@ def _tokens(case: SamplingCase, device: torch.device) -> NDArray[np.int32]:
     return sample(torch.from_numpy(case.logits).to(device), rules, row_marks.marks).cpu().numpy()
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4)
 @given(case=sampling_cases(max_kinds=1))
 def test_tokens_are_the_references(case: SamplingCase, device: torch.device) -> None:
     assert case.disagreements(_tokens(case, device)) == []
@@ -65,13 +65,7 @@ def test_biases_and_masks_come_before_the_draw(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("vocab", "rules", "count"),
-    [
-        *((33, rules, 12) for rules in RULES),
-        (9000, "plain", 12),
-        (9000, "all", 3),
-        (9000, "penalties", 3),
-        (1, "all", 1),
-    ],
+    [*((33, rules, 6) for rules in RULES), (9000, "plain", 4), (9000, "all", 3), (9000, "penalties", 3), (1, "all", 1)],
 )
 def test_each_rule_draws_what_it_keeps(vocab: int, rules: str, count: int, device: torch.device) -> None:
     rng = np.random.default_rng(vocab)

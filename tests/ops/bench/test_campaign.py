@@ -29,7 +29,7 @@ def journal(tmp_path: Path) -> Journal:
 
 
 class Watched:
-    """Stands for the processes: what each would give, in order, and who was run."""
+    """Stands for the processes: what each would give, in order, and which contestants were run."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, foreign: tuple[float, ...] = (), fails: bool = False

@@ -5,12 +5,12 @@ from __future__ import annotations
 from statistics import mean
 
 from bench.policies.loads import LOADS
-from bench.policies.node import Figures, simulate
+from bench.policies.node import SimulationResult, simulate
 
 from penstock.queue.policy import PolicyName
 
 
-def run(load: str, name: PolicyName, num_seeds: int = 2) -> list[Figures]:
+def run(load: str, name: PolicyName, num_seeds: int = 2) -> list[SimulationResult]:
     return [simulate(name, LOADS[load](seed)) for seed in range(num_seeds)]
 
 
@@ -21,15 +21,15 @@ def test_shortest_first_completes_in_four_fifths_of_the_mean_time() -> None:
 
 def test_interactive_work_does_not_wait_for_batch_work() -> None:
     preemptive: tuple[PolicyName, ...] = ("priority", "sjf", "fair")
-    for figures in (run("classes", name) for name in preemptive):
-        assert max(one.ttft_p99["interactive"] for one in figures) < 100
-        assert all(one.preemptions for one in figures)
+    for stats in (run("classes", name) for name in preemptive):
+        assert max(one.ttft_p99["interactive"] for one in stats) < 100
+        assert all(one.preemptions for one in stats)
     assert min(one.ttft_p99["interactive"] for one in run("classes", "fcfs")) > 1000
 
 
 def test_fair_turns_give_every_tenant_as_much() -> None:
-    assert min(figures.jain for figures in run("tenants", "fair")) > 0.95
-    assert mean(figures.jain for figures in run("tenants", "fcfs")) < 0.5
+    assert min(stats.jain for stats in run("tenants", "fair")) > 0.95
+    assert mean(stats.jain for stats in run("tenants", "fcfs")) < 0.5
 
 
 def test_a_flood_of_interactive_work_does_not_starve_a_standard_tenant() -> None:

@@ -1,4 +1,4 @@
-"""One fetch at a time, shared by all who ask."""
+"""One fetch at a time, shared by all callers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ NUM_CHOICES = len(TOKENS)
 PROMPT = tuple(TokenLogprobs((token,), (-1.0,), (b"p",)) for token in range(PROMPT_TOKENS_PER_CHUNK + 9))
 
 
-def likely(tokens: Iterable[int]) -> tuple[TokenLogprobs, ...]:
+def logprobs_of(tokens: Iterable[int]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs((token,), (-float(token),), (b"t",)) for token in tokens)
 
 
@@ -42,7 +42,16 @@ def log_of(sizes: Sequence[tuple[int, int]], lag: int = 0) -> list[Chunk]:
         text = text_of(tokens[max(0, start - lag) : text_end])
         finish: FinishReason | None = "length" if end == len(tokens) else None
         chunks.append(
-            Chunk(JOB, len(chunks), choice, start, tokens[start:end], text, finish, logprobs=likely(tokens[start:end]))
+            Chunk(
+                JOB,
+                len(chunks),
+                choice,
+                start,
+                tokens[start:end],
+                text,
+                finish,
+                logprobs=logprobs_of(tokens[start:end]),
+            )
         )
 
     for choice, num_tokens in sizes:
@@ -66,7 +75,7 @@ def contents(chunks: Iterable[Chunk]) -> dict[int, tuple[tuple[int, ...], str]]:
     for chunk in chunks:
         if chunk.token_ids:
             assert chunk.position == len(tokens[chunk.choice])
-        assert chunk.logprobs == likely(chunk.token_ids)
+        assert chunk.logprobs == logprobs_of(chunk.token_ids)
         tokens[chunk.choice] += chunk.token_ids
         text[chunk.choice] += chunk.text
     return {choice: (tuple(tokens[choice]), text[choice]) for choice in TOKENS}
@@ -116,7 +125,7 @@ def test_a_log_cut_otherwise_is_walked_again_without_repeating(
 def test_another_log_is_noticed_by_its_old_chunks(
     first: list[tuple[int, int]], second: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """Nobody told the cursor: it finds out from what arrives, and never repeats or skips a token."""
+    """The cursor is not told: it finds out from what arrives, and never repeats or skips a token."""
     lost, log = log_of(first), log_of(second)
     cursor = StreamCursor()
     delivered = take(cursor, lost[: data.draw(st.integers(0, len(lost) - 1))])
@@ -168,7 +177,7 @@ def test_tokens_that_the_log_repeats_at_another_index_are_dropped() -> None:
 
 
 def result_of(log: Sequence[Chunk]) -> Result:
-    choices = tuple(Choice(c, text_of(tokens), tokens, "length", likely(tokens)) for c, tokens in TOKENS.items())
+    choices = tuple(Choice(c, text_of(tokens), tokens, "length", logprobs_of(tokens)) for c, tokens in TOKENS.items())
     cuts = tuple((chunk.choice, len(chunk.token_ids), len(chunk.text)) for chunk in log[:-1])
     return Result(JOB, DONE, choices, Usage(7, 120), cuts=cuts, prompt_logprobs=PROMPT)
 

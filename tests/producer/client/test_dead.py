@@ -24,7 +24,7 @@ PROMPTS: list[dict[str, Any]] = [
 ]
 
 
-async def bury(redis: Redis, **fields: Any) -> Job:
+async def make_dead_letter(redis: Redis, **fields: Any) -> Job:
     """A job that three nodes have died of, in a pool that has a node again."""
     queue = Queue(redis)
     await queue.node("watcher")
@@ -34,7 +34,7 @@ async def bury(redis: Redis, **fields: Any) -> Job:
         node = await queue.node(name)
         await node.take_one()
         await queue.kill(node)
-    await (await queue.node("n3")).beat()
+    await (await queue.node("n3")).heartbeat()
     await queue.age("nodes", "n3", -3_600_000)  # it lives as long as the test, however slow that is
     return job
 
@@ -43,7 +43,7 @@ async def bury(redis: Redis, **fields: Any) -> Job:
 async def test_a_retry_asks_for_the_same_under_a_new_id(
     client: AsyncClient, redis: Redis, prompt: dict[str, Any]
 ) -> None:
-    dead = await bury(redis, **prompt)
+    dead = await make_dead_letter(redis, **prompt)
     before = decode_request(await cast(Any, redis.get(keys.request(dead.id))))
 
     job = await client.dead.retry(dead.id)
@@ -58,7 +58,7 @@ async def test_a_retry_asks_for_the_same_under_a_new_id(
 
 
 async def test_a_retry_that_was_cut_short_is_the_same_job(client: AsyncClient, redis: Redis) -> None:
-    dead = await bury(redis)
+    dead = await make_dead_letter(redis)
     request = await cast(Any, redis.get(keys.request(dead.id)))
     job = await client.dead.retry(dead.id)
     await redis.zadd(keys.dead(POOL), {dead.id: 1})
@@ -67,7 +67,7 @@ async def test_a_retry_that_was_cut_short_is_the_same_job(client: AsyncClient, r
 
 
 async def test_readers_are_told_of_the_end(client: AsyncClient, redis: Redis) -> None:
-    dead = await bury(redis)
+    dead = await make_dead_letter(redis)
     async with asyncio.timeout(20):
         result = await client.result(dead.id, check=False, tenant="acme")
     assert (result.outcome.state, result.outcome.code) == ("failed", "node_lost")

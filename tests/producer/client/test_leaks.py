@@ -27,10 +27,10 @@ OBJECTS_OF_A_JOB = 3
 OF_A_JOB = (b":job:", b":log:", b":in:")
 PATIENCE_S = 30.0
 CONNECTIONS_WITHOUT_CLIENT = 3
-"""Ours, and two of the fake node, which steps and beats."""
+"""Ours, and two of the fake node, for its steps and its heartbeats."""
 
 
-async def settles(redis: Redis) -> bool:
+async def connections_are_closed(redis: Redis) -> bool:
     """Redis notices closed connections soon after."""
     for _ in range(100):
         channels, connections = await redis.pubsub_channels(keys.inbox_channel("*")), await redis.client_list()
@@ -81,7 +81,7 @@ async def test_jobs_by_hundreds_leave_nothing_behind(redis_url: str, redis: Redi
             assert sizes[-1] - sizes[rounds // 2] < OBJECTS_OF_A_JOB * JOBS_A_ROUND
             assert client.stats.log_reads == 0
         assert our_tasks() == tasks_with_node
-        assert await settles(redis)
+        assert await connections_are_closed(redis)
     assert our_tasks() == tasks_before
     async with asyncio.timeout(PATIENCE_S):
         while [key async for key in redis.scan_iter("penstock:*") if any(part in key for part in OF_A_JOB)]:
@@ -101,8 +101,8 @@ async def test_closing_in_the_middle_leaves_nothing_behind(redis_url: str, redis
         await asyncio.wait(readings)
         assert {type(reading.exception()).__name__ for reading in readings} == {"UnavailableError"}
         assert our_tasks() == tasks_with_node
-        assert await settles(redis)
-        while node.jobs:  # nobody reads them: they are cancelled
+        assert await connections_are_closed(redis)
+        while node.jobs:  # they have no reader: they are cancelled
             await asyncio.sleep(0.02)
     assert our_tasks() == tasks_before
 

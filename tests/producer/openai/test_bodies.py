@@ -1,4 +1,4 @@
-"""A body that is wrong in a hundred thousand places is refused for the first one: nobody waits while all are listed."""
+"""A body that is wrong in a hundred thousand places is refused for the first, before the others are listed."""
 
 from __future__ import annotations
 

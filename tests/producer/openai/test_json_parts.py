@@ -24,7 +24,7 @@ LAZY = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(LAZY)
 def test_the_parts_make_up_the_whole(value):
     whole = to_json(plain(value))

@@ -1,4 +1,4 @@
-"""A job whose nodes died of it keeps its request and its history, until somebody forgets it or a week has passed."""
+"""A dead-lettered job keeps its request and its history, until an operator forgets it or a week has passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool that nobody serves any more goes, while nobody needs it."""
+"""A pool that no node serves can be forgotten, unless it still has jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def a_full_life(queue: Queue) -> str:
     for priority in Priority:
         done = await queue.running(node, priority=priority)
         await node.finish(done, 0, 3)
-    await node.beat()
+    await node.heartbeat()
     lethal = await queue.submit()
     for number in range(3):
         victim = await queue.node(f"v{number}")

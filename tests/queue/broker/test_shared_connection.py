@@ -119,7 +119,7 @@ async def test_calls_that_wait_for_a_connection_fail_together_when_there_is_none
         nonlocal num_tried
         num_tried += 1
         await gate.wait()
-        raise exceptions.TimeoutError("nobody answers")
+        raise exceptions.TimeoutError("no answer")
 
     client = connect(redis_url)
     with monkeypatch.context() as patched:
@@ -179,7 +179,7 @@ async def test_messages_come_in_order_and_readers_get_their_turn_between_two(red
 
 @asynccontextmanager
 async def line_to(folder: Path, serve: Serve) -> AsyncIterator[SharedConnection]:
-    """A line to somebody who only looks like Redis."""
+    """A connection to a server that only looks like Redis."""
     serving: set[Any] = set()
 
     async def noted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

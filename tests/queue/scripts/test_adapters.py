@@ -74,9 +74,9 @@ async def test_only_who_could_go_on_counts_as_another(queue: Queue, num_chunks: 
     await queue.submit()
     taken = await node.take_one()
     await node.emit(taken, 0, num_chunks)
-    await foreign.beat([], draining=True)
+    await foreign.heartbeat([], draining=True)
     assert await node.give_back(taken, why="lacking") == "NOBODY"
-    await foreign.beat([], draining=False)
+    await foreign.heartbeat([], draining=False)
     assert await node.give_back(taken, why="lacking") == answer
 
 

@@ -1,17 +1,13 @@
-"""Who waits for room: one node empties itself for a large job, suspects run alone, and nobody is blocked for ever."""
+"""Jobs that wait for capacity: a node empties itself for a large job, isolated jobs run alone, none waits for ever."""
 
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import LEASE_MS, FakeNode, P, Queue
+from fakes.queue.harness import LEASE_MS, FakeNode, P, Queue, ids_of
 
 from penstock.queue.broker.node import TakeAnswer, Taken
 
 HOLDER = f"{P}:hold"
-
-
-def ids(answer: TakeAnswer) -> list[str]:
-    return [job.job_id for job in answer.jobs]
 
 
 # Large jobs
@@ -21,21 +17,21 @@ async def test_one_node_makes_room_and_the_others_go_on(queue: Queue) -> None:
     one, two = await queue.node("n1"), await queue.node("n2")
     large, small, smaller = [await queue.submit(cost=cost) for cost in (90, 20, 10)]
 
-    assert ids(await one.take(50, kv_total=100)) == []
-    assert ids(await two.take(20, kv_total=100)) == [small]
-    assert ids(await one.take(80, kv_total=100)) == []
-    assert ids(await one.take(95, kv_total=100)) == [large]
-    assert ids(await two.take(50, kv_total=100)) == [smaller]
+    assert ids_of(await one.take(50, kv_total=100)) == []
+    assert ids_of(await two.take(20, kv_total=100)) == [small]
+    assert ids_of(await one.take(80, kv_total=100)) == []
+    assert ids_of(await one.take(95, kv_total=100)) == [large]
+    assert ids_of(await two.take(50, kv_total=100)) == [smaller]
     assert await queue.keys("hold") == set()
 
 
 async def test_each_node_makes_room_for_another_job(queue: Queue) -> None:
     one, two, three = [await queue.node(name) for name in ("n1", "n2", "n3")]
     first, second, third = [await queue.submit(cost=cost) for cost in (90, 91, 10)]
-    assert ids(await one.take(50)) == ids(await two.take(50)) == []
-    assert ids(await three.take(50)) == [third]
-    assert ids(await two.take(95)) == [first], "whoever has room takes whatever comes first"
-    assert ids(await one.take(95)) == [second]
+    assert ids_of(await one.take(50)) == ids_of(await two.take(50)) == []
+    assert ids_of(await three.take(50)) == [third]
+    assert ids_of(await two.take(95)) == [first], "whoever has room takes whatever comes first"
+    assert ids_of(await one.take(95)) == [second]
 
 
 async def test_another_node_makes_room_when_the_first_does_not_call_any_more(queue: Queue) -> None:
@@ -44,8 +40,8 @@ async def test_another_node_makes_room_when_the_first_does_not_call_any_more(que
     await one.take(50)
     assert await queue.redis.hget(HOLDER, "n1") == f"{large} {await _until(queue)}".encode()
     await queue.redis.hset(HOLDER, "n1", f"{large} {await queue.now_ms() - 1}")
-    assert ids(await two.take(50)) == []
-    assert ids(await one.take(50)) == [small]
+    assert ids_of(await two.take(50)) == []
+    assert ids_of(await one.take(50)) == [small]
 
 
 async def _until(queue: Queue) -> int:
@@ -66,15 +62,15 @@ async def test_a_node_that_is_gone_makes_room_for_nobody(queue: Queue, how: str)
         await queue.kill(one)
     assert await queue.keys("hold") == set()
     await queue.submit(cost=20)
-    assert ids(await two.take(50)) == []
+    assert ids_of(await two.take(50)) == []
 
 
 async def test_a_job_larger_than_a_node_runs_where_it_has_the_whole_node(queue: Queue) -> None:
     small, large = await queue.node("n1"), await queue.node("n2")
     job_id = await queue.submit(cost=5000)
-    assert ids(await small.take(999, kv_total=1000)) == []
-    assert ids(await large.take(1000, kv_total=6000)) == []
-    assert ids(await small.take(1000, kv_total=1000)) == [job_id]
+    assert ids_of(await small.take(999, kv_total=1000)) == []
+    assert ids_of(await large.take(1000, kv_total=6000)) == []
+    assert ids_of(await small.take(1000, kv_total=1000)) == [job_id]
 
 
 async def test_a_large_job_gets_its_turn_and_costs_one_node_its_room(queue: Queue) -> None:
@@ -102,7 +98,7 @@ async def test_a_large_job_gets_its_turn_and_costs_one_node_its_room(queue: Queu
     raise AssertionError("the large job was never taken")
 
 
-# Suspects
+# Isolated jobs
 
 
 async def lost_with(queue: Queue, name: str, expected: int) -> FakeNode:
@@ -121,10 +117,10 @@ async def test_a_suspect_is_taken_by_an_empty_node_which_then_takes_nothing_else
         await lost_with(queue, name, 1)
     other = await queue.submit()
 
-    assert ids(await busy.take()) == [], "it makes room"
-    assert ids(await empty.take()) == [suspect]
-    assert ids(await empty.take()) == []
-    assert ids(await busy.take()) == [other]
+    assert ids_of(await busy.take()) == [], "it makes room"
+    assert ids_of(await empty.take()) == [suspect]
+    assert ids_of(await empty.take()) == []
+    assert ids_of(await busy.take()) == [other]
 
 
 async def test_a_suspect_that_shows_progress_is_none_any_more(queue: Queue) -> None:
@@ -136,11 +132,11 @@ async def test_a_suspect_that_shows_progress_is_none_any_more(queue: Queue) -> N
     suspect = await node.take_one()
     other = await queue.submit()
     await node.emit(suspect, 0, 63)
-    assert ids(await node.take()) == []
+    assert ids_of(await node.take()) == []
     await node.emit(suspect, 63, 1)
-    assert ids(await node.take()) == [other]
+    assert ids_of(await node.take()) == [other]
     await node.give_back(suspect)
-    assert ids(await busy.take()) == [job_id], "nor when it is queued again"
+    assert ids_of(await busy.take()) == [job_id], "nor when it is queued again"
 
 
 async def test_suspects_keep_one_node_from_its_work_and_no_more(queue: Queue) -> None:
@@ -151,9 +147,9 @@ async def test_suspects_keep_one_node_from_its_work_and_no_more(queue: Queue) ->
     for name in ("n1", "n2"):
         await lost_with(queue, name, 40)
     others = [await queue.submit() for _ in range(3)]
-    assert ids(await nodes[0].take()) == []
-    assert ids(await nodes[1].take(slots=1)) == others[:1]
-    assert ids(await nodes[2].take(slots=1)) == others[1:2]
+    assert ids_of(await nodes[0].take()) == []
+    assert ids_of(await nodes[1].take(slots=1)) == others[:1]
+    assert ids_of(await nodes[2].take(slots=1)) == others[1:2]
     assert {await queue.state(job_id) for job_id in suspects} == {"queued"}
 
 
@@ -180,14 +176,14 @@ async def test_what_kills_its_nodes_is_found_out_and_nobody_that_ran_beside_it_f
 async def test_a_pool_that_forgives_no_loss_has_no_suspects(queue: Queue) -> None:
     node = await queue.node("n0", max_losses=1)
     jobs = [await queue.submit() for _ in range(2)]
-    assert ids(await node.take()) == jobs
+    assert ids_of(await node.take()) == jobs
 
 
 async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -> None:
     node, other = await queue.node("n1"), await queue.node("n2")
     taken, second = await queue.running(node), await queue.running(other)
-    await node.beat(draining=True)
-    await other.beat(draining=True)
+    await node.heartbeat(draining=True)
+    await other.heartbeat(draining=True)
     await other.broker.leave()
     for dead in (node, other):
         await queue.kill(dead)
@@ -196,7 +192,7 @@ async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -
         assert (record["state"], record["losses"]) == ("queued", "0")
 
 
-# Given back for room
+# Given back for capacity
 
 
 @pytest.mark.parametrize(
@@ -214,8 +210,8 @@ async def test_a_job_goes_where_there_is_room_for_it_or_stays(
     node, other = await queue.node("n1"), await queue.node("n2")
     taken = await queue.running(node, cost=50)
     await node.emit(taken, 0, 1)
-    await node.beat(free=1000)
-    await other.beat(free=free, **record)
+    await node.heartbeat(free=1000)
+    await other.heartbeat(free=free, **record)
     assert await node.give_back(taken, cost=100, why="pressure") == answer
     assert await queue.state(taken.job_id) == ("queued" if answer == "OK" else "running")
 
@@ -224,8 +220,8 @@ async def test_rooms_are_given_away_once(queue: Queue) -> None:
     node, other = await queue.node("n1"), await queue.node("n2")
     jobs = [await queue.submit() for _ in range(3)]
     taken = (await node.take()).jobs
-    assert ids(TakeAnswer(taken, (0, 0, 0), 0)) == jobs
-    await other.beat(free=250)
+    assert ids_of(TakeAnswer(taken, (0, 0, 0), 0)) == jobs
+    await other.heartbeat(free=250)
     answers = [await node.give_back(job, why="pressure") for job in taken]
     assert answers == ["OK", "OK", "NOBODY"]
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import P, Queue, new_job
+from fakes.queue.harness import P, Queue, ids_of, new_job
 
 from penstock.contract.job import Priority, SamplingParams
-from penstock.queue.broker.node import TakeAnswer
-
-
-def ids(answer: TakeAnswer) -> list[str]:
-    return [job.job_id for job in answer.jobs]
 
 
 async def is_due(queue: Queue, job_id: str, ago_ms: int = 0) -> int:
@@ -26,13 +21,13 @@ async def test_a_job_is_not_taken_before_its_time(queue: Queue) -> None:
     later = await queue.submit(not_before_ms=60_000, cost=70)
 
     answer = await node.take()
-    assert (ids(answer), answer.depth) == ([], (0, 0, 0))
+    assert (ids_of(answer), answer.depth) == ([], (0, 0, 0))
     assert 59_000 < answer.again_in_ms <= 60_000
     assert (await queue.producer.pressure("m")).backlog_cost == (0, 0, 0)
     assert await queue.state(later) == "queued"
 
     await is_due(queue, later)
-    assert ids(await node.take()) == [later]
+    assert ids_of(await node.take()) == [later]
     assert await queue.keys("later") == await queue.keys("back:*") == set()
 
 
@@ -44,20 +39,20 @@ async def test_a_node_is_told_when_the_next_job_is_due(queue: Queue) -> None:
 
 
 async def test_a_job_does_not_age_before_its_time(queue: Queue) -> None:
-    """It stands behind who came while it waited, and a class does not rise for it."""
+    """It queues behind jobs that came while it waited, and its class does not age for it."""
     node = await queue.node(policy="priority", aging_ms=1000)
     later = await queue.submit(not_before_ms=60_000, priority=Priority.BATCH)
     await queue.change(later, taken="")
     earlier = await queue.submit()
     await is_due(queue, later)
-    assert ids(await node.take()) == [earlier, later]
+    assert ids_of(await node.take()) == [earlier, later]
     status = await queue.producer.status(later, "default")
     assert status.taken_ms - status.submitted_ms < 5000
 
 
 async def test_sweeps_let_jobs_in_whose_time_has_come(queue: Queue) -> None:
     node = await queue.node()
-    await node.beat(free=100)
+    await node.heartbeat(free=100)
     bell = await queue.listen(f"{P}:ctl:n1")
     later = [await queue.submit(not_before_ms=60_000, cost=30, tenant="ab"[i % 2]) for i in range(4)]
     assert await bell.messages() == []

@@ -48,7 +48,7 @@ async def test_running_job_is_flagged_and_its_node_told(queue: Queue) -> None:
 
     assert await bell.messages() == [taken.job_id.encode()]
     assert await queue.producer.result(taken.job_id, "default") is None
-    assert (await node.beat([taken.job_id])).cancelled == (taken.job_id,)
+    assert (await node.heartbeat([taken.job_id])).cancelled == (taken.job_id,)
     assert await node.finish(taken, 0, outcome=Outcome("cancelled", "cancelled")) == "OK"
     assert await queue.producer.cancel(taken.job_id, "default") == "cancelled"
 
@@ -103,7 +103,7 @@ async def test_node_ends_an_expired_job_with_the_tokens_it_had(queue: Queue) -> 
     await node.emit(taken, 0, 2)
     await queue.change(taken.job_id, deadline=await queue.now_ms())
     assert await node.emit(taken, 2, 1) == "EXPIRED"
-    assert (await node.beat([taken.job_id])).expired == (taken.job_id,)
+    assert (await node.heartbeat([taken.job_id])).expired == (taken.job_id,)
     assert await node.finish(taken, 3, 0, outcome=DEADLINE) == "OK"
     assert [chunk.outcome for chunk in await queue.producer.log(taken.job_id, 0)] == [None] * 3 + [DEADLINE]
 

@@ -18,7 +18,7 @@ from penstock.runtime.embedded_redis import EmbeddedRedis
 
 @pytest.fixture
 async def full(redis: Redis) -> AsyncIterator[None]:
-    """Calling `fill` is the test's; afterwards the server has room again."""
+    """The test calls `fill`; afterwards the server has memory again."""
     yield
     await redis.config_set("maxmemory", "512mb")
 
@@ -54,7 +54,7 @@ async def test_full_redis_refuses_submits_and_nothing_else(queue: Queue) -> None
     assert (await queue.producer.attach(waiting, "default", inbox="me")).state == "queued"
     await queue.producer.detach(waiting, "me")
     await queue.producer.read_beat(POOL, "me")
-    assert (await node.beat([flagged.job_id])).cancelled == (flagged.job_id,)
+    assert (await node.heartbeat([flagged.job_id])).cancelled == (flagged.job_id,)
     late = await queue.node("late")
     assert {job.job_id for job in (await late.take()).jobs} == {waiting, given.job_id, swept.job_id}
     assert await late.broker.leave() == 3

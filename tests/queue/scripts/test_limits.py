@@ -136,7 +136,7 @@ async def test_refused_are_told_when_the_nodes_will_have_made_room(queue: Queue)
 
     waits = [(await refusal(queue, Terms(), cost=500)).retry_after_ms for _ in range(4)]
 
-    # 500 tokens at 100 a second take 5 s; whoever is refused later finds those before it.
+    # 500 tokens at 100 a second take 5 s; a later refusal finds those before it.
     for number, wait_ms in enumerate(waits):
         exact_ms = 5000 * (number + 1)
         assert exact_ms * 0.8 - TOLERANCE_MS <= wait_ms <= exact_ms * 1.2 + 1

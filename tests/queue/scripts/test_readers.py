@@ -1,4 +1,4 @@
-"""attach, detach, read_beat, messages, and the rules by which a job that nobody reads is given up."""
+"""attach, detach, read_beat, messages, and the rules by which a job without readers is given up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRACE_MS = 5_001
 
 
 async def unheard(queue: Queue, taken: Taken, *, swept_ms_ago: int | None = 0) -> bool:
-    """Whether emit says that nobody reads the job, when the pool was last swept so long ago."""
+    """Whether emit says that the job has no reader, when the pool was last swept so long ago."""
     if swept_ms_ago is None:
         await queue.redis.delete(f"{P}:sweep")
     else:

@@ -162,7 +162,7 @@ async def test_who_keeps_too_much_is_refused_and_nobody_else(queue: Queue) -> No
         await queue.submit(tenant="neighbour")
     for taken in (await node.take()).jobs:
         await end(node, taken, b"small")
-    # Once it has expired there is room again, though nobody has swept.
+    # Once it has expired there is memory again, without a sweep.
     for member in await queue.ids("expiry"):
         await queue.age("expiry", member, RESULT_TTL_MS)
     await queue.producer.submit(Submission(new_job(tenant="attacker"), 10))

@@ -181,7 +181,7 @@ async def test_bell_rings_the_node_with_most_room_then_the_next(queue: Queue) ->
     bells = {}
     for name, free in (("big", 1000), ("small", 950)):
         node = await queue.node(name)
-        await node.beat(free=free)
+        await node.heartbeat(free=free)
         bells[name] = await queue.listen(keys.doorbell(POOL, name))
 
     await queue.submit(cost=100)

@@ -1,4 +1,4 @@
-"""A node that holds a seat of its host declares those dead that held it before, and nobody else."""
+"""A node that holds a seat of its host declares those dead that held it before, and no other node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def queue(redis: Redis) -> Queue:
 
 
 async def be_silent_for(queue: Queue, node: FakeNode, silent_ms: float) -> None:
-    """As if its last beat had been so long ago."""
+    """As if its last heartbeat had been so long ago."""
     await queue.redis.zincrby(f"{P}:nodes", -silent_ms, node.name)
 
 
@@ -53,7 +53,7 @@ async def test_one_that_still_beats_is_not_declared_dead(queue: Queue) -> None:
     living, after = await queue.node("n-1"), await queue.node("n-2")
     await living.broker.succeed(["seat"], has_joined=True)
     for _ in range(4):
-        await living.beat([])
+        await living.heartbeat([])
         answer = await after.broker.succeed(["seat"], has_joined=True)
         assert answer.num_left == 1 and 0 < answer.wait_ms <= SILENCE_MS
         await after.broker.sweep()
@@ -67,7 +67,7 @@ async def test_a_beat_revives_one_that_was_declared_dead_by_mistake(queue: Queue
     await living.broker.succeed(["seat"], has_joined=True)
     await be_silent_for(queue, living, SILENCE_MS + 50)
     await after.broker.succeed(["seat"], has_joined=True)
-    await living.beat([])
+    await living.heartbeat([])
     await after.broker.sweep()
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
 

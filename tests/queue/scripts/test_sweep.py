@@ -1,4 +1,4 @@
-"""join, beat, leave and sweep: who counts as alive, who judges, and what becomes of a dead node's jobs."""
+"""join, heartbeats, leave and sweep: which nodes count as alive, by which clock, and a dead node's jobs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_reading_processes_sweep_too(queue: Queue) -> None:
 
 async def test_jobs_of_a_silent_node_are_queued_again(queue: Queue) -> None:
     node, other = await queue.node("n1"), await queue.node("n2")
-    await node.beat(free=500)
+    await node.heartbeat(free=500)
     one, two = await queue.submit_many(2, cost=30)
     await node.take()
     await queue.age("nodes", "n1", LEASE_MS + 1)
@@ -192,7 +192,7 @@ async def test_a_reader_is_remembered_for_as_long_as_it_may_be_silent(queue: Que
     assert await queue.ids("readers") == set()
 
 
-# Beats
+# Heartbeats
 
 
 async def test_beat_tells_what_the_node_is_like(queue: Queue) -> None:
@@ -207,10 +207,10 @@ async def test_swept_node_is_told_so_and_may_join_again(queue: Queue) -> None:
     node = await queue.node()
     await queue.kill(node)
     with pytest.raises(LeaseLostError):
-        await node.beat()
+        await node.heartbeat()
     assert (await queue.producer.pressure(POOL)).nodes == ()
     await node.join()
-    await node.beat()
+    await node.heartbeat()
 
 
 async def test_job_whose_take_was_answered_but_is_not_held_goes_back_without_a_loss(queue: Queue) -> None:
@@ -218,7 +218,7 @@ async def test_job_whose_take_was_answered_but_is_not_held_goes_back_without_a_l
     await queue.submit_many(2)
     lost, held = (await node.take()).jobs
 
-    assert await node.beat([held.job_id]) == BeatAnswer()
+    assert await node.heartbeat([held.job_id]) == BeatAnswer()
 
     status = await queue.producer.status(lost.job_id, "default")
     assert (status.state, status.losses, status.preemptions) == ("queued", 0, 0)
@@ -230,9 +230,9 @@ async def test_job_whose_take_was_answered_but_is_not_held_goes_back_without_a_l
 async def test_job_whose_take_was_not_answered_yet_stays(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node)
-    await node.beat([], answered=node.call - 1)
+    await node.heartbeat([], answered=node.call - 1)
     assert await queue.state(taken.job_id) == "running"
-    await node.beat(None)
+    await node.heartbeat(None)
     assert await queue.state(taken.job_id) == "running"
 
 
@@ -240,7 +240,7 @@ async def test_held_jobs_that_belong_to_others_are_named(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node)
     await node.finish(taken, 0)
-    assert await node.beat([taken.job_id, "m.never"]) == BeatAnswer(fenced=(taken.job_id, "m.never"))
+    assert await node.heartbeat([taken.job_id, "m.never"]) == BeatAnswer(fenced=(taken.job_id, "m.never"))
 
 
 # Join and leave
@@ -276,13 +276,13 @@ async def test_joining_announces_the_pool(queue: Queue) -> None:
 
 async def test_leaving_node_is_neither_rung_nor_counted(queue: Queue) -> None:
     node = await queue.node()
-    await node.beat()
+    await node.heartbeat()
     await node.take()
     assert await node.broker.leave() == 0
     assert await queue.keys("nodes") == await queue.keys("free") == await queue.keys("took:*") == set()
     assert (await queue.producer.pressure(POOL)).nodes == ()
     with pytest.raises(LeaseLostError):
-        await node.beat()
+        await node.heartbeat()
 
 
 async def test_what_a_leaving_node_still_holds_is_left_to_sweep(queue: Queue) -> None:

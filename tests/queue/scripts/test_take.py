@@ -1,21 +1,17 @@
-"""take: what fits, oldest first, most urgent class first; nobody is passed; a repeated call gets the same answer."""
+"""take: what fits, oldest first, most urgent class first; no job is passed; a repeated call gets the same answer."""
 
 from __future__ import annotations
 
 import pytest
-from fakes.queue.harness import POOL, P, Queue, new_job
+from fakes.queue.harness import POOL, P, Queue, ids_of, new_job
 
 from penstock.contract.errors import InvariantError
 from penstock.contract.job import Priority, SamplingParams
 from penstock.queue import keys
-from penstock.queue.broker.node import Capacity, LeaseLostError, NodeBroker, TakeAnswer
+from penstock.queue.broker.node import Capacity, LeaseLostError, NodeBroker
 from penstock.queue.wire import encode_request
 
 CLASSES = (Priority.INTERACTIVE, Priority.STANDARD, Priority.BATCH)
-
-
-def ids(answer: TakeAnswer) -> list[str]:
-    return [job.job_id for job in answer.jobs]
 
 
 async def test_oldest_first_whoever_the_tenant_is(queue: Queue) -> None:
@@ -24,15 +20,15 @@ async def test_oldest_first_whoever_the_tenant_is(queue: Queue) -> None:
     for age, job_id in enumerate(submitted):
         await queue.redis.zadd(f"{P}:wait:1", {job_id: 1000 + age})
 
-    assert ids(await node.take(slots=4)) == submitted[:4]
-    assert ids(await node.take()) == submitted[4:]
+    assert ids_of(await node.take(slots=4)) == submitted[:4]
+    assert ids_of(await node.take()) == submitted[4:]
 
 
 async def test_more_urgent_classes_first(queue: Queue) -> None:
     node = await queue.node()
     by_class = {p: await queue.submit(priority=p) for p in reversed(CLASSES)}
     answer = await node.take()
-    assert ids(answer) == [by_class[p] for p in CLASSES]
+    assert ids_of(answer) == [by_class[p] for p in CLASSES]
     assert answer.depth == (0, 0, 0)
 
 
@@ -63,10 +59,10 @@ async def test_head_that_does_not_fit_is_not_passed(queue: Queue) -> None:
     batch = await queue.submit(cost=1, priority=Priority.BATCH)
 
     answer = await node.take(tokens=499)
-    assert ids(answer) == []
+    assert ids_of(answer) == []
     assert answer.depth == (0, 2, 1)
 
-    assert ids(await node.take(tokens=502)) == [big, small, batch]
+    assert ids_of(await node.take(tokens=502)) == [big, small, batch]
 
 
 async def test_room_is_counted_per_class(queue: Queue) -> None:
@@ -75,7 +71,7 @@ async def test_room_is_counted_per_class(queue: Queue) -> None:
     await queue.submit_many(1, cost=100, priority=Priority.BATCH)
     # 250 tokens for interactive jobs, of which 150 are held by running batch jobs.
     answer = await node.take(tokens=(250, 100, 100))
-    assert ids(answer) == urgent[:2]
+    assert ids_of(answer) == urgent[:2]
     assert answer.depth == (1, 0, 1)
 
 
@@ -83,31 +79,31 @@ async def test_job_lowers_the_room_of_its_class_and_of_lower_ones_only(queue: Qu
     node = await queue.node()
     standard = await queue.submit(cost=100)
     batch = await queue.submit(cost=100, priority=Priority.BATCH)
-    assert ids(await node.take(tokens=(0, 100, 199))) == [standard]
-    assert ids(await node.take(tokens=(0, 0, 100))) == [batch]
+    assert ids_of(await node.take(tokens=(0, 100, 199))) == [standard]
+    assert ids_of(await node.take(tokens=(0, 0, 100))) == [batch]
 
 
 async def test_job_of_several_choices_needs_as_many_slots(queue: Queue) -> None:
     node = await queue.node()
     (wide,) = await queue.submit_many(1, params=SamplingParams(n=4))
     narrow = await queue.submit()
-    assert ids(await node.take(slots=3)) == []
-    assert ids(await node.take(slots=4)) == [wide]
-    assert ids(await node.take(slots=1)) == [narrow]
+    assert ids_of(await node.take(slots=3)) == []
+    assert ids_of(await node.take(slots=4)) == [wide]
+    assert ids_of(await node.take(slots=1)) == [narrow]
 
 
 async def test_job_wider_than_the_node_counts_as_all_its_slots(queue: Queue) -> None:
     node = await queue.node()
     wide = await queue.submit(params=SamplingParams(n=16))
-    assert ids(await node.take(slots=7, slots_total=8)) == []
-    assert ids(await node.take(slots=8, slots_total=8)) == [wide]
+    assert ids_of(await node.take(slots=7, slots_total=8)) == []
+    assert ids_of(await node.take(slots=8, slots_total=8)) == [wide]
 
 
 async def test_job_larger_than_the_node_counts_as_the_whole_node(queue: Queue) -> None:
     node = await queue.node()
     huge = await queue.submit(cost=5000)
-    assert ids(await node.take(tokens=999, kv_total=1000)) == []
-    assert ids(await node.take(tokens=1000, kv_total=1000)) == [huge]
+    assert ids_of(await node.take(tokens=999, kv_total=1000)) == []
+    assert ids_of(await node.take(tokens=1000, kv_total=1000)) == [huge]
 
 
 async def test_one_call_takes_a_bounded_number(queue: Queue) -> None:
@@ -124,7 +120,7 @@ async def test_two_nodes_never_get_one_job(queue: Queue) -> None:
     submitted = await queue.submit_many(6)
     first = await one.take(slots=3)
     second = await two.take(slots=5)
-    assert ids(first) + ids(second) == submitted
+    assert ids_of(first) + ids_of(second) == submitted
 
 
 async def test_repeated_call_gets_the_same_jobs_with_the_same_leases(queue: Queue) -> None:
@@ -132,7 +128,7 @@ async def test_repeated_call_gets_the_same_jobs_with_the_same_leases(queue: Queu
     await queue.submit_many(3)
     answer = await node.take(slots=2)
     assert await node.take_again(slots=2) == answer
-    assert await queue.ids("run:n1") == set(ids(answer))
+    assert await queue.ids("run:n1") == set(ids_of(answer))
 
 
 async def test_repeated_call_leaves_out_what_has_moved_on(queue: Queue) -> None:
@@ -188,10 +184,10 @@ async def test_given_back_job_avoids_its_node_for_a_while(queue: Queue) -> None:
     await one.give_back(taken)
 
     answer = await one.take()
-    assert ids(answer) == [behind]
+    assert ids_of(answer) == [behind]
     assert 0 < answer.again_in_ms <= 2000
 
-    assert ids(await two.take()) == [taken.job_id]
+    assert ids_of(await two.take()) == [taken.job_id]
 
 
 async def test_given_back_job_returns_once_its_node_was_avoided_long_enough(queue: Queue) -> None:
@@ -200,7 +196,7 @@ async def test_given_back_job_returns_once_its_node_was_avoided_long_enough(queu
     await node.give_back(taken)
     await queue.change(taken.job_id, avoid_until=await queue.now_ms() - 1)
     answer = await node.take()
-    assert (ids(answer), answer.again_in_ms) == ([taken.job_id], 0)
+    assert (ids_of(answer), answer.again_in_ms) == ([taken.job_id], 0)
 
 
 async def test_log_is_continued_by_its_own_revision_only(queue: Queue) -> None:
@@ -209,7 +205,7 @@ async def test_log_is_continued_by_its_own_revision_only(queue: Queue) -> None:
     await old.emit(taken, 0, 5)
     await old.give_back(taken)
 
-    assert ids(await new.take()) == []
+    assert ids_of(await new.take()) == []
 
     other = await queue.node("other", "r1")
     (again,) = (await other.take()).jobs
@@ -220,7 +216,7 @@ async def test_job_without_tokens_changes_revision_freely(queue: Queue) -> None:
     old, new = await queue.node("old", "r1"), await queue.node("new", "r2")
     taken = await queue.running(old)
     await old.give_back(taken)
-    assert ids(await new.take()) == [taken.job_id]
+    assert ids_of(await new.take()) == [taken.job_id]
     assert (await queue.record(taken.job_id))["revision"] == "r2"
 
 
@@ -231,10 +227,10 @@ async def test_log_of_a_revision_that_nobody_serves_ends_failed(queue: Queue) ->
     await old.give_back(taken)
     await queue.age("revs", "r1", 3001)
 
-    assert ids(await new.take()) == [], "no sweep has run since Redis came up, so nobody is judged"
+    assert ids_of(await new.take()) == [], "no sweep has run since Redis came up, so nobody is judged"
     assert (await queue.producer.status(taken.job_id, "default")).state == "queued"
     await queue.redis.set(f"{P}:sweep", await queue.now_ms())
-    assert ids(await new.take()) == []
+    assert ids_of(await new.take()) == []
 
     status = await queue.producer.status(taken.job_id, "default")
     assert status.outcome is not None
@@ -249,7 +245,7 @@ async def test_expired_job_is_ended_not_taken(queue: Queue) -> None:
 
     answer = await node.take()
 
-    assert (ids(answer), answer.depth) == ([other], (0, 0, 0))
+    assert (ids_of(answer), answer.depth) == ([other], (0, 0, 0))
     assert await queue.state(expired) == "expired"
     assert await queue.ids("open") == {other}
 
@@ -262,7 +258,7 @@ async def test_job_that_lost_its_last_reader_is_ended_not_taken(queue: Queue) ->
     await queue.change(unread, unread=await queue.now_ms() - 5001)
     await queue.redis.set(f"{P}:sweep", await queue.now_ms())
 
-    assert ids(await node.take()) == [read]
+    assert ids_of(await node.take()) == [read]
 
     outcome = (await queue.producer.status(unread, "default")).outcome
     assert outcome is not None
@@ -277,7 +273,7 @@ async def test_job_of_a_dead_reader_is_ended_when_looked_at(queue: Queue) -> Non
     await queue.redis.set(f"{P}:sweep", await queue.now_ms())
     await queue.age("readers", "dead", 30_001)
 
-    assert ids(await node.take()) == [shared]
+    assert ids_of(await node.take()) == [shared]
 
     assert (await queue.producer.status(alone, "default")).state == "cancelled"
 

@@ -97,7 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_cached == len(set(self.content) - set(held))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestPool = PoolMachine.TestCase
 
 
@@ -117,7 +117,7 @@ def test_blocks_without_a_prefix_go_first_then_the_tail_of_the_oldest_prefix(evi
 
 
 def _cached(pool: BlockPool, name: int, length: int, num_uses: int = 0) -> list[int]:
-    """A prefix of so many blocks that was found so often, and that nobody holds."""
+    """Cache a prefix of `length` blocks that was found so often and that no sequence holds."""
     blocks = _take(pool, length)
     for i, block in enumerate(blocks):
         pool.cache(block, _hash(name, i))

@@ -46,7 +46,7 @@ def _run(engine: Engine, params: SamplingParams) -> list[tuple[tuple[int, ...], 
 
 @pytest.fixture(scope="module")
 def tokens_alone(make: MakeEngine) -> dict[tuple[bool, int], list[tuple[tuple[int, ...], ...]]]:
-    """By (drawn, n): each prompt's tokens without anybody to share or fight with."""
+    """By (drawn, n): each prompt's tokens when it runs alone."""
     engine = make(max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
     return {
         (drawn, n): _run(engine, params.model_copy(update={"n": n}))
@@ -97,7 +97,7 @@ def test_choices_share_their_prompt_and_copy_no_more_than_its_last_block(
     outputs = fresh.step() + fresh.step()
     stats = fresh.stats()
     outputs += drain(fresh)
-    # Everybody shares the full blocks before the last prompt token; what lies behind them is each one's own.
+    # All choices share the full blocks before the last prompt token; each has its own blocks behind them.
     assert stats.kv_blocks_total - stats.kv_blocks_free == (num_prompt - 1) // 16 + 4 + (num_prompt == 48)
     assert fresh.stats().copied_blocks == (0 if num_prompt == 49 else 3)
     assert fresh.stats().prefill_tokens == num_prompt
@@ -178,7 +178,7 @@ def test_a_step_that_fails_while_it_copies_changes_no_tokens(
     def failing(plan: Any) -> Any:
         if len(plan.copies) and len(failures) < 6:
             failures.append(plan)
-            raise MemoryError("no room for a copy")
+            raise MemoryError("no memory for a copy")
         return submit(plan)
 
     monkeypatch.setattr(engine._runner, "submit", failing)

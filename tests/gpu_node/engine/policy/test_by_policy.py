@@ -1,4 +1,4 @@
-"""Policies inside the engine: who starts, who gives way to whom, and that tenants share the KV cache evenly."""
+"""Policies inside the engine: the order of starts, the choice of victims, and an even share of KV per tenant."""
 
 from __future__ import annotations
 

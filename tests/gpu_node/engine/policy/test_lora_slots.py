@@ -107,7 +107,7 @@ class _Table:
         self.places[place] = adapter.digest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     wearers=st.lists(st.sampled_from(("", "a", "b", "c", "d")), min_size=1, max_size=24),
     num_places=st.integers(1, 3),

@@ -1,4 +1,4 @@
-"""Steps that are planned before the tokens of the one ahead of them are known: nobody sees that they were."""
+"""Steps planned before the tokens of the step ahead are known give the same answers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NATIVE: dict[str, Any] = {"runner": "native", "dtype": "bfloat16"}
 MakeEngine = Callable[..., Engine]
 
 
-def _land(scheduler: Scheduler, step: Step, *tokens: int) -> list[str]:
+def _commit(scheduler: Scheduler, step: Step, *tokens: int) -> list[str]:
     """The names of those that ended."""
-    landed = scheduler.commit(step, np.array(tokens, dtype=np.int32))
+    outcome = scheduler.commit(step, np.array(tokens, dtype=np.int32))
     scheduler.check_integrity()
-    return sorted(seq.request_id for seq in landed.ended)
+    return sorted(seq.request_id for seq in outcome.ended)
 
 
 def _launched(scheduler: Scheduler, *, ahead: bool = False) -> tuple[Step, list[int]]:
@@ -51,10 +51,10 @@ def test_who_decodes_gets_a_token_ahead_and_what_is_behind_an_end_is_dropped() -
     first, _ = _launched(scheduler)
     second, ids = _launched(scheduler, ahead=True)
     assert ids == [-1, -2] and second.starts.tolist() == [3, 3]
-    assert _land(scheduler, first, EOS, 1000) == ["a"] and memory.num_held == 1
+    assert _commit(scheduler, first, EOS, 1000) == ["a"] and memory.num_held == 1
     third, ids = _launched(scheduler, ahead=True)
     assert third.seqs == [seqs[1]] and ids == [-2]
-    assert _land(scheduler, second, 1234, 1001) == []
+    assert _commit(scheduler, second, 1234, 1001) == []
     assert scheduler.tokens_of(seqs[1])[3:].tolist() == [1000, 1001]
     assert seqs[0].token_ids.tolist() == [0, 1, 2, EOS]
 
@@ -66,9 +66,9 @@ def test_who_gets_to_its_length_is_in_no_step_behind_that() -> None:
     first, _ = _launched(scheduler)
     second, ids = _launched(scheduler, ahead=True)
     assert ids == [-2] and scheduler.num_running == 2
-    assert _land(scheduler, first, 1000, 1000) == ["short"]
+    assert _commit(scheduler, first, 1000, 1000) == ["short"]
     assert scheduler.schedule_ahead() is None
-    assert _land(scheduler, second, 1001) == ["long"] and memory.num_held == 0
+    assert _commit(scheduler, second, 1001) == ["long"] and memory.num_held == 0
 
 
 def test_a_row_that_is_given_on_gets_no_token_of_the_one_that_left_it() -> None:
@@ -81,9 +81,9 @@ def test_a_row_that_is_given_on_gets_no_token_of_the_one_that_left_it() -> None:
     scheduler.remove(leaves)
     second, ids = _launched(scheduler, ahead=True)
     assert comes.row == row and ids == [-1, *range(700, 707)]
-    assert _land(scheduler, first, 1000, 1001) == []
+    assert _commit(scheduler, first, 1000, 1001) == []
     assert scheduler.tokens_of(comes).tolist() == list(range(700, 707))
-    assert _land(scheduler, second, 1002, 1003) == []
+    assert _commit(scheduler, second, 1002, 1003) == []
     assert scheduler.tokens_of(comes)[7:].tolist() == [1003]
 
 
@@ -94,7 +94,7 @@ def test_a_block_is_known_once_all_of_its_tokens_are() -> None:
     first, _ = _launched(scheduler)
     second, _ = _launched(scheduler, ahead=True)
     assert second.ends.tolist() == [BLOCK_SIZE] and second.cached_blocks == seq.block_hashes == []
-    _land(scheduler, first, 1000)
+    _commit(scheduler, first, 1000)
     assert second.cached_blocks == seq.blocks[:1] == memory.match(seq.block_hashes)
     scheduler.roll_back(second)
     assert memory.match(seq.block_hashes) == []
@@ -113,7 +113,7 @@ def test_with_a_failed_step_goes_the_one_that_was_planned_ahead_of_it(for_memory
     assert memory.num_held == memory.device.num_cached == 0
     assert [scheduler.tokens_of(seq).min() for seq in scheduler.queues] == [0, 100, 100, 200]
     again, _ = _launched(scheduler)
-    assert again.seqs[0].request_id == "one" and _land(scheduler, again, *[1000] * len(again.sampled)) == ["one"]
+    assert again.seqs[0].request_id == "one" and _commit(scheduler, again, *[1000] * len(again.sampled)) == ["one"]
     _launched(scheduler)
     assert scheduler.schedule_ahead() is None, "until it is clear who failed"
 
@@ -132,11 +132,11 @@ def test_what_needs_room_or_tokens_waits_for_the_step() -> None:
     scheduler.add(new_sequence("penalised", 3, 9, penalty=1.0))
     first, _ = _launched(scheduler)
     assert scheduler.schedule_ahead() is None
-    _land(scheduler, first, FAILED_TOKEN)
+    _commit(scheduler, first, FAILED_TOKEN)
 
 
 class _Urgent(FirstComeFirstServed):
-    """Whoever waits presses."""
+    """Every waiting sequence asks for preemption."""
 
     def preemption_request(
         self, waiting: Iterable[Sequence], running: list[Sequence]
@@ -152,7 +152,7 @@ def test_who_presses_is_made_way_for_when_the_step_has_landed() -> None:
     first, _ = _launched(scheduler)
     scheduler.add(presses)
     assert scheduler.schedule_ahead() is None and scheduler.num_preemptions == 0
-    _land(scheduler, first, 1000)
+    _commit(scheduler, first, 1000)
     _launched(scheduler)
     assert scheduler.num_preemptions == 1
 
@@ -167,13 +167,13 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def alone(make_engine: MakeEngine) -> Engine:
-    """Room for everything, and no step ahead of another."""
+    """Blocks for every sequence, and no step ahead of another."""
     return make_engine(**NATIVE, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")
 def engines(make_engine: MakeEngine) -> list[Engine]:
-    """Little room, and steps ahead."""
+    """Few blocks, and steps ahead."""
     made = [make_engine(**NATIVE, **config) for config in CONFIGS]
     for engine in made:
         engine._runner = AheadRunner(engine._runner)
@@ -217,7 +217,7 @@ def _ends(outputs: list[StepOutput]) -> dict[tuple[str, int], Any]:
     return {(o.request_id, o.choice): (o.finish_reason, o.usage) for o in outputs if o.finish_reason is not None}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(batch=st.lists(requests(), min_size=1, max_size=8), which=st.integers(0, len(CONFIGS) - 1))
 def test_the_same_is_said_with_steps_planned_ahead(
     alone: Engine, engines: list[Engine], batch: list[Any], which: int

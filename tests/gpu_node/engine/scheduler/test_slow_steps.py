@@ -77,7 +77,7 @@ def test_a_request_whose_steps_are_slow_ends_alone(make_engine: MakeEngine, sett
     for i in range(9):
         if i != POISON:
             assert tokens_of(outputs, str(i)) == tokens_of(want, str(i))
-    # By halves: 9, 4, 2, 1 suspects, then as the only one until it is sure.
+    # By halves: 9, 4, 2, then 1 sequence; then alone until the isolator is sure.
     assert 3 <= runner.num_slow <= 9
 
 

@@ -60,7 +60,7 @@ requests = st.lists(
 
 @pytest.fixture(scope="module")
 def plain(make_engine: MakeEngine) -> Engine:
-    """One that drafts nothing and has room for all."""
+    """An engine without drafts, with blocks for all sequences."""
     return make_engine(runner="native", dtype="bfloat16")
 
 
@@ -121,7 +121,7 @@ def _run(engine: Engine) -> ParsedText:
     return _said(outputs)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(wanted=requests, luck=st.integers(0, 1000))
 def test_every_answer_is_what_it_is_without_drafts(
     plain: Engine, drafting: Engine, oracle: Oracle, wanted: list[tuple[list[int], int, dict[str, Any]]], luck: int

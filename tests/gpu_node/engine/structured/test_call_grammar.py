@@ -1,4 +1,4 @@
-"""Texts that are kept to calls: whatever tokens are drawn, doors read them as calls of the tools that were offered."""
+"""A grammar of calls: whatever tokens are drawn, the parsers read them as calls of the offered tools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MARKS = {"<tool_call>": False, "</tool_call>": False, "[TOOL_CALLS]": True, "<th
 FORMS = ("hermes", "llama3_json", "mistral")
 
 
-class Place(BaseModel):
+class Location(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     x: int = Field(ge=-9, le=9)
@@ -38,7 +38,7 @@ class Move(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    to: Place
+    to: Location
     fast: bool
 
 
@@ -186,7 +186,7 @@ def test_a_call_that_is_not_required_is_kept_to_its_schema_and_text_is_free(
 def test_what_is_no_call_keeps_to_the_answers_schema(
     guides: GrammarCompiler, tokenizer: Tokenizer, form: str, reasoning: str
 ) -> None:
-    wanted = calls(form, reasoning=reasoning, required=False, answer=json.dumps(Place.model_json_schema()))
+    wanted = calls(form, reasoning=reasoning, required=False, answer=json.dumps(Location.model_json_schema()))
 
     def may(text: str) -> bool:
         return derives(guides, tokenizer, wanted, text)

@@ -109,7 +109,7 @@ def test_a_tokenizer_whose_pieces_hang_together_encodes_whole_texts(backend: Bac
 
 @contextmanager
 def _turns_of_another_thread() -> Iterator[list[int]]:
-    """Counts how often a thread got its turn, which it only gets from who gives the interpreter up by itself."""
+    """Count how often a thread runs, which it can only if the other thread releases the interpreter by itself."""
     turns, is_done, interval_s = [0], threading.Event(), sys.getswitchinterval()
 
     def count() -> None:

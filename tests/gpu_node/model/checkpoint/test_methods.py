@@ -1,4 +1,4 @@
-"""Checkpoints quantised by others have the logits of the numbers that they stand for, whatever their layout."""
+"""Quantized checkpoints have the logits of the numbers that they store, in every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The card's runner, on a card where there is one, else on the CPU by Triton's interpreter."""
+"""The GPU runner, on a GPU if there is one, else on the CPU by Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters on the card's runner: what the torch runner says, in steps that mix them with rows of none."""
+"""Adapters on the GPU runner give the torch runner's results, also in steps that mix them with rows without one."""
 
 from __future__ import annotations
 

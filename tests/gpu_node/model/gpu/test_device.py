@@ -1,4 +1,4 @@
-"""What a card's streams and graphs ask of whoever uses them."""
+"""What CUDA streams and graphs require of the code that uses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.gpu_node.model.gpu.device import Device
 
 
 def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Page-locked memory that it finds waits for the card, which is forbidden there; so a card is made up."""
+    """Freeing page-locked memory waits for the GPU, which is forbidden there. The test replaces the GPU's functions."""
     graph: Any = SimpleNamespace(replay=lambda: None, pool=lambda: 7)
     for name, value in {"synchronize": None, "CUDAGraph": graph, "graph": nullcontext()}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)

@@ -1,4 +1,4 @@
-"""What a card's runner refuses, and how its cache is sized."""
+"""What the GPU runner refuses, and how its cache is sized."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_cache_gets_what_the_largest_step_leaves_of_a_share_of_the_card() ->
 def test_a_card_without_a_number_of_blocks_is_filled(
     utilization: float, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the CPU were a card of 1 MiB, of which a quarter is taken and a step takes another one."""
+    """As if the CPU were a GPU of 1 MiB, of which a quarter is used and a step uses another quarter."""
     mib = 1 << 20
     for name, value in {"mem_get_info": (3 * mib // 4, mib), "memory_reserved": 0, "memory_allocated": 0}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -107,7 +107,7 @@ def test_the_largest_step_leaves_no_trace(tiny_model: Path) -> None:
 def test_the_largest_step_is_of_contexts_that_the_model_may_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Biases end where those do: what lies behind them on a card need not be memory."""
+    """Biases end where those do: the address behind them on a GPU need not be memory."""
     device, layout, decoder = _parts(make_family_model(tmp_path, "falcon rw", num_hidden_layers=1))
     contexts: list[list[int]] = []
     compute = decoder.logits
@@ -125,7 +125,7 @@ def test_the_largest_step_is_of_contexts_that_the_model_may_have(
 def test_beside_graphs_nothing_is_left_to_compile_once_a_runner_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever waits for the compiler keeps all steps waiting, for seconds."""
+    """A step that waits for the compiler delays all steps, for seconds."""
     from triton.runtime.interpreter import GridExecutor
 
     launched: set[tuple[str, frozenset[Any]]] = set()

@@ -1,4 +1,4 @@
-"""Layers streamed from host memory compute what they do on the card, take no more of it than stated, and never race."""
+"""Layers streamed from host memory compute what they do on the GPU, use no more of it than stated, and never race."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_matrices_of_a_layer_are_there_in_every_pass(quantization: str) -> N
             assert torch.equal(_run(layer, x), want)
             if all(layer is not given for given in layers):
                 for tensor in _tensors(layer):
-                    tensor.view(torch.uint8).fill_(255)  # NaN, to whoever reads it without a copy
+                    tensor.view(torch.uint8).fill_(255)  # NaN, for a layer that reads it without a copy
 
 
 def test_the_card_keeps_the_other_layers_and_two_buffers() -> None:

@@ -1,4 +1,4 @@
-"""Memory that a card knows: no more than is asked for, known until its last view is gone, and only then unmapped."""
+"""Page-locked memory: no more than is asked for, registered until its last view is gone, and only then unmapped."""
 
 from __future__ import annotations
 

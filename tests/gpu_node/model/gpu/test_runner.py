@@ -1,4 +1,4 @@
-"""The card's runner says what the torch runner says, for every family and in any mixture of steps."""
+"""The GPU runner gives the torch runner's results, for every family and in any mixture of steps."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _generations(
     )
     prompts = [prompt[:14] for prompt in mixed_prompts(engine, 4)]
     params = [
-        SamplingParams(**{"max_tokens": 10, "ignore_eos": True, "seed": i, **rules[i]}) for i in range(len(prompts))
+        SamplingParams(**{"max_tokens": 7, "ignore_eos": True, "seed": i, **rules[i]}) for i in range(len(prompts))
     ]
     generations = engine.generate(prompts, params)
     stats = engine.stats()
@@ -189,7 +189,7 @@ def test_lack_of_memory_is_known_as_such_and_the_next_step_is_computed(
 
 
 def test_lack_of_memory_for_masks_is_known_as_such(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What looks at masks is given to the device by who waits for the step."""
+    """The thread that waits for a step also gives the device the kernels that read masks."""
 
     def out_of_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")

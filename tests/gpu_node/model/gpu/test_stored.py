@@ -1,4 +1,4 @@
-"""Matrices that a card's kernels multiply with as their checkpoint keeps them."""
+"""Matrices that GPU kernels multiply in the format of their checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AS_STORED = {
     "float8 by matrix": "fp8",
     "fp8 by matrix": "fp8",
 }
-"""The others are dequantised."""
+"""The others are dequantized."""
 MOST = {"int4": 1e-3, "int8": 0.01, "fp8": 0.04, "none": 1e-6}
 """What rounding activations, or minima to float16, makes of a product's spread."""
 

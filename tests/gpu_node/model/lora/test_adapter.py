@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from fakes.runner_options import runner_options
 from fixtures.plans import Track, logits_of_step
 from fixtures.random_adapters import make_adapter, merge
-from fixtures.random_families import make_family_model
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -28,15 +26,6 @@ from penstock.gpu_node.model.lora.adapter import WEIGHTS_FILE, read_adapter
 
 MAX_LOGIT_ERROR = 2e-4
 Family = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    @cache
-    def make(name: str) -> Path:
-        return make_family_model(tmp_path_factory.mktemp("family"), name)
-
-    return make
 
 
 def _model(folder: Path) -> Any:
@@ -54,38 +43,38 @@ def _load(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "falcon 40b", "falcon rw", "gpt-neox"])
-def test_a_mixed_batch_says_what_each_merged_model_says(family: Family, tmp_path: Path, name: str) -> None:
-    base = _model(family(name))
+def test_a_mixed_batch_says_what_each_merged_model_says(family_folder: Family, tmp_path: Path, name: str) -> None:
+    base = _model(family_folder(name))
     folders = [
         make_adapter(tmp_path / "all", base, seed=1),
         make_adapter(tmp_path / "some", base, seed=2, rank=8, dtype="bfloat16", only="query_key_value", use_rslora=True)
         if "query_key_value" in str(base)
         else make_adapter(tmp_path / "some", base, seed=2, rank=8, dtype="bfloat16", only="v_proj", use_rslora=True),
     ]
-    loaded = _load(family(name), lora_dir=tmp_path)
+    loaded = _load(family_folder(name), lora_dir=tmp_path)
     for place, folder in enumerate(folders):
         loaded.runner.set_adapter(place, loaded.adapters.find(AdapterRef(name=folder.name)))
     token_ids = [random.Random(seed).choices(range(384), k=60) for seed in range(4)]
     tracks = [Track(ids, range(1 + 4 * i, 5 + 4 * i), adapter=i % 3 - 1) for i, ids in enumerate(token_ids)]
     cut = [logits_of_step(loaded.runner, [(track, count) for track in tracks]) for count in (41, 1, 18)]
-    models = [base, *(merge(_model(family(name)), folder) for folder in folders)]
+    models = [base, *(merge(_model(family_folder(name)), folder) for folder in folders)]
     for i, ids in enumerate(token_ids):
         want = _logits(models[i % 3], ids)
         np.testing.assert_allclose(np.concatenate([part[i] for part in cut]), want, rtol=0, atol=MAX_LOGIT_ERROR)
     assert np.abs(_logits(models[0], token_ids[0]) - _logits(models[1], token_ids[0])).max() > 1
 
 
-def test_a_place_may_get_another_adapter(family: Family, tmp_path: Path) -> None:
-    base = _model(family("llama"))
+def test_a_place_may_get_another_adapter(family_folder: Family, tmp_path: Path) -> None:
+    base = _model(family_folder("llama"))
     folders = [
         make_adapter(tmp_path / str(seed), base, seed=seed, only=only) for seed, only in ((1, ""), (2, "o_proj"))
     ]
-    loaded = _load(family("llama"), lora={folder.name: folder for folder in folders})
+    loaded = _load(family_folder("llama"), lora={folder.name: folder for folder in folders})
     ids = random.Random(0).choices(range(384), k=20)
     for folder in folders:
         loaded.runner.set_adapter(2, loaded.adapters.find(AdapterRef(name=folder.name)))
         (got,) = logits_of_step(loaded.runner, [(Track(ids, (1, 2), adapter=2), 20)])
-        np.testing.assert_allclose(got, _logits(merge(_model(family("llama")), folder), ids), rtol=0, atol=2e-4)
+        np.testing.assert_allclose(got, _logits(merge(_model(family_folder("llama")), folder), ids), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +93,15 @@ def test_a_place_may_get_another_adapter(family: Family, tmp_path: Path) -> None
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(
-    family: Family, tmp_path: Path, changes: dict[str, Any], message: str
+    family_folder: Family, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    folder = make_adapter(tmp_path / "one", _model(family("llama")), only="q_proj")
+    folder = make_adapter(tmp_path / "one", _model(family_folder("llama")), only="q_proj")
     config = folder / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(ConfigError, match=message):
-        _load(family("llama"), lora={"one": folder})
+        _load(family_folder("llama"), lora={"one": folder})
     with pytest.raises(RequestError, match=message) as caught:
-        _load(family("llama"), lora_dir=tmp_path).adapters.find(AdapterRef(name="one"))
+        _load(family_folder("llama"), lora_dir=tmp_path).adapters.find(AdapterRef(name="one"))
     assert caught.value.code == "adapter_unusable"
 
 
@@ -121,8 +110,8 @@ def _rename(folder: Path, old: str, new: str) -> None:
     save_file({name.replace(old, new): tensor for name, tensor in load_file(path).items()}, path)
 
 
-def test_a_broken_file_is_refused_and_others_are_not(family: Family, tmp_path: Path) -> None:
-    base = _model(family("llama"))
+def test_a_broken_file_is_refused_and_others_are_not(family_folder: Family, tmp_path: Path) -> None:
+    base = _model(family_folder("llama"))
     for name in ("good", "lost", "foreign", "half", "pickled", "cut"):
         make_adapter(tmp_path / name, base, only="q_proj")
     _rename(tmp_path / "foreign", "q_proj", "w_proj")
@@ -131,7 +120,7 @@ def test_a_broken_file_is_refused_and_others_are_not(family: Family, tmp_path: P
     (tmp_path / "pickled" / "adapter_model.safetensors").rename(tmp_path / "pickled" / "adapter_model.bin")
     with (tmp_path / "cut" / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(1000)
-    library = _load(family("llama"), lora_dir=tmp_path).adapters
+    library = _load(family_folder("llama"), lora_dir=tmp_path).adapters
     messages = {"lost": "there is no", "foreign": "w_proj", "half": "has no", "pickled": "pickle", "cut": "cut short"}
     for name, message in messages.items():
         with pytest.raises(RequestError, match=message):
@@ -144,11 +133,11 @@ def test_a_broken_file_is_refused_and_others_are_not(family: Family, tmp_path: P
 
 
 def test_a_folder_that_is_no_adapter_is_told_of_once(
-    family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family_folder: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    library = _load(family("llama"), lora_dir=tmp_path).adapters
-    make_adapter(tmp_path / "whole", _model(family("llama")), only="q_proj")
-    make_adapter(tmp_path / "half", _model(family("llama")), only="q_proj")
+    library = _load(family_folder("llama"), lora_dir=tmp_path).adapters
+    make_adapter(tmp_path / "whole", _model(family_folder("llama")), only="q_proj")
+    make_adapter(tmp_path / "half", _model(family_folder("llama")), only="q_proj")
     (tmp_path / "half" / "adapter_model.safetensors").unlink()
     for _ in range(3):
         assert library.digests().keys() == {"whole"}
@@ -156,9 +145,9 @@ def test_a_folder_that_is_no_adapter_is_told_of_once(
     assert said["folder"] == str(tmp_path / "half") and "adapter_model.safetensors" in said["reason"]
 
 
-def test_an_adapter_is_known_by_its_content(family: Family, tmp_path: Path) -> None:
-    base = _model(family("llama"))
-    library = _load(family("llama"), lora_dir=tmp_path).adapters
+def test_an_adapter_is_known_by_its_content(family_folder: Family, tmp_path: Path) -> None:
+    base = _model(family_folder("llama"))
+    library = _load(family_folder("llama"), lora_dir=tmp_path).adapters
     assert library.digests() == {}
     for name, seed in (("one", 1), ("same", 1), ("other", 2)):
         make_adapter(tmp_path / name, base, seed=seed, only="q_proj")
@@ -175,10 +164,10 @@ def test_an_adapter_is_known_by_its_content(family: Family, tmp_path: Path) -> N
 
 
 def test_an_adapter_that_is_written_while_it_is_read_is_not_taken_for_what_it_was(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family_folder: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = _model(family("llama"))
-    library = _load(family("llama"), lora_dir=tmp_path).adapters
+    base = _model(family_folder("llama"))
+    library = _load(family_folder("llama"), lora_dir=tmp_path).adapters
     one, other = (
         make_adapter(tmp_path / name, base, seed=seed, only="q_proj") for name, seed in (("one", 1), ("x", 2))
     )

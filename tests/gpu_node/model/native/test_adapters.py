@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from fakes.transformers_logits import bfloat16_model, error_of, logits_of
 from fixtures.plans import Track, logits_of_step
 from fixtures.random_adapters import make_adapter, merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 from penstock.gpu_node.model.architecture.families import family_of
 from penstock.gpu_node.model.lora.adapter import read_adapter
@@ -29,23 +28,9 @@ ODD: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 33, "initializer_
 """Sizes that fill no panel."""
 
 
-def _model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(dtype)
-
-
-@torch.inference_mode()
-def _logits(model: Any, token_ids: list[int]) -> NDArray[np.float32]:
-    logits: NDArray[np.float32] = model(torch.tensor([token_ids])).logits[0].float().numpy()
-    return logits
-
-
 def _set(runner: NativeRunner, place: int, base: Any, folder: Path) -> None:
     spec_of = family_of({"architectures": base.config.architectures}).spec_of
     runner.set_adapter(place, read_adapter(folder, "a", "", spec_of(base.config.to_dict()), 64))
-
-
-def _error(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
-    return float(np.sqrt(np.square(got - want).mean() / np.square(want - want.mean(-1, keepdims=True)).mean()))
 
 
 @pytest.mark.parametrize(
@@ -60,20 +45,20 @@ def test_an_adapter_is_as_good_as_merged(
     name: str,
     quantization: str,
 ) -> None:
-    """Quantised weights err by themselves: with an adapter, which is not quantised, no more than without."""
+    """Quantized weights have an error of their own. An adapter, which is not quantized, does not add to it."""
     folder = llama(**ODD) if name == "odd llama" else family(name, initializer_range=0.1)
-    base = _model(folder)
+    base = bfloat16_model(folder)
     runner = load_native(folder, quantization=quantization, num_threads=2)
     ids = random.Random(0).choices(range(VOCAB), k=80)
     adapter = make_adapter(tmp_path / "adapter", base, rank=6, seed=1)
     _set(runner, 1, base, adapter)
     got, plain = logits_of_step(runner, [(Track(ids, range(1, 6), adapter=1), 80), (Track(ids, range(6, 11)), 80)])
-    want = _logits(merge(_model(folder), adapter), ids)
-    assert _error(got, want) <= max(0.02, 1.5 * _error(plain, _logits(base, ids)))
-    assert _error(plain, want) > 0.5
+    want = logits_of(merge(bfloat16_model(folder), adapter), ids)
+    assert error_of(got, want) <= max(0.02, 1.5 * error_of(plain, logits_of(base, ids)))
+    assert error_of(plain, want) > 0.5
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 1 << 32),
     chunk=st.sampled_from([1, 5, 33]),
@@ -92,7 +77,7 @@ def test_logits_do_not_depend_on_whose_adapters_keep_company(
     quantization: str,
 ) -> None:
     folder, rng = llama(), random.Random(seed)
-    base = _model(folder)
+    base = bfloat16_model(folder)
     runners = [load_native(folder, quantization=quantization, num_threads=threads) for threads in (1, num_threads)]
     for place in range(NUM_PLACES):
         only = ("", "up_proj", "v_proj")[place]

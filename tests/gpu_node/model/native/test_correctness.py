@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from fakes.prompts import TEXT, mixed_prompts
 from fakes.ties import num_departures
+from fakes.transformers_logits import Logits, bfloat16_model, error_of, logits_of
 from fixtures.matrices import kept
 from fixtures.plans import logits_alone
 from fixtures.random_families import FAMILIES
@@ -57,16 +59,6 @@ def _tokens(vocab: int, count: int) -> list[int]:
     return random.Random(0).choices(range(vocab), k=count)
 
 
-def _model(folder: Path, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(dtype)
-
-
-@torch.inference_mode()
-def _logits(model: Any, token_ids: list[int]) -> NDArray[np.float32]:
-    logits: NDArray[np.float32] = model(torch.tensor([token_ids])).logits[0].float().numpy()
-    return logits
-
-
 def _round_turned(model: Any) -> None:
     """Rounds each matrix where it reads turned channels or writes them, and turns it back."""
     hidden, inner = (hadamard_rotation(size) for size in (model.config.hidden_size, model.config.intermediate_size))
@@ -100,11 +92,6 @@ def _round(
     weight.copy_(torch.from_numpy(outputs.T @ kept(rounded, outputs @ values @ columns.T) @ columns))
 
 
-def _error(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
-    """Root mean square of the differences, by that of the spread of what is wanted."""
-    return float(np.sqrt(np.square(got - want).mean() / np.square(want - want.mean(-1, keepdims=True)).mean()))
-
-
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_err_no_more_than_transformers_bfloat16(
@@ -112,11 +99,11 @@ def test_logits_err_no_more_than_transformers_bfloat16(
 ) -> None:
     folder = llama(**SHAPES[name])
     token_ids = _tokens(SHAPES[name].get("vocab_size", 131), 150)
-    want, theirs = (_logits(_model(folder, dtype), token_ids) for dtype in (torch.float32, torch.bfloat16))
+    want, theirs = (logits_of(bfloat16_model(folder, dtype), token_ids) for dtype in (torch.float32, torch.bfloat16))
     for num_threads in (1, 3):
         runner = load_native(folder, block_size=block_size, num_threads=num_threads)
-        error = _error(logits_alone(runner, token_ids, block_size), want)
-        assert error <= _error(theirs, want)
+        error = error_of(logits_alone(runner, token_ids, block_size), want)
+        assert error <= error_of(theirs, want)
 
 
 def test_what_another_model_left_on_the_thread_does_not_count(llama: Llama, load_native: LoadNative) -> None:
@@ -138,7 +125,7 @@ def test_quantised_weights_mean_what_the_references_say(
 ) -> None:
     """Against float32 with each matrix rounded by the reference: what is left is the rounding of activations."""
     folder = llama(**SHAPES[name], initializer_range=0.1)
-    model = _model(folder, torch.float32)
+    model = bfloat16_model(folder, torch.float32)
     with torch.inference_mode():
         if quantization == "int8":
             _round_turned(model)
@@ -148,7 +135,7 @@ def test_quantised_weights_mean_what_the_references_say(
                     weight.copy_(torch.from_numpy(kept(QUANTISED[quantization], weight.numpy())))
     token_ids = _tokens(SHAPES[name].get("vocab_size", 131), 80)
     runner = load_native(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype, num_threads=2)
-    assert _error(logits_alone(runner, token_ids), _logits(model, token_ids)) < 0.035
+    assert error_of(logits_alone(runner, token_ids), logits_of(model, token_ids)) < 0.035
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama dynamic"])
@@ -156,9 +143,11 @@ def test_every_family_errs_no_more_than_transformers_bfloat16(
     family: Family, load_native: LoadNative, name: str
 ) -> None:
     token_ids = _tokens(384, 300)
-    want, theirs = (_logits(_model(family(name), dtype), token_ids) for dtype in (torch.float32, torch.bfloat16))
+    want, theirs = (
+        logits_of(bfloat16_model(family(name), dtype), token_ids) for dtype in (torch.float32, torch.bfloat16)
+    )
     got = logits_alone(load_native(family(name), num_threads=2), token_ids)
-    assert _error(got, want) <= _error(theirs, want)
+    assert error_of(got, want) <= error_of(theirs, want)
 
 
 @pytest.mark.parametrize("quantization", QUANTISED)
@@ -167,7 +156,7 @@ def test_quantised_weights_of_every_family_mean_what_the_references_say(
     family: Family, load_native: LoadNative, name: str, quantization: str
 ) -> None:
     folder = family(name, initializer_range=0.1)
-    model, turns = _model(folder, torch.float32), name.startswith(("llama", "mistral", "qwen"))
+    model, turns = bfloat16_model(folder, torch.float32), name.startswith(("llama", "mistral", "qwen"))
     with torch.inference_mode():
         if quantization == "int8" and turns:
             _round_turned(model)
@@ -179,7 +168,7 @@ def test_quantised_weights_of_every_family_mean_what_the_references_say(
                     weight.copy_(torch.from_numpy(kept(rounded, weight.numpy())))
     token_ids = _tokens(384, 80)
     got = logits_alone(load_native(folder, quantization=quantization, num_threads=2), token_ids)
-    assert _error(got, _logits(model, token_ids)) < 0.035
+    assert error_of(got, logits_of(model, token_ids)) < 0.035
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
@@ -234,7 +223,7 @@ def test_every_familys_tokens_survive_preemption_and_leave_transformers_path_at_
         stats, tight = engine.stats(), "preemption" in limits
         assert (stats.num_swaps > 0, stats.prefix_hit_tokens > 0) == (tight, tight)
     assert tokens[0] == tokens[1]
-    model = _model(family(name), torch.float32)
+    model = bfloat16_model(family(name), torch.float32)
     num_departures(model, zip(prompts, tokens[0], strict=True), max_gap=MAX_TIE_GAP)
 
 
@@ -258,13 +247,19 @@ def test_greedy_tokens_leave_transformers_path_at_ties_and_no_more_often_than_to
     assert ours <= theirs + 3
 
 
+@cache
+def _demo_logits(folder: Path, dtype: torch.dtype) -> tuple[list[int], Logits]:
+    """A text's tokens, and transformers' logits behind them: the same for every instruction set."""
+    token_ids = Tokenizer(folder).encode(TEXT * 3)
+    return token_ids, logits_of(bfloat16_model(folder, dtype), token_ids)
+
+
 @pytest.mark.model
 def test_the_demo_model_errs_no_more_than_transformers_bfloat16(demo_model: Path, load_native: LoadNative) -> None:
-    token_ids = Tokenizer(demo_model).encode(TEXT * 3)
-    want, theirs = (_logits(_model(demo_model, dtype), token_ids) for dtype in (torch.float32, torch.bfloat16))
+    (token_ids, want), (_, theirs) = (_demo_logits(demo_model, dtype) for dtype in (torch.float32, torch.bfloat16))
     runner = load_native(demo_model, num_threads=2)
     got = logits_alone(runner, token_ids)
-    assert _error(got, want) <= _error(theirs, want)
+    assert error_of(got, want) <= error_of(theirs, want)
     assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.97
 
 
@@ -273,10 +268,9 @@ def test_the_demo_models_own_blocks_say_what_its_dequantised_weights_say(
     demo_gguf: Path, demo_model: Path, load_native: LoadNative
 ) -> None:
     """Rows of heads in GGUF's order, blocks as they are: activations are rounded to int8 and nothing else is."""
-    token_ids = Tokenizer(demo_model).encode(TEXT * 3)
-    want = _logits(_model(demo_model, torch.float32), token_ids)
+    token_ids, want = _demo_logits(demo_model, torch.float32)
     got = logits_alone(load_native(demo_gguf, quantization="auto", num_threads=2), token_ids)
-    assert _error(got, want) < 0.12
+    assert error_of(got, want) < 0.12
     assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.95
 
 
@@ -285,4 +279,4 @@ def test_the_demo_models_greedy_tokens_leave_transformers_path_only_at_ties(
     demo_model: Path, best_library: Path
 ) -> None:
     pairs = _greedy(demo_model, 12, runner="native", quantization="none", max_num_seqs=8)
-    assert num_departures(_model(demo_model, torch.float32), pairs, max_gap=0.2) <= 4
+    assert num_departures(bfloat16_model(demo_model, torch.float32), pairs, max_gap=0.2) <= 4

@@ -49,7 +49,7 @@ def _logits_in_company(runner: NativeRunner, rng: random.Random, tracks: list[Tr
 
 
 @pytest.mark.parametrize(("quantization", "kept"), ARITHMETICS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 1 << 32),
     length=st.integers(1, 70),

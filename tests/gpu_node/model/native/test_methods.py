@@ -1,4 +1,4 @@
-"""Checkpoints quantised by others on the native kernels: as they are stored, else in groups of int8."""
+"""Quantized checkpoints on the native kernels: as they are stored, else in groups of int8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One packed copy for all processes of a machine: what it holds, who makes it, and what is done where it cannot be."""
+"""One packed copy for all processes of a machine: what it holds, which process makes it, and loading without it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DAY_S = 24 * 60 * 60
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of packed weights, which nobody has made yet."""
+    """The folder of packed weights, which does not exist yet."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "weights"
 

@@ -15,7 +15,7 @@ from penstock.gpu_node.model.protocol import FAILED_TOKEN
 from penstock.gpu_node.model.torch_common.sampler import sample
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sampling_cases())
 def test_tokens_are_the_references(case: SamplingCase) -> None:
     assert case.disagreements(sample(torch.from_numpy(case.logits.copy()), case.rows)) == []

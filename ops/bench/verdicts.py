@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from bench.contestants import Contestant, Door, Kind
+from bench.contestants import Contestant, Entry, Kind
 from bench.journal import Run
 
 Medians = Mapping[str, Mapping[str, "Cell"]]
@@ -50,7 +50,7 @@ def _cell(runs: list[Run]) -> Cell:
 def best(
     table: Medians, workload: str, metric: str, among: Iterable[Contestant], *, lowest: bool = False
 ) -> tuple[str, float] | None:
-    """Name and figure of the best of some contestants; None where none of them was measured."""
+    """Name and value of the best of some contestants; None if none of them was measured."""
     cells = table.get(workload, {})
     found = [(cells[one.name].values[metric], one.name) for one in among if one.name in cells]
     if not found:
@@ -61,29 +61,29 @@ def best(
 
 @dataclass(frozen=True)
 class Target:
-    """What our best contestant of a door and kind is held against."""
+    """A bound for our best contestant of an entry and kind."""
 
     text: str
     workload: str
     metric: str
-    door: Door
+    entry: Entry
     kind: Kind
     bound: float
     lowest: bool = False
-    """Whether a low figure is a good one."""
+    """Whether a low value is a good one."""
     against: Literal["best peer", "transformers one by one", "bare engine", "itself"] = "best peer"
-    """`itself`: the bound is on the figure; else on its ratio to another's, or what the queue adds to a latency."""
+    """`itself`: the bound is on the value; else on its ratio to another's, or on what the queue adds to a latency."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a target stands; `value` is a ratio, a difference or the figure itself."""
+    """The result for a target; `value` is a ratio, a difference, or our value itself."""
 
     target: Target
     ours: str
-    figure: float
+    our_value: float
     other: str
-    other_figure: float | None
+    other_value: float | None
     value: float
 
     @property
@@ -92,19 +92,19 @@ class Verdict:
         return self.value <= self.target.bound if self.target.lowest else self.value >= self.target.bound
 
 
-def _for_both(name: str, workload: str, metric: str, door: Door, *rest: Any) -> tuple[Target, Target]:
-    """A target that bfloat16 and the best quantised setting have alike."""
-    one, other = (Target(f"{name}, {kind}", workload, metric, door, kind, *rest) for kind in get_args(Kind))
+def _for_both(name: str, workload: str, metric: str, entry: Entry, *rest: Any) -> tuple[Target, Target]:
+    """One target for bfloat16, and the same for the best quantized setting."""
+    one, other = (Target(f"{name}, {kind}", workload, metric, entry, kind, *rest) for kind in get_args(Kind))
     return one, other
 
 
 TARGETS = (
     Target("offline mix in process, bf16", "mix", "tokens_per_s", "process", "bf16", 1.8),
-    Target("offline mix in process, quantised", "mix", "tokens_per_s", "process", "quantised", 3.0),
+    Target("offline mix in process, quantized", "mix", "tokens_per_s", "process", "quantized", 3.0),
     Target("offline mix through HTTP, bf16", "mix", "tokens_per_s", "http", "bf16", 1.5),
-    Target("offline mix through HTTP, quantised", "mix", "tokens_per_s", "http", "quantised", 2.2),
+    Target("offline mix through HTTP, quantized", "mix", "tokens_per_s", "http", "quantized", 2.2),
     Target("single stream ITL, bf16", "single", "itl_mean_ms", "process", "bf16", 0.75, lowest=True),
-    Target("single stream ITL, quantised", "single", "itl_mean_ms", "process", "quantised", 0.4, lowest=True),
+    Target("single stream ITL, quantized", "single", "itl_mean_ms", "process", "quantized", 0.4, lowest=True),
     *_for_both("single stream TTFT, HTTP", "single", "ttft_p50_ms", "http", 15, True, "itself"),
     *_for_both("Poisson TTFT p99, HTTP", "poisson", "ttft_p99_ms", "http", 100, True, "itself"),
     *_for_both("Poisson ITL p99, HTTP", "poisson", "itl_p99_ms", "http", 40, True, "itself"),
@@ -118,16 +118,16 @@ TARGETS = (
 
 def verdicts(table: Medians, contestants: Iterable[Contestant]) -> list[Verdict]:
     """Each target that both sides were measured for."""
-    everyone = list(contestants)
-    return [found for target in TARGETS if (found := _verdict(target, table, everyone)) is not None]
+    all_contestants = list(contestants)
+    return [found for target in TARGETS if (found := _verdict(target, table, all_contestants)) is not None]
 
 
-def _verdict(target: Target, table: Medians, everyone: list[Contestant]) -> Verdict | None:
+def _verdict(target: Target, table: Medians, all_contestants: list[Contestant]) -> Verdict | None:
     ours = best(
         table,
         target.workload,
         target.metric,
-        (one for one in everyone if one.is_ours and (one.door, one.kind) == (target.door, target.kind)),
+        (one for one in all_contestants if one.is_ours and (one.entry, one.kind) == (target.entry, target.kind)),
         lowest=target.lowest,
     )
     if ours is None:
@@ -135,7 +135,7 @@ def _verdict(target: Target, table: Medians, everyone: list[Contestant]) -> Verd
     if target.against == "itself":
         return Verdict(target, *ours, "", None, ours[1])
     other = best(
-        table, target.workload, target.metric, filter(_opponent(target, ours[0]), everyone), lowest=target.lowest
+        table, target.workload, target.metric, filter(_opponent(target, ours[0]), all_contestants), lowest=target.lowest
     )
     if other is None:
         return None
@@ -145,9 +145,9 @@ def _verdict(target: Target, table: Medians, everyone: list[Contestant]) -> Verd
 
 def _opponent(target: Target, ours: str) -> Callable[[Contestant], bool]:
     if target.against == "best peer":
-        # A quantised setting has to beat the best peer of any kind.
+        # A quantized setting must be faster than the best peer of any kind.
         return lambda one: (
-            not one.is_ours and one.door == target.door and (one.kind == "bf16" or target.kind == "quantised")
+            not one.is_ours and one.entry == target.entry and (one.kind == "bf16" or target.kind == "quantized")
         )
     if target.against == "bare engine":
         return lambda one: one.name == ours.replace("penstock-queue", "penstock")

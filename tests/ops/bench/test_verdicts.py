@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from bench.contestants import CONTESTANTS, Contestant
-from bench.figures import TARGETS, best, medians, verdicts
 from bench.journal import Run
 from bench.report import REPORTS, Scene, write
+from bench.verdicts import TARGETS, best, medians, verdicts
 from bench.workload import WORKLOADS
 
 SCENE = Scene(
@@ -62,16 +62,16 @@ def verdict(text: str, *runs: Run, extra: tuple[Contestant, ...] = ()) -> tuple[
     return round(found.value, 3), found.other, found.is_met
 
 
-def test_a_ratio_is_to_the_best_peer_of_the_same_door_and_kind() -> None:
+def test_a_ratio_is_to_the_best_peer_of_the_same_entry_and_kind() -> None:
     peers = [run("vllm", 100), run("openvino int8", 300), run("vllm-server", 900)]
     assert verdict("offline mix in process, bf16", run("penstock bf16", 180), *peers) == (1.8, "vllm", True)
     assert verdict("offline mix in process, bf16", run("penstock bf16", 179), *peers) == (1.79, "vllm", False)
 
 
-def test_a_quantised_setting_must_beat_peers_of_any_kind() -> None:
-    ours = Contestant("penstock int8", "penstock", "process", "ours", "quantised")
+def test_a_quantized_setting_must_beat_peers_of_any_kind() -> None:
+    ours = Contestant("penstock int8", "penstock", "process", "ours", "quantized")
     runs = [run("penstock int8", 600), run("vllm", 300), run("openvino int8", 200)]
-    assert verdict("offline mix in process, quantised", *runs, extra=(ours,)) == (2.0, "vllm", False)
+    assert verdict("offline mix in process, quantized", *runs, extra=(ours,)) == (2.0, "vllm", False)
 
 
 def test_the_queue_is_held_against_the_bare_engine() -> None:
@@ -89,7 +89,7 @@ def test_a_target_without_both_sides_has_no_verdict() -> None:
 def test_each_target_asks_for_what_some_contestant_runs() -> None:
     for target in TARGETS:
         assert target.workload in WORKLOADS
-        assert [c for c in CONTESTANTS.values() if c.door == target.door and target.workload in c.workloads]
+        assert [c for c in CONTESTANTS.values() if c.entry == target.entry and target.workload in c.workloads]
 
 
 def test_each_workload_is_in_a_report() -> None:

@@ -1,0 +1,19 @@
+"""The `penstock` command in the test's own process, which saves the start of another one."""
+
+from __future__ import annotations
+
+import subprocess
+
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+
+
+def run_command(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Return exit status, stdout and stderr of `penstock <arguments>`.
+
+    `env` is added to the environment, where PENSTOCK_REDIS_URL is not set otherwise.
+    """
+    changes = {"PENSTOCK_REDIS_URL": None, **env}
+    done = CliRunner().invoke(app, arguments, input=stdin, env=changes, prog_name="penstock", catch_exceptions=False)
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)

@@ -1,0 +1,30 @@
+"""Logits of transformers, and how far others are from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+Logits = NDArray[np.float32]
+
+
+def bfloat16_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model of the checkpoint's weights rounded to bfloat16, which computes in `dtype`."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(dtype)
+
+
+@torch.inference_mode()
+def logits_of(model: Any, token_ids: list[int]) -> Logits:
+    """Return the logits behind each token, [tokens, vocab]."""
+    logits: Logits = model(torch.tensor([token_ids])).logits[0].float().numpy()
+    return logits
+
+
+def error_of(got: Logits, want: Logits) -> float:
+    """Return the root mean square of the differences, divided by that of the spread of `want`."""
+    return float(np.sqrt(np.square(got - want).mean() / np.square(want - want.mean(-1, keepdims=True)).mean()))
