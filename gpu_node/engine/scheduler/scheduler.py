@@ -14,12 +14,12 @@ from penstock.gpu_node.engine.scheduler.delayed_rows import DelayedRows
 from penstock.gpu_node.engine.scheduler.drafts import Drafts
 from penstock.gpu_node.engine.scheduler.fault_isolation import FaultIsolator
 from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
+from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits, StepSize, ends_within_budget
 from penstock.gpu_node.engine.scheduler.preemption import Preemptor
 from penstock.gpu_node.engine.scheduler.prefill_budget import PrefillBudget
 from penstock.gpu_node.engine.scheduler.progress import StepOutcome, StepProgress
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
-from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues, leave_group
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculative.budget import DraftBudget
@@ -42,7 +42,7 @@ class Scheduler:
         self,
         memory: KvCacheManager,
         limits: StepLimits,
-        costs: SwapCost,
+        times: LearnedTimes,
         *,
         policy: SchedulingPolicy | None = None,
         speculation: DraftBudget | None = None,
@@ -55,13 +55,13 @@ class Scheduler:
         self._table = InputBatch(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._batch = RunningBatch(memory, self._table, limits.block_size)
         self._isolator, self._delayed = FaultIsolator(), DelayedRows()
-        self.drafts = Drafts(self._batch, memory, speculation or DraftBudget(0), limits.block_size)
+        self.drafts = Drafts(self._batch, memory, speculation or DraftBudget(0, times.draft_cost), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
-        self.prefill_budget = PrefillBudget(limits, self._batch, self.queues)
+        self._prefill_budget = PrefillBudget(limits, self._batch, self.queues, times.step_time)
         self._progress = StepProgress(self._batch)
         sequences = self._batch, self.queues
         self._admission = Admission(memory, *sequences, policy, self._isolator)
-        self._preemptor = Preemptor(memory, *sequences, self._admission, costs, policy, self._isolator)
+        self._preemptor = Preemptor(memory, *sequences, self._admission, times.swap_cost, policy, self._isolator)
 
     @property
     def running(self) -> list[Sequence]:
@@ -228,7 +228,7 @@ class Scheduler:
         if not (num_decoding := int((to_compute == 1).sum())) or (num_decoding == len(rows) and not self.queues):
             return max_tokens
         num_decoded = num_decoding + self.drafts.num_written
-        return min(max_tokens, num_decoded + self.prefill_budget.num_tokens(to_compute, num_decoded))
+        return min(max_tokens, num_decoded + self._prefill_budget.num_tokens(to_compute, num_decoded))
 
     def _decide(self) -> Step | None:
         """Divide the budget between running and new sequences. Return the step; None where no sequence progresses."""

@@ -9,9 +9,9 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import StepPlan
@@ -46,7 +46,7 @@ def _scheduler(max_num_seqs: int = 8) -> Scheduler:
         max_prefill_beside_decode=64,
         max_model_len=40,
     )
-    return Scheduler(KvCacheManager(200), limits, SwapCost("recompute", 0))
+    return Scheduler(KvCacheManager(200), limits, LearnedTimes("recompute", 0))
 
 
 def _step(scheduler: Scheduler, token: int = 500) -> tuple[list[str], StepPlan]:
