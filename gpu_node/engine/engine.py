@@ -208,7 +208,6 @@ class Engine(ServedModel):
         if outcome.faulty is not None:
             self._scheduler.remove(outcome.faulty)
             self._fail(outcome.faulty)
-        self._in_flight.broken_blocks += outcome.broken_blocks
         self._logprobs = result.logprobs
         note_scores(completed.step, completed.plan, result.scores)
         self._timings.note_completed(completed, result, len(outcome.token_ids))

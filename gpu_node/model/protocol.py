@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -233,11 +233,9 @@ class ModelRunner(Protocol):
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once.
 
+        A step reads of a block only what the sequence itself stored: new blocks may hold anything, NaN included.
         The caller must not change the plan's arrays before the result is available. Raises like `StepHandle.result`.
         """
-
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clear blocks after the steps in flight, so that a NaN in them cannot reach a later step."""
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, 0 <= adapter_slot < `max_loras`, and replace the adapter there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,10 +46,6 @@ class OneByOne:
         """Start a step."""
         return self._runner.submit(plan)
 
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clear blocks."""
-        self._runner.zero_blocks(block_ids)
-
 
 def make_requests(count: int, shortest: int, longest: int, seed: int = 0) -> list[Choice]:
     """Prompts and outputs of random lengths, as nano-vllm's bench draws them; nothing ends before its length."""
@@ -87,7 +83,6 @@ class Driver:
         while self._flights:
             flight = self._flights.complete()
             landed = self._scheduler.commit(flight.step, flight.result().tokens)
-            self._flights.broken_blocks += landed.broken_blocks
             self.num_tokens += len(landed.token_ids)
             self._launch()
 

@@ -173,12 +173,12 @@ class Scheduler:
         for i in self._progress.complete(accepted, tokens):
             seq = accepted.sampled_seqs[i]
             if outcome.token_ids[i] == FAILED_TOKEN:
-                outcome.broken_blocks.extend(self._discard(seq))
+                self._discard(seq)
             else:
                 self.remove(seq)
             outcome.ended.add(seq)
         for seq in poisoned:
-            outcome.broken_blocks.extend(self._preemptor.start_over(seq))
+            self._preemptor.start_over(seq)
         if self._in_flight is step:
             self._in_flight = None
         elif (ahead := self._in_flight) is not None:
@@ -290,8 +290,8 @@ class Scheduler:
             self.running[:num], rows, starts, ends, num_tokens, cached_blocks=cached, copies=self._memory.take_copies()
         )
 
-    def _discard(self, seq: Sequence) -> list[int]:
-        """Drop a failed sequence. Return its blocks that no other sequence holds, now uncached."""
+    def _discard(self, seq: Sequence) -> None:
+        """Drop a failed sequence. Uncache its blocks that no other sequence holds."""
         if seq.row >= 0:
             self.remove(seq)
-        return self._memory.uncache_unheld(seq.blocks)
+        self._memory.uncache_unheld(seq.blocks)

@@ -92,10 +92,6 @@ class NativeRunner:
             scored, self._vocab_size
         )
 
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clear blocks in every layer."""
-        self._model.clear_blocks(block_ids)
-
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Wait for the step in flight, then load an adapter into a slot."""
         self._model.wait()
