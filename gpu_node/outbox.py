@@ -22,16 +22,14 @@ from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.engine_worker import EngineWorker
 from penstock.gpu_node.ledger import HeldJob, Ledger
 from penstock.gpu_node.outcomes import BY_ANSWER, outcome_of
-from penstock.gpu_node.publish_pace import Pace
-from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
+from penstock.gpu_node.publish_pace import Pace, in_calls
+from penstock.queue.broker.node import BeatAnswer, Emission, NodeBroker
 from penstock.queue.broker.retry import pauses
 from penstock.queue.msgpack_codec import new_pack
 from penstock.runtime.cooperative import CooperativeTurns
 
 log = logging.getLogger(__name__)
 
-MAX_EMIT_BYTES = 4 << 20
-"""Limit of one emit call, so that a backlog after an outage does not block Redis."""
 MAX_CALLS_AT_ONCE = 16
 """Emit and finish calls that may be in flight together."""
 
@@ -143,6 +141,23 @@ class Outbox:
         self._ledger.counts.dropped += 1
         log.warning("job belongs to another node", extra={"job_id": job.job_id, "lease": job.taken.lease})
 
+    def end_expired(self, now_s: float) -> None:
+        """End jobs past their deadline, including those without new tokens to publish."""
+        for job in self._ledger:
+            if job.outcome is None and now_s >= job.expires_s:
+                self.end_as(job.job_id, "EXPIRED")
+
+    def handle_beat(self, answer: BeatAnswer) -> None:
+        """Drop and end the jobs that the answer to a heartbeat names."""
+        for job_id in answer.fenced:
+            job = self._ledger.get(job_id)
+            if job is not None and job.outcome is None:
+                self.drop(job)
+        for job_id in answer.cancelled:
+            self.end_as(job_id, "CANCEL")
+        for job_id in answer.expired:
+            self.end_as(job_id, "EXPIRED")
+
     async def until_empty(self) -> None:
         """Wait until the node holds no job."""
         while len(self._ledger):
@@ -206,7 +221,7 @@ class Outbox:
     async def _emit(self, jobs: list[HeldJob]) -> None:
         for job in jobs:
             await self._seal(job)
-        for part in _parts([(job, job.emission(self._pack)) for job in jobs]):
+        for part in in_calls([(job, job.emission(self._pack)) for job in jobs]):
             began_s = self._loop.time()
             answers = await self._broker.emit([emission for _, emission in part])
             self._ledger.counts.emits.note(self._loop.time() - began_s)
@@ -272,20 +287,6 @@ def _is_awaited(output: StepOutput) -> bool:
 def _has_awaited_output(job: HeldJob) -> bool:
     """Whether a reader waits for this job: for its first token or its end."""
     return not job.num_acknowledged or job.outcome is not None
-
-
-def _parts(pairs: list[tuple[HeldJob, Emission]]) -> list[list[tuple[HeldJob, Emission]]]:
-    """Split emissions into calls, by number of jobs and by bytes."""
-    parts: list[list[tuple[HeldJob, Emission]]] = []
-    num_bytes = 0
-    for pair in pairs:
-        size = sum(map(len, pair[1].chunks))
-        if not parts or len(parts[-1]) >= MAX_EMIT_JOBS or num_bytes + size > MAX_EMIT_BYTES:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(pair)
-        num_bytes += size
-    return parts
 
 
 async def _all(*calls: Coroutine[Any, Any, None]) -> None:

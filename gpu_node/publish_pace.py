@@ -1,4 +1,5 @@
-"""When the tokens of running jobs are published: for all streams together, and less often the more streams there are.
+"""When, and in which calls, the tokens of running jobs are published: for all streams together, and less often the
+more streams there are.
 
 Each publication wakes the node, Redis and the readers. That costs processor time and cache space of the cores on which
 the engine computes. So a node publishes about MAX_CHUNKS_PER_S chunks per second, whatever its number of streams,
@@ -10,6 +11,11 @@ from __future__ import annotations
 
 import math
 
+from penstock.gpu_node.ledger import HeldJob
+from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission
+
+MAX_EMIT_BYTES = 4 << 20
+"""Limit of one emit call, so that a backlog after an outage does not block Redis."""
 MAX_CHUNKS_PER_S = 200
 MIN_INTERVAL_S = 0.02
 """Faster than a screen displays tokens."""
@@ -54,3 +60,17 @@ class Pace:
             self._num_streams = num_streams
         share_s = min(MAX_SHARE_S, self._num_streams / MAX_STREAMS_PER_S)
         self._booked_until_s = min(max(self._booked_until_s, now_s), now_s + MAX_AHEAD_S) + share_s
+
+
+def in_calls(pairs: list[tuple[HeldJob, Emission]]) -> list[list[tuple[HeldJob, Emission]]]:
+    """Split emissions into calls, by number of jobs and by bytes."""
+    parts: list[list[tuple[HeldJob, Emission]]] = []
+    num_bytes = 0
+    for pair in pairs:
+        size = sum(map(len, pair[1].chunks))
+        if not parts or len(parts[-1]) >= MAX_EMIT_JOBS or num_bytes + size > MAX_EMIT_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(pair)
+        num_bytes += size
+    return parts
