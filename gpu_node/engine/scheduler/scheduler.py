@@ -135,7 +135,7 @@ class Scheduler:
         self._preemptor.preempt_for_request()
         self.drafts.write(0 if self._isolator.has_any else self.max_step_tokens)
         preemptions_before = self.num_preemptions
-        if (step := self._decide()) is not None:
+        if (step := self._decide(self._budget())) is not None:
             return step
         if self.running and self.num_preemptions > preemptions_before:
             return self.schedule()  # the sequence that would have used the whole budget was preempted
@@ -154,10 +154,12 @@ class Scheduler:
             return None
         self._progress.assume(step)
         self._in_flight = None
-        if not self.running or not self._has_free_blocks() or self._preemptor.preemption_request() is not None:
+        if not self.running or not self._has_free_blocks(budget := self._budget()):
+            return None
+        if self._preemptor.preemption_request() is not None:
             return None
         self._batch.own_last_blocks()
-        return self._decide()
+        return self._decide(budget)
 
     def plan(self, step: Step) -> StepPlan:
         """Return a scheduled step in the form that the runner takes."""
@@ -230,21 +232,21 @@ class Scheduler:
         num_decoded = num_decoding + self.drafts.num_written
         return min(max_tokens, num_decoded + self._prefill_budget.num_tokens(to_compute, num_decoded))
 
-    def _decide(self) -> Step | None:
-        """Divide the budget between running and new sequences. Return the step; None where no sequence progresses."""
+    def _decide(self, budget: int) -> Step | None:
+        """Divide a token budget between running and new sequences. Return None where no sequence progresses."""
         cached: list[int] = []
         preemptions_before = self.num_preemptions
-        ends = self._schedule_running(budget := self._budget(), cached)
+        ends = self._schedule_running(budget, cached)
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
             ends = self._admit(budget, ends, cached)
         has_progress = ends > self._table.num_computed[self._batch.rows[: len(ends)]]
         self._in_flight = self._step(ends, cached) if has_progress.any() else None
         return self._in_flight
 
-    def _has_free_blocks(self) -> bool:
-        """Return whether enough blocks are free for all running sequences in the next step."""
+    def _has_free_blocks(self, budget: int) -> bool:
+        """Return whether enough blocks are free for all running sequences in a step of `budget` tokens."""
         rows, table = self._batch.rows, self._table
-        ends = ends_within_budget(self._budget(), table.num_computed[rows], table.num_tokens[rows])
+        ends = ends_within_budget(budget, table.num_computed[rows], table.num_tokens[rows])
         lacking = np.maximum(ends - table.capacity[rows[: len(ends)]], 0)
         return int((-(-lacking // self._limits.block_size)).sum()) <= self._memory.device.num_free
 
