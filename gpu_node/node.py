@@ -64,14 +64,8 @@ class Node:
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
         self._worker = EngineWorker(engine, self._deliver)
-        self._outbox = Outbox(
-            self._broker,
-            self.ledger,
-            self._worker,
-            self._bell,
-            max_unsent_bytes=settings.max_unsent_bytes,
-            pace=Pace(settings.stream_interval_ms / 1000),
-        )
+        pace, limit = Pace(settings.stream_interval_ms / 1000), settings.max_unsent_bytes
+        self._outbox = Outbox(self._broker, self.ledger, self._worker, self._bell, max_unsent_bytes=limit, pace=pace)
         self._load_shedder = LoadShedder(
             self._broker,
             self.ledger,
@@ -84,19 +78,11 @@ class Node:
         self._job_intake = JobIntake(
             self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._load_shedder, self._threads
         )
-        self._inbox = JobInbox(
-            self._broker,
-            self.ledger,
-            self._bell,
-            self._outbox,
-            self._job_intake,
-            capacity=(engine.num_kv_tokens, settings.max_num_seqs),
-        )
+        capacity = engine.num_kv_tokens, settings.max_num_seqs
+        self._inbox = JobInbox(self._broker, self.ledger, self._bell, self._outbox, self._job_intake, capacity=capacity)
         interval_s = heartbeat_interval_s(settings.lease_ms)
         self._watch = EngineWatch(self._worker, interval_s=interval_s, stall_after_s=settings.stall_after_s)
-        snapshot = partial(take_snapshot, self._watch, self.ledger, self._inbox, self._outbox)
-        base = self._base_pressure()
-        self._heartbeat = Heartbeat(self._broker, self._outbox, snapshot, base=base, interval_s=interval_s)
+        self._heartbeat = self._new_heartbeat(interval_s)
 
     @property
     def engine_stats(self) -> EngineStats | None:
@@ -257,13 +243,15 @@ class Node:
         with suppress(RuntimeError):  # The event loop may be closed already.
             self._outbox.deliver(outputs)
 
-    def _base_pressure(self) -> NodePressure:
-        return NodePressure(
+    def _new_heartbeat(self, interval_s: float) -> Heartbeat:
+        base = NodePressure(
             node_id=self.node_id,
             max_num_seqs=self._settings.max_num_seqs,
             max_model_len=self._engine.max_model_len,
             revision=self._engine.revision,
         )
+        snapshot = partial(take_snapshot, self._watch, self.ledger, self._inbox, self._outbox)
+        return Heartbeat(self._broker, self._outbox, snapshot, base=base, interval_s=interval_s)
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:
