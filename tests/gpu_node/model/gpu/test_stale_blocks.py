@@ -20,7 +20,7 @@ NAN_BYTE = 255
 
 
 def _runner(folder: Path, kept: str) -> GpuRunner:
-    options = {"runner": "gpu", "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "max_model_len": 128}
+    options = {"runner": "gpu", "block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS, "max_model_len": 128}
     runner = load_model(str(folder), runner_options(**options, kv_cache_dtype=kept), lambda *_: None).runner
     assert isinstance(runner, GpuRunner)
     return runner

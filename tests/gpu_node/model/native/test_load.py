@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ os.sched_setaffinity(0, {int(sys.argv[1])})
 os.nice(-20)
 while True: pass
 """
-OPTIONS = runner_options(runner="auto", dtype="bfloat16", num_threads=1)
+OPTIONS = {"runner": "auto", "dtype": "bfloat16", "num_threads": 1}
 
 
 def _linux() -> tuple[int, ...]:
@@ -53,7 +52,7 @@ def _linux() -> tuple[int, ...]:
 
 
 def _load(folder: Path, **options: Any) -> LoadedModel:
-    return load_model(str(folder), replace(OPTIONS, **options), lambda stage, fraction: None)
+    return load_model(str(folder), runner_options(**OPTIONS | options), lambda stage, fraction: None)
 
 
 @pytest.fixture
@@ -297,7 +296,7 @@ def test_a_cache_that_no_memory_holds_is_refused_by_name(llama: Llama, this_isa:
     # More than the processor has addresses for: where a system promises any memory, that is what it cannot promise.
     folder, many = llama(num_key_value_heads=4, head_dim=256), 2_000_000_000
     with pytest.raises(ConfigError, match=f"no memory for the model with 8 KV blocks and num_swap_blocks {many}"):
-        _load(folder, runner=runner, num_host_blocks=many)
+        _load(folder, runner=runner, num_swap_blocks=many)
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer ends the process instead")

@@ -19,7 +19,7 @@ from penstock.gpu_node.model.torch_cpu.runner import TorchRunner
 def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
     tiny_model: Path, block_size: int, dtype: str
 ) -> None:
-    options = runner_options(block_size=block_size, num_blocks=NUM_BLOCKS, dtype=dtype)
+    options = runner_options(block_size=block_size, num_kv_blocks=NUM_BLOCKS, dtype=dtype)
     runner = load_model(str(tiny_model), options, lambda *_: None).runner
     assert isinstance(runner, TorchRunner)
 
