@@ -188,7 +188,8 @@ class Engine(ServedModel):
         for seq in still_open:
             self._policy.added(seq)
         if still_open:
-            self._scheduler.add(*still_open)
+            guides = {seq: choice.guide for seq, choice in still_open.items() if choice.guide is not None}
+            self._scheduler.add(*still_open, guides=guides)
 
     def _complete_step(self) -> StepOutcome | None:
         """Wait for the oldest step in flight and commit its tokens."""

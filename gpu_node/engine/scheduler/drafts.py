@@ -48,6 +48,7 @@ class Drafts:
         self._num_writes = 0
         self._has_matches = False
         """Whether any sequence found a draft at the last look."""
+        self._drafters: dict[Sequence, Drafter] = {}
         self._batch = batch
         self._table = batch.table
         self._memory = memory
@@ -85,8 +86,9 @@ class Drafts:
         min_odds = min(need / num for num, need in enumerate(needs, 1))
         found = []
         for seq in decoding:
-            if all_look or (seq.drafter is not None and seq.drafter.has_match):
-                drafter = self._look(seq, min_odds)
+            known = self._drafters.get(seq)
+            if all_look or (known is not None and known.has_match):
+                drafter = self._look(seq, known, min_odds)
                 if drafter is not None:
                     found.append((seq, drafter))
         self._has_matches = bool(found)
@@ -99,14 +101,17 @@ class Drafts:
                 draft = _up_to(seq.end_rule.end_ids, drafter.draft(count))
                 self.num_written += self._table.put_draft(seq, draft)
 
-    def _look(self, seq: Sequence, min_odds: float) -> Drafter | None:
+    def _look(self, seq: Sequence, drafter: Drafter | None, min_odds: float) -> Drafter | None:
         """Look for a draft. Return the drafter if the first token is right with odds above `min_odds`."""
-        if seq.guide is not None:
+        if seq in self._table.guides:
             return None
-        drafter = seq.drafter
         if drafter is None:
-            drafter = seq.drafter = self._speculation.drafter(seq.max_num_tokens)
+            drafter = self._drafters[seq] = self._speculation.drafter(seq.max_num_tokens)
         return drafter if drafter.look(self._table.tokens_of(seq)[len(drafter.lookup) :], min_odds) else None
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the drafter of a sequence that ends."""
+        self._drafters.pop(seq, None)
 
     def accept_drafts(self, step: Step, tokens: Ints, late: Collection[int] = ()) -> AcceptedDrafts:
         """Separate the accepted samples of a step from the rejected ones. Samples in `late` were not drawn."""
