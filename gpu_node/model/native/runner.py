@@ -62,8 +62,10 @@ class NativeRunner:
         outputs = _Outputs(tokens, *self._logprobs(plan), times_ms)
         self._model.start(
             NativePlan(
-                *(*_step(plan), *_addresses(*ragged), *_addresses(plan.adapters)),
-                *(len(plan.copies), *_addresses(plan.copies, tokens, None, times_ms)),
+                *_step(plan),
+                *_addresses(*ragged, plan.adapters),
+                len(plan.copies),
+                *_addresses(plan.copies, tokens, None, times_ms),
                 **_wanted_logprobs(plan, outputs),
             )
         )
