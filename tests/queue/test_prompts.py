@@ -11,7 +11,7 @@ from penstock.queue.admission import estimate_cost
 from penstock.queue.prompts import pack_prompt
 from penstock.queue.wire import PoolRecord, decode_request, encode_request
 
-RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
+RECORD = PoolRecord("m", "acme/model", max_model_len=1000)
 CALL = ToolCall(id="c", name="look", arguments='{"at": 1}')
 PROMPTS = {
     "prompt": "héllo",
