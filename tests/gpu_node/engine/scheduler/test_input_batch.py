@@ -78,6 +78,16 @@ def test_each_row_samples_by_its_own_parameters() -> None:
             assert rows.banned[number].tolist() == ([3, 7] if number == 3 and at == 0 else [])
 
 
+def test_plans_share_their_settings_until_the_batch_changes() -> None:
+    scheduler = _scheduler()
+    for number in range(2):
+        scheduler.add(_sequence(number, {}))
+    first, second = (_step(scheduler)[1].sampling for _ in range(2))
+    assert second.temperature is first.temperature and second.seed is first.seed
+    scheduler.add(_sequence(2, {}))
+    assert len(_step(scheduler)[1].sampling.temperature) == 3
+
+
 def test_a_row_that_another_sequence_takes_over_is_all_its_own() -> None:
     scheduler = _scheduler(max_num_seqs=1)
     scheduler.add(_sequence(3, KINDS[3], max_tokens=2))
