@@ -38,9 +38,10 @@ def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
 
     def fill_infinity(blocks: Sequence[int]) -> None:
         for layer in runner._pool.layers:
-            numbers = (layer.k, layer.v) if layer.k_scales is None else (layer.k_scales, layer.v_scales)
-            for one in numbers:
-                one[:, list(blocks)] = torch.inf
+            has_scales = layer.k_scales is not None and layer.v_scales is not None
+            for numbers in (layer.k_scales, layer.v_scales) if has_scales else (layer.k, layer.v):
+                assert numbers is not None
+                numbers[:, list(blocks)] = torch.inf
 
     want = logits_over(runner, lambda blocks: fill_bytes(blocks, 0), **given)
     assert np.isfinite(want).all()

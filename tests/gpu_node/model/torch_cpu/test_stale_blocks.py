@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +24,15 @@ def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
     runner = load_model(str(tiny_model), options, lambda *_: None).runner
     assert isinstance(runner, TorchRunner)
 
-    def fill(blocks: Sequence[int], number: float) -> None:
+    def fill(number: float, blocks: Sequence[int]) -> None:
         for cache in runner._caches:
             cache.k[:, blocks] = cache.v[:, blocks] = number
 
     for length in (1, 7, 8, 9, 16, 17, 20):
         for chunk in {1, 3, length}:
             given = {"block_size": block_size, "length": length, "chunk": chunk}
-            want = logits_over(runner, lambda blocks: fill(blocks, 0.0), **given)
+            want = logits_over(runner, partial(fill, 0.0), **given)
             assert np.isfinite(want).all()
             for odd in (np.nan, np.inf, -np.inf):
-                got = logits_over(runner, lambda blocks, odd=odd: fill(blocks, odd), **given)
+                got = logits_over(runner, partial(fill, odd), **given)
                 np.testing.assert_array_equal(got, want)
