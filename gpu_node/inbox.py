@@ -105,8 +105,10 @@ class JobInbox:
         """The free capacity for each class. A class may also use what less urgent jobs hold, by preempting them."""
         tokens, sequences = self._ledger.expected_usage()
         return Capacity(
-            *(_left_of(self._kv_tokens, tokens), _left_of(self._max_num_seqs, sequences)),
-            *(self._kv_tokens, self._max_num_seqs),
+            _left_of(self._kv_tokens, tokens),
+            _left_of(self._max_num_seqs, sequences),
+            self._kv_tokens,
+            self._max_num_seqs,
         )
 
     async def close(self) -> None:

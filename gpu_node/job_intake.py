@@ -173,7 +173,9 @@ class JobIntake:
         job.is_in_engine = True
         added = self._worker.add(
             EngineRequest(
-                *(taken.lease, token_ids, params),
+                taken.lease,
+                token_ids,
+                params,
                 seed=seed_of(job.job_id, params),
                 resume=[ResumedChoice(*job.choice_so_far(i)) for i in range(params.n)] if taken.num_chunks else (),
                 priority=taken.urgency,

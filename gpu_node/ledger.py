@@ -47,6 +47,10 @@ class Ledger:
         """Return the job held under exactly this lease, or None."""
         return self._by_lease.get(lease)
 
+    def expired(self, now_s: float) -> list[str]:
+        """Return the ids of running jobs past their deadline, on this process's monotonic clock."""
+        return [job.job_id for job in self if job.outcome is None and now_s >= job.expires_s]
+
     def add(self, job: HeldJob) -> None:
         """Hold a job. It replaces the same job under an older lease."""
         older = self._jobs.get(job.job_id)

@@ -10,19 +10,22 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.doorbell import Bell, listen
 from penstock.gpu_node.engine.records import EngineStats, StepOutput
 from penstock.gpu_node.engine_worker import EngineLike, EngineWorker
-from penstock.gpu_node.heartbeat import Heartbeat
+from penstock.gpu_node.heartbeat import Heartbeat, heartbeat_interval_s
 from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.inbox import JobInbox
 from penstock.gpu_node.job_intake import JobIntake
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.load_shedder import LoadShedder
+from penstock.gpu_node.monitor.engine_watch import EngineWatch
 from penstock.gpu_node.monitor.liveness import answering
+from penstock.gpu_node.monitor.snapshot import take_snapshot
 from penstock.gpu_node.monitor.watchdog import EngineStalledError
 from penstock.gpu_node.outbox import Outbox
 from penstock.gpu_node.publish_pace import Pace
@@ -62,36 +65,30 @@ class Node:
         self._stop, self._end_grace = asyncio.Event(), asyncio.Event()
         self._bell = Bell()
         self._worker = EngineWorker(engine, self._deliver)
-        self._outbox = Outbox(
-            *(self._broker, self.ledger, self._worker, self._bell),
-            max_unsent_bytes=settings.max_unsent_bytes,
-            pace=Pace(settings.stream_interval_ms / 1000),
-        )
+        pace, limit = Pace(settings.stream_interval_ms / 1000), settings.max_unsent_bytes
+        self._outbox = Outbox(self._broker, self.ledger, self._worker, self._bell, max_unsent_bytes=limit, pace=pace)
         self._load_shedder = LoadShedder(
-            *(self._broker, self.ledger, self._worker, self._outbox),
+            self._broker,
+            self.ledger,
+            self._worker,
+            self._outbox,
             kv_tokens=engine.num_kv_tokens,
             max_num_seqs=settings.max_num_seqs,
         )
         self._threads = Threads()
         self._job_intake = JobIntake(
-            *(self._broker, self.ledger, self._worker, engine.tokenizer),
-            *(self._outbox, self._load_shedder, self._threads),
+            self._broker, self.ledger, self._worker, engine.tokenizer, self._outbox, self._load_shedder, self._threads
         )
-        self._inbox = JobInbox(
-            *(self._broker, self.ledger, self._bell, self._outbox, self._job_intake),
-            capacity=(engine.num_kv_tokens, settings.max_num_seqs),
-        )
-        self._heartbeat = Heartbeat(
-            *(self._broker, self.ledger, self._worker, self._inbox, self._outbox),
-            base=self._base_pressure(),
-            lease_ms=settings.lease_ms,
-            stall_after_s=settings.stall_after_s,
-        )
+        capacity = engine.num_kv_tokens, settings.max_num_seqs
+        self._inbox = JobInbox(self._broker, self.ledger, self._bell, self._outbox, self._job_intake, capacity=capacity)
+        interval_s = heartbeat_interval_s(settings.lease_ms)
+        self._watch = EngineWatch(self._worker, interval_s=interval_s, stall_after_s=settings.stall_after_s)
+        self._heartbeat = self._new_heartbeat(interval_s)
 
     @property
     def engine_stats(self) -> EngineStats | None:
         """The engine's statistics as of the last heartbeat; None before the first one."""
-        return self._heartbeat.engine_stats
+        return self._watch.stats
 
     def stop(self) -> None:
         """Stop taking jobs; running jobs may finish within `drain_s`. A second call ends that grace period."""
@@ -129,7 +126,9 @@ class Node:
             await self._redis.aclose()
 
     def _state(self) -> dict[str, object]:
-        return {"node_id": self.node_id, "pool": self._settings.pool_name, **self._heartbeat.state()}
+        stalled_s = round(self._watch.stalled_s, 1)
+        node = {"node_id": self.node_id, "pool": self._settings.pool_name, "engine_stalled_s": stalled_s}
+        return node | self._heartbeat.state()
 
     async def _join(self) -> None:
         settings, engine = self._settings, self._engine
@@ -245,13 +244,15 @@ class Node:
         with suppress(RuntimeError):  # The event loop may be closed already.
             self._outbox.deliver(outputs)
 
-    def _base_pressure(self) -> NodePressure:
-        return NodePressure(
+    def _new_heartbeat(self, interval_s: float) -> Heartbeat:
+        base = NodePressure(
             node_id=self.node_id,
             max_num_seqs=self._settings.max_num_seqs,
             max_model_len=self._engine.max_model_len,
             revision=self._engine.revision,
         )
+        snapshot = partial(take_snapshot, self._watch, self.ledger, self._inbox, self._outbox)
+        return Heartbeat(self._broker, self._outbox, snapshot, base=base, interval_s=interval_s)
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:

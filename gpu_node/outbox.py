@@ -23,7 +23,7 @@ from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outcomes import BY_ANSWER, outcome_of
 from penstock.gpu_node.publish_pace import Pace
-from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, NodeBroker, emit_batches
+from penstock.queue.broker.node import MAX_EMIT_BYTES, BeatAnswer, Emission, NodeBroker, emit_batches
 from penstock.queue.broker.retry import pauses
 from penstock.queue.msgpack_codec import new_pack
 from penstock.runtime.cooperative import CooperativeTurns
@@ -58,13 +58,11 @@ class Outbox:
         self._reader_waits = False
         """Whether a reader waits for an unsent first token or an unsent end."""
         self._emptied = asyncio.Event()
-        self.num_finished_cost = 0
-        """Total cost of the jobs that finished here, in KV tokens like the queue's backlog."""
 
     def deliver(self, outputs: Sequence[StepOutput]) -> None:
         """Accept one step's outputs. Runs on the engine's thread. Raises RuntimeError if the loop is closed."""
         self._delivered.append(outputs)
-        if not self._sleeping or any(map(_is_awaited, outputs)):
+        if not self._sleeping or any(output.is_first_or_last for output in outputs):
             self._loop.call_soon_threadsafe(self._handle_steps)
 
     def _handle_steps(self) -> None:
@@ -125,8 +123,7 @@ class Outbox:
 
     def end_as(self, job_id: str, answer: str) -> None:
         """End a job as Redis answered: CANCEL, EXPIRED or UNHEARD."""
-        job = self._ledger.get(job_id)
-        if job is not None:
+        if (job := self._ledger.get(job_id)) is not None:
             self.end(job, BY_ANSWER[answer])
 
     def forget(self, job: HeldJob) -> None:
@@ -141,6 +138,21 @@ class Outbox:
         self.forget(job)
         self._ledger.counts.dropped += 1
         log.warning("job belongs to another node", extra={"job_id": job.job_id, "lease": job.taken.lease})
+
+    def end_expired(self, now_s: float) -> None:
+        """End jobs past their deadline, including those without new tokens to publish."""
+        for job_id in self._ledger.expired(now_s):
+            self.end_as(job_id, "EXPIRED")
+
+    def handle_beat(self, answer: BeatAnswer) -> None:
+        """Drop and end the jobs that the answer to a heartbeat names."""
+        for job_id in answer.fenced:
+            if (job := self._ledger.get(job_id)) is not None and job.outcome is None:
+                self.drop(job)
+        for job_id in answer.cancelled:
+            self.end_as(job_id, "CANCEL")
+        for job_id in answer.expired:
+            self.end_as(job_id, "EXPIRED")
 
     async def until_empty(self) -> None:
         """Wait until the node holds no job."""
@@ -183,7 +195,7 @@ class Outbox:
         for job in batch:
             del self._dirty[job.taken.lease]
         try:
-            calls = [partial(self._finish, job) for job in batch if job.outcome is not None]
+            calls = [partial(self._finish, job, job.outcome) for job in batch if job.outcome is not None]
             going = [job for job in batch if job.outcome is None]
             if at_once := [job for job in going if not job.has_unsealed_prompt]:
                 calls.append(partial(self._emit, at_once))
@@ -218,12 +230,10 @@ class Outbox:
         self._ledger.counts.emits.note(self._loop.time() - began_s)
         unfinished = list[HeldJob]()
         for emission, answer in zip(batch, answers, strict=True):
-            job = self._ledger.of_lease(emission.lease)
-            if job is None:
-                continue
-            self._handle_answer(job, emission, answer)
-            if answer == "OK" and job.outcome is None and not job.is_rest(emission):
-                unfinished.append(job)
+            if (job := self._ledger.of_lease(emission.lease)) is not None:
+                self._handle_answer(job, emission, answer)
+                if answer == "OK" and job.outcome is None and not job.is_rest(emission):
+                    unfinished.append(job)
         return unfinished
 
     def _handle_answer(self, job: HeldJob, emission: Emission, answer: str) -> None:
@@ -241,15 +251,13 @@ class Outbox:
             if kind != "OK":
                 self.end(job, BY_ANSWER[kind])
 
-    async def _finish(self, job: HeldJob) -> None:
-        if job.outcome is None:
-            raise InvariantError(f"{job.job_id} is finished without an outcome")
+    async def _finish(self, job: HeldJob, outcome: Outcome) -> None:
         await self._seal(job)
         while not job.is_rest(emission := job.emission(self._pack, MAX_EMIT_BYTES)):
             if not await self._emit_before_finish(job, emission):
                 return
         try:
-            answer = await self._broker.finish(emission, job.outcome, job.result(), **job.used)
+            answer = await self._broker.finish(emission, outcome, job.result(), **job.used)
         except InvariantError as error:
             # This job's keys are damaged; other jobs' keys are not.
             log.error("finish failed", extra={"job_id": job.job_id, "reason": error.message})
@@ -258,7 +266,7 @@ class Outbox:
         if kind == "NEED":
             self._send_again(job, int(rest))
         elif kind == "OK":
-            self.num_finished_cost += job.taken.cost
+            self._ledger.counts.finished_cost += job.taken.cost
             self._ledger.counts.finished += 1
             self._remove(job)
         else:
@@ -289,8 +297,3 @@ class Outbox:
 
     def _pause_engine_if_full(self) -> None:
         self._worker.set_paused(self._ledger.unsent_bytes > self.max_unsent_bytes)
-
-
-def _is_awaited(output: StepOutput) -> bool:
-    """Whether a reader waits for this output: a first token or an end."""
-    return output.position == 0 or output.finish_reason is not None

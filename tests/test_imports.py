@@ -17,7 +17,7 @@ CONTRACT, QUEUE, RUNTIME = "penstock.contract", "penstock.queue", "penstock.runt
 PRODUCER, GATEWAY, CLI = "penstock.producer", "penstock.gateway", "penstock.cli"
 SERVICE, ENGINE, MODEL = "penstock.gpu_node", "penstock.gpu_node.engine", "penstock.gpu_node.model"
 KERNELS, TOP = "penstock.kernels", "penstock"
-PROTOCOL = "penstock.gpu_node.model.protocol"
+RUNNER_INTERFACE = {"penstock.gpu_node.model.protocol", "penstock.gpu_node.model.options"}
 BROKER = "penstock.queue.broker"
 
 ARROWS = {
@@ -112,11 +112,11 @@ def test_rooms_stay_clear_of_foreign_packages() -> None:
     assert [at(module, found) for module, room, found in all_imports() if is_banned(room, found)] == []
 
 
-def test_engine_sees_only_the_runners_protocol() -> None:
+def test_engine_imports_only_protocol_and_options_of_the_model() -> None:
     early = [(module, found) for module, room, found in all_imports() if room == ENGINE and not found.late]
     model = [(module, found) for module, found in early if found.target.startswith(MODEL)]
     assert model
-    assert [at(module, found) for module, found in model if found.target != PROTOCOL] == []
+    assert [at(module, found) for module, found in model if found.target not in RUNNER_INTERFACE] == []
 
 
 def test_engine_model_and_gateway_leave_the_broker_alone() -> None:

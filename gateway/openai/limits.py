@@ -9,6 +9,7 @@ from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.problems import rename
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.producer.client.request import Prompt
+from penstock.queue.admission import REQUEST_BYTES_PER_TOKEN
 from penstock.queue.wire import PoolRecord
 
 
@@ -44,7 +45,7 @@ def num_prompt_tokens(prompt: Prompt, record: PoolRecord) -> int:
     else:
         # A chat cannot ask for log-probabilities of its prompt, so the length of its messages does not matter.
         num_tokens, num_bytes = len(prompt), 0
-    counted = math.ceil(num_bytes / record.bytes_per_token) if num_tokens is None else num_tokens
+    counted = math.ceil(num_bytes / REQUEST_BYTES_PER_TOKEN) if num_tokens is None else num_tokens
     return min(counted, record.max_model_len or counted)
 
 

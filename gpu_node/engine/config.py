@@ -8,10 +8,10 @@ from typing import Any, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from penstock.contract.adapters import AdapterName
 from penstock.contract.errors import ConfigError
 from penstock.contract.problems import config_error
 from penstock.gpu_node.engine.options import EngineOptions
+from penstock.gpu_node.model.options import RunnerOptions
 
 THEIR_NAMES = {
     "swap_space": "swap_space_gib",
@@ -21,14 +21,12 @@ THEIR_NAMES = {
 """vLLM's names of settings that have another name in penstock."""
 
 
-class EngineConfig(EngineOptions):
+class EngineConfig(EngineOptions, RunnerOptions):
     """The configuration of an engine. `kv_cache_tokens` may give the KV cache's size instead of `num_kv_blocks`."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     kv_cache_tokens: int | None = Field(default=None, ge=1)
-    lora: dict[AdapterName, Path] = Field(default={})
-    """LoRA adapters by name: folders in PEFT's format. Each entry may also be given as text, NAME=PATH."""
 
     @classmethod
     def of(cls, model: ModelOrConfig, settings: Mapping[str, Any]) -> EngineConfig:
@@ -58,6 +56,7 @@ class EngineConfig(EngineOptions):
     @field_validator("lora", mode="before")
     @classmethod
     def _by_name(cls, given: Any) -> Any:
+        """Accept adapters also as texts, NAME=PATH each."""
         if isinstance(given, Mapping):
             return given
         pairs = [text.partition("=")[::2] for text in given]
@@ -79,16 +78,11 @@ class EngineConfig(EngineOptions):
         return self
 
     @property
-    def num_adapter_slots(self) -> int:
-        """Adapter slots of the runner; 0 if no adapters are configured."""
-        return self.max_loras if self.lora or self.lora_dir is not None else 0
-
-    @property
     def wanted_blocks(self) -> int | None:
         """Configured number of blocks, given directly or in tokens; None leaves it to `kv_cache_gib`."""
         if self.kv_cache_tokens is not None:
             return max(1, self.kv_cache_tokens // self.block_size)
-        return self.num_kv_blocks
+        return super().wanted_blocks
 
 
 ModelOrConfig: TypeAlias = str | Path | EngineConfig

@@ -20,11 +20,11 @@ from penstock.gpu_node.engine.policy.adapter_slots import AdapterSlots
 from penstock.gpu_node.engine.policy.by_policy import new_scheduling_policy, note_held
 from penstock.gpu_node.engine.records import EngineRequest, EngineStats, Generation, StepOutput
 from penstock.gpu_node.engine.request import LiveChoice, LiveRequest, check_request
+from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.memory_trace import MemoryTrace
 from penstock.gpu_node.engine.scheduler.progress import StepOutcome
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.served_model import ServedModel
 from penstock.gpu_node.engine.speculative.budget import speculation_of
@@ -60,11 +60,13 @@ class Engine(ServedModel):
         self._memory = KvCacheManager(*pools, enable_prefix_caching=caches, eviction=config.prefix_eviction)
         self._block_size = config.block_size
         self._salts_by_tenant = config.prefix_cache_salt == "tenant"
-        self._costs = SwapCost(config.preemption, sizes.block_bytes)
+        with_drafts = config.speculative != "off"
+        self._times = LearnedTimes(config.preemption, sizes.block_bytes, with_drafts=with_drafts)
         limits = StepLimits.of(config, self._limits.max_model_len)
         self._adapter_slots = AdapterSlots(config.num_adapter_slots)
-        self._policy, drafts = new_scheduling_policy(config, self._adapter_slots), speculation_of(config, self._runner)
-        self._scheduler = Scheduler(self._memory, limits, self._costs, policy=self._policy, speculation=drafts)
+        self._policy = new_scheduling_policy(config, self._adapter_slots)
+        drafts = speculation_of(config, self._runner, self._times.draft_cost)
+        self._scheduler = Scheduler(self._memory, limits, self._times, policy=self._policy, speculation=drafts)
         self._memory_trace = MemoryTrace(self._scheduler, self._memory)
         self._requests: dict[str, LiveRequest] = {}
         self._finished_usage: dict[str, Usage] = {}
@@ -186,7 +188,8 @@ class Engine(ServedModel):
         for seq in still_open:
             self._policy.added(seq)
         if still_open:
-            self._scheduler.add(*still_open)
+            guides = {seq: choice.guide for seq, choice in still_open.items() if choice.guide is not None}
+            self._scheduler.add(*still_open, guides=guides)
 
     def _complete_step(self) -> StepOutcome | None:
         """Wait for the oldest step in flight and commit its tokens."""
@@ -206,15 +209,12 @@ class Engine(ServedModel):
         if outcome.faulty is not None:
             self._scheduler.remove(outcome.faulty)
             self._fail(outcome.faulty)
-        self._in_flight.broken_blocks += outcome.broken_blocks
         self._logprobs = result.logprobs
         note_scores(completed.step, completed.plan, result.scores)
         self._timings.note_completed(completed, result, len(outcome.token_ids))
-        self._costs.note_step(len(completed.step.copies), completed.step.num_prefill_tokens, result)
         num_scored = 0 if completed.plan.scored is None else len(completed.plan.scored.tokens)
-        self._scheduler.prefill_budget.note(completed.step, num_scored, result.forward_ms + result.sample_ms)
         whole_ms = self._timings.schedule.last + completed.age_ms
-        self._scheduler.drafts.speculation.note_step(completed.step, result, whole_ms)
+        self._times.note_step(completed.step, result, num_scored=num_scored, whole_ms=whole_ms)
         return outcome
 
     def _is_slow(self, step: Step, result: StepResult) -> bool:

@@ -18,18 +18,13 @@ _WINDOW = 256
 class InFlightStep:
     """A submitted step. It holds the plan, because the runner reads its arrays until the step is done."""
 
-    def __init__(
-        self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan], broken_blocks: list[int]
-    ) -> None:
-        """Clear `broken_blocks` on the runner and empty the list, then plan and submit the step."""
+    def __init__(self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan]) -> None:
+        """Plan and submit the step."""
         self.step = step
         self.started_s = time.perf_counter()
         """When it was submitted, or when the previous step completed if that was later."""
         self._outcome: Future[StepResult] = Future()
         try:
-            if broken_blocks:
-                runner.zero_blocks(broken_blocks)
-                broken_blocks.clear()
             self.plan = plan(step)
             self._handle = runner.submit(self.plan)
         except Exception as error:
@@ -65,8 +60,6 @@ class InFlightSteps:
     """The steps that the runner has, the oldest first."""
 
     def __init__(self) -> None:
-        self.broken_blocks: list[int] = []
-        """Blocks to clear before the next step."""
         self._steps: deque[InFlightStep] = deque()
 
     def __len__(self) -> int:
@@ -84,7 +77,7 @@ class InFlightSteps:
 
     def launch(self, runner: ModelRunner, step: Step, plan: Callable[[Step], StepPlan]) -> None:
         """Submit a step."""
-        self._steps.append(InFlightStep(runner, step, plan, self.broken_blocks))
+        self._steps.append(InFlightStep(runner, step, plan))
 
     def wait(self) -> None:
         """Block until the oldest step is done. If it failed, wait for the later ones too: they are dropped with it."""

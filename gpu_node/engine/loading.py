@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.gpu_node.engine.config import EngineConfig
-from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
+from penstock.gpu_node.model.protocol import LoadedModel
 
 
 def load(config: EngineConfig, progress: Callable[[str, float], None]) -> LoadedModel:
@@ -22,31 +22,7 @@ def load(config: EngineConfig, progress: Callable[[str, float], None]) -> Loaded
     # Torch is imported only here: modules that import the engine for its records do not pay for it.
     from penstock.gpu_node.model.load import load_model
 
-    options = RunnerOptions(
-        runner=config.runner,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        kv_cache_dtype=config.kv_cache_dtype,
-        block_size=config.block_size,
-        num_blocks=config.wanted_blocks,
-        kv_cache_gib=config.kv_cache_gib,
-        num_host_blocks=config.num_swap_blocks,
-        swap_space_gib=config.swap_space_gib,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        cpu_offload_gib=config.cpu_offload_gib,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        deterministic=config.deterministic,
-        num_threads=config.num_threads,
-        reserved_cores=config.reserved_cores,
-        weight_cache=config.weight_cache,
-        lora=config.lora,
-        lora_dir=config.lora_dir,
-        max_loras=config.num_adapter_slots,
-        max_lora_rank=config.max_lora_rank,
-    )
     # Load on a thread that ends. Torch keeps an OpenMP team for every living thread; with more team threads than
     # cores, they stop spinning at barriers, which costs a step 40 % of its speed.
     with ThreadPoolExecutor(1, "penstock-load") as loader:
-        return loader.submit(load_model, config.model, options, progress, revision=config.revision).result()
+        return loader.submit(load_model, config.model, config, progress, revision=config.revision).result()

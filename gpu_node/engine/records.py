@@ -68,6 +68,11 @@ class StepOutput:
     error: PenstockError | None = None
     """Why the choice failed, where its request is the reason."""
 
+    @property
+    def is_first_or_last(self) -> bool:
+        """Whether this is the choice's first or last output. A reader waits for both."""
+        return self.position == 0 or self.finish_reason is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:

@@ -41,6 +41,8 @@ class LiveChoice:
     request: LiveRequest
     seq: Sequence
     output: ChoiceOutput
+    guide: Guide | None = None
+    """Constrains its output to a grammar."""
     unlogged_text: str = ""
 
     def step_output(
@@ -64,7 +66,7 @@ class LiveChoice:
             kv_ms=self.seq.kv_ms,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            error=self.seq.guide.failure if is_failed and self.seq.guide is not None else None,
+            error=self.guide.failure if is_failed and self.guide is not None else None,
         )
 
 
@@ -100,7 +102,7 @@ class LiveRequest:
             if resumed.finish_reason is None:
                 opened = self.live[choice] = open_choice(self, choice, resumed, limits, tokenizer)
                 opened.seq.bad_words = bad_words
-                opened.seq.guide = _guide_of(self.asked, resumed, guides)
+                opened.guide = _guide_of(self.asked, resumed, guides)
         self.first = next((choice.seq for choice in self.live.values()), None)
 
     def take_prompt_logprobs(self, tokenizer: Tokenizer) -> tuple[TokenLogprobs, ...]:

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from penstock.contract.priority import Priority
 from penstock.gpu_node.engine.kv_cache.block_pool import ROOT_HASH, block_hash
 from penstock.gpu_node.engine.prompt_scores import PromptScores
-from penstock.gpu_node.engine.speculative.drafter import Drafter
-from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, Adapter
 
@@ -36,13 +34,9 @@ class Sequence:
     end_rule: EndRule
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear in its output."""
-    guide: Guide | None = None
-    """Constrains its output to a grammar."""
     adapter: Adapter | None = None
     adapter_slot: int = NO_ADAPTER
     """The runner's slot that holds its adapter while it runs."""
-    drafter: Drafter | None = None
-    """Predicts its next tokens, once speculative decoding may pay."""
     prompt_scores: PromptScores | None = None
     """The log-probabilities of the prompt that its request asks for."""
     root_hash: bytes = ROOT_HASH
@@ -144,8 +138,8 @@ class Sequence:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the rules for its next token depend on its newest token."""
-        return self.is_penalized or bool(self.bad_words) or self.guide is not None
+        """Whether penalties or bad words make its next token depend on its newest one."""
+        return self.is_penalized or bool(self.bad_words)
 
     def banned_ids(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the ids that must not follow these tokens."""

@@ -21,6 +21,7 @@ class ServedModel:
         """Load the model. Raises ConfigError."""
         self._name = config.model
         self._model = load(config, progress)
+        self._adapters = self._model.adapters
         self._tokenizer = Tokenizer(self._model.folder, vocab_size=self._model.vocab_size)
         self._limits = request_limits(self._model, self._tokenizer.eos_token_ids, config.block_size)
         self._guides = GrammarCompiler(self._tokenizer, self._limits.vocab_size, self._limits.eos_token_ids)
@@ -43,7 +44,7 @@ class ServedModel:
 
     def adapters(self) -> dict[str, str]:
         """Return the names and digests of the adapters that requests may use now."""
-        return self._model.adapters.digests()
+        return self._adapters.digests()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -66,4 +67,4 @@ class ServedModel:
         return self._model.revision
 
     def _find(self, adapter: AdapterRef | None) -> Adapter | None:
-        return None if adapter is None else self._model.adapters.find(adapter)
+        return None if adapter is None else self._adapters.find(adapter)

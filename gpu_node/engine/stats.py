@@ -16,7 +16,6 @@ def engine_stats(
 ) -> EngineStats:
     """Return a snapshot of memory, queues and counters."""
     device, host, hits = memory.device, memory.host, scheduler.prefix_hits
-    speculation = scheduler.drafts.speculation
     return EngineStats(
         kv_blocks_total=device.num_total,
         kv_blocks_free=device.num_free,
@@ -38,8 +37,8 @@ def engine_stats(
         swapped_in_blocks=memory.num_in,
         num_swapped=len(scheduler.queues.swapped),
         num_swaps=scheduler.num_swaps,
-        drafted_tokens=speculation.num_drafted,
-        accepted_tokens=speculation.num_accepted,
+        drafted_tokens=scheduler.drafts.num_drafted,
+        accepted_tokens=scheduler.drafts.num_accepted,
         max_step_tokens=scheduler.max_step_tokens,
         **timings.stats(),
         **asdict(grammars),

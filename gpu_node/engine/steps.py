@@ -65,16 +65,10 @@ def step_of(
     if not (ends > starts).all():
         at = (ends > starts).nonzero()[0]
         seqs, rows, starts, ends, num_tokens = [seqs[i] for i in at], rows[at], starts[at], ends[at], num_tokens[at]
-    num_drafted = np.maximum(ends - num_tokens, 0)
-    sampled = (ends >= num_tokens).nonzero()[0]
-    sampled_rows, sampled_ends, sampled_seqs = rows, ends, seqs
-    if total_drafted := int(num_drafted.sum()):
-        sampled = np.repeat(sampled, num_drafted[sampled] + 1)
-        firsts = np.searchsorted(sampled, sampled)
-        sampled_ends = num_tokens[sampled] + (np.arange(len(sampled)) - firsts).astype(np.int32)
+    sampled, sampled_ends, num_drafted = _samples_of(ends, num_tokens)
+    sampled_rows, sampled_seqs = rows, seqs
+    if num_drafted or len(sampled) < len(seqs):
         sampled_rows, sampled_seqs = rows[sampled], [seqs[i] for i in sampled.tolist()]
-    elif len(sampled) < len(seqs):
-        sampled_rows, sampled_ends, sampled_seqs = rows[sampled], ends[sampled], [seqs[i] for i in sampled]
     return Step(
         seqs=seqs,
         rows=rows,
@@ -85,7 +79,19 @@ def step_of(
         sampled_rows=sampled_rows,
         sampled_ends=sampled_ends,
         num_prefill_tokens=int((ends - starts)[num_tokens - starts > 1].sum()),
-        num_drafted=total_drafted,
+        num_drafted=num_drafted,
         cached_blocks=cached_blocks,
         copies=copies,
     )
+
+
+def _samples_of(ends: Ints, num_tokens: Ints) -> tuple[Rows, Ints, int]:
+    """Return, for each sample, the index of its sequence and the tokens before it; and the number of drafted tokens."""
+    num_drafted = np.maximum(ends - num_tokens, 0)
+    sampled = (ends >= num_tokens).nonzero()[0]
+    total_drafted = int(num_drafted.sum())
+    if not total_drafted:
+        return sampled, ends if len(sampled) == len(ends) else ends[sampled], 0
+    sampled = np.repeat(sampled, num_drafted[sampled] + 1)
+    firsts = np.searchsorted(sampled, sampled)
+    return sampled, num_tokens[sampled] + (np.arange(len(sampled)) - firsts).astype(np.int32), total_drafted

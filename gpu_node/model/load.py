@@ -17,7 +17,8 @@ from penstock.gpu_node.model.checkpoint.revision import revision_of
 from penstock.gpu_node.model.checkpoint.source import ModelSource, Progress, resolve_model
 from penstock.gpu_node.model.lora.library import AdapterLibrary
 from penstock.gpu_node.model.native.load import NativeUnavailableError, load_native
-from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner, RunnerOptions
+from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import LoadedModel, ModelRunner
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +70,10 @@ def _load(described: Description, options: RunnerOptions, progress: Progress) ->
 
 def _cache_of(options: RunnerOptions) -> str:
     kv, swap = f"kv_cache_gib {options.kv_cache_gib}", f"swap_space_gib {options.swap_space_gib}"
-    if options.num_blocks is not None:
-        kv = f"{options.num_blocks} KV blocks"
-    if options.num_host_blocks is not None:
-        swap = f"num_swap_blocks {options.num_host_blocks}"
+    if options.wanted_blocks is not None:
+        kv = f"{options.wanted_blocks} KV blocks"
+    if options.num_swap_blocks is not None:
+        swap = f"num_swap_blocks {options.num_swap_blocks}"
     return f"{kv} and {swap}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -233,52 +232,15 @@ class ModelRunner(Protocol):
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once.
 
+        A step reads of a block only what the sequence itself stored: new blocks may hold anything, NaN included.
         The caller must not change the plan's arrays before the result is available. Raises like `StepHandle.result`.
         """
-
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clear blocks after the steps in flight, so that a NaN in them cannot reach a later step."""
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, 0 <= adapter_slot < `max_loras`, and replace the adapter there.
 
         Steps that were submitted earlier still compute with the previous adapter.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerOptions:
-    """The options that a runner is built with. A number of blocks takes precedence over a size in GiB."""
-
-    runner: str
-    """`auto`, `gpu`, `native` or `torch`."""
-    dtype: str
-    quantization: str
-    kv_cache_dtype: str
-    block_size: int
-    num_blocks: int | None
-    kv_cache_gib: float
-    max_model_len: int | None
-    max_num_seqs: int
-    num_threads: int | None
-    num_host_blocks: int | None = None
-    swap_space_gib: float = 0.0
-    gpu_memory_utilization: float | None = None
-    cpu_offload_gib: float = 0.0
-    max_num_batched_tokens: int = 512
-    reserved_cores: int = 0
-    """CPU cores to leave to other processes where `num_threads` is None."""
-    deterministic: bool = False
-    """Whether a GPU splits contexts independently of the batch size and never splits the sums of matrix products."""
-    weight_cache: bool = True
-    """Whether packed weights are kept in a file that all processes of the machine share."""
-    lora: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of adapters, by adapter name."""
-    lora_dir: Path | None = None
-    """A folder of further adapters, each in a subfolder of its name."""
-    max_loras: int = 0
-    """Adapter slots: the number of adapters that one step may compute with."""
-    max_lora_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

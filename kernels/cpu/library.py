@@ -250,11 +250,6 @@ class NativeModel:
         """
         self._library.penstock_bind_thread(self._handle)
 
-    def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks of the KV cache in every layer."""
-        blocks = np.array(block_ids, dtype=np.int32)
-        self._library.penstock_clear_blocks(self._handle, blocks.ctypes.data, len(blocks))
-
     @staticmethod
     def _check(error: bytes) -> None:
         if error == _NO_MEMORY:
@@ -289,7 +284,6 @@ def _open(path: Path) -> Any:
         "penstock_adapter_set": (c.c_char_p, [pointer, *[number] * 3, pointer, number, pointer]),
         "penstock_step_start": (c.c_char_p, [pointer, pointer]),
         "penstock_step_wait": (number, [pointer]),
-        "penstock_clear_blocks": (None, [pointer, pointer, number]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

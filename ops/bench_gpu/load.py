@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 from bench_gpu.models import BLOCK_SIZE, Model
 from penstock.gpu_node.engine.in_flight import InFlightSteps
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import ModelRunner, StepHandle, StepPlan
@@ -46,10 +46,6 @@ class OneByOne:
         """Start a step."""
         return self._runner.submit(plan)
 
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clear blocks."""
-        self._runner.zero_blocks(block_ids)
-
 
 def make_requests(count: int, shortest: int, longest: int, seed: int = 0) -> list[Choice]:
     """Prompts and outputs of random lengths, as nano-vllm's bench draws them; nothing ends before its length."""
@@ -74,7 +70,7 @@ class Driver:
 
     def __init__(self, model: Model, requests: list[Choice], budget: int, *, overlap: bool) -> None:
         limits = StepLimits(BLOCK_SIZE, model.max_num_seqs, budget, budget, model.max_model_len)
-        self._scheduler = Scheduler(KvCacheManager(model.sizes.num_device_blocks), limits, SwapCost("recompute", 0))
+        self._scheduler = Scheduler(KvCacheManager(model.sizes.num_device_blocks), limits, LearnedTimes("recompute", 0))
         self._runner: Any = model.runner if overlap else OneByOne(model.runner)
         self._flights = InFlightSteps()
         self.num_tokens = self.num_steps = self.num_ahead = 0
@@ -87,7 +83,6 @@ class Driver:
         while self._flights:
             flight = self._flights.complete()
             landed = self._scheduler.commit(flight.step, flight.result().tokens)
-            self._flights.broken_blocks += landed.broken_blocks
             self.num_tokens += len(landed.token_ids)
             self._launch()
 

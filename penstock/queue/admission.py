@@ -77,7 +77,7 @@ def estimate_cost(job: Job, record: PoolRecord, nodes: Sequence[NodePressure] = 
         prompt = min_prompt_tokens = num_ids
     else:
         size = prompt_bytes(job)
-        prompt = math.ceil((size + tool_bytes(job)) / record.bytes_per_token)
+        prompt = math.ceil((size + tool_bytes(job)) / REQUEST_BYTES_PER_TOKEN)
         min_prompt_tokens = math.ceil(size / record.max_token_bytes) if record.max_token_bytes else 0
     if record.max_model_len and min_prompt_tokens >= record.max_model_len:
         counted = f"{min_prompt_tokens}" if num_ids is not None else f"at least {min_prompt_tokens}"

@@ -40,17 +40,15 @@ class Request:
 class PoolRecord:
     """A served model as clients see it; stored in penstock:pools.
 
-    `bytes_per_token` is the average for text. `max_token_bytes` is the length of the longest token's text, 0 if
-    unknown. `tool_parser` and `reasoning_parser` name the model's syntax for tool calls and reasoning (`tools.py`).
-    `adapters` maps an adapter's name to its digest: those of the announcing node, or of all nodes in
-    `ProducerBroker.pools`.
+    `max_token_bytes` is the length of the longest token's text, 0 if unknown. `tool_parser` and `reasoning_parser` name
+    the model's syntax for tool calls and reasoning (`tools.py`). `adapters` maps an adapter's name to its digest: those
+    of the announcing node, or of all nodes in `ProducerBroker.pools`.
     """
 
     pool: str
     model: str
     aliases: tuple[str, ...] = ()
     max_model_len: int = 0
-    bytes_per_token: float = 3.0
     created_s: int = 0
     revision: str = ""
     max_token_bytes: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -38,10 +37,6 @@ class AheadRunner:
         """Start a step."""
         self.num_ahead += bool((plan.token_ids < 0).any())
         return self._thread.submit(self._step, plan)
-
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clear blocks."""
-        self._thread.submit(self._runner.zero_blocks, block_ids).result()
 
     def _step(self, plan: StepPlan) -> StepResult:
         said, self._said = self._said, np.zeros(len(plan.sample_tokens), np.int32)

@@ -29,3 +29,5 @@ def check_idle(engine: Engine) -> None:
     stats = engine.stats()
     assert stats.kv_blocks_free == stats.kv_blocks_total
     assert (stats.num_running, stats.num_waiting) == (0, 0)
+    scheduler = engine._scheduler
+    assert not scheduler._table.guides and not scheduler.drafts._drafters

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+from fixtures.sampling import rows_of
 
-from penstock.gpu_node.model.protocol import CacheSizes, ModelRunner, StepHandle, StepPlan, StepResult
+from penstock.gpu_node.model.protocol import NULL_BLOCK, CacheSizes, ModelRunner, StepHandle, StepPlan, StepResult
 
-BLOCK_SIZE = 16
-Place = Literal["start", "copy", "forward", "clear"]
+_WRONG_TOKEN = 3
+Place = Literal["start", "copy", "forward"]
 
 
 class FaultyRunner:
     """Runs steps on another runner, unless `fault` names an error for a place in a plan.
 
-    `start`: before anything is done, as where a buffer cannot be allocated. `copy`: in the middle of the copies.
-    `forward`: when keys and values of all tokens are written. `clear`: instead of clearing blocks; it has no plan to
-    look at.
+    `start`: before anything is done, as where a buffer cannot be allocated; `copy`: in the middle of the copies;
+    `forward`: when keys and values of all tokens are written.
     """
 
-    def __init__(self, runner: ModelRunner, fault: Callable[[Place, StepPlan | None], Exception | None]) -> None:
+    def __init__(self, runner: ModelRunner, fault: Callable[[Place, StepPlan], Exception | None]) -> None:
         self._runner = runner
         self._fault = fault
         self.num_failures = 0
@@ -45,34 +46,24 @@ class FaultyRunner:
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step, or fail."""
-        self._maybe_fail("start", plan, [])
-        failed: Future[StepResult] = Future()
-        try:
-            if len(plan.copies):
-                self._maybe_fail("copy", plan, plan.copies[:, 1].tolist())
-            self._maybe_fail("forward", plan, [*plan.copies[:, 1].tolist(), *_written(plan)])
-        except Exception as error:
-            failed.set_exception(error)
-            return failed
-        self.num_tokens.append(len(plan.token_ids))
-        return self._runner.submit(plan)
-
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clear blocks, or fail."""
-        self._maybe_fail("clear", None, [])
-        self._runner.zero_blocks(block_ids)
-
-    def _maybe_fail(self, place: Place, plan: StepPlan | None, lost_blocks: Sequence[int]) -> None:
-        error = self._fault(place, plan)
-        if error is not None:
+        if error := self._fault("start", plan):
             self.num_failures += 1
-            if lost_blocks:
-                self._runner.zero_blocks(lost_blocks)
             raise error
+        error = (self._fault("copy", plan) if len(plan.copies) else None) or self._fault("forward", plan)
+        if error is None:
+            self.num_tokens.append(len(plan.token_ids))
+            return self._runner.submit(plan)
+        self.num_failures += 1
+        self._runner.submit(_spoiled(plan)).result()
+        failed: Future[StepResult] = Future()
+        failed.set_exception(error)
+        return failed
 
 
-def _written(plan: StepPlan) -> list[int]:
-    """Blocks that hold nothing but what this step stores."""
-    counts = np.diff(plan.query_starts)
-    spans = zip(plan.block_tables, plan.context_lens - counts, plan.context_lens, strict=True)
-    return [int(block) for row, start, end in spans for block in row[-(-start // BLOCK_SIZE) : -(-end // BLOCK_SIZE)]]
+def _spoiled(plan: StepPlan) -> StepPlan:
+    """A step that writes where the plan's step does, but wrong contents, and samples nothing."""
+    copies = plan.copies.copy()
+    copies[:, 0] = NULL_BLOCK
+    wrong = np.full_like(plan.token_ids, _WRONG_TOKEN)
+    nothing = np.empty(0, np.int32)
+    return replace(plan, token_ids=wrong, copies=copies, sample_tokens=nothing, sampling=rows_of(0), scored=None)

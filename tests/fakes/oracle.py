@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.engine.speculative.budget import DraftBudget
 from penstock.gpu_node.engine.speculative.drafter import Drafter, common_odds
+from penstock.gpu_node.engine.speculative.step_cost import StepCost
 
 
 class Foresight(Drafter):
@@ -45,7 +46,7 @@ class Oracle(DraftBudget):
     """Give every sequence that may draft its drafts."""
 
     def __init__(self) -> None:
-        super().__init__(max_draft_tokens=6)
+        super().__init__(6, StepCost())
         self.texts: Sequence[Sequence[int]] = ()
         """Prompts and outputs."""
         self.rng = random.Random(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.gpu_node.model.protocol import RunnerOptions
+from penstock.gpu_node.model.options import RunnerOptions
 
 _SMALL: dict[str, Any] = {
     "runner": "torch",
@@ -12,7 +12,7 @@ _SMALL: dict[str, Any] = {
     "quantization": "auto",
     "kv_cache_dtype": "auto",
     "block_size": 16,
-    "num_blocks": 8,
+    "num_kv_blocks": 8,
     "kv_cache_gib": 1.0,
     "max_model_len": None,
     "max_num_seqs": 4,

@@ -10,9 +10,10 @@ from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.block_pool import salted_root
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.policy.base import SchedulingPolicy
+from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionName, SwapCost
+from penstock.gpu_node.engine.scheduler.swap_cost import PreemptionName
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.end_rule import EndRule
@@ -64,7 +65,7 @@ def new_scheduler(
         max_prefill_beside_decode=max(1, budget // 2),
         max_model_len=(num_blocks + num_host_blocks) * BLOCK_SIZE,
     )
-    return Scheduler(memory, limits, SwapCost(preemption, 1), policy=policy), memory
+    return Scheduler(memory, limits, LearnedTimes(preemption, 1), policy=policy), memory
 
 
 def check_plan(scheduler: Scheduler, step: Step, budget: int) -> StepPlan:

@@ -140,7 +140,6 @@ void penstock_single_cache_get(KvCache* cache, int slot, int head, float* key, f
   cache->get(0, slot, head, key, value);
 }
 
-void penstock_single_cache_clear(KvCache* cache, int block) { cache->clear_block(block); }
 
 // queries, out: [count, head_dim]; limits, firsts: [count]; biases: [count] rows or null. `by_span`: computes the
 // spans separately, in reverse order, and merges them; else all in one call.

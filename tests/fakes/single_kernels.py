@@ -181,10 +181,6 @@ class SingleCache:
         self._library.penstock_single_cache_get(self._cache, slot, head, _at(key), _at(value))
         return key, value
 
-    def clear(self, block: int) -> None:
-        """Zero a block."""
-        self._library.penstock_single_cache_clear(self._cache, block)
-
     def attend(
         self,
         queries: Floats,
@@ -248,7 +244,6 @@ def _open(path: Path) -> Any:
         "cache_free": (None, [pointer]),
         "cache_set": (None, [pointer, number, number, pointer, pointer]),
         "cache_get": (None, [pointer, number, number, pointer, pointer]),
-        "cache_clear": (None, [pointer, number]),
         "attend": (None, [*[pointer] * 5, number, pointer, number, real, number, pointer]),
     }
     for name, (result, arguments) in signatures.items():

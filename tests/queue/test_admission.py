@@ -26,8 +26,8 @@ from penstock.queue.admission import (
 )
 from penstock.queue.wire import NodePressure, PoolPressure, PoolRecord, encode_chunk
 
-RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
-UNLIMITED = PoolRecord("m", "acme/model", bytes_per_token=4.0)
+RECORD = PoolRecord("m", "acme/model", max_model_len=1000)
+UNLIMITED = PoolRecord("m", "acme/model")
 
 
 def node(name: str = "n1", *, room: int = 0, rate: float = 0.0, draining: bool = False) -> NodePressure:
@@ -87,9 +87,9 @@ def test_what_is_said_of_tokens_takes_the_memory_that_is_charged_for_it(num: int
 
 
 def test_tools_and_calls_cost_what_they_are_long_but_no_chat_is_refused_for_them() -> None:
-    call = ToolCall(id="c", name="f", arguments=json.dumps({"a": "x" * 386}))
+    call = ToolCall(id="c", name="f", arguments=json.dumps({"a": "x" * 286}))
     chat = (Message(role="user", content="", tool_calls=(call,)),)
-    tools = json.dumps([{"type": "function", "function": {"name": "x" * 352}}])
+    tools = json.dumps([{"type": "function", "function": {"name": "x" * 252}}])
     params = SamplingParams(max_tokens=10)
     assert estimate_cost(new_job(messages=chat, params=params), RECORD) == 110
     assert estimate_cost(new_job(messages=chat, tools=tools, params=params), RECORD) == 210
@@ -100,12 +100,12 @@ def test_tools_and_calls_cost_what_they_are_long_but_no_chat_is_refused_for_them
 @pytest.mark.parametrize(
     ("prompt", "params", "cost"),
     [
-        ({"prompt": "x" * 400}, {"max_tokens": 10}, 110),
-        ({"prompt": "x" * 401}, {"max_tokens": 10}, 111),
+        ({"prompt": "x" * 300}, {"max_tokens": 10}, 110),
+        ({"prompt": "x" * 301}, {"max_tokens": 10}, 111),
         ({"prompt_token_ids": (1,) * 50}, {"max_tokens": 10}, 60),
-        ({"prompt": "x" * 400}, {"max_tokens": 10, "n": 3}, 130),
-        ({"prompt": "x" * 400}, {}, 100 + PREDICTED_OUTPUT_TOKENS),
-        ({"prompt": "x" * 400}, {"max_tokens": 900}, 100 + PREDICTED_OUTPUT_TOKENS),
+        ({"prompt": "x" * 300}, {"max_tokens": 10, "n": 3}, 130),
+        ({"prompt": "x" * 300}, {}, 100 + PREDICTED_OUTPUT_TOKENS),
+        ({"prompt": "x" * 300}, {"max_tokens": 900}, 100 + PREDICTED_OUTPUT_TOKENS),
         ({"prompt": "x" * 40_000}, {"max_tokens": 10}, 1000),
         ({"prompt": "x" * 40_000}, {"max_tokens": 10, "n": 2}, 2000),
     ],
@@ -131,7 +131,7 @@ def test_outputs_are_as_long_as_those_of_their_kind_were_lately() -> None:
 
 def test_model_of_unknown_length_limits_nothing() -> None:
     job = new_job(prompt="x" * 40_000, params=SamplingParams(max_tokens=1))
-    assert estimate_cost(job, UNLIMITED) == 10_001
+    assert estimate_cost(job, UNLIMITED) == 13_335
     assert estimate_cost(new_job(prompt_token_ids=(1,) * 5000), UNLIMITED) == 5256
 
 

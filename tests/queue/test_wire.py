@@ -113,11 +113,11 @@ def test_result_bytes() -> None:
 
 def test_pool_record_bytes() -> None:
     data = wire.encode_record(
-        PoolRecord("m", "acme/model", ("alias",), 2048, 2.5, 7, "r1", 32, "hermes", "think", {"sql": "02"})
+        PoolRecord("m", "acme/model", ("alias",), 2048, 7, "r1", 32, "hermes", "think", {"sql": "02"})
     )
     assert data == (
-        b"\x8c\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
-        b"\xafbytes_per_token\xcb\x40\x04\x00\x00\x00\x00\x00\x00\xa9created_s\x07\xa8revision\xa2r1"
+        b"\x8b\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
+        b"\xa9created_s\x07\xa8revision\xa2r1"
         b"\xafmax_token_bytes\x20\xabtool_parser\xa6hermes\xb0reasoning_parser\xa5think\xa8adapters\x81\xa3sql\xa202"
     )
 

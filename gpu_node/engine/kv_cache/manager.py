@@ -155,11 +155,9 @@ class KvCacheManager:
         for block in blocks:
             self._pool_of(block).uncache(block)
 
-    def uncache_unheld(self, blocks: Iterable[int]) -> list[int]:
-        """Remove from the cache those blocks that no sequence holds, and return them."""
-        unheld = [block for block in blocks if self.ref_count(block) == 0]
-        self.uncache(unheld)
-        return unheld
+    def uncache_unheld(self, blocks: Iterable[int]) -> None:
+        """Remove from the cache those blocks that no sequence holds."""
+        self.uncache(block for block in blocks if self.ref_count(block) == 0)
 
     def ref_count(self, block: int) -> int:
         """Return the number of references on a block."""

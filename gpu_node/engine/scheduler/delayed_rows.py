@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Ints
+from penstock.gpu_node.engine.structured.guide import Guide
 
 
 class DelayedRows:
     """Sequences with a late mask. They keep rows and blocks, and compute nothing meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, guides: Mapping[Sequence, Guide]) -> None:
+        self._guides = guides
         self._seqs: set[Sequence] = set()
 
     def add(self, seqs: Iterable[Sequence]) -> None:
@@ -26,7 +28,7 @@ class DelayedRows:
         """
         if not self._seqs:
             return ends
-        self._seqs = {seq for seq in self._seqs if seq.row >= 0 and seq.guide is not None and seq.guide.is_waiting}
+        self._seqs &= {seq for seq, guide in self._guides.items() if seq.row >= 0 and guide.is_waiting}
         held = [i for i in range(len(ends)) if seqs[i] in self._seqs]
         without = ends.copy()
         without[held] = starts[held]

@@ -41,12 +41,14 @@ class Drafts:
     """Drafts tokens for running sequences before a step, and drops rejected ones after it."""
 
     def __init__(self, batch: RunningBatch, memory: KvCacheManager, speculation: DraftBudget, block_size: int) -> None:
-        self.speculation = speculation
+        self._speculation = speculation
+        self.num_drafted = self.num_accepted = 0
         self.num_written = 0
         """Drafted tokens that the next step may compute."""
         self._num_writes = 0
         self._has_matches = False
         """Whether any sequence found a draft at the last look."""
+        self._drafters: dict[Sequence, Drafter] = {}
         self._batch = batch
         self._table = batch.table
         self._memory = memory
@@ -58,7 +60,7 @@ class Drafts:
         A sequence with a grammar drafts nothing, because its token mask is known for the newest token only. Drafts
         never take blocks that other sequences may need.
         """
-        if not self.speculation.max_draft_tokens:
+        if not self._speculation.max_draft_tokens:
             return
         table, seqs, rows = self._table, self._batch.seqs, self._batch.rows
         if self.num_written:
@@ -72,7 +74,7 @@ class Drafts:
         max_drafted = (max_step_tokens - int(to_compute.sum())) // 2
         if max_drafted <= 0 or not decoding:
             return
-        if needs := self.speculation.needs(len(decoding), max_drafted):
+        if needs := self._speculation.needs(len(decoding), max_drafted):
             self._choose([seqs[i] for i in decoding], needs, all_look=all_look)
 
     def _choose(self, decoding: list[Sequence], needs: list[float], *, all_look: bool) -> None:
@@ -84,36 +86,40 @@ class Drafts:
         min_odds = min(need / num for num, need in enumerate(needs, 1))
         found = []
         for seq in decoding:
-            if all_look or (seq.drafter is not None and seq.drafter.has_match):
-                drafter = self._look(seq, min_odds)
+            known = self._drafters.get(seq)
+            if all_look or (known is not None and known.has_match):
+                drafter = self._look(seq, known, min_odds)
                 if drafter is not None:
                     found.append((seq, drafter))
         self._has_matches = bool(found)
         if not found:
             return
-        limit = self.speculation.max_draft_tokens
+        limit = self._speculation.max_draft_tokens
         chances = [drafter.chances(min(self._max_draft(seq), limit)) for seq, drafter in found]
-        for (seq, drafter), count in zip(found, self.speculation.choose(chances, needs), strict=True):
+        for (seq, drafter), count in zip(found, self._speculation.choose(chances, needs), strict=True):
             if count:
                 draft = _up_to(seq.end_rule.end_ids, drafter.draft(count))
                 self.num_written += self._table.put_draft(seq, draft)
 
-    def _look(self, seq: Sequence, min_odds: float) -> Drafter | None:
+    def _look(self, seq: Sequence, drafter: Drafter | None, min_odds: float) -> Drafter | None:
         """Look for a draft. Return the drafter if the first token is right with odds above `min_odds`."""
-        if seq.guide is not None:
+        if seq in self._table.guides:
             return None
-        drafter = seq.drafter
         if drafter is None:
-            drafter = seq.drafter = self.speculation.drafter(seq.max_num_tokens)
+            drafter = self._drafters[seq] = self._speculation.drafter(seq.max_num_tokens)
         return drafter if drafter.look(self._table.tokens_of(seq)[len(drafter.lookup) :], min_odds) else None
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the drafter of a sequence that ends."""
+        self._drafters.pop(seq, None)
 
     def accept_drafts(self, step: Step, tokens: Ints, late: Collection[int] = ()) -> AcceptedDrafts:
         """Separate the accepted samples of a step from the rejected ones. Samples in `late` were not drawn."""
         if not step.num_drafted and not late:
             return AcceptedDrafts(step, tokens, range(len(tokens)), [])
         kept, poisoned = self._check(step, tokens)
-        self.speculation.num_drafted += step.num_drafted
-        self.speculation.num_accepted += step.num_drafted - (len(tokens) - len(kept))
+        self.num_drafted += step.num_drafted
+        self.num_accepted += step.num_drafted - (len(tokens) - len(kept))
         kept = [i for i in kept if i not in late]
         if len(kept) == len(tokens):
             return AcceptedDrafts(step, tokens, range(len(tokens)), [])
@@ -144,7 +150,7 @@ class Drafts:
         """Return how many tokens a sequence may draft."""
         table, num_tokens = self._table, int(self._table.num_tokens[seq.row])
         limit = int(table.limit[seq.row]) - num_tokens - 1
-        max_blocks = 2 + self.speculation.max_draft_tokens // self._block_size
+        max_blocks = 2 + self._speculation.max_draft_tokens // self._block_size
         if self._memory.device.num_free < len(self._batch.seqs) * max_blocks:
             limit = min(limit, int(table.capacity[seq.row]) - num_tokens)
         return max(0, limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from penstock.contract.errors import InvariantError
 from penstock.gpu_node.engine.sequence import NO_TOKENS, Sequence
 from penstock.gpu_node.engine.steps import Ints, Rows, Step
-from penstock.gpu_node.engine.structured.guide import GuidedMasks
+from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
 from penstock.gpu_node.model.protocol import NO_ADAPTER, NO_LOGPROBS, NULL_BLOCK, SamplingRows, StepPlan
 
+NO_GUIDES: Mapping[Sequence, Guide] = {}
 _SETTINGS: dict[str, type[np.generic]] = {
     "temperature": np.float32,
     "top_k": np.int32,
@@ -55,6 +56,8 @@ class InputBatch:
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+        self.guides: dict[Sequence, Guide] = {}
+        """The guides of the sequences with a grammar, whether or not they run."""
         self._unused = list(range(max_rows - 1, -1, -1))
         self._block_size = block_size
         self.num_tokens, self.num_drafted, self.num_computed, self.num_cached, self.capacity, self.limit = (
@@ -201,10 +204,11 @@ class InputBatch:
         )
 
     def _masks_of(self, seqs: list[Sequence]) -> GuidedMasks:
-        for seq in seqs:
-            if seq.guide is not None:
-                seq.guide.take(seq.guide.new_tokens_of(self.tokens_of(seq)[seq.num_prompt_tokens :]))
-        return GuidedMasks([seq.guide for seq in seqs])
+        guides = [self.guides.get(seq) for seq in seqs]
+        for seq, guide in zip(seqs, guides, strict=True):
+            if guide is not None:
+                guide.take(guide.new_tokens_of(self.tokens_of(seq)[seq.num_prompt_tokens :]))
+        return GuidedMasks(guides)
 
     def _settings_for(self, seqs: list[Sequence], rows: Rows) -> _Settings:
         # The running batch seldom changes; until it does, the scheduler passes the same array.
@@ -214,6 +218,7 @@ class InputBatch:
 
     def _gather_settings(self, seqs: list[Sequence], rows: Rows) -> _Settings:
         wanted = [seq.num_logprobs for seq in seqs]
+        are_guided = any(seq in self.guides for seq in seqs)
         return _Settings(
             rows=rows,
             values={name: column[rows] for name, column in self._settings.items()},
@@ -223,8 +228,8 @@ class InputBatch:
             biased=tuple(seq.biased for seq in seqs),
             biases=tuple(seq.biases for seq in seqs),
             have_bans=any(seq.has_bans for seq in seqs),
-            are_guided=any(seq.guide is not None for seq in seqs),
-            look_back=any(seq.looks_back for seq in seqs),
+            are_guided=are_guided,
+            look_back=are_guided or any(seq.looks_back for seq in seqs),
             num_logprobs=np.array(wanted, dtype=np.int32) if max(wanted, default=NO_LOGPROBS) >= 0 else None,
         )
 

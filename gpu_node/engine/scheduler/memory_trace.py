@@ -89,7 +89,8 @@ class MemoryTrace:
         since_s = now_s - self._recorded_s
         if since_s < _BUSY_S:
             return
-        counts = self._counts()
+        scheduler = self._scheduler
+        counts = Counter(preempted=scheduler.num_preemptions, swapped=scheduler.num_swaps, refused=self._num_refused)
         if since_s >= _QUIET_S or counts != self._counted:
             event = ", ".join(f"{name} {number}" for name, number in (counts - self._counted).items())
             self._counted = counts
@@ -103,11 +104,6 @@ class MemoryTrace:
         if isinstance(error, MemoryError) and now_s - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now_s
             _log.error("a step found no memory", extra={"reason": repr(error), "trail": self.lines()[-_NUM_LOGGED:]})
-
-    def _counts(self) -> Counter[str]:
-        scheduler = self._scheduler
-        counts = {"preempted": scheduler.num_preemptions, "swapped": scheduler.num_swaps, "refused": self._num_refused}
-        return Counter(counts)
 
     def _record(self, event: str) -> None:
         scheduler, queues = self._scheduler, self._scheduler.queues

@@ -84,12 +84,12 @@ class Preemptor:
             self._admission.recompute(self._queues.swapped[-1])
         self._batch.grow(seq, num_blocks)
 
-    def start_over(self, seq: Sequence) -> list[int]:
-        """Requeue a sequence, if it runs, for recomputation. Return its blocks that no other sequence holds."""
+    def start_over(self, seq: Sequence) -> None:
+        """Requeue a sequence, if it runs, for recomputation. Uncache its blocks that no other sequence holds."""
         blocks = seq.blocks
         if seq.row >= 0:
             self.requeue(seq)
-        return self._memory.uncache_unheld(blocks)
+        self._memory.uncache_unheld(blocks)
 
     def requeue(self, seq: Sequence) -> None:
         """Move a running sequence and its waiting forks back to the queue, to compute all of it again."""

@@ -6,9 +6,9 @@ from itertools import chain
 
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
-from penstock.gpu_node.engine.scheduler.step_time import StepTime, StepWork
+from penstock.gpu_node.engine.scheduler.step_time import StepTime
 from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues
-from penstock.gpu_node.engine.steps import Ints, Step
+from penstock.gpu_node.engine.steps import Ints
 
 BACKLOG_STEPS = 8
 """A backlog of prompts may be spread over this many steps, if only its own tenant waits for them."""
@@ -24,21 +24,11 @@ class PrefillBudget:
     described as Sarathi-Serve (Agrawal et al., arXiv:2403.02310).
     """
 
-    def __init__(self, limits: StepLimits, batch: RunningBatch, queues: WaitingQueues) -> None:
+    def __init__(self, limits: StepLimits, batch: RunningBatch, queues: WaitingQueues, step_time: StepTime) -> None:
         self._limits = limits
         self._batch = batch
         self._queues = queues
-        self._time = StepTime()
-
-    def note(self, step: Step, num_scored: int, took_ms: float) -> None:
-        """Learn from a step that took `took_ms` and scored `num_scored` prompt tokens."""
-        num_attended = 0
-        if step.num_prefill_tokens:
-            counts = step.ends - step.starts
-            is_chunk = counts > 1
-            num_attended = int((counts[is_chunk].astype("int64") * step.starts[is_chunk]).sum())
-        num_decoded = step.num_tokens - step.num_prefill_tokens
-        self._time.note(StepWork(num_decoded, step.num_prefill_tokens, num_attended, num_scored), took_ms)
+        self._time = step_time
 
     def num_tokens(self, num_to_compute: Ints, num_decoded: int) -> int:
         """Return the number of prompt tokens for the next step, at least one.

@@ -27,8 +27,6 @@ class StepOutcome:
     """The index of each among the step's samples."""
     ended: set[Sequence] = field(default_factory=set)
     """Sequences that the scheduler removed, because their token ends them or is FAILED_TOKEN."""
-    broken_blocks: list[int] = field(default_factory=list)
-    """Blocks of failed sequences that no sequence holds and the prefix cache does not list."""
     faulty: Sequence | None = None
     """A sequence to drop because its steps are too slow."""
 

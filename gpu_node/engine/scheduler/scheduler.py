@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -13,17 +13,18 @@ from penstock.gpu_node.engine.scheduler.admission import Admission, Grants, Pref
 from penstock.gpu_node.engine.scheduler.delayed_rows import DelayedRows
 from penstock.gpu_node.engine.scheduler.drafts import Drafts
 from penstock.gpu_node.engine.scheduler.fault_isolation import FaultIsolator
-from penstock.gpu_node.engine.scheduler.input_batch import InputBatch
+from penstock.gpu_node.engine.scheduler.input_batch import NO_GUIDES, InputBatch
+from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits, StepSize, ends_within_budget
 from penstock.gpu_node.engine.scheduler.preemption import Preemptor
 from penstock.gpu_node.engine.scheduler.prefill_budget import PrefillBudget
 from penstock.gpu_node.engine.scheduler.progress import StepOutcome, StepProgress
 from penstock.gpu_node.engine.scheduler.running import RunningBatch
-from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.scheduler.waiting import WaitingQueues, leave_group
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.speculative.budget import DraftBudget
 from penstock.gpu_node.engine.steps import Ints, Step, step_of
+from penstock.gpu_node.engine.structured.guide import Guide
 from penstock.gpu_node.model.protocol import FAILED_TOKEN, StepPlan
 
 
@@ -42,7 +43,7 @@ class Scheduler:
         self,
         memory: KvCacheManager,
         limits: StepLimits,
-        costs: SwapCost,
+        times: LearnedTimes,
         *,
         policy: SchedulingPolicy | None = None,
         speculation: DraftBudget | None = None,
@@ -54,14 +55,14 @@ class Scheduler:
         self._limits = limits
         self._table = InputBatch(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._batch = RunningBatch(memory, self._table, limits.block_size)
-        self._isolator, self._delayed = FaultIsolator(), DelayedRows()
-        self.drafts = Drafts(self._batch, memory, speculation or DraftBudget(0), limits.block_size)
+        self._isolator, self._delayed = FaultIsolator(), DelayedRows(self._table.guides)
+        self.drafts = Drafts(self._batch, memory, speculation or DraftBudget(0, times.draft_cost), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
-        self.prefill_budget = PrefillBudget(limits, self._batch, self.queues)
+        self._prefill_budget = PrefillBudget(limits, self._batch, self.queues, times.step_time)
         self._progress = StepProgress(self._batch)
         sequences = self._batch, self.queues
         self._admission = Admission(memory, *sequences, policy, self._isolator)
-        self._preemptor = Preemptor(memory, *sequences, self._admission, costs, policy, self._isolator)
+        self._preemptor = Preemptor(memory, *sequences, self._admission, times.swap_cost, policy, self._isolator)
 
     @property
     def running(self) -> list[Sequence]:
@@ -109,8 +110,9 @@ class Scheduler:
         """Return the prompt and output of a sequence. Only the last token may still be unknown; it is then negative."""
         return self._table.tokens_of(seq) if seq.row >= 0 else seq.token_ids
 
-    def add(self, *choices: Sequence) -> None:
-        """Queue a request's choices; the first one computes the prompt. Too many for the cache form several groups."""
+    def add(self, *choices: Sequence, guides: Mapping[Sequence, Guide] = NO_GUIDES) -> None:
+        """Queue a request's choices and their guides; the first computes the prompt. Too many form several groups."""
+        self._table.guides.update(guides)
         num_blocks = max(self._batch.num_blocks(len(seq.token_ids)) for seq in choices)
         group_size = max(1, min(self._limits.max_num_seqs, self._memory.device.num_total - num_blocks + 1))
         for first in range(0, len(choices), group_size):
@@ -119,6 +121,8 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Drop a sequence, whether it is running, waiting or swapped."""
         self._isolator.forget(seq)
+        self.drafts.forget(seq)
+        self._table.guides.pop(seq, None)
         if seq.row < 0:
             self.queues.remove(seq)
             self._memory.free(seq.blocks)
@@ -135,7 +139,7 @@ class Scheduler:
         self._preemptor.preempt_for_request()
         self.drafts.write(0 if self._isolator.has_any else self.max_step_tokens)
         preemptions_before = self.num_preemptions
-        if (step := self._decide()) is not None:
+        if (step := self._decide(self._budget())) is not None:
             return step
         if self.running and self.num_preemptions > preemptions_before:
             return self.schedule()  # the sequence that would have used the whole budget was preempted
@@ -154,10 +158,12 @@ class Scheduler:
             return None
         self._progress.assume(step)
         self._in_flight = None
-        if not self.running or not self._has_free_blocks() or self._preemptor.preemption_request() is not None:
+        if not self.running or not self._has_free_blocks(budget := self._budget()):
+            return None
+        if self._preemptor.preemption_request() is not None:
             return None
         self._batch.own_last_blocks()
-        return self._decide()
+        return self._decide(budget)
 
     def plan(self, step: Step) -> StepPlan:
         """Return a scheduled step in the form that the runner takes."""
@@ -172,13 +178,13 @@ class Scheduler:
         outcome = StepOutcome(accepted.sampled_seqs, tokens.tolist(), samples)
         for i in self._progress.complete(accepted, tokens):
             seq = accepted.sampled_seqs[i]
-            if outcome.token_ids[i] == FAILED_TOKEN:
-                outcome.broken_blocks.extend(self._discard(seq))
-            else:
+            if seq.row >= 0:
                 self.remove(seq)
+            if outcome.token_ids[i] == FAILED_TOKEN:
+                self._memory.uncache_unheld(seq.blocks)
             outcome.ended.add(seq)
         for seq in poisoned:
-            outcome.broken_blocks.extend(self._preemptor.start_over(seq))
+            self._preemptor.start_over(seq)
         if self._in_flight is step:
             self._in_flight = None
         elif (ahead := self._in_flight) is not None:
@@ -228,23 +234,22 @@ class Scheduler:
         if not (num_decoding := int((to_compute == 1).sum())) or (num_decoding == len(rows) and not self.queues):
             return max_tokens
         num_decoded = num_decoding + self.drafts.num_written
-        return min(max_tokens, num_decoded + self.prefill_budget.num_tokens(to_compute, num_decoded))
+        return min(max_tokens, num_decoded + self._prefill_budget.num_tokens(to_compute, num_decoded))
 
-    def _decide(self) -> Step | None:
-        """Divide the budget between running and new sequences. Return the step; None where no sequence progresses."""
+    def _decide(self, budget: int) -> Step | None:
+        """Divide a token budget between running and new sequences. Return None where no sequence progresses."""
         cached: list[int] = []
         preemptions_before = self.num_preemptions
-        ends = self._schedule_running(budget := self._budget(), cached)
+        ends = self._schedule_running(budget, cached)
         if self.num_preemptions == preemptions_before and len(ends) == len(self.running):
             ends = self._admit(budget, ends, cached)
-        has_progress = ends > self._table.num_computed[self._batch.rows[: len(ends)]]
-        self._in_flight = self._step(ends, cached) if has_progress.any() else None
+        self._in_flight = self._step(ends, cached)
         return self._in_flight
 
-    def _has_free_blocks(self) -> bool:
-        """Return whether enough blocks are free for all running sequences in the next step."""
+    def _has_free_blocks(self, budget: int) -> bool:
+        """Return whether enough blocks are free for all running sequences in a step of `budget` tokens."""
         rows, table = self._batch.rows, self._table
-        ends = ends_within_budget(self._budget(), table.num_computed[rows], table.num_tokens[rows])
+        ends = ends_within_budget(budget, table.num_computed[rows], table.num_tokens[rows])
         lacking = np.maximum(ends - table.capacity[rows[: len(ends)]], 0)
         return int((-(-lacking // self._limits.block_size)).sum()) <= self._memory.device.num_free
 
@@ -281,17 +286,14 @@ class Scheduler:
         self._admission.admit(grants)
         return np.concatenate((ends, np.array(grants.ends, dtype=np.int32)))
 
-    def _step(self, ends: Ints, cached: list[int]) -> Step:
-        """Return the step in which the first `len(ends)` running sequences compute up to `ends`."""
+    def _step(self, ends: Ints, cached: list[int]) -> Step | None:
+        """Return the step in which the first `len(ends)` running sequences compute up to `ends`; None for no token."""
         num = len(ends)
-        rows = self._batch.rows[:num]
+        # A plan reuses the settings of the last one while the array of rows stays the same.
+        rows = self._batch.rows if num == len(self.running) else self._batch.rows[:num]
         starts, num_tokens = self._table.num_computed[rows], self._table.num_tokens[rows]
+        if not (ends > starts).any():
+            return None
         return step_of(
             self.running[:num], rows, starts, ends, num_tokens, cached_blocks=cached, copies=self._memory.take_copies()
         )
-
-    def _discard(self, seq: Sequence) -> list[int]:
-        """Drop a failed sequence. Return its blocks that no other sequence holds, now uncached."""
-        if seq.row >= 0:
-            self.remove(seq)
-        return self._memory.uncache_unheld(seq.blocks)

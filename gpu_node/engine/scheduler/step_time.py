@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+from penstock.gpu_node.engine.steps import Step
 
 _LEARNING_RATE = 0.3
 """Share of a prediction's error, as a ratio, that one step corrects."""
@@ -26,6 +28,16 @@ class StepWork(NamedTuple):
     """Sum, over prompt tokens, of the tokens that are stored before their chunk."""
     num_scored: int
     """Prompt tokens with log-probabilities requested; each needs a row of logits."""
+
+    @classmethod
+    def of(cls, step: Step, num_scored: int) -> Self:
+        """Return the work of a step that scores `num_scored` prompt tokens."""
+        num_attended = 0
+        if step.num_prefill_tokens:
+            counts = step.ends - step.starts
+            is_chunk = counts > 1
+            num_attended = int((counts[is_chunk].astype("int64") * step.starts[is_chunk]).sum())
+        return cls(step.num_tokens - step.num_prefill_tokens, step.num_prefill_tokens, num_attended, num_scored)
 
 
 class StepTime:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    # Commands read node settings on machines without numpy.
-    from penstock.gpu_node.model.protocol import StepResult
+from typing import Literal
 
 PreemptionName = Literal["auto", "recompute", "swap"]
 
@@ -26,11 +22,6 @@ class SwapCost:
         self._block_bytes = block_bytes
         self._copied_bytes_per_ms = _BYTES_PER_S / 1e3
         self._prefilled_per_ms: float | None = None
-
-    def note_step(self, num_copies: int, num_prefill_tokens: int, result: StepResult) -> None:
-        """Record a step's block copies and prompt tokens with their times."""
-        self.note_copies(num_copies, result.copy_ms)
-        self.note_forward(num_prefill_tokens, result.forward_ms)
 
     def note_copies(self, num_blocks: int, took_ms: float) -> None:
         """Record that a step copied `num_blocks` blocks in `took_ms`."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.gpu_node.engine.speculative.drafter import Drafter, common_odds
 from penstock.gpu_node.engine.speculative.step_cost import StepCost
-from penstock.gpu_node.engine.steps import Step
-from penstock.gpu_node.model.protocol import ModelRunner, StepResult
+from penstock.gpu_node.model.protocol import ModelRunner
 
 if TYPE_CHECKING:
     from penstock.gpu_node.engine.config import EngineConfig
@@ -17,16 +16,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def speculation_of(config: EngineConfig, runner: ModelRunner) -> DraftBudget:
-    """Create the draft budget for an engine's settings and runner."""
+def speculation_of(config: EngineConfig, runner: ModelRunner, cost: StepCost) -> DraftBudget:
+    """Create the draft budget for an engine's settings and runner; `cost` is what drafts are known to cost."""
     if config.speculative == "off":
-        return DraftBudget(0)
+        return DraftBudget(0, cost)
     if not runner.verifies_drafts:
         _log.warning(
             "speculative decoding is off: this runner cannot verify drafts", extra={"speculative": config.speculative}
         )
-        return DraftBudget(0)
-    return DraftBudget(config.max_draft_tokens)
+        return DraftBudget(0, cost)
+    return DraftBudget(config.max_draft_tokens, cost)
 
 
 class DraftBudget:
@@ -36,18 +35,11 @@ class DraftBudget:
     tokens that must be accepted. The success of earlier drafts predicts how many will be.
     """
 
-    def __init__(self, max_draft_tokens: int) -> None:
+    def __init__(self, max_draft_tokens: int, cost: StepCost) -> None:
         """With 0 tokens, no sequence drafts."""
         self.max_draft_tokens = max_draft_tokens
-        self.num_drafted = self.num_accepted = 0
-        self._cost = StepCost()
+        self._cost = cost
         self._common = common_odds()
-
-    def note_step(self, step: Step, result: StepResult, whole_ms: float) -> None:
-        """Learn from a step that took `whole_ms`, planning and completion included."""
-        if self.max_draft_tokens and not step.num_prefill_tokens:
-            step_ms = result.forward_ms + result.sample_ms
-            self._cost.note(len(step.seqs), step.num_drafted, step_ms, whole_ms - step_ms)
 
     def drafter(self, max_num_tokens: int) -> Drafter:
         """Create a drafter for a sequence of at most `max_num_tokens` tokens."""

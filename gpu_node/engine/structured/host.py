@@ -19,6 +19,7 @@ from penstock.contract.errors import UnavailableError
 from penstock.gpu_node.engine.structured import limits
 from penstock.gpu_node.engine.structured.grammar import Grammar, Kind, TrialResult
 from penstock.gpu_node.engine.structured.guide import Guide, GuidedMasks
+from penstock.gpu_node.engine.structured.lanes import Lanes
 from penstock.gpu_node.engine.structured.outcomes import GrammarCounts
 from penstock.gpu_node.engine.structured.process import Worker
 from penstock.gpu_node.engine.structured.processes import GrammarProcesses
@@ -46,7 +47,11 @@ class MaskHost:
         """`tokenizer` returns the text of tokenizer.json. The processes start with the first grammar."""
         self.counts = GrammarCounts()
         self.vocab_size = vocab_size
-        self._processes = GrammarProcesses(tokenizer, vocab_size, eos_token_ids, self.counts)
+        self._selector = selectors.DefaultSelector()
+        self._lanes = Lanes(self.counts)
+        self._processes = GrammarProcesses(
+            tokenizer, vocab_size, eos_token_ids, lanes=self._lanes, selector=self._selector, counts=self.counts
+        )
         self._lock = threading.Lock()
         self._ended: deque[tuple[Worker | None, int, Grammar]] = deque()
         self._masks: GuidedMasks | None = None
@@ -56,7 +61,7 @@ class MaskHost:
         """Whether the thread sleeps without a timeout, until it is woken."""
         self._is_closed = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._processes.selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._thread: threading.Thread | None = None
 
     @property
@@ -101,7 +106,7 @@ class MaskHost:
             self._give_up_waiting()
             for row, guide in enumerate(masks.guides):
                 if self._is_closed:
-                    self._processes.lanes.fail(guide, UnavailableError(_GONE, code="internal_error"))
+                    self._lanes.fail(guide, UnavailableError(_GONE, code="internal_error"))
                 if guide.failure is None:
                     masks.waiting[guide] = row
             self._masks = masks
@@ -159,7 +164,7 @@ class MaskHost:
             if template is not None:
                 self._processes.install(template)
             timeout_s = self._timeout_s()
-        events = self._processes.selector.select(timeout_s)
+        events = self._selector.select(timeout_s)
         with self._lock:
             if self._is_closed:
                 return
@@ -171,7 +176,7 @@ class MaskHost:
                     with suppress(BlockingIOError):
                         os.eventfd_read(self._wake_fd)
             while self._ended:
-                self._processes.lanes.close(*self._ended.popleft())
+                self._lanes.close(*self._ended.popleft())
             affected += self._processes.maintain()
             self._hand_over(affected)
 

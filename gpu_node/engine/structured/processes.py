@@ -34,13 +34,21 @@ class GrammarProcesses:
     """The owner of all grammar processes: starts them, handles their messages, and replaces ended ones."""
 
     def __init__(
-        self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int], counts: GrammarCounts
+        self,
+        tokenizer: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        lanes: Lanes,
+        selector: selectors.BaseSelector,
+        counts: GrammarCounts,
     ) -> None:
+        """`selector` watches the sockets of all processes."""
         self.special_tokens: Future[frozenset[int]] = Future()
         """Completes when the first template is ready."""
-        self.selector = selectors.DefaultSelector()
+        self._selector = selector
         self.template: Template | None = None
-        self.lanes = Lanes(counts)
+        self._lanes = lanes
         self._trials = TrialQueue()
         self._trial_workers: dict[Worker, Trial] = {}
         self._dying: dict[int, tuple[Worker, int]] = {}
@@ -55,7 +63,7 @@ class GrammarProcesses:
     @property
     def workers(self) -> list[Worker]:
         """All running workers."""
-        return [*self.lanes.workers.values(), *self._trial_workers]
+        return [*self._lanes.workers.values(), *self._trial_workers]
 
     @property
     def is_busy(self) -> bool:
@@ -81,15 +89,15 @@ class GrammarProcesses:
     def install(self, template: Template) -> None:
         """Use this template from now on."""
         self.template = template
-        self.selector.register(template.socket, selectors.EVENT_READ, template)
+        self._selector.register(template.socket, selectors.EVENT_READ, template)
 
     def ask(self, guides: Iterable[Guide]) -> None:
         """Request masks. Without a template nothing is requested, and the masks stay late."""
         if self.template is None:
             return
         try:
-            for worker in self.lanes.ask(guides, self.template):
-                self.selector.register(worker.socket, selectors.EVENT_READ, worker)
+            for worker in self._lanes.ask(guides, self.template):
+                self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         except OSError as error:
             log.warning("a grammar process was not started", extra={"reason": repr(error)})
 
@@ -111,7 +119,7 @@ class GrammarProcesses:
             if replies:
                 self._end_trial(sender, trial, _result_of(replies[0]))
             return []
-        return self.lanes.handle_replies(sender, replies)
+        return self._lanes.handle_replies(sender, replies)
 
     def maintain(self) -> list[Guide]:
         """Start trials, flush sockets, and end workers that are stuck or too large; return the affected choices."""
@@ -125,7 +133,7 @@ class GrammarProcesses:
                 log.warning("a grammar process did not answer in time", extra={"tasks": len(worker.tasks)})
                 self.template.kill(worker)
                 worker.progress_s = time.monotonic()
-        for worker in self.lanes.too_large():
+        for worker in self._lanes.too_large():
             log.info("a grammar process is replaced for its size", extra={"memory_mib": worker.memory >> 20})
             affected += self._lost(worker)
         return affected
@@ -141,7 +149,7 @@ class GrammarProcesses:
             worker.close()
         if self.template is not None:
             self.template.close()
-        self.selector.close()
+        self._selector.close()
 
     def _handle_template(self, template: Template) -> list[Guide]:
         messages = template.receive()
@@ -164,7 +172,7 @@ class GrammarProcesses:
         return affected
 
     def _lost_template(self, template: Template) -> list[Guide]:
-        self.selector.unregister(template.socket)
+        self._selector.unregister(template.socket)
         template.close()
         self.template = None
         if not self._is_unusable:
@@ -185,10 +193,10 @@ class GrammarProcesses:
             self.special_tokens.set_exception(problem)
 
     def _lost(self, worker: Worker) -> list[Guide]:
-        self.selector.unregister(worker.socket)
+        self._selector.unregister(worker.socket)
         current = worker.current
         worker.close()
-        self.lanes.remove(worker)
+        self._lanes.remove(worker)
         if self.template is None:
             return self._on_ended(worker, current, None)
         self._dying[worker.number] = worker, current
@@ -198,7 +206,7 @@ class GrammarProcesses:
     def _on_ended(self, worker: Worker, current: int, exit_status: int | None) -> list[Guide]:
         trial = self._trial_workers.pop(worker, None)
         if trial is None:
-            return self.lanes.died(worker, current, exit_status)
+            return self._lanes.died(worker, current, exit_status)
         if blames_task(exit_status, None):
             self._trials.end(trial, TrialResult(is_too_costly=True))
         else:
@@ -212,14 +220,14 @@ class GrammarProcesses:
             log.warning("a grammar process was not started", extra={"reason": repr(error)})
             self._trials.retry(trial)
             return
-        self.selector.register(worker.socket, selectors.EVENT_READ, worker)
+        self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         self._trial_workers[worker] = trial
         worker.tasks[_TRIAL_TASK] = trial
         worker.send([[_TRIAL_TASK, "try", trial.kind, trial.texts]])
 
     def _end_trial(self, worker: Worker, trial: Trial, result: TrialResult) -> None:
         del self._trial_workers[worker]
-        self.selector.unregister(worker.socket)
+        self._selector.unregister(worker.socket)
         worker.close()
         worker.tasks.clear()
         self._trials.end(trial, result)

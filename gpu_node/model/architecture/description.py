@@ -8,7 +8,8 @@ from penstock.contract.errors import ConfigError
 from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.checkpoint.files import ReadScaled
 from penstock.gpu_node.model.checkpoint.source import ModelSource
-from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
+from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import CacheSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int
     if options.cpu_offload_gib:
         raise ConfigError("cpu_offload_gib needs a GPU; on the CPU, all weights are in host memory already")
     block_bytes = token_bytes * options.block_size
-    num_device_blocks = options.num_blocks
+    num_device_blocks = options.wanted_blocks
     if num_device_blocks is None:
         affordable = int(options.kv_cache_gib * 2**30) // block_bytes
         useful = options.max_num_seqs * -(-described.max_model_len // options.block_size)
@@ -46,6 +47,6 @@ def cache_sizes(described: Description, options: RunnerOptions, token_bytes: int
 
 def num_host_blocks(options: RunnerOptions, block_bytes: int) -> int:
     """Return the number of KV blocks in host memory, from num_swap_blocks or else from swap_space_gib."""
-    if options.num_host_blocks is not None:
-        return options.num_host_blocks
+    if options.num_swap_blocks is not None:
+        return options.num_swap_blocks
     return int(options.swap_space_gib * 2**30) // block_bytes

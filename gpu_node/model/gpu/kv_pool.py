@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -81,17 +79,6 @@ class KvPool:
     def has_host_block(self, tables: NDArray[np.int32]) -> bool:
         """Return whether a step with these block tables reads or writes host blocks."""
         return bool(len(self._host_blocks)) and bool((tables >= self._host_from).any())
-
-    def zero(self, blocks: Sequence[int]) -> None:
-        """Clear blocks."""
-        self.wait_for_swap_out()
-        on_device = [block for block in blocks if block < self._host_from]
-        self._device_blocks[on_device] = 0
-        for block in blocks:
-            if block >= self._host_from:
-                self._host_blocks[block - self._host_from].copy_(
-                    torch.zeros_like(self._device_blocks[0]), non_blocking=True
-                )
 
     def _swap_out(self, copies: NDArray[np.int32]) -> None:
         """Copy device blocks to the host through a staging buffer, because the step may overwrite them at once."""

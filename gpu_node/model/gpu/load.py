@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,7 +27,8 @@ from penstock.gpu_node.model.gpu.row_marks import FIRST_ROWS
 from penstock.gpu_node.model.gpu.runner import GpuRunner, Limits
 from penstock.gpu_node.model.gpu.stored import StoredLinearLoader
 from penstock.gpu_node.model.gpu.weights import load_weights
-from penstock.gpu_node.model.protocol import CacheSizes, RunnerOptions
+from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import CacheSizes
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.kernels.triton.products import MEDIUM_ROWS
 
@@ -53,7 +53,7 @@ def load_gpu(described: Description, options: RunnerOptions, progress: Progress)
     gather = stream if options.cpu_offload_gib else tuple
     weights = load_weights(tensors, spec, _DTYPES[name], report, device.torch, keep, gather)
     decoder = GpuDecoder(spec, weights, described.max_model_len)
-    adapters = GpuAdapters(spec, options.max_loras, options.max_lora_rank, _DTYPES[name], device.torch)
+    adapters = GpuAdapters(spec, options.num_adapter_slots, options.max_lora_rank, _DTYPES[name], device.torch)
     sizes = _sizes(described, options, decoder, layout, device)
     pool = KvPool(layout, sizes.num_device_blocks, sizes.num_host_blocks, device)
     limits = Limits(options.max_num_seqs, described.max_model_len, options.block_size, options.deterministic)
@@ -135,8 +135,8 @@ def _sizes(
     """
     token_bytes, vocab = layout.block_bytes // options.block_size, described.spec.vocab_size
     if not device.is_gpu:
-        return cache_sizes(described, replace(options, cpu_offload_gib=0.0), token_bytes)
-    num_blocks = options.num_blocks
+        return cache_sizes(described, options.model_copy(update={"cpu_offload_gib": 0.0}), token_bytes)
+    num_blocks = options.wanted_blocks
     if num_blocks is None:
         # Return memory that only loading needed.
         torch.cuda.empty_cache()

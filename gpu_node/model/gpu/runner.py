@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -138,11 +138,6 @@ class GpuRunner:
         self._pool.copy(np.zeros((1, 2), np.int32))
         self._row_marks.compile()
         self._adapters.compile()
-
-    @torch.inference_mode()
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clear blocks in every layer."""
-        self._pool.zero(block_ids)
 
     @torch.inference_mode()
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:

@@ -16,7 +16,7 @@ from penstock.gpu_node.model.native.packing import Packer
 from penstock.gpu_node.model.native.positions import set_positions
 from penstock.gpu_node.model.native.runner import NativeRunner
 from penstock.gpu_node.model.native.weight_cache import packed_once
-from penstock.gpu_node.model.protocol import RunnerOptions
+from penstock.gpu_node.model.options import RunnerOptions
 from penstock.kernels.cpu.abi import AbiError, KernelError
 from penstock.kernels.cpu.build import BuildError, library_path
 from penstock.kernels.cpu.library import Activation, Format, KvFormat, NativeModel, NativeSpec

@@ -62,8 +62,10 @@ class NativeRunner:
         outputs = _Outputs(tokens, *self._logprobs(plan), times_ms)
         self._model.start(
             NativePlan(
-                *(*_step(plan), *_addresses(*ragged), *_addresses(plan.adapters)),
-                *(len(plan.copies), *_addresses(plan.copies, tokens, None, times_ms)),
+                *_step(plan),
+                *_addresses(*ragged, plan.adapters),
+                len(plan.copies),
+                *_addresses(plan.copies, tokens, None, times_ms),
                 **_wanted_logprobs(plan, outputs),
             )
         )
@@ -91,10 +93,6 @@ class NativeRunner:
         return _logprob_buffers(plan.sampling.num_logprobs, self._vocab_size), _logprob_buffers(
             scored, self._vocab_size
         )
-
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clear blocks in every layer."""
-        self._model.clear_blocks(block_ids)
 
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Wait for the step in flight, then load an adapter into a slot."""

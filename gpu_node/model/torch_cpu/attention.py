@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.gpu_node.model.protocol import StepPlan
+from penstock.gpu_node.model.protocol import NULL_BLOCK, StepPlan
 
 _MAX_PADDING = 2.0
 _MIN_BLOCKS = 4
@@ -132,7 +132,9 @@ class PagedAttention:
         num_blocks = -(-int(contexts.max()) // self._block_size)
         steps = np.arange(num_queries)
         query_positions = (contexts - num_queries)[:, None] + steps
-        pages = plan.block_tables[seqs, :num_blocks].astype(np.int64).ravel()
+        # A sequence may hold blocks that no token is stored in yet; masks do not silence a NaN in their old contents.
+        is_used = np.arange(num_blocks) < -(-contexts // self._block_size)[:, None]
+        pages = np.where(is_used, plan.block_tables[seqs, :num_blocks], NULL_BLOCK).astype(np.int64).ravel()
         return AttentionGroup(
             tokens=torch.from_numpy((starts[:, None] + steps).ravel()),
             pages=self._for_each_head(pages, self._num_blocks),

@@ -12,7 +12,7 @@ from penstock.gpu_node.model.architecture.description import Description, cache_
 from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
-from penstock.gpu_node.model.protocol import RunnerOptions
+from penstock.gpu_node.model.options import RunnerOptions
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.gpu_node.model.torch_common.positions import alibi_biases
 from penstock.gpu_node.model.torch_cpu.attention import PagedAttention

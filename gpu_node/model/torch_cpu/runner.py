@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -66,10 +65,6 @@ class TorchRunner:
         """Run a step that samples nothing and return the logits after each of its tokens, [num_tokens, vocab]."""
         return self._thread.submit(self._logits, plan, torch.arange(len(plan.token_ids))).result().numpy()
 
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clear blocks in every layer."""
-        self._thread.submit(self._zero, list(block_ids)).result()
-
     def set_adapter(self, adapter_slot: int, adapter: Adapter) -> None:
         """Load an adapter into a slot, after the steps that were already submitted."""
         self._thread.submit(self._decoder.adapters.set, adapter_slot, adapter).result()
@@ -110,11 +105,6 @@ class TorchRunner:
         targets, sources = (torch.tensor(list(blocks)) for blocks in (origins.keys(), origins.values()))
         for cache in self._caches:
             cache.copy(sources, targets)
-
-    @torch.inference_mode()
-    def _zero(self, block_ids: list[int]) -> None:
-        for cache in self._caches:
-            cache.zero(block_ids)
 
 
 def _sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int32], Logprobs | None]:

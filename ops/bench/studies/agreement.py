@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from penstock.gpu_node.model import load
 from penstock.gpu_node.model.checkpoint.source import ModelSource
-from penstock.gpu_node.model.protocol import LoadedModel, RunnerOptions
+from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import LoadedModel
 
 NUM_PROMPTS = 50
 MAX_LENGTH = 160
@@ -63,13 +64,9 @@ def _loaded(source: ModelSource, setting: tuple[str, str, str]) -> Iterator[Load
         runner=runner,
         dtype=dtype,
         quantization=quantization,
-        kv_cache_dtype="auto",
         block_size=BLOCK,
-        num_blocks=NUM_PROMPTS * -(-MAX_LENGTH // BLOCK),
-        kv_cache_gib=1.0,
-        max_model_len=None,
+        num_kv_blocks=NUM_PROMPTS * -(-MAX_LENGTH // BLOCK),
         max_num_seqs=NUM_PROMPTS,
-        num_threads=None,
         weight_cache=False,
     )
     # What a GGUF file says of config and tokenizer lies beside the model that it was made of.

@@ -11,9 +11,9 @@ import numpy as np
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.config import EngineConfig
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence as Choice
 from penstock.gpu_node.engine.text.end_rule import EndRule
 
@@ -37,7 +37,7 @@ def block_waste(load: Load, block_size: int) -> Waste:
     """Runs a load to its end."""
     memory = KvCacheManager(KV_TOKENS // block_size)
     limits = StepLimits.of(EngineConfig.model_validate({"model": "none", "block_size": block_size}), MAX_MODEL_LEN)
-    scheduler = Scheduler(memory, limits, SwapCost("recompute", 1))
+    scheduler = Scheduler(memory, limits, LearnedTimes("recompute", 1))
     for i, (prompt, num_output, n) in enumerate(load):
         scheduler.add(*(_choice(f"{i}", c, prompt, num_output) for c in range(n)))
     wastes = list(_run(scheduler, memory, block_size))

@@ -93,7 +93,7 @@ def child(model: str, runner: str, quantization: str, shares: str) -> None:
     from fixtures.plans import logits_alone
 
     from penstock.gpu_node.model.load import load_model
-    from penstock.gpu_node.model.protocol import RunnerOptions
+    from penstock.gpu_node.model.options import RunnerOptions
 
     if runner == "torch":
         importlib.import_module("penstock.gpu_node.model.torch_cpu.load")
@@ -101,13 +101,10 @@ def child(model: str, runner: str, quantization: str, shares: str) -> None:
         runner=runner,
         dtype="bfloat16",
         quantization=quantization,
-        kv_cache_dtype="auto",
         block_size=16,
-        num_blocks=8,
-        kv_cache_gib=1.0,
+        num_kv_blocks=8,
         max_model_len=128,
         max_num_seqs=1,
-        num_threads=None,
         weight_cache=shares == "1",
     )
     before_kib = {field: _status(field) for field in ("VmRSS", "RssAnon", "RssFile")}

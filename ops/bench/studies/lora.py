@@ -20,7 +20,8 @@ from bench import machine
 from penstock.cli.demo_model import demo_model
 from penstock.contract.adapters import AdapterRef
 from penstock.gpu_node.model.load import load_model
-from penstock.gpu_node.model.protocol import NO_ADAPTER, LoadedModel, ModelRunner, RunnerOptions
+from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import NO_ADAPTER, LoadedModel, ModelRunner
 
 RESULTS = Path(__file__).parents[1] / "results"
 NUM_ADAPTERS = 16
@@ -92,10 +93,8 @@ def _load(model: Path, adapters: Path, quantization: str) -> LoadedModel:
         runner="native",
         dtype="auto",
         quantization=quantization,
-        kv_cache_dtype="auto",
         block_size=BLOCK,
-        num_blocks=1 + 17 * NUM_SEQS,
-        kv_cache_gib=1.0,
+        num_kv_blocks=1 + 17 * NUM_SEQS,
         max_model_len=1024,
         max_num_seqs=NUM_SEQS,
         num_threads=1,

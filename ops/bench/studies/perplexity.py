@@ -41,7 +41,8 @@ from bench.studies.perplexity_report import (
 from penstock.gpu_node.model.checkpoint.source import resolve_model
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native.runner import NativeRunner
-from penstock.gpu_node.model.protocol import RunnerOptions, SamplingRows, StepPlan
+from penstock.gpu_node.model.options import RunnerOptions
+from penstock.gpu_node.model.protocol import SamplingRows, StepPlan
 
 RESULTS = Path(__file__).parents[1] / "results"
 FOLDER = peers.BUILD / "bench" / "perplexity"
@@ -112,11 +113,8 @@ def native_reader(model: str, weights: str, kv: str) -> Iterator[tuple[Reader, s
         quantization=weights,
         kv_cache_dtype=kv,
         block_size=BLOCK,
-        num_blocks=-(-WINDOW // BLOCK),
-        kv_cache_gib=1.0,
-        max_model_len=None,
+        num_kv_blocks=-(-WINDOW // BLOCK),
         max_num_seqs=1,
-        num_threads=None,
     )
     loaded = load_model(model, options, _silent)
     runner = loaded.runner

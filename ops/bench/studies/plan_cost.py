@@ -10,9 +10,9 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.text.end_rule import EndRule
 
@@ -46,7 +46,7 @@ def _decode_costs_us(num_seqs: int) -> Iterator[float]:
             max_prefill_beside_decode=PROMPT_TOKENS,
             max_model_len=max_model_len,
         ),
-        SwapCost("recompute", 0),
+        LearnedTimes("recompute", 0),
     )
     for i in range(num_seqs):
         scheduler.add(_sequence(i, rng.integers(EOS + 1, VOCAB, PROMPT_TOKENS + i % BLOCK_SIZE, dtype=np.int32)))

@@ -203,6 +203,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _commit(self, tokens: list[int]) -> None:
         step, _ = self.flights.pop(0)
+        failed = [step.seqs[i] for i, token in zip(step.sampled, tokens, strict=True) if token == FAILED_TOKEN]
+        broken = {block for seq in failed for block in seq.blocks}
         landed = self.scheduler.commit(step, np.array(tokens, dtype=np.int32))
         assert landed.seqs == [step.seqs[i] for i in step.sampled] and landed.token_ids == tokens
         for seq, token in zip(landed.seqs, tokens, strict=True):
@@ -213,8 +215,7 @@ class EngineMachine(RuleBasedStateMachine):
                     del self.texts[seq]
         for flight in self.flights:
             self.cache.run(self.scheduler, *flight)
-        assert all(self.memory.ref_count(block) == 0 for block in landed.broken_blocks)
-        self.cache.spoil(set(landed.broken_blocks))
+        self.cache.spoil({block for block in broken if self.memory.ref_count(block) == 0})
 
     @invariant()
     def adds_up(self) -> None:

@@ -26,7 +26,7 @@ MAX_LOGIT_ERROR = 1e-4
 LENGTH = 300
 MAX_PROMPT = 200
 """Most of the prompts are longer than any window here, and than what scaled positions were made for."""
-OPTIONS = runner_options(num_blocks=60)
+OPTIONS = runner_options(num_kv_blocks=60)
 
 Folder = Callable[[str], Path]
 

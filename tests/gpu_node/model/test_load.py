@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,9 @@ from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.protocol import LoadedModel
 from penstock.gpu_node.model.torch_common.positions import rope_angles
 
-OPTIONS = runner_options()
-
 
 def _load(folder: Path, **options: Any) -> LoadedModel:
-    return load_model(str(folder), replace(OPTIONS, **options), lambda stage, fraction: None)
+    return load_model(str(folder), runner_options(**options), lambda stage, fraction: None)
 
 
 def _edit_config(folder: Path, **changes: Any) -> None:
@@ -107,11 +104,13 @@ def test_an_index_that_names_no_files_is_refused(model_copy: Path, index: dict[s
 
 def test_the_cache_is_as_large_as_asked_and_never_larger_than_useful(tiny_model: Path) -> None:
     block_bytes = 2 * 2 * 2 * 16 * 4 * 16
-    assert _load(tiny_model, num_blocks=8).runner.cache_sizes.num_blocks == 9
-    assert _load(tiny_model, num_blocks=None, kv_cache_gib=20 * block_bytes / 2**30).runner.cache_sizes.num_blocks == 21
-    assert _load(tiny_model, num_blocks=None, max_model_len=64).runner.cache_sizes.num_blocks == 4 * 4 + 1
+    assert _load(tiny_model, num_kv_blocks=8).runner.cache_sizes.num_blocks == 9
+    assert (
+        _load(tiny_model, num_kv_blocks=None, kv_cache_gib=20 * block_bytes / 2**30).runner.cache_sizes.num_blocks == 21
+    )
+    assert _load(tiny_model, num_kv_blocks=None, max_model_len=64).runner.cache_sizes.num_blocks == 4 * 4 + 1
     with pytest.raises(ConfigError, match="kv_cache_gib"):
-        _load(tiny_model, num_blocks=None, kv_cache_gib=1e-9)
+        _load(tiny_model, num_kv_blocks=None, kv_cache_gib=1e-9)
 
 
 def test_all_end_tokens_of_the_generation_config_count(model_copy: Path) -> None:

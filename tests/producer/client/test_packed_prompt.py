@@ -13,7 +13,7 @@ from penstock.producer.client.request import pack_prompt_of
 from penstock.queue.admission import estimate_cost
 from penstock.queue.wire import PoolRecord, decode_request, encode_request
 
-RECORD = PoolRecord("m", "acme/model", max_model_len=1000, bytes_per_token=4.0)
+RECORD = PoolRecord("m", "acme/model", max_model_len=1000)
 CALL = ToolCall(id="c", name="look", arguments='{"at": 1}')
 PROMPTS: dict[str, Any] = {
     "prompt": "héllo",

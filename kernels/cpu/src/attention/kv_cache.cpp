@@ -81,10 +81,6 @@ void KvCache::get(int layer, int slot, int head, float* key, float* value) const
   }
 }
 
-void KvCache::clear_block(int block) const {
-  std::memset(memory_.data() + block * shape_.block_bytes(), 0, shape_.block_bytes());
-}
-
 void KvCache::copy_slice(const int32_t* copies, int count, int slice) const {
   const size_t begin = slice * kSliceBytes, bytes = std::min(kSliceBytes, block_bytes_ - begin);
   for (int i = 0; i < count; ++i) {

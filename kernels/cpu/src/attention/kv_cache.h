@@ -54,7 +54,6 @@ class KvCache {
   void fetch(int layer, int slot, int head) const;
   // Reads a token's key and value back, dequantized.
   void get(int layer, int slot, int head, float* key, float* value) const;
-  void clear_block(int block) const;
 
   // The number of slices of a block that threads copy separately.
   int num_slices() const { return (int)((block_bytes_ + kSliceBytes - 1) / kSliceBytes); }

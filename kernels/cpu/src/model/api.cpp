@@ -130,10 +130,6 @@ PENSTOCK_API const char* penstock_step_start(Model* model, const Plan* plan) {
 // Returns the number of threads that computed the step. It is below the team's size while other processes take cores.
 PENSTOCK_API int penstock_step_wait(Model* model) { return model->wait(); }
 
-PENSTOCK_API void penstock_clear_blocks(Model* model, const int32_t* blocks, int count) {
-  for (int i = 0; i < count; ++i) model->cache().clear_block(blocks[i]);
-}
-
 // The structs that Python fills in: loading compares their sizes with its own.
 PENSTOCK_API size_t penstock_sizeof_spec() { return sizeof(Spec); }
 PENSTOCK_API size_t penstock_sizeof_plan() { return sizeof(Plan); }

@@ -9,9 +9,9 @@ import numpy as np
 
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
+from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
-from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.text.end_rule import EndRule
 from penstock.gpu_node.model.protocol import StepPlan
@@ -46,7 +46,7 @@ def _scheduler(max_num_seqs: int = 8) -> Scheduler:
         max_prefill_beside_decode=64,
         max_model_len=40,
     )
-    return Scheduler(KvCacheManager(200), limits, SwapCost("recompute", 0))
+    return Scheduler(KvCacheManager(200), limits, LearnedTimes("recompute", 0))
 
 
 def _step(scheduler: Scheduler, token: int = 500) -> tuple[list[str], StepPlan]:
@@ -76,6 +76,16 @@ def test_each_row_samples_by_its_own_parameters() -> None:
             assert rows.seen[number].tolist() == seen
             assert rows.num_seen_prompt[number] == (number + 1 if number >= 2 else 0)
             assert rows.banned[number].tolist() == ([3, 7] if number == 3 and at == 0 else [])
+
+
+def test_plans_share_their_settings_until_the_batch_changes() -> None:
+    scheduler = _scheduler()
+    for number in range(2):
+        scheduler.add(_sequence(number, {}))
+    first, second = (_step(scheduler)[1].sampling for _ in range(2))
+    assert second.temperature is first.temperature and second.seed is first.seed
+    scheduler.add(_sequence(2, {}))
+    assert len(_step(scheduler)[1].sampling.temperature) == 3
 
 
 def test_a_row_that_another_sequence_takes_over_is_all_its_own() -> None:

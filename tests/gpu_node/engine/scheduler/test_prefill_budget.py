@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from penstock.contract.job import SamplingParams
 from penstock.gpu_node.engine.kv_cache.manager import KvCacheManager
 from penstock.gpu_node.engine.prompt_scores import PromptScores
+from penstock.gpu_node.engine.scheduler.learned_times import LearnedTimes
 from penstock.gpu_node.engine.scheduler.limits import StepLimits
 from penstock.gpu_node.engine.scheduler.scheduler import Scheduler
 from penstock.gpu_node.engine.scheduler.step_time import StepTime, StepWork
-from penstock.gpu_node.engine.scheduler.swap_cost import SwapCost
 from penstock.gpu_node.engine.sequence import Sequence
 from penstock.gpu_node.engine.steps import Step
 from penstock.gpu_node.engine.text.end_rule import EndRule
+from penstock.gpu_node.model.protocol import StepResult
 
 LIMIT_MS = 40.0
 MAX_STEP_TOKENS = 512
@@ -61,7 +62,12 @@ def sequence(name: str, num_prompt: int, num_output: int, *, tenant: str, scored
     return seq
 
 
-def new_scheduler() -> Scheduler:
+@pytest.fixture
+def times() -> LearnedTimes:
+    return LearnedTimes("recompute", 1)
+
+
+def new_scheduler(times: LearnedTimes) -> Scheduler:
     limits = StepLimits(
         block_size=16,
         max_num_seqs=32,
@@ -70,7 +76,7 @@ def new_scheduler() -> Scheduler:
         max_model_len=16_000,
         max_prefill_ms_beside_decode=LIMIT_MS,
     )
-    return Scheduler(KvCacheManager(4000), limits, SwapCost("recompute", 1))
+    return Scheduler(KvCacheManager(4000), limits, times)
 
 
 def work_of(step: Step) -> StepWork:
@@ -81,7 +87,7 @@ def work_of(step: Step) -> StepWork:
     return StepWork(int(counts[~chunks].sum()), int(counts[chunks].sum()), attended, scored)
 
 
-def run(scheduler: Scheduler, machine: Machine, num_steps: int) -> list[tuple[StepWork, float]]:
+def run(scheduler: Scheduler, times: LearnedTimes, machine: Machine, num_steps: int) -> list[tuple[StepWork, float]]:
     """Compute steps; of each, its work and its milliseconds."""
     ran = []
     for _ in range(num_steps):
@@ -89,21 +95,23 @@ def run(scheduler: Scheduler, machine: Machine, num_steps: int) -> list[tuple[St
             break
         work = work_of(step)
         took_ms = machine.step_ms(work)
-        scheduler.commit(step, np.full(len(step.sampled_seqs), EOS + 1, np.int32))
-        scheduler.prefill_budget.note(step, work.num_scored, took_ms)
+        tokens = np.full(len(step.sampled_seqs), EOS + 1, np.int32)
+        scheduler.commit(step, tokens)
+        result = StepResult(tokens, forward_ms=took_ms, sample_ms=0.0)
+        times.note_step(step, result, num_scored=work.num_scored, whole_ms=took_ms)
         ran.append((work, took_ms))
     return ran
 
 
 @pytest.mark.parametrize("scored", [False, True])
-def test_a_long_prompt_of_another_tenant_adds_at_most_the_limit_to_a_step(scored: bool) -> None:
-    scheduler = new_scheduler()
+def test_a_long_prompt_of_another_tenant_adds_at_most_the_limit_to_a_step(scored: bool, times: LearnedTimes) -> None:
+    scheduler = new_scheduler(times)
     for i in range(2):
         scheduler.add(sequence(f"stream-{i}", 20, 4000, tenant="reader"))
-    undisturbed_ms = run(scheduler, SLOW, 20)[-1][1]
+    undisturbed_ms = run(scheduler, times, SLOW, 20)[-1][1]
     for i in range(3):
         scheduler.add(sequence(f"prompt-{i}", 8000, 1, tenant="other", scored=scored))
-    steps = run(scheduler, SLOW, 1500)
+    steps = run(scheduler, times, SLOW, 1500)
     with_prompt = [took_ms for work, took_ms in steps if work.num_prefilled]
     assert len(with_prompt) > 500
     # The first steps teach what a prompt token costs here.
@@ -111,36 +119,37 @@ def test_a_long_prompt_of_another_tenant_adds_at_most_the_limit_to_a_step(scored
     assert np.mean(with_prompt) > undisturbed_ms + 0.6 * LIMIT_MS, "prompts get the time that they may have"
 
 
-def test_prompts_get_at_least_half_of_the_time_where_decoding_takes_longer_than_the_limit() -> None:
-    scheduler = new_scheduler()
+def test_prompts_get_at_least_half_of_the_time_where_decoding_takes_longer_than_the_limit(times: LearnedTimes) -> None:
+    scheduler = new_scheduler(times)
     for i in range(30):
         scheduler.add(sequence(f"stream-{i}", 4, 4000, tenant="reader"))
-    run(scheduler, SLOW, 40)
+    run(scheduler, times, SLOW, 40)
     scheduler.add(sequence("prompt", 6000, 1, tenant="other"))
     decode_ms = SLOW.step_ms(StepWork(30, 0, 0, 0))
     assert decode_ms > 1.5 * LIMIT_MS
-    with_prompt = [took_ms for work, took_ms in run(scheduler, SLOW, 400) if work.num_prefilled][10:]
+    with_prompt = [took_ms for work, took_ms in run(scheduler, times, SLOW, 400) if work.num_prefilled][10:]
     assert 1.6 * decode_ms < np.median(with_prompt) < 2.3 * decode_ms
 
 
 def test_a_tenant_that_is_alone_has_its_backlog_computed_in_longer_steps() -> None:
     def longest(tenant: str) -> float:
-        scheduler = new_scheduler()
+        times = LearnedTimes("recompute", 1)
+        scheduler = new_scheduler(times)
         scheduler.add(sequence("stream", 20, 4000, tenant="reader"))
-        run(scheduler, SLOW, 20)
+        run(scheduler, times, SLOW, 20)
         for i in range(8):
             scheduler.add(sequence(f"prompt-{i}", 1000, 1, tenant=tenant))
-        return max(took_ms for _, took_ms in run(scheduler, SLOW, 60)[10:])
+        return max(took_ms for _, took_ms in run(scheduler, times, SLOW, 60)[10:])
 
     assert longest("reader") > 3 * LIMIT_MS > 2 * longest("other") * 0.8
 
 
-def test_a_fast_machine_fills_its_steps() -> None:
-    scheduler = new_scheduler()
+def test_a_fast_machine_fills_its_steps(times: LearnedTimes) -> None:
+    scheduler = new_scheduler(times)
     scheduler.add(sequence("stream", 20, 4000, tenant="reader"))
-    run(scheduler, FAST, 20)
+    run(scheduler, times, FAST, 20)
     scheduler.add(sequence("prompt", 8000, 1, tenant="other"))
-    prefilled = [work.num_prefilled for work, _ in run(scheduler, FAST, 40)]
+    prefilled = [work.num_prefilled for work, _ in run(scheduler, times, FAST, 40)]
     assert max(prefilled) == MAX_STEP_TOKENS - 1
 
 

@@ -74,7 +74,7 @@ def oracle() -> Oracle:
 def drafting(make_engine: MakeEngine, oracle: Oracle) -> Engine:
     """One that drafts as much as it can, in a KV cache far too small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.gpu_node.engine.engine.speculation_of", lambda config, runner: oracle)
+        patch.setattr("penstock.gpu_node.engine.engine.speculation_of", lambda *_: oracle)
         return make_engine(runner="native", dtype="bfloat16", **TIGHT)
 
 
@@ -219,7 +219,7 @@ def _drafts(drafter: Drafter, said: list[int], least: float = 0.5) -> list[bool]
 
 
 def test_a_sequence_learns_whether_its_drafts_are_right_without_drafting() -> None:
-    drafter, rng = DraftBudget(8).drafter(2000), random.Random(0)
+    drafter, rng = DraftBudget(8, StepCost()).drafter(2000), random.Random(0)
     misleading = [token for _ in range(60) for token in (5, 6, 7, 8, rng.randrange(100, 10**6))]
     hopes = _drafts(drafter, misleading)
     assert any(hopes[:60])
@@ -235,7 +235,7 @@ def test_a_sequence_learns_whether_its_drafts_are_right_without_drafting() -> No
     st.lists(st.floats(0, 8), min_size=1, max_size=12),
 )
 def test_no_other_drafts_would_gain_more(chances: list[list[float]], needs: list[float]) -> None:
-    counts = DraftBudget(4).choose(chances, needs)
+    counts = DraftBudget(4, StepCost()).choose(chances, needs)
 
     def gain(counts: Items[int]) -> float:
         stand = sum(sum(own[:count]) for own, count in zip(chances, counts, strict=True))

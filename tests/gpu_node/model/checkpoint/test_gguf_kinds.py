@@ -74,7 +74,7 @@ def test_positions_are_scaled_as_the_file_says(
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
     (folder / "config.json").write_text(json.dumps(config))
-    runner = _load(ModelSource(folder, gguf), monkeypatch, num_blocks=13).runner
+    runner = _load(ModelSource(folder, gguf), monkeypatch, num_kv_blocks=13).runner
     np.testing.assert_allclose(logits_alone(runner, 2 * TOKEN_IDS), want, rtol=0, atol=1e-4)
 
 

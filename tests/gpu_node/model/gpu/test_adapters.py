@@ -22,7 +22,7 @@ from penstock.gpu_node.model.protocol import NO_ADAPTER
 
 
 def _runner(folder: Path, adapters: Path, runner: str) -> Any:
-    options = {"block_size": 8, "num_blocks": 20, "max_model_len": 128, "max_loras": 2, "max_lora_rank": 4}
+    options = {"block_size": 8, "num_kv_blocks": 20, "max_model_len": 128, "max_loras": 2, "max_lora_rank": 4}
     loaded = load_model(str(folder), runner_options(runner=runner, lora_dir=adapters, **options), lambda *_: None)
     for place, name in enumerate(("all", "some")):
         loaded.runner.set_adapter(place, loaded.adapters.find(AdapterRef(name=name)))

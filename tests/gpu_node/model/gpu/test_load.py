@@ -35,7 +35,7 @@ GIB = 1 << 30
 
 
 def _load(folder: Path, **options: Any) -> None:
-    plain: dict[str, Any] = {"runner": "gpu", "num_blocks": 4, "max_model_len": 64, "max_num_seqs": 2}
+    plain: dict[str, Any] = {"runner": "gpu", "num_kv_blocks": 4, "max_model_len": 64, "max_num_seqs": 2}
     load_model(str(folder), runner_options(**plain | options), lambda *_: None)
 
 
@@ -76,7 +76,7 @@ def test_a_card_without_a_number_of_blocks_is_filled(
     monkeypatch.setattr(load, "peak_bytes", lambda *_: mib // 4)
     device, layout, decoder = _parts(tiny_model)
     device.is_gpu = True
-    options = runner_options(num_blocks=None, max_num_seqs=4, gpu_memory_utilization=utilization)
+    options = runner_options(num_kv_blocks=None, max_num_seqs=4, gpu_memory_utilization=utilization)
     given: Any = SimpleNamespace(spec=decoder.spec, max_model_len=64), options, decoder, layout, device
     sampling = (8 * FIRST_ROWS + 4 * 4) * decoder.spec.vocab_size
     left = int(mib * utilization) - mib // 2 - sampling
@@ -137,7 +137,13 @@ def test_beside_graphs_nothing_is_left_to_compile_once_a_runner_is_there(
 
     monkeypatch.setattr(GridExecutor, "__call__", watched)
     options = runner_options(
-        runner="gpu", quantization="int8", max_num_seqs=2, max_num_batched_tokens=70, max_loras=1, max_lora_rank=2
+        runner="gpu",
+        quantization="int8",
+        max_num_seqs=2,
+        max_num_batched_tokens=70,
+        lora_dir=tmp_path,
+        max_loras=1,
+        max_lora_rank=2,
     )
     folder = make_family_model(tmp_path, "llama", num_hidden_layers=1)
     runner: Any = load_model(str(folder), options, lambda *_: None).runner

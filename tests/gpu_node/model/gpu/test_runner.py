@@ -25,7 +25,7 @@ from penstock.gpu_node.model.protocol import NO_LOGPROBS, ScoredTokens, TokenMas
 WINDOWED = ("mistral", "qwen2 with windows")
 FEATURES = ("llama", *WINDOWED, "qwen3", "falcon 7b", "falcon 40b", "falcon rw", "gpt-neox sequential")
 """Of all the models those that differ in what the kernels are asked for; angles are tables."""
-OPTIONS: dict[str, Any] = {"block_size": 8, "num_blocks": 20, "max_model_len": 128}
+OPTIONS: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 20, "max_model_len": 128}
 
 
 def _runner(folder: Path, runner: str, **options: Any) -> Any:
@@ -136,7 +136,7 @@ def test_tables_of_whole_contexts_have_room_where_they_fill_no_line_of_memory(ti
 def test_blocks_are_copied_where_the_host_has_none(tiny_model: Path) -> None:
     """As a choice that shares its prompt with others takes a block of its own."""
     prompt, rows = [5, 6, 7, 8, 9], rows_of(1, temperature=0.0, position=0)
-    runner = _runner(tiny_model, "gpu", num_host_blocks=0)
+    runner = _runner(tiny_model, "gpu", num_swap_blocks=0)
     runner.submit(plan_of([(Track(prompt, [1]), len(prompt))], rows)).result()
     said = [
         runner.submit(plan_of([(Track([*prompt, 11], blocks, len(prompt)), 1)], rows, copies)).result().tokens.tolist()

@@ -80,7 +80,7 @@ def test_a_quantised_checkpoint_runs_as_it_is_stored(
     quantised: Callable[[str, str], tuple[Path, NDArray[Any]]],
 ) -> None:
     folder, want = quantised("llama", "gptq int4 symmetric")
-    options = runner_options(runner="gpu", num_blocks=2, max_model_len=32, max_num_seqs=1)
+    options = runner_options(runner="gpu", num_kv_blocks=2, max_model_len=32, max_num_seqs=1)
     loaded: Any = load_model(str(folder), options, lambda *_: None)
     assert loaded.arithmetic == "gpu-float32-int4-kv-float32"
     np.testing.assert_allclose(logits_alone(loaded.runner, TOKEN_IDS[:9]), want[:9], rtol=0, atol=1e-4)

@@ -38,7 +38,7 @@ def _logits(model: Any, token_ids: list[int]) -> NDArray[np.float32]:
 
 
 def _load(folder: Path, **options: Any) -> Any:
-    wanted = runner_options(num_blocks=60, max_loras=4, max_lora_rank=8, **options)
+    wanted = runner_options(num_kv_blocks=60, max_loras=4, max_lora_rank=8, **options)
     return load_model(str(folder), wanted, lambda stage, fraction: None)
 
 

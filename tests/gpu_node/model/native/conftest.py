@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {
     "runner": "native",
     "dtype": "bfloat16",
     "quantization": "none",
-    "num_blocks": 160,
+    "num_kv_blocks": 160,
     "max_num_seqs": 16,
     "num_threads": 1,
 }

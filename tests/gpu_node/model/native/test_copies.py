@@ -24,8 +24,8 @@ def runner(request: pytest.FixtureRequest, tiny_model: Path, best_library: Path)
         runner=kind,
         dtype="bfloat16",
         quantization="none" if kind == "native" else "auto",
-        num_blocks=NUM_BLOCKS // 2,
-        num_host_blocks=NUM_BLOCKS // 2,
+        num_kv_blocks=NUM_BLOCKS // 2,
+        num_swap_blocks=NUM_BLOCKS // 2,
         num_threads=num_threads,
     )
     return load_model(str(tiny_model), options, lambda stage, fraction: None).runner

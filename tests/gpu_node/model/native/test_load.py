@@ -12,10 +12,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 from fakes.native import SANITIZE, built
 from fakes.runner_options import runner_options
-from fixtures.plans import Track, logits_alone, logits_of_step, plan_of, tokens_of_step
+from fakes.stale_blocks import logits_over
+from fixtures.plans import Track, logits_alone, plan_of, tokens_of_step
 from fixtures.sampling import rows_of
 
 from penstock.contract.errors import ConfigError
@@ -43,7 +44,7 @@ os.sched_setaffinity(0, {int(sys.argv[1])})
 os.nice(-20)
 while True: pass
 """
-OPTIONS = runner_options(runner="auto", dtype="bfloat16", num_threads=1)
+OPTIONS = {"runner": "auto", "dtype": "bfloat16", "num_threads": 1}
 
 
 def _linux() -> tuple[int, ...]:
@@ -51,7 +52,7 @@ def _linux() -> tuple[int, ...]:
 
 
 def _load(folder: Path, **options: Any) -> LoadedModel:
-    return load_model(str(folder), replace(OPTIONS, **options), lambda stage, fraction: None)
+    return load_model(str(folder), runner_options(**OPTIONS | options), lambda stage, fraction: None)
 
 
 @pytest.fixture
@@ -156,30 +157,33 @@ def test_a_poisoned_row_fails_alone_and_its_blocks_can_be_used_again(
         rows = rows_of(4, temperature=[0.0, 0.0, 1.0, 0.0])
         tokens = tokens_of_step(runner, [(track, track.left) for track in tracks], rows)
         assert tokens.tolist() == [alone[0], -1, -1, alone[1]]
-        runner.zero_blocks([block for track in tracks[1:3] for block in track.blocks])
         again = Track(healthy, [14])
         tokens = tokens_of_step(runner, [(again, 4)], rows_of(1, temperature=0.0))
         assert tokens.tolist() == [alone[0]]
         np.testing.assert_array_equal(logits_alone(runner, healthy), want)
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 40])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 40, 75])
 @pytest.mark.parametrize("kept", ["bfloat16", "int8"])
-def test_what_is_not_finite_in_blocks_of_others_does_not_count(
-    llama: Llama, load_native: Callable[..., NativeRunner], kept: str, length: int
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_what_is_not_finite_in_stale_blocks_reaches_no_other_sequence(
+    llama: Llama, load_native: Callable[..., NativeRunner], kept: str, length: int, block_size: int, odd: float
 ) -> None:
-    poisoned, blocks = 77, [5, 9, 3]
-    runner = load_native(llama(poison=((poisoned, np.inf),)), kv_cache_dtype=kept, num_threads=2)
-    rng = np.random.default_rng(length)
-    healthy = [int(token) for token in rng.integers(0, poisoned, length)]
-    want = logits_alone(runner, healthy)
+    poisoned = 77
+    options = {"kv_cache_dtype": kept, "block_size": block_size, "num_threads": 2}
+    runner = load_native(llama(poison=((poisoned, odd),)), **options)
+
+    def leave(token: int, blocks: Sequence[int]) -> None:
+        """As a prompt that was aborted before it came to sample."""
+        num_tokens = len(blocks) * block_size
+        tokens_of_step(runner, [(Track([token] * num_tokens, blocks), num_tokens)], rows_of(1))
+
     for chunk in (1, 3, length):
-        # Left there by a prompt that was aborted before it came to sample.
-        tokens_of_step(runner, [(Track([poisoned] * 48, blocks), 48)], rows_of(1))
-        track, said = Track(healthy, blocks), []
-        while track.left:
-            said.append(logits_of_step(runner, [(track, min(chunk, track.left))])[0])
-        np.testing.assert_array_equal(np.concatenate(said), want)
+        given = {"block_size": block_size, "length": min(length, 5 * block_size // 2), "chunk": chunk}
+        want = logits_over(runner, partial(leave, 5), **given)
+        assert np.isfinite(want).all()
+        np.testing.assert_array_equal(logits_over(runner, partial(leave, poisoned), **given), want)
 
 
 def _cores() -> dict[int, str]:
@@ -292,7 +296,7 @@ def test_a_cache_that_no_memory_holds_is_refused_by_name(llama: Llama, this_isa:
     # More than the processor has addresses for: where a system promises any memory, that is what it cannot promise.
     folder, many = llama(num_key_value_heads=4, head_dim=256), 2_000_000_000
     with pytest.raises(ConfigError, match=f"no memory for the model with 8 KV blocks and num_swap_blocks {many}"):
-        _load(folder, runner=runner, num_host_blocks=many)
+        _load(folder, runner=runner, num_swap_blocks=many)
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="a sanitizer ends the process instead")

@@ -27,5 +27,5 @@ def test_logits_err_by_the_rounding_of_activations_only(
     quantised: Quantised, load_native: Callable[..., NativeRunner], family: str, layout: str
 ) -> None:
     folder, want = quantised(family, layout)
-    got = logits_alone(load_native(folder, quantization="auto", num_blocks=8), TOKEN_IDS)
+    got = logits_alone(load_native(folder, quantization="auto", num_kv_blocks=8), TOKEN_IDS)
     assert np.sqrt(np.square(got - want).mean()) < MOST[family] * want.std()

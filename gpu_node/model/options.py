@@ -1,0 +1,84 @@
+"""The settings that a runner is built with, stated once. Imports no numpy, because commands read node settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.contract.adapters import AdapterName
+
+
+class RunnerSettings(BaseModel):
+    """The settings of a runner that engines and nodes share; `EngineOptions` adds those of the engine.
+
+    The KV cache holds `num_kv_blocks` blocks if that is set, else as many blocks as fit into `kv_cache_gib`. It never
+    holds more than `max_num_seqs` sequences of full length could use. A host pool holds `num_swap_blocks` blocks, or as
+    many as fit into `swap_space_gib`. It stores the blocks of preempted sequences, evicted prefixes, and the part of a
+    sequence that exceeds the KV cache alone.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    runner: Literal["auto", "gpu", "native", "torch"] = "auto"
+    """What computes the model. gpu: a CUDA GPU; native: C++ kernels on the CPU; torch: PyTorch on the CPU. auto: a GPU
+    if there is one, else native, else torch."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Compute type. The native runner has bfloat16 only. auto: the stored type if runner and machine support it,
+    else float32."""
+    quantization: Literal["auto", "none", "int8", "int8_group", "int4", "fp8"] = "auto"
+    """Format of the weight matrices; auto: as stored. int8_group needs the native runner, fp8 needs a GPU."""
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
+    """Type of the KV cache. native: bfloat16 or int8; a GPU: its compute type, int8 or fp8."""
+    block_size: Literal[8, 16, 32] = 16
+    """Tokens per KV block; 8 is for the torch runner only."""
+    kv_cache_gib: float = Field(default=1.0, gt=0.0)
+    """Memory for the KV cache in GiB, on the CPU; on a GPU gpu_memory_utilization sets it."""
+    num_kv_blocks: int | None = Field(default=None, ge=1)
+    """Number of KV blocks, instead of a size in GiB."""
+    swap_space_gib: float = Field(default=0.0, ge=0.0)
+    """Host memory in GiB for preempted sequences, evicted prefixes and sequences larger than the KV cache."""
+    num_swap_blocks: int | None = Field(default=None, ge=0)
+    """Number of KV blocks in host memory, instead of a size in GiB."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Fraction of the GPU's memory to use; the KV cache gets what weights and the largest step leave. Default: 0.9."""
+    cpu_offload_gib: float = Field(default=0.0, ge=0.0)
+    """GiB of weights that stay in host memory and are streamed to the GPU in each step."""
+    deterministic: bool = False
+    """Make results on a GPU independent of the batch, at a cost of some percent in speed."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Maximum tokens of prompt and output together; default: the model's limit."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Maximum sequences in one step."""
+    max_num_batched_tokens: int = Field(default=512, ge=1)
+    """Maximum tokens in one step."""
+    lora_dir: Path | None = None
+    """Folder of further LoRA adapters, each in a folder of its name; an adapter is loaded at its first request."""
+    max_loras: int = Field(default=8, ge=1)
+    """Maximum LoRA adapters in one step; a further adapter replaces the least recently used one."""
+    max_lora_rank: int = Field(default=16, ge=1, le=512)
+    """Maximum rank of a LoRA adapter."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads that compute the model; default: one per core that CPU affinity and quota allow."""
+    reserved_cores: int = Field(default=0, ge=0)
+    """Cores to leave to other processes if num_threads is not set; at least one thread computes."""
+    weight_cache: bool = True
+    """Keep the native runner's packed weights in a cache file that all nodes of the machine map."""
+
+
+class RunnerOptions(RunnerSettings):
+    """All settings that a runner is built with."""
+
+    lora: dict[AdapterName, Path] = Field(default={})
+    """LoRA adapters by name: folders in PEFT's format."""
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Adapter slots of the runner; 0 if no adapters are configured."""
+        return self.max_loras if self.lora or self.lora_dir is not None else 0
+
+    @property
+    def wanted_blocks(self) -> int | None:
+        """Configured number of KV blocks; None leaves it to `kv_cache_gib`."""
+        return self.num_kv_blocks
