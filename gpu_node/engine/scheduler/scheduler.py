@@ -54,8 +54,9 @@ class Scheduler:
         self._memory = memory
         self._limits = limits
         self._table = InputBatch(limits.max_num_seqs, limits.max_model_len, limits.block_size)
+        self._guides = self._table.guides
         self._batch = RunningBatch(memory, self._table, limits.block_size)
-        self._isolator, self._delayed = FaultIsolator(), DelayedRows(self._table.guides)
+        self._isolator, self._delayed = FaultIsolator(), DelayedRows(self._guides)
         self.drafts = Drafts(self._batch, memory, speculation or DraftBudget(0, times.draft_cost), limits.block_size)
         self._step_size = StepSize(limits.max_num_batched_tokens)
         self._prefill_budget = PrefillBudget(limits, self._batch, self.queues, times.step_time)
@@ -112,7 +113,7 @@ class Scheduler:
 
     def add(self, *choices: Sequence, guides: Mapping[Sequence, Guide] = NO_GUIDES) -> None:
         """Queue a request's choices and their guides; the first computes the prompt. Too many form several groups."""
-        self._table.guides.update(guides)
+        self._guides.update(guides)
         num_blocks = max(self._batch.num_blocks(len(seq.token_ids)) for seq in choices)
         group_size = max(1, min(self._limits.max_num_seqs, self._memory.device.num_total - num_blocks + 1))
         for first in range(0, len(choices), group_size):
@@ -122,7 +123,7 @@ class Scheduler:
         """Drop a sequence, whether it is running, waiting or swapped."""
         self._isolator.forget(seq)
         self.drafts.forget(seq)
-        self._table.guides.pop(seq, None)
+        self._guides.pop(seq, None)
         if seq.row < 0:
             self.queues.remove(seq)
             self._memory.free(seq.blocks)
