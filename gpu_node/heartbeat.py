@@ -22,8 +22,8 @@ from penstock.queue.wire import NodePressure
 log = logging.getLogger(__name__)
 
 MAX_INTERVAL_S = 2.0
-BEATS_PER_LEASE = 6
-BEATS_PER_CHECK = 5
+HEARTBEATS_PER_LEASE = 6
+HEARTBEATS_PER_CHECK = 5
 """Every fifth heartbeat compares the ids of all held jobs with Redis."""
 _RATE_HALF_LIFE_S = 10.0
 _INTERVALS_A_LOOK = 3
@@ -75,10 +75,10 @@ class Heartbeat:
         self._inbox = inbox
         self._outbox = outbox
         self._base = base
-        self._interval_s = min(MAX_INTERVAL_S, lease_ms / 1000 / BEATS_PER_LEASE)
+        self._interval_s = min(MAX_INTERVAL_S, lease_ms / 1000 / HEARTBEATS_PER_LEASE)
         self._drain, self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(4))
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
-        self._num_beats = 0
+        self._num_heartbeats = 0
         self.engine_stats: EngineStats | None = None
         """The engine's last statistics; None before the first."""
         self._watchdog = Watchdog(
@@ -116,12 +116,12 @@ class Heartbeat:
         """Send one heartbeat, and act on the answer: drop fenced jobs, end canceled and expired ones."""
         self._end_expired()
         pressure = await self._pressure()
-        check = self._num_beats % BEATS_PER_CHECK == 0
+        check = self._num_heartbeats % HEARTBEATS_PER_CHECK == 0
         # Read the call number first: a take that is answered in between then belongs to a later call.
         answered_call, held = self._inbox.answered_call, self._ledger.job_ids if check else None
-        free = 0 if self.draining else pressure.kv_tokens_unclaimed
-        answer = await self._broker.beat(pressure, free=free, answered_call=answered_call, held=held)
-        self._num_beats += 1
+        free = 0 if self.draining else pressure.kv_tokens_available
+        answer = await self._broker.heartbeat(pressure, free=free, answered_call=answered_call, held=held)
+        self._num_heartbeats += 1
         self._acknowledged_s = time.monotonic()
         for job_id in answer.fenced:
             job = self._ledger.get(job_id)
@@ -148,7 +148,7 @@ class Heartbeat:
             self._base,
             **{name: getattr(stats, name) for name in _SHARED_STATS},
             num_jobs=len(self._ledger),
-            kv_tokens_unclaimed=self._inbox.kv_tokens_unclaimed,
+            kv_tokens_available=self._inbox.kv_tokens_available,
             prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),
             decode_tokens_per_s=decode_per_s,
             # Counted only while jobs wait: an idle node's finished jobs do not show how fast it could work.

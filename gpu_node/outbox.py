@@ -106,7 +106,7 @@ class Outbox:
         job.add_tokens(output)
         if output.finish_reason is None:
             return
-        job.kv_ms += output.kv_ms
+        job.kv_token_ms += output.kv_token_ms
         if output.usage is not None:
             job.usage = output.usage
         if job.is_complete:
@@ -125,7 +125,7 @@ class Outbox:
         self._schedule(job)
 
     def end_as(self, job_id: str, answer: str) -> None:
-        """End a job as Redis answered: CANCEL, EXPIRED or UNHEARD."""
+        """End a job as Redis answered: CANCEL, EXPIRED or UNREAD."""
         job = self._ledger.get(job_id)
         if job is not None:
             self.end(job, BY_ANSWER[answer])

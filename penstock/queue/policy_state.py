@@ -41,7 +41,7 @@ class VirtualTimes:
 
     def leave(self, tenant: str) -> None:
         """Remove a tenant that has no queued work left."""
-        self._owe(tenant, self.times.pop(tenant))
+        self._remember_debt(tenant, self.times.pop(tenant))
 
     def start(self, tenant: str, charge: float) -> None:
         """Charge a tenant with queued work for a job that starts."""
@@ -55,9 +55,9 @@ class VirtualTimes:
         if tenant in self.times:
             self.times[tenant] += by
         else:
-            self._owe(tenant, self.debts.pop(tenant, self.now) + by)
+            self._remember_debt(tenant, self.debts.pop(tenant, self.now) + by)
 
-    def _owe(self, tenant: str, time: float) -> None:
+    def _remember_debt(self, tenant: str, time: float) -> None:
         if time > self.now:
             self.debts[tenant] = time
         if len(self.debts) > MAX_DEBTS:

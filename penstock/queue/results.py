@@ -10,7 +10,8 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import WireError, array_header, pack, with_member
 from penstock.queue.packed_logprobs import Rows, rows_of
-from penstock.queue.wire import VERSION, unpack_map
+from penstock.queue.protocol_version import PROTOCOL_VERSION
+from penstock.queue.wire import unpack_map
 
 
 def encode_result(
@@ -27,7 +28,7 @@ def encode_result(
     rows = logprobs or [rows_of(choice.logprobs) for choice in choices]
     prompt_rows = prompt_logprobs if isinstance(prompt_logprobs, Rows) else rows_of(prompt_logprobs)
     packed_choices = [*map(_packed_choice, choices, rows)]
-    data = with_member(pack({"v": VERSION}), "choices", array_header(len(choices)) + b"".join(packed_choices))
+    data = with_member(pack({"v": PROTOCOL_VERSION}), "choices", array_header(len(choices)) + b"".join(packed_choices))
     data = with_member(data, "u", pack([usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]))
     data = with_member(data, "cuts", pack(cuts))
     return with_member(data, "q", prompt_rows.array) if prompt_rows.num_rows else data

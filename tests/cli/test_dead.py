@@ -30,7 +30,7 @@ async def bury(redis_url: str, count: int) -> list[str]:
             node = await queue.node(f"{letter}{number}")
             await node.take_one()
             await queue.kill(node)
-    await (await queue.node("n3")).beat()
+    await (await queue.node("n3")).heartbeat()
     # However long the commands take to start.
     await queue.age("nodes", "n3", -3_600_000)
     await redis.aclose()

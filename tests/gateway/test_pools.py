@@ -37,13 +37,13 @@ def test_a_model_is_known_as_soon_as_it_is_announced(stack, shared_engine, redis
     with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http, redis.Redis.from_url(redis_url) as client:
         assert http.get("/v1/models/acme/late").status_code == 404
         client.hset(keys.POOLS, "late", wire.encode_record(late))
-        client.hset(keys.schema("late"), "lease_ms", 60_000)
+        client.hset(keys.config("late"), "lease_ms", 60_000)
         client.zadd(keys.nodes("late"), {"n": 1000 * client.time()[0]})
         try:
             assert http.get("/v1/models/acme/late").json()["id"] == "acme/late"
         finally:
             client.hdel(keys.POOLS, "late")
-            client.delete(keys.nodes("late"), keys.schema("late"))
+            client.delete(keys.nodes("late"), keys.config("late"))
 
 
 async def test_a_gateway_that_hears_nothing_any_more_is_not_ready():

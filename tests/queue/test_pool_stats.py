@@ -55,7 +55,7 @@ async def test_returned_jobs_are_counted_by_reason(queue: Queue, broker: StatsBr
     assert await node.give_back(await queue.running(node)) == "OK"
     forgetful = await queue.node("n2")
     await forgetful.take_one()
-    await forgetful.beat([])
+    await forgetful.heartbeat([])
     await queue.sweep(since_last_ms=None)
     found = await counted(broker)
     assert (found["given_back_drain"], found["given_back_unlisted"], found["sweep_resets"]) == (1, 1, 1)
@@ -63,10 +63,10 @@ async def test_returned_jobs_are_counted_by_reason(queue: Queue, broker: StatsBr
 
 async def test_depth_age_and_cost_are_told_per_class(queue: Queue, broker: StatsBroker) -> None:
     node = await queue.node()
-    await node.beat([])
+    await node.heartbeat([])
     oldest = await queue.submit(priority=Priority.BATCH, cost=30)
     await queue.submit(priority=Priority.BATCH, cost=40)
-    await queue.age(f"wait:{int(Priority.BATCH)}", oldest, 60_000)
+    await queue.age(f"waiting:{int(Priority.BATCH)}", oldest, 60_000)
     found = await figures(broker)
     assert (found.pool, found.depth, found.cost, found.num_open) == (POOL, (0, 0, 2), (0, 0, 70), 2)
     assert found.oldest_ms[:2] == (0, 0)
@@ -93,5 +93,5 @@ async def test_full_redis_still_counts_and_answers(queue: Queue, broker: StatsBr
 async def test_every_counted_event_is_known(queue: Queue, broker: StatsBroker) -> None:
     node = await queue.node()
     await node.finish(await queue.running(node), 0)
-    names = {name.decode() for name in await queue.redis.hkeys(f"{P}:count")}  # type: ignore[misc]
+    names = {name.decode() for name in await queue.redis.hkeys(f"{P}:counts")}  # type: ignore[misc]
     assert names <= set(EVENTS)

@@ -14,7 +14,7 @@ from penstock.queue.wire import decode_chunks
 PROGRESS_CHUNKS = 4
 MAX_LOSSES = 3
 MAX_PREEMPTIONS = 3
-SUSPECTS = "suspects"
+ISOLATED = "isolated"
 SHARE_WINDOW_MS = 10**12
 """So long that no run crosses from one window into the next."""
 KV_TOTAL = 300
@@ -128,7 +128,7 @@ class _Look:
     def fits(self, job: ModelJob, urgency: int) -> bool:
         need, places = min(job.cost, KV_TOTAL), min(job.n, SLOTS_TOTAL)
         must_wait = job.is_suspect and bool(self.num_running + len(self.taken))
-        job.waits_as = SUSPECTS if must_wait else job.job_id
+        job.waits_as = ISOLATED if must_wait else job.job_id
         if self.is_over or must_wait or need > self.room[urgency] or places > self.slots[urgency]:
             return False
         for lower in range(urgency, 3):
@@ -138,7 +138,7 @@ class _Look:
         self.taken.append(job)
         return True
 
-    def makes_room(self, job: ModelJob) -> bool:
+    def reserves(self, job: ModelJob) -> bool:
         if not self.is_over:
             if job.waits_as in self.held_by_others:
                 return False
@@ -203,7 +203,7 @@ class QueueModel:
         held_by_others = {name for other, name in self.holds.items() if other != node.name}
         look = _Look(room, slots, len(running), held_by_others)
         if not (len(running) == 1 and running[0].is_suspect):
-            choose(ours, self.policy, self.standing, self.now_ms, look.fits, look.makes_room)
+            choose(ours, self.policy, self.standing, self.now_ms, look.fits, look.reserves)
         self.holds.pop(node.name, None)
         if look.made_room_for:
             self.holds[node.name] = look.made_room_for
@@ -240,7 +240,7 @@ class QueueModel:
             return "CANCEL"
         if job.is_past_deadline:
             return "EXPIRED"
-        return "UNHEARD" if job.is_unread and not job.is_background else "OK"
+        return "UNREAD" if job.is_unread and not job.is_background else "OK"
 
     def finish(
         self,
@@ -249,7 +249,7 @@ class QueueModel:
         lease: str,
         index: int,
         chunks: list[bytes],
-        kv_ms: float | None,
+        kv_token_ms: float | None,
         usage: Usage | None = None,
     ) -> str:
         if job.state in TERMINAL and (job.node, job.lease) == (node.name, lease):
@@ -260,8 +260,10 @@ class QueueModel:
             return f"NEED {len(job.log)}"
         job.append(index, chunks)
         job.end("done", "", usage)
-        if kv_ms is not None:
-            self.standing.correct(job.priority, job.tenant, kv_ms / job.weight - job.charge, self.now_ms, self.now_ms)
+        if kv_token_ms is not None:
+            self.standing.correct(
+                job.priority, job.tenant, kv_token_ms / job.weight - job.charge, self.now_ms, self.now_ms
+            )
         return "OK"
 
     def _others(self, job: ModelJob, lacks: set[str]) -> bool:
@@ -276,7 +278,7 @@ class QueueModel:
             return "OK"
         lacks = {name for name in job.lacks if self.nodes[name].is_known} | {node.name}
         if not self._others(job, lacks):
-            return "NOBODY"
+            return "KEEP"
         self._requeue(job)
         job.cost, job.avoids, job.lacks = cost, node.name, lacks
         return "OK"
@@ -295,7 +297,7 @@ class QueueModel:
             others = [self.nodes[name] for name in roomy if name != node.name]
             able = [other for other in others if other.revision == job.revision or not job.log]
             if not able or cost > 500 or job.n > SLOTS_TOTAL:
-                return "NOBODY"
+                return "KEEP"
         self._requeue(job)
         job.cost, job.avoids = cost, node.name
         job.preemptions += 1
@@ -308,7 +310,7 @@ class QueueModel:
                 self.end_if_over(job)
         return job.state
 
-    def beat(self, node: ModelNode, held: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
+    def heartbeat(self, node: ModelNode, held: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
         """Cancelled, expired and fenced ids among the held ones; what is not held goes back."""
         node.is_silent = False
         running = self.running(node.name)

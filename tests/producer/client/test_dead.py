@@ -34,7 +34,7 @@ async def bury(redis: Redis, **fields: Any) -> Job:
         node = await queue.node(name)
         await node.take_one()
         await queue.kill(node)
-    await (await queue.node("n3")).beat()
+    await (await queue.node("n3")).heartbeat()
     await queue.age("nodes", "n3", -3_600_000)  # it lives as long as the test, however slow that is
     return job
 
@@ -61,7 +61,7 @@ async def test_a_retry_that_was_cut_short_is_the_same_job(client: AsyncClient, r
     dead = await bury(redis)
     request = await cast(Any, redis.get(keys.request(dead.id)))
     job = await client.dead.retry(dead.id)
-    await redis.zadd(keys.dead(POOL), {dead.id: 1})
+    await redis.zadd(keys.dead_letters(POOL), {dead.id: 1})
     await redis.set(keys.request(dead.id), request)
     assert (await client.dead.retry(dead.id)).id == job.id
 

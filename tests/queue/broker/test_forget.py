@@ -23,14 +23,14 @@ async def a_full_life(queue: Queue) -> str:
     for priority in Priority:
         done = await queue.running(node, priority=priority)
         await node.finish(done, 0, 3)
-    await node.beat()
+    await node.heartbeat()
     lethal = await queue.submit()
     for number in range(3):
         victim = await queue.node(f"v{number}")
         await victim.take_one()
         await queue.kill(victim)
     assert await queue.state(lethal) == "failed"
-    await queue.producer.read_beat(POOL, "inbox")
+    await queue.producer.reader_heartbeat(POOL, "inbox")
     await node.broker.leave()
     return done.job_id
 

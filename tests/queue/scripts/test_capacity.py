@@ -7,7 +7,7 @@ from fakes.queue.harness import LEASE_MS, FakeNode, P, Queue
 
 from penstock.queue.broker.node import TakeAnswer, Taken
 
-HOLDER = f"{P}:hold"
+HOLDER = f"{P}:reservations"
 
 
 def ids(answer: TakeAnswer) -> list[str]:
@@ -26,7 +26,7 @@ async def test_one_node_makes_room_and_the_others_go_on(queue: Queue) -> None:
     assert ids(await one.take(80, kv_total=100)) == []
     assert ids(await one.take(95, kv_total=100)) == [large]
     assert ids(await two.take(50, kv_total=100)) == [smaller]
-    assert await queue.keys("hold") == set()
+    assert await queue.keys("reservations") == set()
 
 
 async def test_each_node_makes_room_for_another_job(queue: Queue) -> None:
@@ -64,7 +64,7 @@ async def test_a_node_that_is_gone_makes_room_for_nobody(queue: Queue, how: str)
         await one.broker.leave()
     else:
         await queue.kill(one)
-    assert await queue.keys("hold") == set()
+    assert await queue.keys("reservations") == set()
     await queue.submit(cost=20)
     assert ids(await two.take(50)) == []
 
@@ -186,8 +186,8 @@ async def test_a_pool_that_forgives_no_loss_has_no_suspects(queue: Queue) -> Non
 async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -> None:
     node, other = await queue.node("n1"), await queue.node("n2")
     taken, second = await queue.running(node), await queue.running(other)
-    await node.beat(draining=True)
-    await other.beat(draining=True)
+    await node.heartbeat(draining=True)
+    await other.heartbeat(draining=True)
     await other.broker.leave()
     for dead in (node, other):
         await queue.kill(dead)
@@ -203,9 +203,9 @@ async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -
     ("free", "record", "answer"),
     [
         (100, {}, "OK"),
-        (99, {}, "NOBODY"),
-        (100, {"max_num_seqs": 8, "num_running": 5, "num_waiting": 3}, "NOBODY"),
-        (100, {"revision": "r2"}, "NOBODY"),
+        (99, {}, "KEEP"),
+        (100, {"max_num_seqs": 8, "num_running": 5, "num_waiting": 3}, "KEEP"),
+        (100, {"revision": "r2"}, "KEEP"),
     ],
 )
 async def test_a_job_goes_where_there_is_room_for_it_or_stays(
@@ -214,8 +214,8 @@ async def test_a_job_goes_where_there_is_room_for_it_or_stays(
     node, other = await queue.node("n1"), await queue.node("n2")
     taken = await queue.running(node, cost=50)
     await node.emit(taken, 0, 1)
-    await node.beat(free=1000)
-    await other.beat(free=free, **record)
+    await node.heartbeat(free=1000)
+    await other.heartbeat(free=free, **record)
     assert await node.give_back(taken, cost=100, why="pressure") == answer
     assert await queue.state(taken.job_id) == ("queued" if answer == "OK" else "running")
 
@@ -225,9 +225,9 @@ async def test_rooms_are_given_away_once(queue: Queue) -> None:
     jobs = [await queue.submit() for _ in range(3)]
     taken = (await node.take()).jobs
     assert ids(TakeAnswer(taken, (0, 0, 0), 0)) == jobs
-    await other.beat(free=250)
+    await other.heartbeat(free=250)
     answers = [await node.give_back(job, why="pressure") for job in taken]
-    assert answers == ["OK", "OK", "NOBODY"]
+    assert answers == ["OK", "OK", "KEEP"]
 
 
 async def test_a_job_that_was_moved_often_counts_as_all_that_it_may_hold(queue: Queue) -> None:

@@ -53,8 +53,8 @@ async def test_full_redis_refuses_submits_and_nothing_else(queue: Queue) -> None
     assert await queue.producer.cancel(flagged.job_id, "default") == "running"
     assert (await queue.producer.attach(waiting, "default", inbox="me")).state == "queued"
     await queue.producer.detach(waiting, "me")
-    await queue.producer.read_beat(POOL, "me")
-    assert (await node.beat([flagged.job_id])).cancelled == (flagged.job_id,)
+    await queue.producer.reader_heartbeat(POOL, "me")
+    assert (await node.heartbeat([flagged.job_id])).cancelled == (flagged.job_id,)
     late = await queue.node("late")
     assert {job.job_id for job in (await late.take()).jobs} == {waiting, given.job_id, swept.job_id}
     assert await late.broker.leave() == 3
@@ -81,7 +81,12 @@ async def test_absent_redis_is_unavailable() -> None:
         client = connect(server.url)
         broker = ProducerBroker(client)
         assert await broker.pools() == {}
-    for call in (broker.pools(), broker.read_beat(POOL, "me"), broker.submit(new_job(), cost=1), broker.pressure(POOL)):
+    for call in (
+        broker.pools(),
+        broker.reader_heartbeat(POOL, "me"),
+        broker.submit(new_job(), cost=1),
+        broker.pressure(POOL),
+    ):
         with pytest.raises(UnavailableError) as caught:
             await call
         assert caught.value.code == "redis_away"

@@ -53,7 +53,7 @@ async def test_one_that_still_beats_is_not_declared_dead(queue: Queue) -> None:
     living, after = await queue.node("n-1"), await queue.node("n-2")
     await living.broker.succeed(["seat"], has_joined=True)
     for _ in range(4):
-        await living.beat([])
+        await living.heartbeat([])
         answer = await after.broker.succeed(["seat"], has_joined=True)
         assert answer.num_left == 1 and 0 < answer.wait_ms <= SILENCE_MS
         await after.broker.sweep()
@@ -67,7 +67,7 @@ async def test_a_beat_revives_one_that_was_declared_dead_by_mistake(queue: Queue
     await living.broker.succeed(["seat"], has_joined=True)
     await be_silent_for(queue, living, SILENCE_MS + 50)
     await after.broker.succeed(["seat"], has_joined=True)
-    await living.beat([])
+    await living.heartbeat([])
     await after.broker.sweep()
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) > 0
 
@@ -119,7 +119,7 @@ async def test_a_sweep_that_starts_all_leases_anew_leaves_the_dead_dead(queue: Q
     await queue.redis.delete(f"{P}:sweep")
     await after.broker.succeed(["seat"], has_joined=True)
     await after.broker.sweep()
-    assert await cast(Any, queue.redis.hget(f"{P}:count", "sweep_resets")) == b"2"
+    assert await cast(Any, queue.redis.hget(f"{P}:counts", "sweep_resets")) == b"2"
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) == 0
 
 
