@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fakes.older_pool import REFUSAL, make_older_pool
 from fakes.processes.reference_engine import (
     ReferenceEngine,
     reference_choice,
@@ -21,7 +22,7 @@ from fakes.processes.running_node import PATIENCE_S, node_settings, running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract.errors import ConfigError, InvariantError
+from penstock.contract.errors import ConfigError, InvariantError, ProtocolVersionError
 from penstock.contract.job import Chunk, Job, Message, Result, SamplingParams
 from penstock.contract.tools import ToolCall
 from penstock.gpu_node import heartbeat, inbox
@@ -109,6 +110,13 @@ async def test_a_node_takes_only_what_its_kv_cache_can_hold(redis_url: str, brok
                 await asyncio.sleep(0.001)
         assert 80 <= largest <= 160
         assert max(engine.batches) <= 4
+
+
+async def test_a_node_ends_with_both_versions_if_its_pool_is_older(redis_url: str, redis: Redis) -> None:
+    await make_older_pool(redis, POOL, POOL)
+    with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool=POOL)):
+        async with running(redis_url, ReferenceEngine()):
+            pass
 
 
 async def test_a_running_job_is_cancelled_within_a_step_and_keeps_what_it_has(
