@@ -26,7 +26,7 @@ from penstock.gpu_node.publish_pace import Pace
 from penstock.queue.broker.node import MAX_EMIT_JOBS, Emission, NodeBroker
 from penstock.queue.broker.retry import pauses
 from penstock.queue.msgpack_codec import new_pack
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Outbox:
         self._pace = pace
         self._bell = bell
         self._pack = new_pack()
-        self._turns = CooperativeTurns()
+        self._yielder = LoopYielder()
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[Sequence[StepOutput]] = deque()
         self._sleeping = False
@@ -201,7 +201,7 @@ class Outbox:
         """Pack a prompt's log-probabilities, and yield to the event loop after each part."""
         while job.has_unsealed_prompt:
             job.seal_part(self._pack)
-            await self._turns.wait()
+            await self._yielder.wait()
 
     async def _emit(self, jobs: list[HeldJob]) -> None:
         for job in jobs:

@@ -13,13 +13,13 @@ from pydantic_settings import SettingsConfigDict
 from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.job import NAME_PATTERN
 from penstock.contract.tools import ReasoningParserName, ToolParserName
-from penstock.gpu_node.engine.config import NAMES_OF_VLLM
+from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME
 from penstock.gpu_node.engine.options import EngineOptions
 from penstock.queue.policy import PolicyName
 from penstock.queue.policy_state import SHARE_WINDOW_MS
 from penstock.runtime.settings import Settings
 
-VLLM_NAMES = {name: vllm_name for vllm_name, name in NAMES_OF_VLLM.items()}
+VLLM_NAME_BY_NAME = {name: vllm_name for vllm_name, name in NAME_BY_VLLM_NAME.items()}
 """vLLM's names of settings that have another name here; the keys are this project's names."""
 POOL_WIDE = (
     *("scheduling_policy", "aging_ms", "bypass_ms", "lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms"),

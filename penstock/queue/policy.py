@@ -121,7 +121,7 @@ def choose(
     `fits(candidate, urgency)` returns whether the candidate fits if it counts as class `urgency`, and then reserves its
     capacity. `reserves(candidate)` is called for a candidate that does not fit and is too old to be overtaken. It
     returns False if another node keeps capacity free for that candidate, so that the scan continues. The tenants of
-    `waiting` must have entered `state.turns`.
+    `waiting` must have entered `state.virtual_times`.
     """
     chosen: list[C] = []
     num_passed = 0
@@ -177,7 +177,7 @@ def _in_order(
         yield from ((one, LEAST_URGENT, False) for one in sorted(waiting, key=_age))
         return
     classes = [[one for one in waiting if one.priority == p] for p in range(NUM_PRIORITIES)]
-    queues = [_ClassQueue(members, policy, state.turns[p]) for p, members in enumerate(classes)]
+    queues = [_ClassQueue(members, policy, state.virtual_times[p]) for p, members in enumerate(classes)]
     heads = [queue.head() for queue in queues]
     risen = _risen(heads, policy, state, now_ms)
     shares = state.shares(now_ms) if policy.name == "fair" and classes[0] else None

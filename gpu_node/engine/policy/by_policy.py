@@ -98,11 +98,11 @@ class ByPolicy:
         queued = list(waiting)
         present = dict.fromkeys((seq.priority, seq.tenant) for seq in queued)  # in order of arrival
         for priority, tenant in present:
-            self._state.turns[priority].enter(tenant)
+            self._state.virtual_times[priority].enter(tenant)
         self._correct_charges(set(queued))
-        for priority, turns in enumerate(self._state.turns):
-            for tenant in [tenant for tenant in turns.times if (priority, tenant) not in present]:
-                turns.leave(tenant)
+        for priority, virtual_times in enumerate(self._state.virtual_times):
+            for tenant in [tenant for tenant in virtual_times.times if (priority, tenant) not in present]:
+                virtual_times.leave(tenant)
         for seq in queued:
             seq.charge = sum(self._charge(one) for one in (seq, *seq.forks))
         return queued

@@ -1,6 +1,6 @@
 """A simulated node that serves a load by a policy.
 
-The order, the victims, fair turns and predicted lengths are penstock's own code; only a step's time is a formula.
+The order, the victims, virtual times and predicted lengths are penstock's own code; only a step's time is a formula.
 """
 
 from __future__ import annotations
@@ -106,16 +106,16 @@ class Node:
 
     def _queue(self, job: SimulatedJob) -> None:
         self.waiting.append(job)
-        self.standing.turns[job.priority].enter(job.tenant)
+        self.standing.virtual_times[job.priority].enter(job.tenant)
 
     def _start(self) -> None:
         for job in self.waiting:
             job.charge = job.cost * self.hold_ms
         for job in choose(self.waiting, self.policy, self.standing, int(self.now_ms), self._fits):
             self.waiting.remove(job)
-            turns = self.standing.turns[job.priority]
+            virtual_times = self.standing.virtual_times[job.priority]
             if all((other.tenant, other.priority) != (job.tenant, job.priority) for other in self.waiting):
-                turns.leave(job.tenant)
+                virtual_times.leave(job.tenant)
 
     def _fits(self, job: SimulatedJob, urgency: int) -> bool:
         victims = victims_of(urgency, self.running)

@@ -18,7 +18,7 @@ from penstock.queue.broker.decoding import decoded
 from penstock.queue.broker.sweep import sweep
 from penstock.queue.policy import HOLD_MS
 from penstock.queue.wire import NodePressure, PoolRecord
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 
 MAX_EMIT_JOBS = 512
 MAX_GIVE_BACK_JOBS = 128
@@ -131,7 +131,7 @@ class NodeBroker:
 
     def __init__(self, redis: Redis, pool: str, node_id: str, revision: str) -> None:
         self._redis = redis
-        self._turns = CooperativeTurns()
+        self._yielder = LoopYielder()
         self._pool = pool
         self._node_id = node_id
         self._revision = revision
@@ -212,7 +212,7 @@ class NodeBroker:
         for start in range(0, count, page):
             with translated():
                 entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, min(start + page, count) - 1))
-            chunks += await decoded(entries, self._turns, max_bytes=inf)
+            chunks += await decoded(entries, self._yielder, max_bytes=inf)
         return chunks
 
     async def emit(self, emissions: Sequence[Emission]) -> list[str]:

@@ -26,7 +26,7 @@ from penstock.queue.msgpack_codec import MAX_BYTES, WireError
 from penstock.queue.packed_result import PackedResult
 from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
 from penstock.queue.wire import PoolPressure, PoolRecord
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536
@@ -93,7 +93,7 @@ class ProducerBroker:
     """The producer's side of the queue. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
-        self._redis, self._turns = redis, CooperativeTurns()
+        self._redis, self._yielder = redis, LoopYielder()
         self._unreadable: set[bytes] = set()
         """Pools already logged as unreadable. Clients list all pools every second, so each is logged once."""
 
@@ -167,7 +167,7 @@ class ProducerBroker:
         """Return up to `count` chunks of a job's log from `start` on; empty after the log has expired."""
         with translated():
             entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, start + count - 1))
-        return await decoded(entries, self._turns)
+        return await decoded(entries, self._yielder)
 
     async def result(self, job_id: str, tenant: str) -> Result | None:
         """Return a job's result, None while the job is open.
@@ -181,7 +181,7 @@ class ProducerBroker:
     async def packed_result(self, job_id: str, tenant: str) -> PackedResult | None:
         """Return a job's result as `result` does, with its parts decoded on access."""
         ended = await self._ended(job_id, tenant)
-        return ended and await packed_result_of(ended[2], job_id, ended[1], self._turns)
+        return ended and await packed_result_of(ended[2], job_id, ended[1], self._yielder)
 
     async def _ended(self, job_id: str, tenant: str) -> tuple[dict[str, str], Outcome, bytes | None] | None:
         """Return a job's record, outcome and packed result, and mark it as delivered; None while the job is open."""

@@ -114,10 +114,10 @@ def check_owned(found: Dump, model: QueueModel) -> None:
 
 def check_policy(found: Dump, model: QueueModel) -> None:
     """Tenants' virtual times are the model's to the last bit; heads were served, and room is made, as it says."""
-    for p, turns in enumerate(model.standing.turns):
-        assert _times(found.get(f"virtual_time:{p}", [])) == turns.times
-        assert _times(found.get(f"debt:{p}", [])) == turns.debts
-        assert float(found.get(f"virtual_clock:{p}", 0)) == turns.now
+    for p, virtual_times in enumerate(model.standing.virtual_times):
+        assert _times(found.get(f"virtual_time:{p}", [])) == virtual_times.times
+        assert _times(found.get(f"debt:{p}", [])) == virtual_times.debts
+        assert float(found.get(f"virtual_clock:{p}", 0)) == virtual_times.now
         served_ms = int(found.get("head_served", {}).get(str(p).encode(), 0))
         assert abs(served_ms - model.standing.head_served_ms[p]) < 3_600_000
     (used,) = [value for name, value in found.items() if name.startswith("recent_use:")] or [{}]

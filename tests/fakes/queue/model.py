@@ -182,14 +182,14 @@ class QueueModel:
     def submit(self, job: ModelJob) -> None:
         self.jobs[job.job_id] = job
         if not job.is_later:
-            self.standing.turns[job.priority].enter(job.tenant)
+            self.standing.virtual_times[job.priority].enter(job.tenant)
 
     def let_in(self) -> None:
         """Jobs whose time has come stand in the queue."""
         later = [j for j in self.jobs.values() if j.state == "queued" and j.is_later and j.is_up]
         for job in sorted(later, key=_age):
             job.is_later, job.is_back = False, True
-            self.standing.turns[job.priority].enter(job.tenant)
+            self.standing.virtual_times[job.priority].enter(job.tenant)
 
     def take(self, node: ModelNode, room: list[int], slots: list[int], hold_ms: float) -> list[ModelJob]:
         """Jobs that the node is given, in order; their leases are the caller's to fill in."""
@@ -214,7 +214,7 @@ class QueueModel:
 
     def _leave_turn(self, job: ModelJob) -> None:
         if job.tenant not in {other.tenant for other in self.queued(job.priority)}:
-            self.standing.turns[job.priority].leave(job.tenant)
+            self.standing.virtual_times[job.priority].leave(job.tenant)
 
     def end_if_over(self, job: ModelJob) -> bool:
         was_queued = job.state == "queued" and not job.is_later
@@ -226,7 +226,7 @@ class QueueModel:
 
     def _requeue(self, job: ModelJob) -> None:
         job.requeue()
-        self.standing.turns[job.priority].enter(job.tenant)
+        self.standing.virtual_times[job.priority].enter(job.tenant)
         self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms, self.now_ms)
 
     def emit(self, job: ModelJob, node: ModelNode, lease: str, index: int, chunks: list[bytes]) -> str:

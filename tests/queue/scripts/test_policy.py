@@ -215,7 +215,7 @@ def test_jobs_that_a_node_lost_are_not_paid_for(new_pool: Any) -> None:
     pool.take([1000] * 3, [4] * 3, 1.0)
     for _ in range(4):
         pool.end("give_back", 0, 39)
-    assert pool.model.standing.turns[1].times == {"a": 0.0, "b": 1.0}
+    assert pool.model.standing.virtual_times[1].times == {"a": 0.0, "b": 1.0}
     pool.take([1000] * 3, [8] * 3, 1.0)
     assert "".join(job.tenant for job, _ in pool.taken) == "abababab"
 
