@@ -33,7 +33,7 @@ def test_damage_is_said_then_mended_then_gone(redis_url: str) -> None:
         client.zrem(f"{P}:waiting:1", job_id)
 
     found = audit(redis_url)
-    assert (found.returncode, f"I5 missing: wait:1 {job_id}" in found.stdout) == (1, True)
+    assert (found.returncode, f"I5 missing: waiting:1 {job_id}" in found.stdout) == (1, True)
 
     mended = audit(redis_url, "--repair", "--pool", "m")
     assert mended.returncode == 0, mended.stdout
