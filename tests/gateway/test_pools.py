@@ -51,7 +51,7 @@ def test_a_model_is_known_as_soon_as_it_is_announced(stack, shared_engine, redis
 
 
 def test_a_model_of_an_older_pool_is_a_503_with_both_versions_and_not_listed(stack, shared_engine, redis_url):
-    async def make():
+    async def make() -> None:
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             await make_older_pool(client, "old", "acme/older")
 

@@ -29,7 +29,7 @@ async def send_heartbeat(queue: Queue) -> Any:
 
 
 CALLS: dict[str, Callable[[Queue, str], Awaitable[Any]]] = {
-    "join": lambda queue, _: node_of(queue).join(CONFIG, RECORD),
+    "join": lambda queue, _: node_of(queue).join(cast(Any, CONFIG), RECORD),
     "heartbeat": lambda queue, _: send_heartbeat(queue),
     "sweep": lambda queue, _: queue.run_sweep(),
     "submit": lambda queue, _: queue.producer.submit(new_job(), cost=1),
