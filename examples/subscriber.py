@@ -20,7 +20,7 @@ with Client(url) as client, connection.pubsub() as channel:
     pool = next(iter(client.pools()))
     job_id = f"{pool}.{uuid_utils.uuid7()}"
     # Subscribed before the job exists, so that no message is missed.
-    channel.subscribe(f"penstock:{{{pool}}}:ch:{job_id}")
+    channel.subscribe(f"penstock:{{{pool}}}:channel:{job_id}")
     client.submit("Once upon a time", job_id=job_id, channel=True, max_tokens=32, temperature=0)
     for message in channel.listen():
         if message["type"] == "message":

@@ -28,7 +28,7 @@ from penstock.gateway.request_head import BoundedHead
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.producer.client import AsyncClient, ClientSettings
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gc_freeze import freeze_gc
 from penstock.runtime.logging import configure_logging
 from penstock.runtime.loop_watch import LoopWatch
@@ -53,7 +53,7 @@ def _add_state(app: FastAPI, settings: GatewaySettings) -> None:
     app.state.parser = Parser()
     app.state.loop_watch = LoopWatch(interval_s=settings.loop_watch_ms / 1000, names_holders=settings.loop_debug)
     app.state.body_budget = SharedBudget(MAX_BODY_BYTES_HELD, per_owner=MAX_BODY_BYTES_HELD_OF_TENANT)
-    app.state.turns = CooperativeTurns()
+    app.state.yielder = LoopYielder()
     app.state.result_budget = SharedBudget(MAX_RESULT_BYTES_HELD, per_owner=MAX_RESULT_BYTES_HELD_OF_TENANT)
 
 

@@ -43,19 +43,19 @@ class Parser:
     """Parses request bodies for one gateway. The parser process starts with the first large body."""
 
     def __init__(self) -> None:
-        self._turns = SharedBudget(1, per_owner=1)
+        self._parsing = SharedBudget(1, per_owner=1)
         self._child: _Child | None = None
         self._is_closed = False
 
     async def parse(self, form: str, raw: bytes, owner: str) -> ParsedBody:
         """Return the checked content of a body of the given form, "chat" or "completion".
 
-        Large bodies are parsed one at a time, and owners take turns. Raises RequestError for an invalid body and
-        UnavailableError if the parser process cannot start.
+        Large bodies are parsed one at a time, and owners are served round robin. Raises RequestError for an invalid
+        body and UnavailableError if the parser process cannot start.
         """
         if not is_heavy(raw):
             return parse(form, raw)
-        async with self._turns.taken(owner, 1):
+        async with self._parsing.taken(owner, 1):
             return decode_parsed_body(await self._ask(form, raw))
 
     async def close(self) -> None:

@@ -126,7 +126,7 @@ async def metrics(request: Request) -> Response:
     text = generate_latest(state.metrics.registry) + generate_latest(_told_by(own))
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            pools, memory = await client.figures()
+            pools, memory = await client.pool_stats()
         text += generate_latest(_told_by([*_of_pools(pools), *_of_redis(memory)]))
     except (TimeoutError, UnavailableError):
         text += generate_latest(_told_by(_of_redis(None)))

@@ -20,7 +20,7 @@ class _Claim:
 class SharedBudget:
     """A semaphore over `total` units that is fair among owners.
 
-    The claims of one owner are granted in order; owners take turns (round robin). One owner never holds more than
+    The claims of one owner are granted in order; owners are served round robin. One owner never holds more than
     `per_owner` units, so that other owners can still be served.
     """
 

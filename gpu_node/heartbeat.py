@@ -19,8 +19,8 @@ from penstock.queue.wire import NodePressure
 log = logging.getLogger(__name__)
 
 MAX_INTERVAL_S = 2.0
-BEATS_PER_LEASE = 6
-BEATS_PER_CHECK = 5
+HEARTBEATS_PER_LEASE = 6
+HEARTBEATS_PER_CHECK = 5
 """Every fifth heartbeat compares the ids of all held jobs with Redis."""
 _RATE_HALF_LIFE_S = 10.0
 _SHARED_STATS = [field.name for field in fields(EngineLoad)]
@@ -29,7 +29,7 @@ _SHARED_STATS = [field.name for field in fields(EngineLoad)]
 
 def heartbeat_interval_s(lease_ms: int) -> float:
     """Return the seconds between two heartbeats of a node whose leases last `lease_ms`."""
-    return min(MAX_INTERVAL_S, lease_ms / 1000 / BEATS_PER_LEASE)
+    return min(MAX_INTERVAL_S, lease_ms / 1000 / HEARTBEATS_PER_LEASE)
 
 
 class RateEstimator:
@@ -74,7 +74,7 @@ class Heartbeat:
         self._interval_s = interval_s
         self._drain, self._prefill, self._decode, self._steps = (RateEstimator(time.monotonic()) for _ in range(4))
         self._preemptions = RateEstimator(time.monotonic(), keeps=False)
-        self._num_beats = 0
+        self._num_heartbeats = 0
         self._acknowledged_s, self._late_s = time.monotonic(), 0.0
         self._attempted_s = time.monotonic()
         self._health = Health()
@@ -107,10 +107,10 @@ class Heartbeat:
         self._outbox.end_expired(time.monotonic())
         snapshot = await self._snapshot()
         pressure = self._pressure(snapshot, time.monotonic())
-        held = snapshot.job_ids if self._num_beats % BEATS_PER_CHECK == 0 else None
-        free = 0 if self.draining else pressure.kv_tokens_unclaimed
-        answer = await self._broker.beat(pressure, free=free, answered_call=snapshot.answered_call, held=held)
-        self._num_beats += 1
+        held = snapshot.job_ids if self._num_heartbeats % HEARTBEATS_PER_CHECK == 0 else None
+        free = 0 if self.draining else pressure.kv_tokens_available
+        answer = await self._broker.heartbeat(pressure, free=free, answered_call=snapshot.answered_call, held=held)
+        self._num_heartbeats += 1
         self._acknowledged_s = time.monotonic()
         self._outbox.handle_beat(answer)
 
@@ -122,7 +122,7 @@ class Heartbeat:
             self._base,
             **{name: getattr(stats, name) for name in _SHARED_STATS},
             num_jobs=len(snapshot.job_ids),
-            kv_tokens_unclaimed=snapshot.kv_tokens_unclaimed,
+            kv_tokens_available=snapshot.kv_tokens_available,
             prefill_tokens_per_s=self._prefill.update(stats.prefill_tokens, now_s),
             decode_tokens_per_s=decode_per_s,
             # Counted only while jobs wait: an idle node's finished jobs do not show how fast it could work.

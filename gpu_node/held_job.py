@@ -35,7 +35,7 @@ class HeldJob:
         """Largest possible output of each choice."""
         self.expires_s = inf
         """Deadline on this process's monotonic clock."""
-        self.kv_ms = 0.0
+        self.kv_token_ms = 0.0
         """KV-token-milliseconds of the choices that have ended, for the fair queue."""
         self.num_acknowledged = 0
         self.is_in_engine = False
@@ -91,9 +91,9 @@ class HeldJob:
         return self.params.max_tokens or MAX_TOKENS_LIMIT
 
     @property
-    def kv_ms_used(self) -> float | None:
+    def kv_token_ms_used(self) -> float | None:
         """KV-token-milliseconds to charge its tenant; None if it was cut short: the predicted charge then stays."""
-        return self.kv_ms if self.is_complete or not self.is_in_engine else None
+        return self.kv_token_ms if self.is_complete or not self.is_in_engine else None
 
     @property
     def ended_lengths(self) -> list[int]:
@@ -201,8 +201,8 @@ class HeldJob:
     def used(self) -> UsedTokens:
         """The resources that the job used up to its end."""
         if not self._has_whole_log:
-            return UsedTokens(kv_ms=self.kv_ms_used)
-        return UsedTokens(kv_ms=self.kv_ms_used, usage=self._usage(), log_bytes=sum(map(len, self._chunks)))
+            return UsedTokens(kv_token_ms=self.kv_token_ms_used)
+        return UsedTokens(kv_token_ms=self.kv_token_ms_used, usage=self._usage(), log_bytes=sum(map(len, self._chunks)))
 
     def _usage(self) -> Usage:
         if self.usage is not None:

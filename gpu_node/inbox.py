@@ -49,7 +49,7 @@ class JobInbox:
         """Number of the last take call that was answered. Jobs of later calls are not known here yet."""
 
     @property
-    def kv_tokens_unclaimed(self) -> int:
+    def kv_tokens_available(self) -> int:
         """KV tokens that no taken job uses or is expected to use."""
         return self._capacity().kv_tokens[-1]
 

@@ -27,7 +27,7 @@ from penstock.queue.broker.retry import patiently
 from penstock.queue.wire import Request
 from penstock.runtime import crash_points
 from penstock.runtime.cancellation import cancel_until_done
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class JobIntake:
         self._outbox = outbox
         self._load_shedder = load_shedder
         self._threads = threads
-        self._turns = CooperativeTurns()
+        self._yielder = LoopYielder()
         self._trial_threads = Threads(MAX_TRIALS_AWAITED)
         """Threads that wait for grammar trials; separate, so that trials do not delay long prompts."""
         self._trials_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -139,7 +139,7 @@ class JobIntake:
         for chunk in logged:
             sealed.append(seal(chunk))
             if chunk.logprobs or chunk.prompt_logprobs:
-                await self._turns.wait()
+                await self._yielder.wait()
         return sealed
 
     async def _prepare(self, request: Request, tenant: str) -> object:

@@ -85,7 +85,7 @@ class Ledger:
         for length in job.ended_lengths:
             prompt, predicted = job.num_prompt_tokens, min(job.max_tokens, job.predicted_tokens)
             self._predictor.ended(job.taken.tenant, prompt, job.max_tokens, length, predicted)
-        self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_ms, job.taken.cost)
+        self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_token_ms, job.taken.cost)
 
     def expected_usage(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Return expected KV tokens and sequences, each per class: sums over jobs of that or a more urgent class."""

@@ -72,7 +72,7 @@ class LoadShedder:
             GivenBackJob(job.job_id, job.taken.lease, job.expected_kv_tokens, job.max_kv_tokens) for job in wanted
         ]
         answers = await self._broker.give_back(returns, why)
-        kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "NOBODY"]
+        kept = [job for job, answer in zip(wanted, answers, strict=True) if answer == "KEEP"]
         given = [job for job in wanted if job not in kept]
         for job in given:
             self._outbox.forget(job)

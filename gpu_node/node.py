@@ -145,8 +145,8 @@ class Node:
             adapters=await self._threads.run(engine.adapters),
         )
         # Nodes of a pool must agree on their limits: otherwise one node would fail a job that another has accepted.
-        schema = settings.schema_fields | {"max_model_len": engine.max_model_len}
-        await self._broker.join(schema, self._record)
+        config = settings.pool_config | {"max_model_len": engine.max_model_len}
+        await self._broker.join(config, self._record)
         if self._seats.names:
             await self._broker.succeed(self._seats.names, has_joined=True)
         await self._heartbeat.send()

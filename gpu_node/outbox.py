@@ -23,10 +23,10 @@ from penstock.gpu_node.held_job import HeldJob
 from penstock.gpu_node.ledger import Ledger
 from penstock.gpu_node.outcomes import BY_ANSWER, outcome_of
 from penstock.gpu_node.publish_pace import Pace
-from penstock.queue.broker.node import MAX_EMIT_BYTES, BeatAnswer, Emission, NodeBroker, emit_batches
+from penstock.queue.broker.node import MAX_EMIT_BYTES, Emission, HeartbeatAnswer, NodeBroker, emit_batches
 from penstock.queue.broker.retry import pauses
 from penstock.queue.msgpack_codec import new_pack
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gather import gather_all
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Outbox:
         self._pace = pace
         self._bell = bell
         self._pack = new_pack()
-        self._turns = CooperativeTurns()
+        self._yielder = LoopYielder()
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[Sequence[StepOutput]] = deque()
         self._sleeping = False
@@ -103,7 +103,7 @@ class Outbox:
         job.add_tokens(output)
         if output.finish_reason is None:
             return
-        job.kv_ms += output.kv_ms
+        job.kv_token_ms += output.kv_token_ms
         if output.usage is not None:
             job.usage = output.usage
         if job.is_complete:
@@ -122,7 +122,7 @@ class Outbox:
         self._schedule(job)
 
     def end_as(self, job_id: str, answer: str) -> None:
-        """End a job as Redis answered: CANCEL, EXPIRED or UNHEARD."""
+        """End a job as Redis answered: CANCEL, EXPIRED or UNREAD."""
         if (job := self._ledger.get(job_id)) is not None:
             self.end(job, BY_ANSWER[answer])
 
@@ -144,7 +144,7 @@ class Outbox:
         for job_id in self._ledger.expired(now_s):
             self.end_as(job_id, "EXPIRED")
 
-    def handle_beat(self, answer: BeatAnswer) -> None:
+    def handle_beat(self, answer: HeartbeatAnswer) -> None:
         """Drop and end the jobs that the answer to a heartbeat names."""
         for job_id in answer.fenced:
             if (job := self._ledger.get(job_id)) is not None and job.outcome is None:
@@ -212,7 +212,7 @@ class Outbox:
         """Pack a prompt's log-probabilities, and yield to the event loop after each part."""
         while job.has_unsealed_prompt:
             job.seal_part(self._pack)
-            await self._turns.wait()
+            await self._yielder.wait()
 
     async def _emit(self, jobs: list[HeldJob]) -> None:
         for job in jobs:

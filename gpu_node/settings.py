@@ -13,16 +13,13 @@ from pydantic_settings import SettingsConfigDict
 from penstock.contract.adapters import LORA_PATTERN
 from penstock.contract.job import NAME_PATTERN
 from penstock.contract.tools import ReasoningParserName, ToolParserName
-from penstock.gpu_node.engine.config import THEIR_NAMES
+from penstock.gpu_node.engine.config import NAME_BY_VLLM_NAME
 from penstock.gpu_node.engine.options import EngineOptions
 from penstock.queue.policy import PolicyName
 from penstock.queue.policy_state import SHARE_WINDOW_MS
 from penstock.runtime.settings import Settings
 
-PROTOCOL_VERSION = 1
-
-
-VLLM_NAMES = {name: vllm_name for vllm_name, name in THEIR_NAMES.items()}
+VLLM_NAME_BY_NAME = {name: vllm_name for vllm_name, name in NAME_BY_VLLM_NAME.items()}
 """vLLM's names of settings that have another name here; the keys are this project's names."""
 POOL_WIDE = (
     *("scheduling_policy", "aging_ms", "bypass_ms", "lease_ms", "abandon_after_ms", "reattach_grace_ms", "log_ttl_ms"),
@@ -122,10 +119,10 @@ class NodeSettings(Settings, EngineOptions):
         return self.pool_name if Path(self.model).expanduser().exists() else self.model
 
     @property
-    def schema_fields(self) -> dict[str, int | str]:
+    def pool_config(self) -> dict[str, int | str]:
         """What all nodes of the pool must agree on, under the names that the scripts use."""
         given = {name: getattr(self, name) for name in POOL_WIDE}
-        return {"version": PROTOCOL_VERSION, "policy": given.pop("scheduling_policy"), **given}
+        return {"policy": given.pop("scheduling_policy"), **given}
 
 
 def slug(text: str) -> str:

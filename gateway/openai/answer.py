@@ -38,7 +38,7 @@ from penstock.producer.openai.render import ChatRenderer, Renderer, usage_of
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.packed_result import PackedResult
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 
 JOB_HEADER = "X-Penstock-Job"
 MAX_SMALL_BATCH = 64
@@ -58,7 +58,7 @@ class Answer(Response):
         self._client: AsyncClient = request.app.state.client
         self._settings: GatewaySettings = request.app.state.settings
         self._metrics: GatewayMetrics = request.app.state.metrics
-        self._turns: CooperativeTurns = request.app.state.turns
+        self._yielder: LoopYielder = request.app.state.yielder
         self._result_budget: SharedBudget = request.app.state.result_budget
         self._generation = generation
         self._dialect = dialect
@@ -124,8 +124,8 @@ class WholeAnswer(Answer):
             renderer = await self._renderer(jobs)
             ends = await ends_of(jobs)
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
-            await self._turns.wait()
-        sender = BodyWriter(send, {JOB_HEADER: _names(jobs)}, self._turns)
+            await self._yielder.wait()
+        sender = BodyWriter(send, {JOB_HEADER: _names(jobs)}, self._yielder)
         try:
             await sender.send_all(self._parts(renderer, jobs, ends))
         except PenstockError as error:
@@ -227,12 +227,12 @@ class StreamAnswer(Answer):
         # A batch is large after a slow reader, when a log is replayed, and with the log-probabilities of a prompt.
         is_large = len(batch) > MAX_SMALL_BATCH or bool(batch[0].prompt_logprobs)
         if is_large:
-            await self._turns.wait()
+            await self._yielder.wait()
         for events in pieces.parts_of(batch):
             await writer.write(events)
             self._meter.sent()
             if is_large:
-                await self._turns.wait()
+                await self._yielder.wait()
 
 
 def _require_tool_parser(record: ServedPool | None) -> ServedPool:

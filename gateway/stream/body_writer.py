@@ -9,7 +9,7 @@ from contextlib import aclosing
 from starlette.datastructures import MutableHeaders
 from starlette.types import Send
 
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 
 PIECE_BYTES = 64 << 10
 """Size from which a piece is sent, in bytes."""
@@ -24,9 +24,9 @@ class BodyWriter:
     a longer body uses chunked encoding.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str], turns: CooperativeTurns) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], yielder: LoopYielder) -> None:
         self.started = False
-        self._turns = turns
+        self._yielder = yielder
         self._send = send
         self._headers = {"content-type": "application/json", **headers}
 
@@ -41,7 +41,7 @@ class BodyWriter:
                     await self._write(b"".join(piece), more=True)
                     piece, size = [], 0
                 if time.monotonic() - worked_since_s >= MAX_WORK_S:
-                    await self._turns.wait()
+                    await self._yielder.wait()
                     worked_since_s = time.monotonic()
         await self._write(b"".join(piece), more=False)
 

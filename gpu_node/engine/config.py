@@ -13,7 +13,7 @@ from penstock.contract.problems import config_error
 from penstock.gpu_node.engine.options import EngineOptions
 from penstock.gpu_node.model.options import RunnerOptions
 
-THEIR_NAMES = {
+NAME_BY_VLLM_NAME = {
     "swap_space": "swap_space_gib",
     "cpu_offload_gb": "cpu_offload_gib",
     "num_gpu_blocks_override": "num_kv_blocks",
@@ -48,10 +48,10 @@ class EngineConfig(EngineOptions, RunnerOptions):
     def _by_our_names(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        for theirs, ours in THEIR_NAMES.items():
+        for theirs, ours in NAME_BY_VLLM_NAME.items():
             if theirs in given and ours in given:
                 raise ValueError(f"{theirs} is another name for {ours}: give one of them")
-        return {THEIR_NAMES.get(name, name): value for name, value in given.items()}
+        return {NAME_BY_VLLM_NAME.get(name, name): value for name, value in given.items()}
 
     @field_validator("lora", mode="before")
     @classmethod

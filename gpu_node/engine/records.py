@@ -59,7 +59,7 @@ class StepOutput:
     text: str
     finish_reason: EndReason | None
     usage: Usage | None = None
-    kv_ms: float = 0.0
+    kv_token_ms: float = 0.0
     """KV-token-milliseconds of the choice so far: the capacity of its blocks in tokens × the time that it held them."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities of `token_ids`, where the request asks for them."""

@@ -63,7 +63,7 @@ class LiveChoice:
             text=text,
             finish_reason=self.output.finish_reason,
             usage=usage,
-            kv_ms=self.seq.kv_ms,
+            kv_token_ms=self.seq.kv_token_ms,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             error=self.guide.failure if is_failed and self.guide is not None else None,

@@ -67,7 +67,7 @@ class Sequence:
     """Predicted number of output tokens."""
     charge: float = 0.0
     """KV-token-milliseconds ÷ weight that its tenant would be charged if it started now."""
-    kv_ms: float = 0.0
+    kv_token_ms: float = 0.0
     """KV-token-milliseconds so far: the capacity of its blocks in tokens × the milliseconds that it held them."""
 
     biased: NDArray[np.int32] = field(init=False)

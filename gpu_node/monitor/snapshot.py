@@ -21,7 +21,7 @@ class NodeSnapshot:
     answered_call: int
     """Number of the last take call that was answered. `job_ids` lists no jobs of later calls."""
     job_ids: list[str]
-    kv_tokens_unclaimed: int
+    kv_tokens_available: int
     has_backlog: bool
     """Whether jobs were waiting when the queue was last read."""
     hears_doorbell: bool
@@ -42,7 +42,7 @@ async def take_snapshot(watch: EngineWatch, ledger: Ledger, inbox: JobInbox, out
         engine_stalled_s=watch.stalled_s,
         answered_call=inbox.answered_call,
         job_ids=ledger.job_ids,
-        kv_tokens_unclaimed=inbox.kv_tokens_unclaimed,
+        kv_tokens_available=inbox.kv_tokens_available,
         has_backlog=inbox.has_backlog,
         hears_doorbell=inbox.hears_doorbell,
         num_tokenizer_failures=inbox.num_tokenizer_failures,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.triton.decode_attention import block_offset
-from penstock.kernels.triton.sending import sent
+from penstock.kernels.triton.sending import to_device_async
 
 _WORDS = 4096
 
@@ -35,7 +35,7 @@ def copy_blocks(pool: Tensor, copies: NDArray[np.int32], *, host_from: int = 2**
     num_words = words.shape[1]
     for wave in independent_waves(copies):
         grid = (len(wave), triton.cdiv(num_words, _WORDS))
-        _copy[grid](words, sent(wave, pool.device), num_words, host_from, host_jump // 4, WORDS=_WORDS)
+        _copy[grid](words, to_device_async(wave, pool.device), num_words, host_from, host_jump // 4, WORDS=_WORDS)
 
 
 def independent_waves(copies: NDArray[np.int32]) -> list[NDArray[np.int32]]:

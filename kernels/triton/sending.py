@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def sent(array: NDArray[Any], device: torch.device) -> Tensor:
+def to_device_async(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return a tensor on the device with the array's contents. The current stream copies it; the host does not wait.
 
     A copy from pageable memory would make the host wait until the device is idle. torch does not reuse the pinned

@@ -84,7 +84,7 @@ async def check_nodes(url: str) -> list[Check]:
     from penstock.producer.client import AsyncClient
 
     async with AsyncClient(url) as client:
-        pools, _ = await client.figures()
+        pools, _ = await client.pool_stats()
     return [check for pool in pools for check in judge_pool(pool)]
 
 

@@ -10,13 +10,13 @@ import typer
 from penstock.cli.exit_codes import exit_code_of
 from penstock.cli.options import help_of, options_of, takes
 from penstock.contract.errors import ConfigError
-from penstock.gpu_node.settings import POOL_WIDE, VLLM_NAMES, NodeSettings
+from penstock.gpu_node.settings import POOL_WIDE, VLLM_NAME_BY_NAME, NodeSettings
 from penstock.runtime.logging import configure_logging
 from penstock.runtime.settings import redis_url_of
 
 _FIELDS = NodeSettings.model_fields
 _FLAGS = {"aliases": ("--alias",)} | {
-    ours: (f"--{ours.replace('_', '-')}", f"--{theirs.replace('_', '-')}") for ours, theirs in VLLM_NAMES.items()
+    ours: (f"--{ours.replace('_', '-')}", f"--{theirs.replace('_', '-')}") for ours, theirs in VLLM_NAME_BY_NAME.items()
 }
 """Flags of settings that also have vLLM's name, or whose flag differs from the setting's name."""
 _PANELS = dict.fromkeys(POOL_WIDE, "Pool settings (must be the same for all nodes of the pool)")

@@ -16,6 +16,7 @@
     │   └── JobExpiredError     504
     ├── StreamDivergedError     500  the log no longer matches the chunks already delivered
     ├── ConfigError             500  invalid settings or model files
+    │   └── ProtocolVersionError 503  the pool belongs to a release with another protocol version
     └── InvariantError          500  a bug in penstock
 
 Redis errors are translated in `queue/broker`, HTTP errors in `gateway`, torch errors in `gpu_node/model`.
@@ -172,6 +173,14 @@ class ConfigError(PenstockError):
     """Settings, or files that they point to, are invalid."""
 
     code = "bad_config"
+
+
+class ProtocolVersionError(ConfigError):
+    """The pool in Redis belongs to a release with another protocol version. This release leaves it as it is."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "protocol_version"
 
 
 class InvariantError(PenstockError):

@@ -113,7 +113,7 @@ def decide(pressure: PoolPressure, *, cost: int, priority: int, admitted_since: 
     nodes = [n for n in pressure.nodes if not n.draining]
     if not nodes:
         raise UnavailableError("no live node serves this pool", code="no_node")
-    capacity = sum(n.kv_tokens_unclaimed for n in nodes)
+    capacity = sum(n.kv_tokens_available for n in nodes)
     ahead = sum(pressure.backlog_cost[: priority + 1]) + admitted_since + cost - capacity
     rate = sum(n.drain_cost_per_s for n in nodes)
     if ahead <= 0 or rate <= 0:

@@ -85,8 +85,8 @@ async def audit(broker: AdminBroker, pool: str, *, repair: bool = False) -> list
     for jobs in _parts(sorted(seen.jobs.items()), MAX_ROWS):
         rows += await broker.check(pool, jobs, repairer=repairer)
     # After the jobs, because repairing jobs changes which tenants have queued jobs.
-    for turns in _parts(sorted(seen.turns), MAX_ROWS):
-        rows += await broker.check(pool, turns=turns, repairer=repairer)
+    for tenants in _parts(sorted(seen.virtual_times), MAX_ROWS):
+        rows += await broker.check(pool, virtual_times=tenants, repairer=repairer)
     for idems in _parts(sorted(seen.idems), MAX_ROWS):
         rows += await broker.check(pool, idems=idems, repairer=repairer)
     findings = [Finding(*row) for row in rows]
@@ -135,8 +135,8 @@ def findings_of(history: JobHistory) -> list[Finding]:
     try:
         result = results.decode_result(history.result, history.job_id, history.outcome, (0, 0, 0, 0))
     except WireError as error:
-        return [*findings, found("unreadable", error.message, "out")]
-    return findings + [found("result_differs", detail, "out") for detail in _differences(chunks, result)]
+        return [*findings, found("unreadable", error.message, "result")]
+    return findings + [found("result_differs", detail, "result") for detail in _differences(chunks, result)]
 
 
 def _problems_of(job_id: str, chunks: Sequence[Chunk]) -> Iterator[tuple[str, str]]:

@@ -2,71 +2,74 @@
 
 All keys of a pool share the hash tag `{pool}`, so that one script works in one cluster slot. P stands for
 `penstock:{pool}`. Times are milliseconds of Redis's clock. Four functions shared by the scripts count as writers. `end`
-closes a job. `requeue` queues a job again (give_back, sweep, beat). `let_in` queues a delayed job whose time has come
-(take, sweep). `ring` wakes a node. audit may write all keys. forget deletes the keys of an unused pool.
+closes a job. `requeue` queues a job again (give_back, sweep, heartbeat). `release` queues a delayed job whose time has
+come (take, sweep). `ring` wakes a node. audit may write all keys. forget deletes the keys of an unused pool.
 
-    key                    type    writers                              content; lifetime
-    P:q:<p>:<tenant>       stream  submit; take, end (XDEL, DEL empty)  queued job ids; p: 0 interactive … 2 batch
-    P:back:<p>:<tenant>    zset    requeue, let_in; take, end           queued again or formerly delayed ids, by
-                                                                        submission time
-    P:later                zset    submit; let_in, end                  ids of jobs with not_before, by that time
-    P:wait:<p>             zset    submit, requeue, let_in; take, end   all queued ids, by submission time
-    P:due                  zset    submit, requeue, let_in; take, end   queued ids with a deadline, by deadline
-    P:turn:<p>             zset    submit, requeue, let_in; take,       tenants with queued jobs, by virtual time
-                                   finish, end
-    P:vtime:<p>            string  submit, requeue, let_in; take        virtual clock: the highest virtual time at which
-                                                                        a job started, plus 1 per tenant that entered
-    P:debt:<p>             zset    take, finish, end; submit, requeue,  virtual times of tenants without queued jobs
-                                   let_in                               that are ahead of the virtual clock
-    P:head                 hash    take                                 class → when the head of its queue was taken
-    P:hold                 hash    take; sweep, leave                   node → job for which it keeps capacity free, and
-                                                                        for how long
-    P:job:<id>             hash    scripts                              the job's record; result_ttl_ms after its end
-    P:in:<id>              string  submit; end, purge                   the request (wire.py); deleted at the job's end,
-                                                                        for a dead letter after 7 days
-    P:dead                 zset    end; sweep, purge                    dead letters by end time; 10,000 for 7 days
-    P:log:<id>             list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the job's end
-    P:out:<id>             string  finish; deliver (PEXPIRE)            the result (wire.py); result_ttl_ms, a large one
-                                                                        log_ttl_ms after its delivery
-    P:run:<node>           set     take; requeue, end, beat             ids of the jobs that a node runs
-    P:took:<node>          string  take; leave                          number and answer of the last take; 1 min
-    P:open                 set     submit; end                          ids of queued and running jobs
-    P:tenant:<t>:open      set     submit; end                          the same for one tenant
-    P:idem:<t>:<hash>      string  submit; end                          the job's id; idem_ttl_ms after its end
-    P:nodes                zset    join, beat, emit; succeed, sweep,    node → last heartbeat; 0: declared dead by its
-                                   leave                                successor
-    P:seats                hash    succeed; sweep, leave                seat (a lock on a host) → the nodes that held
-                                                                        it, the present holder last
-    P:revs                 zset    join, beat; sweep                    model revision → last heartbeat
-    P:free                 zset    beat, ring; sweep, leave             node → free KV tokens; ring picks the highest
-    P:pressure             hash    beat; sweep, leave                   node → pressure record (wire.py)
-    P:adapters             hash    node; sweep, leave                   node with adapters → the pool record that it
-                                                                        announced
-    P:backlog              hash    submit, requeue, let_in, take, end   class → predicted KV tokens of its queued jobs
-    P:queued               hash    submit, requeue, let_in, take, end   the same per tenant; no field where it is 0
-    P:bytes                hash    submit; end                          class → bytes that its open jobs may occupy
-    P:kept                 hash    submit, end; sweep, purge            tenant → bytes: of open jobs as predicted, of
-                                                                        ended jobs as stored
-    P:expiry               zset    end; deliver; submit, sweep, purge   `<bytes> <tenant> <key>` per stored key of an
-                                                                        ended job, by expiry time
-    P:usage:<day>          hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of
-                                                                        prompts, cached and completions; 92 days
-    P:used:<window>        hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight, per
-                                                                        window of share_window_ms; two windows
-    P:refused              hash    submit                               recently refused cost, and since when; 10 min
-    P:rate:<t>             hash    submit; end                          when its next job and token are due, in ms
-    P:readers              zset    read_beat, submit, attach; sweep     inbox → last heartbeat of its process
-    P:sweep                string  sweep, succeed                       time of the last sweep
-    P:count                hash    scripts                              counters of events, for operators
-    P:audit                string  audit                                the audit that repairs the pool now; 10 s
-    P:schema               hash    join                                 protocol version; the pool's policy and limits
-    penstock:pools         hash    node, penstock pools                 pool → pool record (wire.py)
-    penstock:keys          hash    penstock keys                        API key's id → its record (api_keys.py)
+    key                      type    writers                              content; lifetime
+    P:queue:<p>:<tenant>     stream  submit; take, end (XDEL, DEL empty)  queued job ids; p: 0 interactive … 2 batch
+    P:requeued:<p>:<tenant>  zset    requeue, release; take, end          queued again or formerly delayed ids, by
+                                                                          submission time
+    P:delayed                zset    submit; release, end                 ids of jobs with not_before, by that time
+    P:waiting:<p>            zset    submit, requeue, release; take, end  all queued ids, by submission time
+    P:deadlines              zset    submit, requeue, release; take, end  queued ids with a deadline, by deadline
+    P:virtual_time:<p>       zset    submit, requeue, release; take,      tenants with queued jobs, by virtual time
+                                     finish, end
+    P:virtual_clock:<p>      string  submit, requeue, release; take       the highest virtual time at which a job
+                                                                          started, plus 1 per tenant that entered
+    P:debt:<p>               zset    take, finish, end; submit, requeue,  virtual times of tenants without queued jobs
+                                     release                              that are ahead of the virtual clock
+    P:head_served            hash    take                                 class → when the head of its queue was taken
+    P:reservations           hash    take; sweep, leave                   node → job for which it keeps capacity free,
+                                                                          and for how long
+    P:job:<id>               hash    scripts                              the job's record; result_ttl_ms after its end
+    P:request:<id>           string  submit; end, purge                   the request (wire.py); deleted at the job's
+                                                                          end, for a dead letter after 7 days
+    P:dead_letters           zset    end; sweep, purge                    dead letters by end time; 10,000 for 7 days
+    P:log:<id>               list    emit, finish, end                    chunks (wire.py); log_ttl_ms after the end
+    P:result:<id>            string  finish; deliver (PEXPIRE)            the result (wire.py); result_ttl_ms, a large
+                                                                          one log_ttl_ms after its delivery
+    P:running:<node>         set     take; requeue, end, heartbeat        ids of the jobs that a node runs
+    P:last_take:<node>       string  take; leave                          number and answer of the last take; 1 min
+    P:open                   set     submit; end                          ids of queued and running jobs
+    P:tenant:<t>:open        set     submit; end                          the same for one tenant
+    P:idem:<t>:<hash>        string  submit; end                          the job's id; idem_ttl_ms after its end
+    P:nodes                  zset    join, heartbeat, emit; succeed,      node → last heartbeat; 0: declared dead by its
+                                     sweep, leave                         successor
+    P:seats                  hash    succeed; sweep, leave                seat (a lock on a host) → the nodes that held
+                                                                          it, the present holder last
+    P:revisions              zset    join, heartbeat; sweep               model revision → last heartbeat
+    P:free                   zset    heartbeat, ring; sweep, leave        node → free KV tokens; ring picks the highest
+    P:pressure               hash    heartbeat; sweep, leave              node → pressure record (wire.py)
+    P:adapters               hash    node; sweep, leave                   node with adapters → the pool record that it
+                                                                          announced
+    P:backlog                hash    submit, requeue, release, take, end  class → predicted KV tokens of its queued jobs
+    P:queued                 hash    submit, requeue, release, take, end  the same per tenant; no field where it is 0
+    P:promised_bytes         hash    submit; end                          class → bytes that its open jobs may occupy
+    P:kept_bytes             hash    submit, end; sweep, purge            tenant → bytes: of open jobs as predicted, of
+                                                                          ended jobs as stored
+    P:expiry                 zset    end; deliver; submit, sweep, purge   `<bytes> <tenant> <key>` per stored key of an
+                                                                          ended job, by expiry time
+    P:usage:<day>            hash    end                                  `<tenant>:<account>:<what>` → jobs; tokens of
+                                                                          prompts, cached and completions; 92 days
+    P:recent_use:<window>    hash    take, requeue, finish                tenant → charged KV-token-ms ÷ weight, per
+                                                                          window of share_window_ms; two windows
+    P:refused                hash    submit                               recently refused cost, and since when; 10 min
+    P:rate:<t>               hash    submit; end                          when its next job and token are due, in ms
+    P:readers                zset    reader_heartbeat, submit, attach;    inbox → last heartbeat of its process
+                                     sweep
+    P:sweep                  string  sweep, succeed                       time of the last sweep
+    P:counts                 hash    scripts                              counters of events, for operators
+    P:audit                  string  audit                                the audit that repairs the pool now; 10 s
+    P:config                 hash    join                                 protocol version; the pool's policy and limits
+    P:schema                 hash    join                                 the version again, for releases of protocol
+                                                                          version 1, which look for it here
+    penstock:pools           hash    node, penstock pools                 pool → pool record (wire.py)
+    penstock:keys            hash    penstock keys                        API key's id → its record (api_keys.py)
 
     channel
     penstock:inbox:<process>   one per reading process: all chunks of a step for that reader, concatenated
-    P:ch:<id>                  a job's own channel, one chunk per message, if requested at submit or attach
-    P:ctl:<node>               a node's doorbell: an empty message, or the id of a canceled job
+    P:channel:<id>             a job's own channel, one chunk per message, if requested at submit or attach
+    P:doorbell:<node>          a node's doorbell: an empty message, or the id of a canceled job
 """
 
 from __future__ import annotations
@@ -82,9 +85,9 @@ def prefix(pool: str) -> str:
     return f"penstock:{{{pool}}}"
 
 
-def schema(pool: str) -> str:
-    """Hash: the pool's protocol version, times and limits."""
-    return f"{prefix(pool)}:schema"
+def config(pool: str) -> str:
+    """Hash: the pool's protocol version, policy, times and limits."""
+    return f"{prefix(pool)}:config"
 
 
 def job(job_id: str) -> str:
@@ -94,7 +97,7 @@ def job(job_id: str) -> str:
 
 def request(job_id: str) -> str:
     """String: a job's request."""
-    return f"{prefix(pool_of(job_id))}:in:{job_id}"
+    return f"{prefix(pool_of(job_id))}:request:{job_id}"
 
 
 def log(job_id: str) -> str:
@@ -104,12 +107,12 @@ def log(job_id: str) -> str:
 
 def result(job_id: str) -> str:
     """String: a job's result."""
-    return f"{prefix(pool_of(job_id))}:out:{job_id}"
+    return f"{prefix(pool_of(job_id))}:result:{job_id}"
 
 
 def waiting(pool: str, priority: int) -> str:
     """Zset: queued job ids of one class, by submission time."""
-    return f"{prefix(pool)}:wait:{priority}"
+    return f"{prefix(pool)}:waiting:{priority}"
 
 
 def nodes(pool: str) -> str:
@@ -117,9 +120,9 @@ def nodes(pool: str) -> str:
     return f"{prefix(pool)}:nodes"
 
 
-def dead(pool: str) -> str:
+def dead_letters(pool: str) -> str:
     """Zset: ids of dead letters by end time."""
-    return f"{prefix(pool)}:dead"
+    return f"{prefix(pool)}:dead_letters"
 
 
 def pressure(pool: str) -> str:
@@ -144,12 +147,12 @@ def queued(pool: str) -> str:
 
 def promised_bytes(pool: str) -> str:
     """Hash: class → bytes of Redis memory that its open jobs may occupy."""
-    return f"{prefix(pool)}:bytes"
+    return f"{prefix(pool)}:promised_bytes"
 
 
 def kept_bytes(pool: str) -> str:
     """Hash: tenant → bytes of Redis memory, of open jobs as predicted and of ended jobs as stored."""
-    return f"{prefix(pool)}:kept"
+    return f"{prefix(pool)}:kept_bytes"
 
 
 def expiry(pool: str) -> str:
@@ -169,7 +172,7 @@ def open_jobs(pool: str) -> str:
 
 def counts(pool: str) -> str:
     """Hash: counters of events."""
-    return f"{prefix(pool)}:count"
+    return f"{prefix(pool)}:counts"
 
 
 def inbox_channel(process: str) -> str:
@@ -179,9 +182,9 @@ def inbox_channel(process: str) -> str:
 
 def own_channel(job_id: str) -> str:
     """Channel of one job, for Redis clients in any language."""
-    return f"{prefix(pool_of(job_id))}:ch:{job_id}"
+    return f"{prefix(pool_of(job_id))}:channel:{job_id}"
 
 
 def doorbell(pool: str, node_id: str) -> str:
     """Channel that wakes a node."""
-    return f"{prefix(pool)}:ctl:{node_id}"
+    return f"{prefix(pool)}:doorbell:{node_id}"

@@ -14,10 +14,10 @@ from penstock.contract.job import FinishReason, Outcome, Usage
 from penstock.contract.logprobs import TokenLogprobs
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError, unpack_all
+from penstock.queue.protocol_version import PROTOCOL_VERSION
 
 _WINDOW_BYTES = 64 << 10
 """Bytes of rows that an unpacker buffers at a time."""
-VERSION = 1
 
 
 class Span(NamedTuple):
@@ -103,8 +103,8 @@ class PackedResult:
             choices.extend(_members(unpacker) for _ in range(unpacker.read_array_header()))
 
         spans = _members(unpacker, {"choices": read_choices})
-        if (version := _value_at(data, spans["v"])) != VERSION:
-            raise WireError(f"protocol version {version!r} is not {VERSION}")
+        if (version := _value_at(data, spans["v"])) != PROTOCOL_VERSION:
+            raise WireError(f"protocol version {version!r} is not {PROTOCOL_VERSION}")
         self.choices = tuple(PackedChoice(data, of_choice) for of_choice in choices)
         self.usage = Usage(*_value_at(data, spans["u"]))
         self.prompt_logprobs = PackedRows(data, spans.get("q"))

@@ -114,14 +114,14 @@ def choose(
     state: PolicyState,
     now_ms: float,
     fits: Callable[[C, int], bool],
-    makes_room: Callable[[C], bool] = lambda _: True,
+    reserves: Callable[[C], bool] = lambda _: True,
 ) -> list[C]:
     """Return the candidates to start now, in order, and charge their tenants.
 
     `fits(candidate, urgency)` returns whether the candidate fits if it counts as class `urgency`, and then reserves its
-    capacity. `makes_room(candidate)` is called for a candidate that does not fit and is too old to be overtaken. It
+    capacity. `reserves(candidate)` is called for a candidate that does not fit and is too old to be overtaken. It
     returns False if another node keeps capacity free for that candidate, so that the scan continues. The tenants of
-    `waiting` must have entered `state.turns`.
+    `waiting` must have entered `state.virtual_times`.
     """
     chosen: list[C] = []
     num_passed = 0
@@ -133,7 +133,7 @@ def choose(
                 state.head_served_ms[candidate.priority] = now_ms
             continue
         if now_ms - candidate.submitted_ms >= policy.bypass_ms:
-            if makes_room(candidate):
+            if reserves(candidate):
                 break
             continue
         num_passed += 1
@@ -158,12 +158,12 @@ def victims_of(urgency: int, running: Sequence[R]) -> list[R]:
     return [one for one in preemption_order(running) if one.urgency > urgency]
 
 
-def learned_hold_ms(hold_ms: float, kv_ms: float, cost: int) -> float:
+def learned_hold_ms(hold_ms: float, kv_token_ms: float, cost: int) -> float:
     """Return the updated moving average of the time for which a KV token of cost is held, in ms.
 
-    `kv_ms` is the KV tokens × milliseconds that a job with predicted `cost` has held.
+    `kv_token_ms` is the KV tokens × milliseconds that a job with predicted `cost` has held.
     """
-    return hold_ms + _HOLD_WEIGHT * (kv_ms / max(1, cost) - hold_ms)
+    return hold_ms + _HOLD_WEIGHT * (kv_token_ms / max(1, cost) - hold_ms)
 
 
 def _in_order(
@@ -177,7 +177,7 @@ def _in_order(
         yield from ((one, LEAST_URGENT, False) for one in sorted(waiting, key=_age))
         return
     classes = [[one for one in waiting if one.priority == p] for p in range(NUM_PRIORITIES)]
-    queues = [_ClassQueue(members, policy, state.turns[p]) for p, members in enumerate(classes)]
+    queues = [_ClassQueue(members, policy, state.virtual_times[p]) for p, members in enumerate(classes)]
     heads = [queue.head() for queue in queues]
     risen = _risen(heads, policy, state, now_ms)
     shares = state.shares(now_ms) if policy.name == "fair" and classes[0] else None

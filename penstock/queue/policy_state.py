@@ -41,7 +41,7 @@ class VirtualTimes:
 
     def leave(self, tenant: str) -> None:
         """Remove a tenant that has no queued work left."""
-        self._owe(tenant, self.times.pop(tenant))
+        self._remember_debt(tenant, self.times.pop(tenant))
 
     def start(self, tenant: str, charge: float) -> None:
         """Charge a tenant with queued work for a job that starts."""
@@ -55,9 +55,9 @@ class VirtualTimes:
         if tenant in self.times:
             self.times[tenant] += by
         else:
-            self._owe(tenant, self.debts.pop(tenant, self.now) + by)
+            self._remember_debt(tenant, self.debts.pop(tenant, self.now) + by)
 
-    def _owe(self, tenant: str, time: float) -> None:
+    def _remember_debt(self, tenant: str, time: float) -> None:
         if time > self.now:
             self.debts[tenant] = time
         if len(self.debts) > MAX_DEBTS:
@@ -106,7 +106,7 @@ class PolicyState:
 
     share_window_ms: float = SHARE_WINDOW_MS
     use: RecentUse = field(init=False)
-    turns: list[VirtualTimes] = field(default_factory=lambda: [VirtualTimes() for _ in range(NUM_PRIORITIES)])
+    virtual_times: list[VirtualTimes] = field(default_factory=lambda: [VirtualTimes() for _ in range(NUM_PRIORITIES)])
     """The tenants' virtual times, per class."""
     head_served_ms: list[float] = field(default_factory=lambda: [0.0] * NUM_PRIORITIES)
     """When the head of a class last started, per class."""
@@ -116,17 +116,17 @@ class PolicyState:
 
     def start(self, priority: int, tenant: str, charge: float, now_ms: float) -> None:
         """Charge a tenant with queued work for a job that starts."""
-        self.turns[priority].start(tenant, charge)
+        self.virtual_times[priority].start(tenant, charge)
         self.use.note(tenant, charge, now_ms)
 
     def correct(self, priority: int, tenant: str, by: float, now_ms: float, since_ms: float) -> None:
         """Correct the charge that a tenant got at `since_ms`; `by` is negative if it was too high."""
-        self.turns[priority].correct(tenant, by)
+        self.virtual_times[priority].correct(tenant, by)
         self.use.note(tenant, by, now_ms, since_ms)
 
     def shares(self, now_ms: float) -> Shares:
         """Return a view of the tenants' shares; it follows later charges."""
-        return Shares(self.use, frozenset().union(*(turns.times for turns in self.turns)), now_ms)
+        return Shares(self.use, frozenset().union(*(times.times for times in self.virtual_times)), now_ms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ EVENTS = {
     "given_back_unlisted": "jobs assigned to a node that did not know of them",
     "sweep_resets": "sweeps after half a lease without one: Redis was unreachable, or no process was running",
 }
-"""Counters in P:count, with their help texts."""
+"""Counters in P:counts, with their help texts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from penstock.contract.logprobs import TokenLogprobs
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import WireError, array_header, pack, with_members
 from penstock.queue.packed_logprobs import Rows, rows_of
-from penstock.queue.wire import VERSION, unpack_map
+from penstock.queue.protocol_version import PROTOCOL_VERSION
+from penstock.queue.wire import unpack_map
 
 
 def encode_result(
@@ -33,7 +34,7 @@ def encode_result(
     ]
     if prompt_rows.num_rows:
         members.append(("q", prompt_rows.array_parts))
-    return with_members(pack({"v": VERSION}), members)
+    return with_members(pack({"v": PROTOCOL_VERSION}), members)
 
 
 def decode_result(data: bytes, job_id: str, outcome: Outcome, times_ms: tuple[int, int, int, int]) -> Result:

@@ -7,7 +7,7 @@ the bytes. Decoders ignore unknown keys; `msgpack_codec.py` defines the limits t
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,13 +20,14 @@ from penstock.contract.tools import Tools, few_calls
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all, with_members
 from penstock.queue.packed_logprobs import Rows, rows_of
+from penstock.queue.protocol_version import PROTOCOL_VERSION
 
-VERSION = 1
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The request of a job, which a node needs to run it; stored in P:in:<id>."""
+    """The request of a job, which a node needs to run it; stored in P:request:<id>."""
 
     params: SamplingParams
     prompt: str | None = None
@@ -64,7 +65,7 @@ class NodePressure(EngineLoad):
     node_id: str
     num_jobs: int = 0
     max_num_seqs: int = 0
-    kv_tokens_unclaimed: int = 0
+    kv_tokens_available: int = 0
     """KV tokens that taken jobs neither use now nor are expected to need later."""
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
@@ -91,13 +92,13 @@ class PoolPressure:
     backlog_cost: tuple[int, int, int] = field(default=(0, 0, 0))
 
 
-def unpack_map(data: bytes) -> dict[str, Any]:
+def unpack_map(data: bytes, *, of_any_version: bool = False) -> dict[str, Any]:
     """Decode the single map of a request, a result or a record. Raises WireError, also for another protocol version."""
     maps = [checked_map(value) for value in unpack_all(data)]
     if len(maps) != 1:
         raise WireError(f"expected one msgpack map, found {len(maps)}")
-    if maps[0].get("v") != VERSION:
-        raise WireError(f"protocol version {maps[0].get('v')!r} is not {VERSION}")
+    if (v := maps[0].get("v")) != PROTOCOL_VERSION and not (of_any_version and type(v) is int):
+        raise WireError(f"protocol version {v!r} is not {PROTOCOL_VERSION}")
     return maps[0]
 
 
@@ -111,7 +112,7 @@ def encode_chunk(chunk: Chunk, pack: Pack = pack, rows: Rows | None = None, prom
     """
     if chunk.outcome is not None:
         raise InvariantError("terminal chunks are written by the scripts only")
-    head = {"v": VERSION, "j": chunk.job_id, "i": chunk.index, "c": chunk.choice}
+    head = {"v": PROTOCOL_VERSION, "j": chunk.job_id, "i": chunk.index, "c": chunk.choice}
     fields: dict[str, Any] = {**head, "p": chunk.position, "t": chunk.token_ids, "s": chunk.text}
     if chunk.finish_reason is not None:
         fields["f"] = chunk.finish_reason
@@ -128,19 +129,8 @@ def encode_chunk(chunk: Chunk, pack: Pack = pack, rows: Rows | None = None, prom
 
 _PLAIN = {"v": int, "j": str, "i": int, "c": int, "p": int, "t": list, "s": str}
 _PLAIN_KEYS, _PLAIN_TYPES = list(_PLAIN), list(_PLAIN.values())
-_CHUNK_TYPES = {
-    "j": str,
-    "i": int,
-    "c": int,
-    "p": int,
-    "t": list,
-    "s": str,
-    "f": str,
-    "u": list,
-    "e": dict,
-    "l": list,
-    "q": list,
-}
+_CHUNK_TYPES = {key: kind for key, kind in _PLAIN.items() if key != "v"}
+_CHUNK_TYPES |= {"f": str, "u": list, "e": dict, "l": list, "q": list}
 
 
 def _outcome_of(fields: dict[str, Any]) -> Outcome:
@@ -153,13 +143,13 @@ def _chunk_of(value: Any) -> Chunk:
     # Nearly all chunks have exactly these fields; checking for that first takes a third of the time.
     if type(value) is dict and [*value] == _PLAIN_KEYS and [*map(type, value.values())] == _PLAIN_TYPES:
         version, job_id, index, choice, position, token_ids, text = value.values()
-        if version == VERSION and all(type(token) is int for token in token_ids):
+        if version == PROTOCOL_VERSION and all(type(token) is int for token in token_ids):
             return Chunk(job_id, index, choice, position, tuple(token_ids), text)
     # Log-probabilities skip the depth check, because decoding them checks each of their values.
     rows = {key: value[key] for key in ("l", "q") if key in value} if type(value) is dict else {}
     m = checked_map({key: member for key, member in value.items() if key not in rows} if rows else value) | rows
-    if m.get("v") != VERSION:
-        raise WireError(f"protocol version {m.get('v')!r} is not {VERSION}")
+    if m.get("v") != PROTOCOL_VERSION:
+        raise WireError(f"protocol version {m.get('v')!r} is not {PROTOCOL_VERSION}")
     for key, value in m.items():
         if type(value) is not _CHUNK_TYPES.get(key, type(value)):
             raise WireError(f"chunk field {key!r} is a {type(value).__name__}")
@@ -195,7 +185,7 @@ _request_adapter = TypeAdapter(Request)
 
 def encode_request(job: Job) -> bytes:
     """Encode a job's request. The same job gives the same bytes, so their hash identifies the request."""
-    fields: dict[str, Any] = {"v": VERSION, "kind": KIND}
+    fields: dict[str, Any] = {"v": PROTOCOL_VERSION, "kind": KIND}
     add_prompt(fields, job)
     if job.tools is not None:
         fields["tools"] = job.tools
@@ -210,7 +200,7 @@ def encode_request(job: Job) -> bytes:
     if packed is None:
         return data
     # The packed prompt takes the place of the None that follows its name, the third one in the map.
-    at = len(pack({"v": VERSION, "kind": KIND, packed.form: None})) - 1
+    at = len(pack({"v": PROTOCOL_VERSION, "kind": KIND, packed.form: None})) - 1
     return b"".join((memoryview(data)[:at], packed.data, memoryview(data)[at + 1 :]))
 
 
@@ -249,7 +239,7 @@ def decode_request(data: bytes) -> Request:
 
 def encode_record(record: PoolRecord | NodePressure) -> bytes:
     """Encode a pool record or a node's pressure record."""
-    return pack({"v": VERSION, **asdict(record)})
+    return pack({"v": PROTOCOL_VERSION, **asdict(record)})
 
 
 _pool_adapter = TypeAdapter(PoolRecord)
@@ -258,16 +248,22 @@ _pressure_adapter = TypeAdapter(NodePressure)
 
 def decode_pool(data: bytes) -> PoolRecord:
     """Decode a pool record. Raises WireError."""
-    return cast(PoolRecord, _decode_record(_pool_adapter, data))
+    return _decode_record(_pool_adapter, unpack_map(data))
+
+
+def decode_pool_of_any_version(data: bytes) -> tuple[PoolRecord, int]:
+    """Decode a pool record of any protocol version, and return its version. Raises WireError."""
+    m = unpack_map(data, of_any_version=True)
+    return _decode_record(_pool_adapter, m), m["v"]
 
 
 def decode_pressure(data: bytes) -> NodePressure:
     """Decode a node's pressure record. Raises WireError."""
-    return cast(NodePressure, _decode_record(_pressure_adapter, data))
+    return _decode_record(_pressure_adapter, unpack_map(data))
 
 
-def _decode_record(adapter: TypeAdapter[Any], data: bytes) -> Any:
+def _decode_record(adapter: TypeAdapter[R], m: dict[str, Any]) -> R:
     try:
-        return adapter.validate_python(unpack_map(data))
+        return adapter.validate_python(m)
     except ValidationError as error:
         raise WireError(f"not a record: {problem_of(error)}") from error

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class CooperativeTurns:
+class LoopYielder:
     """Wakes one waiter per round of the event loop, in order, so that many ready pieces do not block it together."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from penstock.contract.api_keys import ApiKey
-from penstock.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
+from penstock.contract.errors import ConfigError, NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.contract.job import TERMINAL_STATES, Chunk, Result, is_job_id
 from penstock.contract.priority import Priority
 from penstock.contract.rights import class_not_allowed
@@ -144,7 +144,7 @@ class AsyncClient:
         """Return the tokens that all tenants and accounts used on each of the last `days`, in all pools."""
         return await self._retries.call(lambda: self._usage.all(days))
 
-    async def figures(self) -> tuple[list[PoolStats], tuple[int, int]]:
+    async def pool_stats(self) -> tuple[list[PoolStats], tuple[int, int]]:
         """Return the stats of all pools, and the bytes that Redis uses and may use (0: no limit)."""
         return await self._retries.call(self._stats_broker.all), await self._retries.call(self._stats_broker.memory)
 
@@ -221,7 +221,7 @@ class AsyncClient:
         pools = await self._pools.recent()
         try:
             return choose_pool(pools.values(), *names, adapter=adapter)
-        except (NotFoundError, UnavailableError):
+        except (NotFoundError, UnavailableError, ProtocolVersionError):
             # The model's first node may have joined since.
             return choose_pool((await self.pools(renewed=True)).values(), *names, adapter=adapter)
 

@@ -107,10 +107,10 @@ class ClientInbox:
     async def ensure_heartbeat(self, pool: str) -> None:
         """Send a heartbeat to a pool, unless one was sent within the interval."""
         now_s = asyncio.get_running_loop().time()
-        if now_s - self._last_heartbeat_s.get(pool, -math.inf) >= self._settings.read_beat_interval_s:
+        if now_s - self._last_heartbeat_s.get(pool, -math.inf) >= self._settings.reader_heartbeat_interval_s:
             self._last_heartbeat_s[pool] = now_s
             try:
-                await self._broker.read_beat(pool, self.name)
+                await self._broker.reader_heartbeat(pool, self.name)
             except BaseException:
                 self._last_heartbeat_s.pop(pool, None)
                 raise
@@ -150,7 +150,7 @@ class ClientInbox:
                 group.create_task(self._listen())
                 group.create_task(self._detach_forever())
                 group.create_task(self._every(settings.echo_interval_s, self._echo))
-                group.create_task(self._every(settings.read_beat_interval_s, self._send_heartbeats))
+                group.create_task(self._every(settings.reader_heartbeat_interval_s, self._send_heartbeats))
                 group.create_task(self._every(settings.silent_after_s / _WATCHES_PER_SILENCE, self._watch))
         except Exception:
             _LOG.exception("inbox ended", extra={"inbox": self.name})
@@ -250,7 +250,7 @@ class ClientInbox:
         now_s = asyncio.get_running_loop().time()
         open_pools = {pool_of(feed.job_id) for feed in self._feeds.values() if feed.boxes and not feed.ended}
         for pool in open_pools:
-            await self._broker.read_beat(pool, self.name)
+            await self._broker.reader_heartbeat(pool, self.name)
             self._last_heartbeat_s[pool] = now_s
 
     async def _watch(self) -> None:

@@ -22,6 +22,7 @@ from penstock.producer.client.tool_use import with_choice
 from penstock.queue.admission import call_bytes, num_prompt_ids, prompt_bytes
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.msgpack_codec import pack
+from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
 from penstock.queue.wire import PoolRecord, add_prompt
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any] | Message] | PackedPrompt
@@ -82,7 +83,8 @@ def choose_pool(
 
     Of several pools for one model, `job_id` names one; otherwise one is drawn at random. A pool without a live node is
     returned only if no other fits: its nodes may return soon, and the model is known. Raises UnavailableError if no
-    model is served, NotFoundError for unknown names, and RequestError if `model` is necessary and missing.
+    model is served, NotFoundError for unknown names, and RequestError if `model` is necessary and missing. Raises
+    ProtocolVersionError if the model's only pools have another protocol version.
     """
     fitting = list(pools)
     if not fitting:
@@ -102,7 +104,10 @@ def choose_pool(
     served = _live_or_all(fitting)
     if model is None and len({pool.model for pool in served}) > 1:
         raise RequestError(f"model must be named; served: {names}", param="model")
-    return random.choice(served)
+    chosen = random.choice(served)
+    if chosen.protocol_version != PROTOCOL_VERSION:
+        raise other_version(chosen.pool, chosen.protocol_version)
+    return chosen
 
 
 def _live_or_all(pools: list[ServedPool]) -> list[ServedPool]:

@@ -23,7 +23,7 @@ class ClientSettings(Settings):
     """How often the inbox checks that its subscription is alive, by a message to itself."""
     silent_after_s: float = Field(default=5.0, gt=0, le=300)
     """How long a stream may be silent before it asks the broker for the job's state."""
-    read_beat_interval_s: float = Field(default=1.0, gt=0, le=10)
+    reader_heartbeat_interval_s: float = Field(default=1.0, gt=0, le=10)
     """Interval of heartbeats to each pool with open streams; pools forget a reader after 30 s without one."""
     weight: float = Field(default=1.0, ge=0.001, le=1000)
     """The tenant's weight under `fair` scheduling, for jobs submitted without their own terms."""

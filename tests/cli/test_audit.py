@@ -29,10 +29,10 @@ def test_damage_is_said_then_mended_then_gone(redis_url: str) -> None:
     job_id = asyncio.run(fill(redis_url))
     assert audit(redis_url).stdout == "m: all keys match the jobs\n"
     with sync_redis.Redis.from_url(redis_url) as client:
-        client.zrem(f"{P}:wait:1", job_id)
+        client.zrem(f"{P}:waiting:1", job_id)
 
     found = audit(redis_url)
-    assert (found.returncode, f"I5 missing: wait:1 {job_id}" in found.stdout) == (1, True)
+    assert (found.returncode, f"I5 missing: waiting:1 {job_id}" in found.stdout) == (1, True)
 
     mended = audit(redis_url, "--repair", "--pool", "m")
     assert mended.returncode == 0, mended.stdout

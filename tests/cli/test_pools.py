@@ -23,7 +23,7 @@ async def serve_two_jobs(redis_url: str) -> None:
     await queue.running(node)
     await queue.submit()
     told = NodePressure("n1", kv_blocks_total=200, kv_blocks_free=150, decode_tokens_per_s=41.7)
-    await node.broker.beat(told, free=10, answered_call=1, held=None)
+    await node.broker.heartbeat(told, free=10, answered_call=1, held=None)
     await queue.age("nodes", "n1", -3_600_000)  # however long the command takes to start
     await redis.aclose()
 

@@ -265,6 +265,6 @@ def test_the_turns_of_a_chat_have_a_limit_of_tool_calls_together() -> None:
     one_more = {"role": "assistant", "content": "", "tool_calls": [call]}
     with pytest.raises(ValueError, match=f"{MAX_CALLS_OF_CHAT + 1} tool calls together; the limit is"):
         new_job(prompt=None, messages=[*turns, one_more])
-    request = msgpack.packb({"v": 1, "kind": "generate", "messages": [*turns, one_more], "params": {}})
+    request = msgpack.packb({"v": 2, "kind": "generate", "messages": [*turns, one_more], "params": {}})
     with pytest.raises(WireError, match="messages: the messages have"):
         decode_request(request)

@@ -29,7 +29,7 @@ POOL = "fake"
 MODEL = "acme/fake"
 DEFAULT_TOKENS = 16
 PROMPT_TOKENS = 5
-BEAT_S = 0.3
+HEARTBEAT_S = 0.3
 KV_TOKENS = 1 << 24
 SEQUENCES = 1 << 16
 
@@ -129,7 +129,7 @@ class FakeNode:
     """A node of pool `fake`. `auto`: takes and steps by itself, a step every `step_s`."""
 
     def __init__(
-        self, url: str, *, auto: bool = True, step_s: float = 0.0, pool: str = POOL, model: str = MODEL, **schema: int
+        self, url: str, *, auto: bool = True, step_s: float = 0.0, pool: str = POOL, model: str = MODEL, **config: int
     ) -> None:
         self.redis: Redis = connect(url)
         self.node_id = f"fake-{secrets.token_hex(8)}"
@@ -137,10 +137,10 @@ class FakeNode:
         self.record = PoolRecord(pool, model, aliases=("faker",) if model == MODEL else (), max_model_len=4096)
         self.step_s = step_s
         self.how = Say.PUBLISHED
-        self.pressure = NodePressure(self.node_id, kv_tokens_unclaimed=KV_TOKENS)
+        self.pressure = NodePressure(self.node_id, kv_tokens_available=KV_TOKENS)
         self.jobs: dict[str, FakeJob] = {}
         self._auto = auto
-        self._schema = NodeSettings(model=MODEL, redis_url="redis://").schema_fields | schema
+        self._config = NodeSettings(model=MODEL, redis_url="redis://").pool_config | config
         self._num_takes = 0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -163,12 +163,12 @@ class FakeNode:
 
     async def join(self) -> None:
         """Enters the pool."""
-        await self.broker.join(self._schema, self.record)
+        await self.broker.join(self._config, self.record)
         await self.heartbeat()
 
     async def heartbeat(self) -> None:
         """Says that the node lives."""
-        await self.broker.beat(self.pressure, free=KV_TOKENS, answered_call=0, held=None)
+        await self.broker.heartbeat(self.pressure, free=KV_TOKENS, answered_call=0, held=None)
 
     async def take(self, num_jobs: int = 1) -> list[FakeJob]:
         """Waits until it has taken so many jobs more, and returns them."""
@@ -198,7 +198,7 @@ class FakeNode:
 
     async def _beat_forever(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             with suppress(Exception):  # a test may have stopped Redis
                 await self.heartbeat()
 
@@ -214,7 +214,7 @@ class FakeNode:
         if not stepped:
             return
         for job, answer in zip(running, await self.emit(stepped, self.how), strict=True):
-            if answer in ("CANCEL", "UNHEARD"):
+            if answer in ("CANCEL", "UNREAD"):
                 await job.finish("cancelled", "cancelled" if answer == "CANCEL" else "unread")
             elif answer in ("FENCED", "GONE"):
                 del self.jobs[job.id]

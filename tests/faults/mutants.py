@@ -39,11 +39,11 @@ class Mutant:
 MUTANTS = (
     Mutant("lease compare", "prelude", " and job.lease == lease", "", "emit.py"),
     Mutant("index compare", "emit", "if index > length then", "if false then", "emit.py"),
-    Mutant("call replay", "take", "if call == took.call then", "if false then", "take.py"),
-    Mutant("sweep guard", "sweep", "now - last > schema.lease_ms / 2", "false", "sweep.py"),
+    Mutant("call replay", "take", "if call == last.call then", "if false then", "take.py"),
+    Mutant("sweep guard", "sweep", "now - last > config.lease_ms / 2", "false", "sweep.py"),
     Mutant(
         "held ids",
-        "beat",
+        "heartbeat",
         "elseif tonumber(string.match(job.lease, '^(%d+):')) <= answered then",
         "elseif false then",
         "sweep.py",
@@ -58,15 +58,15 @@ MUTANTS = (
         "succeed.py",
     ),
     Mutant("loss counting", "sweep", "elseif not string.find(nodes, entry, 1, true) then", "else", "sweep.py"),
-    Mutant("hold expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
-    Mutant("fair-turn entry", "queue", "math.max(owed, now), job.tenant", "owed, job.tenant", "policy.py"),
+    Mutant("reservation expiry", "take", " and tonumber(till) > now then", " then", "capacity.py"),
+    Mutant("virtual time entry", "queue", "math.max(owed, now), job.tenant", "owed, job.tenant", "policy.py"),
     Mutant("idempotency body", "submit", "job.body ~= body or ", "", "submit.py"),
     Mutant("tenant check", "attach", " or job.tenant ~= tenant", "", "readers.py"),
     Mutant("terminal once", "cancel", "if is_terminal(job.state) then return job.state end", "", "end.py"),
     Mutant(
         "each asked once", "take", "is_listed(lacks, node) and may_be_elsewhere(job, lacks)", "false", "adapters.py"
     ),
-    Mutant("readers guard", "prelude", "or not may_judge(schema, now) then", "then", "readers.py"),
+    Mutant("readers guard", "prelude", "or not can_trust_heartbeats(config, now) then", "then", "readers.py"),
 )
 
 

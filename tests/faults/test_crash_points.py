@@ -58,8 +58,12 @@ async def check_all(redis: Redis, works: Sequence[Work]) -> None:
 # Nodes -------------------------------------------------------------------------------------------
 
 NODE_POINTS = (
-    *(f"{when} {what} 1" for when in ("before", "after") for what in ("join", "beat", "take", "admission", "finish")),
-    *(f"{when} {what} 3" for when in ("before", "after") for what in ("beat", "sweep", "take", "finish")),
+    *(
+        f"{when} {what} 1"
+        for when in ("before", "after")
+        for what in ("join", "heartbeat", "take", "admission", "finish")
+    ),
+    *(f"{when} {what} 3" for when in ("before", "after") for what in ("heartbeat", "sweep", "take", "finish")),
     *(f"{when} emit {count}" for when in ("before", "after") for count in (1, 70)),
     *(f"after step {count}" for count in (1, 70)),
 )
@@ -104,7 +108,7 @@ async def test_a_node_may_die_while_it_drains(redis: Redis, redis_url: str, poin
 
 CLIENT_POINTS = (
     *(f"{when} submit {count}" for when in ("before", "after") for count in (1, 4)),
-    *(f"{when} read_beat {count}" for when in ("before", "after") for count in (1, 2)),
+    *(f"{when} reader_heartbeat {count}" for when in ("before", "after") for count in (1, 2)),
     *(f"before dispatch {count}" for count in (1, 5, 40)),
 )
 RETURNED_CLIENT_POINTS = (
@@ -119,7 +123,7 @@ def read_in_process(works: Sequence[Work], url: str, *, dies: str = "", num_even
     jobs: list[dict[str, Any]] = [{"options": {"prompt": PROMPT, **work.options}} for work in by_id.values()]
     for job, work in zip(jobs, by_id.values(), strict=True):
         job |= {"after": work.last_index} if work.num_seen else {}
-    with closing(ReaderProcess(url, jobs, dies=dies, read_beat_interval_s=0.3)) as reader:
+    with closing(ReaderProcess(url, jobs, dies=dies, reader_heartbeat_interval_s=0.3)) as reader:
         while (event := reader.next_event()) is not None:
             if event["event"] == "chunk":
                 by_id[event["job"]].see(*event["chunk"])
@@ -156,7 +160,7 @@ async def test_a_client_that_has_come_back_may_die_too(redis: Redis, redis_url: 
 
 GATEWAY_POINTS = (
     *(f"{when} submit {count}" for when in ("before", "after") for count in (1, 4)),
-    *(f"{when} read_beat {count}" for when in ("before", "after") for count in (1, 2)),
+    *(f"{when} reader_heartbeat {count}" for when in ("before", "after") for count in (1, 2)),
     *(f"{when} sweep 2" for when in ("before", "after")),
     *(f"before dispatch {count}" for count in (1, 40)),
     *(f"after event {count}" for count in (1, 100)),

@@ -165,10 +165,10 @@ class Scribe:
 
     async def begin(self, works: dict[str, int]) -> None:
         """Takes all jobs; `works` says how many steps each gets."""
-        schema = NodeSettings(model="reference", redis_url="redis://", **SETTINGS).schema_fields
-        await self._broker.join(schema | {"max_model_len": 4096}, PoolRecord(POOL, POOL, max_model_len=4096))
-        pressure = NodePressure("scribe-1", kv_tokens_unclaimed=1 << 20)
-        await self._broker.beat(pressure, free=1 << 20, answered_call=0, held=None)
+        config = NodeSettings(model="reference", redis_url="redis://", **SETTINGS).pool_config
+        await self._broker.join(config | {"max_model_len": 4096}, PoolRecord(POOL, POOL, max_model_len=4096))
+        pressure = NodePressure("scribe-1", kv_tokens_available=1 << 20)
+        await self._broker.heartbeat(pressure, free=1 << 20, answered_call=0, held=None)
         yet, call = dict(works), 0
         while yet:
             call += 1

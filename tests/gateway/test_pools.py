@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import pytest
 import redis
+import redis.asyncio
+from fakes.older_pool import REFUSAL, make_older_pool
 
 from penstock.gateway.app import create_app
 from penstock.gateway.settings import GatewaySettings
@@ -37,13 +41,32 @@ def test_a_model_is_known_as_soon_as_it_is_announced(stack, shared_engine, redis
     with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http, redis.Redis.from_url(redis_url) as client:
         assert http.get("/v1/models/acme/late").status_code == 404
         client.hset(keys.POOLS, "late", wire.encode_record(late))
-        client.hset(keys.schema("late"), "lease_ms", 60_000)
+        client.hset(keys.config("late"), "lease_ms", 60_000)
         client.zadd(keys.nodes("late"), {"n": 1000 * client.time()[0]})
         try:
             assert http.get("/v1/models/acme/late").json()["id"] == "acme/late"
         finally:
             client.hdel(keys.POOLS, "late")
-            client.delete(keys.nodes("late"), keys.schema("late"))
+            client.delete(keys.nodes("late"), keys.config("late"))
+
+
+def test_a_model_of_an_older_pool_is_a_503_with_both_versions_and_not_listed(stack, shared_engine, redis_url):
+    async def make() -> None:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await make_older_pool(client, "old", "acme/older")
+
+    stack.call(make())
+    with httpx.Client(base_url=stack.start_gateway(), timeout=30) as http, redis.Redis.from_url(redis_url) as client:
+        try:
+            response = http.post("/v1/completions", json={"model": "acme/older", "prompt": "a"})
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (503, "protocol_version")
+            assert re.search(REFUSAL.format(pool="old"), error["message"])
+            assert {m["root"] for m in http.get("/v1/models").json()["data"]} == {"acme/echo"}
+            assert http.get("/metrics").status_code == 200
+        finally:
+            client.hdel(keys.POOLS, "old")
+            client.delete(*client.keys("penstock:{old}:*"))
 
 
 async def test_a_gateway_that_hears_nothing_any_more_is_not_ready():

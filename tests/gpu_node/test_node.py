@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fakes.older_pool import REFUSAL, make_older_pool
 from fakes.processes.reference_engine import (
     ReferenceEngine,
     reference_choice,
@@ -21,7 +22,7 @@ from fakes.processes.running_node import PATIENCE_S, node_settings, running_node
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
-from penstock.contract.errors import ConfigError, InvariantError
+from penstock.contract.errors import ConfigError, InvariantError, ProtocolVersionError
 from penstock.contract.job import Chunk, Job, Message, Result, SamplingParams
 from penstock.contract.tools import ToolCall
 from penstock.gpu_node import heartbeat, inbox
@@ -83,7 +84,11 @@ async def test_jobs_come_back_token_exact_and_leave_nothing_behind(
             assert [c.index for c in log] == list(range(len(log)))
             assert [c for c in log if c.outcome] == log[-1:]
         assert len(node.ledger) == 0
-    left = [key async for key in redis.scan_iter(match="*") if any(p in key for p in (b":q:", b":run:", b":wait:"))]
+    left = [
+        key
+        async for key in redis.scan_iter(match="*")
+        if any(p in key for p in (b":queue:", b":running:", b":waiting:"))
+    ]
     assert left == []
 
 
@@ -100,6 +105,13 @@ async def test_a_node_takes_only_what_its_kv_cache_can_hold(redis_url: str, brok
                 await asyncio.sleep(0.001)
         assert 80 <= largest <= 160
         assert max(engine.batches) <= 4
+
+
+async def test_a_node_ends_with_both_versions_if_its_pool_is_older(redis_url: str, redis: Redis) -> None:
+    await make_older_pool(redis, POOL, POOL)
+    with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool=POOL)):
+        async with running(redis_url, ReferenceEngine()):
+            pass
 
 
 async def test_a_running_job_is_cancelled_within_a_step_and_keeps_what_it_has(
@@ -128,7 +140,7 @@ async def test_a_deadline_ends_a_job_that_the_engine_has_not_begun(
     redis_url: str, broker: ProducerBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is sent of it, so no answer of Redis tells; nor does the check of what the node holds."""
-    monkeypatch.setattr(heartbeat, "BEATS_PER_CHECK", 1 << 30)
+    monkeypatch.setattr(heartbeat, "HEARTBEATS_PER_CHECK", 1 << 30)
     async with running(redis_url, ReferenceEngine(step_s=0.01, max_num_seqs=1), drain_s=0):
         first, behind = new_job(max_tokens=4000), new_job().model_copy(update={"deadline_ms": 500})
         await broker.submit(Submission(first, 50))
@@ -339,7 +351,7 @@ async def test_a_node_believed_dead_drops_its_jobs_and_comes_back(
         await until(broker, job, lambda status: status.num_chunks > 5)
         # As sweep does it: the job is queued again, the node's score is gone.
         await redis.zadd(keys.nodes(POOL), {node.node_id: 1})
-        await broker.read_beat(POOL, "somebody")
+        await broker.reader_heartbeat(POOL, "somebody")
         result = await ended(broker, job)
     assert list(result.choices[0].token_ids) == expected(job)
 

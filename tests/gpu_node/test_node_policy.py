@@ -220,7 +220,7 @@ class ThirstyEngine(ReferenceEngine):
     """Each choice says that it held a million KV-token-milliseconds."""
 
     def step(self) -> list[StepOutput]:
-        return [replace(output, kv_ms=1e6) for output in super().step()]
+        return [replace(output, kv_token_ms=1e6) for output in super().step()]
 
 
 async def test_a_tenant_pays_for_what_the_engine_measured(redis_url: str, redis: Redis, broker: ProducerBroker) -> None:
@@ -255,11 +255,11 @@ def held(tenant: str = "t", urgency: int = 1, cost: int = 100, max_tokens: int =
     return job
 
 
-def ended(ledger: Ledger, num_tokens: int, kv_ms: float) -> None:
+def ended(ledger: Ledger, num_tokens: int, kv_token_ms: float) -> None:
     job = held()
     ledger.open(job, 50)
     job.add_tokens(StepOutput("", 0, 0, tuple(range(num_tokens)), "", "stop"))
-    job.kv_ms = kv_ms
+    job.kv_token_ms = kv_token_ms
     ledger.learn(job)
 
 
@@ -292,7 +292,7 @@ def test_how_long_cache_is_held_is_learned_from_what_ended() -> None:
     ledger = Ledger()
     assert ledger.hold_ms == HOLD_MS
     for _ in range(200):
-        ended(ledger, 20, kv_ms=100 * 70.0)
+        ended(ledger, 20, kv_token_ms=100 * 70.0)
     assert ledger.hold_ms == pytest.approx(70, rel=0.01)
 
 
@@ -307,8 +307,8 @@ def test_claims_of_a_class_are_its_own_and_those_of_more_urgent_ones() -> None:
 
 def test_a_job_that_was_stopped_on_its_way_pays_what_was_predicted_and_one_that_never_ran_nothing() -> None:
     job = held()
-    assert job.kv_ms_used == 0
+    assert job.kv_token_ms_used == 0
     job.is_in_engine = True
-    assert job.kv_ms_used is None
+    assert job.kv_token_ms_used is None
     job.add_tokens(StepOutput("", 0, 0, (1,), "", "stop"))
-    assert job.kv_ms_used == 0
+    assert job.kv_token_ms_used == 0

@@ -68,8 +68,12 @@ async def wait_for_idle(broker: ProducerBroker) -> int:
 
 async def assert_nothing_left(redis: Redis) -> None:
     keys = [key.decode() async for key in redis.scan_iter(match="*")]
-    assert [k for k in keys if any(part in k for part in (":q:", ":back:", ":wait:", ":run:", ":open", ":in:"))] == []
-    assert [c for c in await redis.pubsub_channels() if b":ctl:" not in c] == []
+    assert [
+        k
+        for k in keys
+        if any(part in k for part in (":queue:", ":requeued:", ":waiting:", ":running:", ":open", ":request:"))
+    ] == []
+    assert [c for c in await redis.pubsub_channels() if b":doorbell:" not in c] == []
 
 
 def departures(folder: Path, texts: Sequence[str], outputs: Sequence[list[int]]) -> int:

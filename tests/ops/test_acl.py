@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import redis as sync_redis
 from fakes.acl_users import ACL, ROLES, all_rules, rules_of, with_passwords
-from fakes.queue.harness import POOL, SCHEMA, FakeNode, P, Queue, new_job
+from fakes.queue.harness import CONFIG, POOL, FakeNode, P, Queue, new_job
 from redis.asyncio import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
@@ -36,8 +36,8 @@ from tests.source_tree import ROOT
 
 SCRIPTS = ROOT / "penstock/queue/scripts"
 RUNS = {
-    "gateway": ("submit", "attach", "detach", "cancel", "read_beat", "sweep", "deliver", "purge"),
-    "node": ("join", "beat", "take", "emit", "finish", "give_back", "leave", "sweep", "succeed"),
+    "gateway": ("submit", "attach", "detach", "cancel", "reader_heartbeat", "sweep", "deliver", "purge"),
+    "node": ("join", "heartbeat", "take", "emit", "finish", "give_back", "leave", "sweep", "succeed"),
 }
 FOREIGN = "somebody:else"
 EVAL = ("EVAL", "return redis.call(ARGV[1], unpack(ARGV, 2))", "0")
@@ -145,7 +145,7 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
     assert (await producer.status(job_id, "default")).state == "done"
     assert len(await producer.log(job_id, 0)) == 4
     assert await producer.cancel(returned.job_id, "default") == "cancelled"
-    await producer.read_beat(POOL, "me")
+    await producer.reader_heartbeat(POOL, "me")
     await producer.pressure(POOL)
     assert list(await producer.pools()) == [POOL]
     (stats,) = await StatsBroker(clients["gateway"]).all()
@@ -281,7 +281,7 @@ def test_other_channels_are_out_of_reach(server: Path, role: str) -> None:
         assert may(server, role, "PUBLISH", channel, b"")
 
 
-STRANGE = (("GET", f"{P}:schema"), ("INFO",), ("PUBLISH", "x", "y"), ("ACL", "LIST"), (*EVAL, "GET", f"{P}:schema"))
+STRANGE = (("GET", f"{P}:config"), ("INFO",), ("PUBLISH", "x", "y"), ("ACL", "LIST"), (*EVAL, "GET", f"{P}:config"))
 
 
 @pytest.mark.parametrize("password", [None, "default", ""])
@@ -308,7 +308,7 @@ def test_api_keys_are_the_gateways_and_the_operators(server: Path) -> None:
 
 async def test_what_no_rule_stops(server: Path, clients: dict[str, Redis]) -> None:
     """Rules see commands, keys and channels, not which script runs: processes with a role trust each other."""
-    await FakeNode(clients["node"], "n1", "r1").join(**SCHEMA)
+    await FakeNode(clients["node"], "n1", "r1").join(**CONFIG)
     job_id = (await ProducerBroker(clients["gateway"]).submit(Submission(new_job(tenant="acme"), 1))).job_id
     # A node may write over any job of its pools, or make one up; so may a gateway.
     for role in RUNS:

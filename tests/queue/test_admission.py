@@ -31,7 +31,7 @@ UNLIMITED = PoolRecord("m", "acme/model")
 
 
 def node(name: str = "n1", *, room: int = 0, rate: float = 0.0, draining: bool = False) -> NodePressure:
-    return NodePressure(name, kv_tokens_unclaimed=room, drain_cost_per_s=rate, draining=draining)
+    return NodePressure(name, kv_tokens_available=room, drain_cost_per_s=rate, draining=draining)
 
 
 def retry_after_ms(

@@ -77,36 +77,48 @@ async def test_unknown_pool_is_not_found(broker: AdminBroker) -> None:
 
 
 MENDED: dict[str, tuple[Damage, str, str]] = {
-    "queued job is not in the index": (lambda s: s.redis.zrem(f"{P}:wait:1", s.queued), "missing", "wait:1"),
-    "queued job is not in its stream": (lambda s: s.redis.delete(f"{P}:q:1:acme"), "missing", "q:1:acme"),
-    "queued job is not among the due": (lambda s: s.redis.delete(f"{P}:due"), "missing", "due"),
-    "returned job is not among those": (lambda s: s.redis.delete(f"{P}:back:2:acme"), "missing", "back:2:acme"),
-    "running job is in no node's set": (lambda s: s.redis.delete(f"{P}:run:n1"), "missing", "run:n1"),
+    "queued job is not in the index": (lambda s: s.redis.zrem(f"{P}:waiting:1", s.queued), "missing", "waiting:1"),
+    "queued job is not in its stream": (lambda s: s.redis.delete(f"{P}:queue:1:acme"), "missing", "queue:1:acme"),
+    "queued job is not among the due": (lambda s: s.redis.delete(f"{P}:deadlines"), "missing", "deadlines"),
+    "returned job is not among those": (lambda s: s.redis.delete(f"{P}:requeued:2:acme"), "missing", "requeued:2:acme"),
+    "running job is in no node's set": (lambda s: s.redis.delete(f"{P}:running:n1"), "missing", "running:n1"),
     "open job does not count as open": (lambda s: s.redis.srem(f"{P}:open", s.running), "missing", "open"),
     "open job is not its tenant's": (
         lambda s: s.redis.srem(f"{P}:tenant:acme:open", s.queued),
         "missing",
         "tenant:acme:open",
     ),
-    "running job is queued": (lambda s: s.redis.zadd(f"{P}:wait:1", {s.running: 5}), "stray", "wait:1"),
-    "running job stands in a stream": (lambda s: s.redis.xadd(f"{P}:q:1:x", {"id": s.running}), "stray", "q:1:x"),
-    "queued job stands there twice": (lambda s: s.redis.xadd(f"{P}:q:1:acme", {"id": s.queued}), "stray", "q:1:acme"),
+    "running job is queued": (lambda s: s.redis.zadd(f"{P}:waiting:1", {s.running: 5}), "stray", "waiting:1"),
+    "running job stands in a stream": (
+        lambda s: s.redis.xadd(f"{P}:queue:1:x", {"id": s.running}),
+        "stray",
+        "queue:1:x",
+    ),
+    "queued job stands there twice": (
+        lambda s: s.redis.xadd(f"{P}:queue:1:acme", {"id": s.queued}),
+        "stray",
+        "queue:1:acme",
+    ),
     "ended job counts as open": (lambda s: s.redis.sadd(f"{P}:open", s.done), "stray", "open"),
-    "unknown job runs": (lambda s: s.redis.sadd(f"{P}:run:n1", new_id()), "stray", "run:n1"),
-    "age is not the record's": (lambda s: s.redis.zadd(f"{P}:wait:1", {s.queued: 5}), "wrong_score", "wait:1"),
-    "tenant has no turn": (lambda s: s.redis.zrem(f"{P}:turn:1", "acme"), "missing", "turn:1"),
-    "tenant has a turn and no job": (lambda s: s.redis.zadd(f"{P}:turn:0", {"acme": 1}), "stray", "turn:0"),
+    "unknown job runs": (lambda s: s.redis.sadd(f"{P}:running:n1", new_id()), "stray", "running:n1"),
+    "age is not the record's": (lambda s: s.redis.zadd(f"{P}:waiting:1", {s.queued: 5}), "wrong_score", "waiting:1"),
+    "tenant has no turn": (lambda s: s.redis.zrem(f"{P}:virtual_time:1", "acme"), "missing", "virtual_time:1"),
+    "tenant has a turn and no job": (
+        lambda s: s.redis.zadd(f"{P}:virtual_time:0", {"acme": 1}),
+        "stray",
+        "virtual_time:0",
+    ),
     "backlog is too large": (lambda s: s.redis.hincrby(f"{P}:backlog", "1", 30), "wrong_sum", "backlog"),
     "backlog is gone": (lambda s: s.redis.delete(f"{P}:backlog"), "wrong_sum", "backlog"),
     "tenant's queued cost is wrong": (lambda s: s.redis.hincrby(f"{P}:queued", "acme", 3), "wrong_sum", "queued"),
-    "promised bytes are wrong": (lambda s: s.redis.hdel(f"{P}:bytes", "1"), "wrong_sum", "bytes"),
+    "promised bytes are wrong": (lambda s: s.redis.hdel(f"{P}:promised_bytes", "1"), "wrong_sum", "promised_bytes"),
     "key of an open job goes away": (lambda s: s.redis.set(f"{P}:idem:acme:x", s.queued, 9), "would_vanish", "idem"),
     "key of an ended job stays": (lambda s: s.redis.set(f"{P}:idem:acme:x", s.done), "lives_for_ever", "idem"),
     "open job's record goes away": (lambda s: s.redis.pexpire(keys.job(s.queued), 60_000), "would_vanish", "job"),
     "ended job's log stays": (lambda s: s.redis.persist(keys.log(s.done)), "lives_for_ever", "log"),
-    "request of no job stays": (lambda s: s.redis.set(keys.request(new_id()), "x"), "lives_for_ever", "in"),
-    "request of an open job is lost": (lambda s: s.redis.delete(keys.request(s.queued)), "no_request", "in"),
-    "running job's node is unknown": (lambda s: s.redis.zrem(f"{P}:nodes", "n1"), "stranded", "run:n1"),
+    "request of no job stays": (lambda s: s.redis.set(keys.request(new_id()), "x"), "lives_for_ever", "request"),
+    "request of an open job is lost": (lambda s: s.redis.delete(keys.request(s.queued)), "no_request", "request"),
+    "running job's node is unknown": (lambda s: s.redis.zrem(f"{P}:nodes", "n1"), "stranded", "running:n1"),
     "bell of no node is rung": (lambda s: s.redis.zadd(f"{P}:free", {"ghost": 10**9}), "stray", "free"),
     "pressure of no node": (lambda s: s.redis.hset(f"{P}:pressure", "ghost", pressure("ghost")), "stray", "pressure"),
 }
@@ -132,7 +144,7 @@ async def test_damage_is_named_and_mended(scene: Scene, broker: AdminBroker, dam
 REPORTED: dict[str, tuple[Damage, str]] = {
     "log says nothing of the end": (lambda s: s.redis.rpop(keys.log(s.done)), "no_terminal_chunk"),
     "log says that an open job ended": (
-        lambda s: s.redis.rpush(keys.log(s.running), b"\x84\xa1v\x01\xa1j\xa1x\xa1i\x02\xa1e\x81\xa5state\xa4done"),
+        lambda s: s.redis.rpush(keys.log(s.running), b"\x84\xa1v\x02\xa1j\xa1x\xa1i\x02\xa1e\x81\xa5state\xa4done"),
         "end_of_open_job",
     ),
     "record counts other chunks": (lambda s: s.redis.hset(keys.job(s.done), "chunks", "9"), "wrong_count"),
@@ -171,7 +183,17 @@ async def test_more_open_jobs_than_the_cap_are_reported(queue: Queue, broker: Ad
 
 
 async def test_repaired_jobs_run_to_their_end(scene: Scene, broker: AdminBroker) -> None:
-    for index in ("wait:1", "wait:2", "back:2:acme", "q:1:acme", "run:n1", "open", "backlog", "turn:1", "nodes"):
+    for index in (
+        "waiting:1",
+        "waiting:2",
+        "requeued:2:acme",
+        "queue:1:acme",
+        "running:n1",
+        "open",
+        "backlog",
+        "virtual_time:1",
+        "nodes",
+    ):
         await scene.redis.delete(f"{P}:{index}")
     await audit(broker, POOL, repair=True)
 
@@ -271,6 +293,6 @@ async def test_swept_and_expired_jobs_leave_nothing_to_find(queue: Queue, broker
     await queue.running(node)
     await queue.submit(deadline_ms=1)
     await queue.kill(node)
-    while await queue.ids("due"):
+    while await queue.ids("deadlines"):
         await queue.sweep()
     assert await audit(broker, POOL) == []

@@ -47,13 +47,13 @@ def serve(
                 if since_ms[tenant] <= now_ms and not is_there:
                     cost = rng.randint(1, MAX_COST_MS)
                     waiting.append(Work(f"{len(served)}{tenant}{priority}", tenant, priority, now_ms, cost))
-                    standing.turns[priority].enter(tenant)
+                    standing.virtual_times[priority].enter(tenant)
         places = [1]
         chosen = choose(waiting, policy, standing, now_ms, lambda *_, places=places: bool(places and places.pop()))
         for work in chosen:
             waiting.remove(work)
             if not any((w.tenant, w.priority) == (work.tenant, work.priority) for w in waiting):
-                standing.turns[work.priority].leave(work.tenant)
+                standing.virtual_times[work.priority].leave(work.tenant)
             served.append((now_ms, work.tenant, work.cost))
             now_ms += work.cost
         now_ms += not chosen
@@ -94,8 +94,8 @@ def test_a_tenant_within_its_share_keeps_its_precedence() -> None:
     standing = PolicyState(WINDOW_MS)
     for tenant, used in (("light", 10.0), ("heavy", 90.0)):
         standing.use.note(tenant, used, 0)
-        for turns in standing.turns:
-            turns.enter(tenant)
+        for virtual_times in standing.virtual_times:
+            virtual_times.enter(tenant)
     waiting = [Work("s", "heavy", 1, 0, 10), Work("i", "light", 0, 1, 10), Work("j", "heavy", 0, 0, 10)]
     policy = PolicyConfig("fair", 10**9, 0, WINDOW_MS)
     order = choose(waiting, policy, standing, 5, lambda work, urgency: urgency == (work.job_id != "i"))
@@ -106,8 +106,8 @@ def test_a_tenant_within_its_share_keeps_its_precedence() -> None:
 def test_alone_nobody_is_above_its_share() -> None:
     standing = PolicyState(WINDOW_MS)
     standing.use.note("only", 1e6, 0)
-    standing.turns[0].enter("only")
-    standing.turns[1].enter("only")
+    standing.virtual_times[0].enter("only")
+    standing.virtual_times[1].enter("only")
     assert standing.shares(0).goes_first("only") and standing.shares(0).may_displace("only")
 
 
@@ -115,7 +115,7 @@ def test_who_used_more_than_others_goes_first_where_they_wait_for_nothing_and_di
     standing = PolicyState(WINDOW_MS)
     standing.use.note("flood", 90, 0)
     standing.use.note("running", 10, 0)
-    standing.turns[0].enter("flood")
+    standing.virtual_times[0].enter("flood")
     policy, waiting = PolicyConfig("fair", 10**9, 0, WINDOW_MS), [Work("i", "flood", 0, 0, 10)]
     assert foremost(waiting, policy, standing, 0) == (waiting[0], 1)
     assert foremost(waiting, policy, standing, 3 * WINDOW_MS) == (waiting[0], 0), "what was used long ago"

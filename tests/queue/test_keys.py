@@ -10,7 +10,7 @@ from penstock.queue import keys
 
 READS = re.compile(r"H?(GET|MGET|GETALL|VALS|LEN)|Z(SCORE|COUNT|CARD|(REV)?RANGE(BYSCORE)?)|S(CARD|MEMBERS|RANDMEMBER)")
 OTHER_READS = {"LLEN", "XLEN", "XRANGE", "STRLEN", "EXISTS", "INFO", "TIME", "PUBLISH"}
-NAMED = {"end_job": "end", "ring": "ring", "requeue": "requeue", "let_in": "let_in"}
+NAMED = {"end_job": "end", "ring_doorbell": "ring", "requeue": "requeue", "release_delayed": "release"}
 """Functions of the scripts that the table has as writers themselves."""
 SCRIPTS = {
     path.name.removesuffix(".lua"): path.read_text()
@@ -39,7 +39,7 @@ def _key(expression: str, variables: dict[str, str]) -> str | None:
     if found := re.match(r"P \.\. ':(\w+)", expression):
         return found[1]
     if expression == "KEYS[1]":
-        return "schema"
+        return "config"
     word = re.match(r"\w*", expression)
     assert word is not None
     return KEY_FUNCTIONS.get(word[0]) or variables.get(word[0])
@@ -81,7 +81,7 @@ def _found() -> dict[str, set[str]]:
         for key in _reached(text, functions, frozenset()):
             writers[key].add(writer)
     # What leaves the queue may be a job whose time has not come, but take never meets one.
-    writers["later"].remove("take")
+    writers["delayed"].remove("take")
     # The one loop over names of keys.
     assert writers.pop("P .. set") == {"sweep"}
     return dict(writers)
@@ -104,5 +104,5 @@ def _table() -> dict[str, set[str]]:
 def test_the_table_names_every_script_that_writes_a_key() -> None:
     known = SCRIPTS.keys() | NAMED.values()
     table = {name: writers & known for name, writers in _table().items() if writers != {"scripts"}}
-    found = {name: writers for name, writers in _found().items() if name not in ("job", "count")}
+    found = {name: writers for name, writers in _found().items() if name not in ("job", "counts")}
     assert {name: writers for name, writers in table.items() if writers} == found

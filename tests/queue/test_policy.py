@@ -59,7 +59,7 @@ def chosen(
 ) -> str:
     standing = standing or PolicyState()
     for work in sorted(waiting, key=lambda work: work.submitted_ms):
-        standing.turns[work.priority].enter(work.tenant)
+        standing.virtual_times[work.priority].enter(work.tenant)
     return "".join(w.job_id for w in choose(waiting, PolicyConfig(name, AGING_MS, bypass_ms), standing, now_ms, fits))
 
 
@@ -125,7 +125,7 @@ def test_nobody_waits_longer_than_the_formula_says(
             if not any(work.job_id.startswith(f"{number}@") for work in waiting):
                 waiting.append(Work(f"{number}@{now_ms}", p, now_ms, tenant, cost))
         for work in waiting:
-            standing.turns[work.priority].enter(work.tenant)
+            standing.virtual_times[work.priority].enter(work.tenant)
         places = [1]
 
         def fits(work: Work, urgency: int, places: list[int] = places) -> bool:
@@ -179,18 +179,18 @@ steps = st.one_of(
 @given(st.lists(steps, max_size=80))
 def test_whoever_waits_is_never_more_than_one_job_behind_another(story: list[tuple[str, str, float]]) -> None:
     """While two tenants wait, what they were given differs by at most one job of each."""
-    turns = VirtualTimes()
+    virtual_times = VirtualTimes()
     given_since: dict[tuple[str, str], float] = {}
     for what, tenant, charge in story:
         if what == "enter":
-            turns.enter(tenant)
-        elif what == "leave" and tenant in turns.times:
-            turns.leave(tenant)
+            virtual_times.enter(tenant)
+        elif what == "leave" and tenant in virtual_times.times:
+            virtual_times.leave(tenant)
             given_since = {pair: lead for pair, lead in given_since.items() if tenant not in pair}
-        elif what == "start" and turns.times:
-            first = min(turns.times, key=lambda name: (turns.times[name], name))
-            turns.start(first, charge)
-            for other in turns.times:
+        elif what == "start" and virtual_times.times:
+            first = min(virtual_times.times, key=lambda name: (virtual_times.times[name], name))
+            virtual_times.start(first, charge)
+            for other in virtual_times.times:
                 if other != first:
                     given_since[first, other] = given_since.get((first, other), 0.0) + charge
                     given_since[other, first] = given_since.get((other, first), 0.0) - charge
@@ -198,18 +198,20 @@ def test_whoever_waits_is_never_more_than_one_job_behind_another(story: list[tup
 
 
 def test_nobody_gains_by_leaving_or_by_idling() -> None:
-    turns = VirtualTimes()
-    turns.enter("a")
-    turns.enter("b")
-    turns.start("a", 30)
-    turns.leave("a")
-    turns.start("b", 10)
-    turns.enter("a")
-    assert turns.times == {"a": 30, "b": 11}, "what it owes is not forgiven"
+    virtual_times = VirtualTimes()
+    virtual_times.enter("a")
+    virtual_times.enter("b")
+    virtual_times.start("a", 30)
+    virtual_times.leave("a")
+    virtual_times.start("b", 10)
+    virtual_times.enter("a")
+    assert virtual_times.times == {"a": 30, "b": 11}, "what it owes is not forgiven"
     for _ in range(5):
-        turns.start("b", 10)
-    turns.enter("c")
-    assert turns.times == {"a": 30, "b": 61, "c": 51}, "it was away all the time and starts where the last one started"
+        virtual_times.start("b", 10)
+    virtual_times.enter("c")
+    assert virtual_times.times == {"a": 30, "b": 61, "c": 51}, (
+        "it was away all the time and starts where the last one started"
+    )
 
 
 def test_of_newcomers_the_first_is_first() -> None:
@@ -218,15 +220,15 @@ def test_of_newcomers_the_first_is_first() -> None:
 
 
 def test_a_correction_reaches_a_tenant_wherever_it_is() -> None:
-    turns = VirtualTimes()
+    virtual_times = VirtualTimes()
     for tenant in "ab":
-        turns.enter(tenant)
-        turns.start(tenant, 10)
-    turns.correct("a", 5)
-    turns.leave("b")
-    turns.correct("b", 7)
-    assert (turns.times, turns.debts) == ({"a": 15}, {"b": 18})
-    turns.correct("b", -16)
-    turns.correct("nobody", 3)
-    turns.correct("nothing", -3)
-    assert turns.debts == {"nobody": turns.now + 3}
+        virtual_times.enter(tenant)
+        virtual_times.start(tenant, 10)
+    virtual_times.correct("a", 5)
+    virtual_times.leave("b")
+    virtual_times.correct("b", 7)
+    assert (virtual_times.times, virtual_times.debts) == ({"a": 15}, {"b": 18})
+    virtual_times.correct("b", -16)
+    virtual_times.correct("nobody", 3)
+    virtual_times.correct("nothing", -3)
+    assert virtual_times.debts == {"nobody": virtual_times.now + 3}

@@ -66,7 +66,7 @@ async def test_depth_age_and_cost_are_told_per_class(queue: Queue, broker: Stats
     await node.heartbeat([])
     oldest = await queue.submit(priority=Priority.BATCH, cost=30)
     await queue.submit(priority=Priority.BATCH, cost=40)
-    await queue.age(f"wait:{int(Priority.BATCH)}", oldest, 60_000)
+    await queue.age(f"waiting:{int(Priority.BATCH)}", oldest, 60_000)
     found = await pool_stats(broker)
     assert (found.pool, found.depth, found.cost, found.num_open) == (POOL, (0, 0, 2), (0, 0, 70), 2)
     assert found.oldest_ms[:2] == (0, 0)
@@ -93,5 +93,5 @@ async def test_full_redis_still_counts_and_answers(queue: Queue, broker: StatsBr
 async def test_every_counted_event_is_known(queue: Queue, broker: StatsBroker) -> None:
     node = await queue.node()
     await node.finish(await queue.running(node), 0)
-    names = {name.decode() for name in await queue.redis.hkeys(f"{P}:count")}  # type: ignore[misc]
+    names = {name.decode() for name in await queue.redis.hkeys(f"{P}:counts")}  # type: ignore[misc]
     assert names <= set(EVENTS)

@@ -46,7 +46,7 @@ LEASE_MS = 1_000_000  # longer than an example runs: nodes die when they are tol
 FOREVER_MS = 500_000_000
 AGING_MS = 1_000_000_000
 """Times that decide about the order lie so far apart that no run is long enough to move them."""
-SCHEMA = {
+CONFIG = {
     "lease_ms": LEASE_MS,
     "avoid_ms": FOREVER_MS,
     "max_losses": MAX_LOSSES,
@@ -156,7 +156,7 @@ class QueueMachine(RuleBasedStateMachine):
         known.submitted_ms = self.model.now_ms - 25 * AGING_MS + len(self.requests) * AGING_MS // 4 - AGING_MS // 8
         if not later:
             self.sync.hset(f"{P}:job:{job.id}", "submitted", known.submitted_ms)
-            self.sync.zadd(f"{P}:wait:{int(priority)}", {job.id: known.submitted_ms})
+            self.sync.zadd(f"{P}:waiting:{int(priority)}", {job.id: known.submitted_ms})
         self.model.submit(known)
         self.requests.append(job)
 
@@ -193,7 +193,7 @@ class QueueMachine(RuleBasedStateMachine):
         if what == "deadline" and job.has_deadline:
             job.is_past_deadline = True
             self.sync.hset(key, "deadline", 1)
-            self.sync.zadd(f"{P}:due", {job.job_id: 1}, xx=True)
+            self.sync.zadd(f"{P}:deadlines", {job.job_id: 1}, xx=True)
         elif what == "unread":
             job.is_unread = True
             self.sync.hset(key, "unread", 1)
@@ -203,7 +203,7 @@ class QueueMachine(RuleBasedStateMachine):
         elif what == "not_before" and job.is_later:
             job.is_up = True
             self.sync.hset(key, "submitted", job.submitted_ms)
-            self.sync.zadd(f"{P}:later", {job.job_id: job.submitted_ms}, xx=True)
+            self.sync.zadd(f"{P}:delayed", {job.job_id: job.submitted_ms}, xx=True)
 
     # Nodes
 
@@ -211,7 +211,7 @@ class QueueMachine(RuleBasedStateMachine):
     def join(self, name: str) -> None:
         node = self.nodes.setdefault(name, FakeNode(self.client, name, NODES[name]))
         policy = self.model.policy
-        self.run(node.join(**SCHEMA, policy=policy.name, aging_ms=policy.aging_ms, bypass_ms=policy.bypass_ms))
+        self.run(node.join(**CONFIG, policy=policy.name, aging_ms=policy.aging_ms, bypass_ms=policy.bypass_ms))
         self.sync.set(f"{P}:sweep", self.run(self.queue.now_ms()))
         known = self.model.nodes.setdefault(name, ModelNode(name, NODES[name]))
         known.is_known, known.is_silent, known.is_draining = True, False, False
@@ -222,7 +222,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Its head rises by this many classes, if it is old enough."""
         served_ms = self.model.now_ms - risen * AGING_MS - AGING_MS // 2
         self.model.standing.head_served_ms[priority] = served_ms
-        self.sync.hset(f"{P}:head", str(int(priority)), served_ms)
+        self.sync.hset(f"{P}:head_served", str(int(priority)), served_ms)
 
     @rule(
         pick=picks,
@@ -291,22 +291,24 @@ class QueueMachine(RuleBasedStateMachine):
         ahead=st.sampled_from((0, 0, 0, 1)),
         count=st.integers(0, 2),
         times=st.integers(1, 2),
-        kv_ms=st.sampled_from((None, 0.0, 7.5, 1e5)),
+        kv_token_ms=st.sampled_from((None, 0.0, 7.5, 1e5)),
         usage=st.sampled_from((None, Usage(7, 100, 3), Usage(5, 0))),
     )
     def finish(
-        self, pick: int, ahead: int, count: int, times: int, kv_ms: float | None, usage: Usage | None = None
+        self, pick: int, ahead: int, count: int, times: int, kv_token_ms: float | None, usage: Usage | None = None
     ) -> None:
         job, node, taken = self.handle(pick)
         index = len(job.log) + ahead
         chunks = self.chunks(taken, index, count)
         last = Emission(job.job_id, taken.lease, index, tuple(chunks))
         for _ in range(times):
-            size = None if kv_ms is None else sum(map(len, job.log[:index] + chunks))
-            call = node.broker.finish(last, Outcome("done"), b"result", kv_ms=kv_ms, usage=usage, log_bytes=size)
+            size = None if kv_token_ms is None else sum(map(len, job.log[:index] + chunks))
+            call = node.broker.finish(
+                last, Outcome("done"), b"result", kv_token_ms=kv_token_ms, usage=usage, log_bytes=size
+            )
             answer = self.run(call)
             known = self.model.nodes[node.name]
-            assert answer == self.model.finish(job, known, taken.lease, index, chunks, kv_ms, usage)
+            assert answer == self.model.finish(job, known, taken.lease, index, chunks, kv_token_ms, usage)
 
     @precondition(lambda self: self.handles)
     @rule(pick=picks, cost=st.sampled_from((5, 70, 400)), roomy=st.none() | st.sets(node_names))
@@ -341,7 +343,7 @@ class QueueMachine(RuleBasedStateMachine):
         node, _ = self.node(pick)
         held = self.model.holds.pop(node.name, None)
         if held:
-            self.sync.hset(f"{P}:hold", node.name, f"{held} 1")
+            self.sync.hset(f"{P}:reservations", node.name, f"{held} 1")
 
     @rule(pick=picks, forgets=st.sets(picks, max_size=2), claims=st.booleans())
     def heartbeat(self, pick: int, forgets: set[int], claims: bool) -> None:

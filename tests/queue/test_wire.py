@@ -22,7 +22,7 @@ from penstock.queue import results, wire
 from penstock.queue.wire import NodePressure, PoolRecord, Request
 
 JOB_ID = "m.01890a5d-ac96-774b-bcce-b302099a8057"
-HEAD = b"\x87\xa1v\x01\xa1j\xd9&" + JOB_ID.encode()
+HEAD = b"\x87\xa1v\x02\xa1j\xd9&" + JOB_ID.encode()
 CALLED = Message(role="assistant", content="", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),))
 TOOLS = '[{"function":{"name":""}}]'
 CUTS = [(0, 1, 2), (1, 0, 300)]
@@ -81,7 +81,7 @@ def test_request_bytes(prompt: dict[str, Any], golden: bytes) -> None:
     job = new_job(**prompt, params=SamplingParams(n=2, stop=("x",)), tenant="acme", deadline_ms=5)
     params = b"\xa6params\x82\xa1n\x02\xa4stop\x91\xa1x"
     num_fields = bytes([0x83 + len(prompt)])
-    assert wire.encode_request(job) == num_fields + b"\xa1v\x01\xa4kind\xa8generate" + golden + params
+    assert wire.encode_request(job) == num_fields + b"\xa1v\x02\xa4kind\xa8generate" + golden + params
 
 
 def test_options_stand_in_a_request_in_their_order_and_only_where_they_ask_for_something() -> None:
@@ -106,7 +106,7 @@ def test_bytes_of_log_probabilities() -> None:
 def test_result_bytes() -> None:
     data = results.encode_result((Choice(0, "hi", (5, 6), "stop"),), Usage(1, 2), [(0, 2, 2)])
     assert data == (
-        b"\x84\xa1v\x01\xa7choices\x91\x84\xa1c\x00\xa1s\xa2hi\xa1t\x92\x05\x06\xa1f\xa4stop"
+        b"\x84\xa1v\x02\xa7choices\x91\x84\xa1c\x00\xa1s\xa2hi\xa1t\x92\x05\x06\xa1f\xa4stop"
         b"\xa1u\x93\x01\x02\x00\xa4cuts\x91\x93\x00\x02\x02"
     )
 
@@ -116,7 +116,7 @@ def test_pool_record_bytes() -> None:
         PoolRecord("m", "acme/model", ("alias",), 2048, 7, "r1", 32, "hermes", "think", {"sql": "02"})
     )
     assert data == (
-        b"\x8b\xa1v\x01\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
+        b"\x8b\xa1v\x02\xa4pool\xa1m\xa5model\xaaacme/model\xa7aliases\x91\xa5alias\xadmax_model_len\xcd\x08\x00"
         b"\xa9created_s\x07\xa8revision\xa2r1"
         b"\xafmax_token_bytes\x20\xabtool_parser\xa6hermes\xb0reasoning_parser\xa5think\xa8adapters\x81\xa3sql\xa202"
     )
@@ -239,7 +239,7 @@ def test_records_round_trip(pressure: NodePressure, record: PoolRecord) -> None:
 
 
 def test_keys_of_a_later_version_are_ignored() -> None:
-    chunk = {"v": 1, "j": JOB_ID, "i": 0, "x": {"new": [1]}, "lp": [0.5], "zz": None}
+    chunk = {"v": 2, "j": JOB_ID, "i": 0, "x": {"new": [1]}, "lp": [0.5], "zz": None}
     assert wire.decode_chunks(msgpack.packb(chunk)) == [Chunk(JOB_ID, 0)]
     request = msgpack.unpackb(wire.encode_request(new_job())) | {"new": 1}
     assert wire.decode_request(msgpack.packb(request)).prompt == "hello"

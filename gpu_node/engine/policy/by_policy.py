@@ -23,7 +23,7 @@ ORDERING_QUANTILE = 0.5
 class _Start:
     """The KV use of a sequence when it started, and what its tenant was charged then."""
 
-    kv_ms: float
+    kv_token_ms: float
     charge: float
     at_ms: float
 
@@ -67,7 +67,7 @@ class ByPolicy:
                 return False
             for one in (seq, *seq.forks):
                 one.urgency = urgency
-                self._started[one] = _Start(one.kv_ms, self._charge(one), now_ms)
+                self._started[one] = _Start(one.kv_token_ms, self._charge(one), now_ms)
             return True
 
         choose(queued, self._config, self._state, now_ms, fits)
@@ -98,11 +98,11 @@ class ByPolicy:
         queued = list(waiting)
         present = dict.fromkeys((seq.priority, seq.tenant) for seq in queued)  # in order of arrival
         for priority, tenant in present:
-            self._state.turns[priority].enter(tenant)
+            self._state.virtual_times[priority].enter(tenant)
         self._correct_charges(set(queued))
-        for priority, turns in enumerate(self._state.turns):
-            for tenant in [tenant for tenant in turns.times if (priority, tenant) not in present]:
-                turns.leave(tenant)
+        for priority, virtual_times in enumerate(self._state.virtual_times):
+            for tenant in [tenant for tenant in virtual_times.times if (priority, tenant) not in present]:
+                virtual_times.leave(tenant)
         for seq in queued:
             seq.charge = sum(self._charge(one) for one in (seq, *seq.forks))
         return queued
@@ -114,7 +114,7 @@ class ByPolicy:
         """Correct the charges of stopped sequences, and learn how long a token of cost is held."""
         for seq in [seq for seq in self._started if seq.row < 0]:
             start = self._started.pop(seq)
-            used = seq.kv_ms - start.kv_ms
+            used = seq.kv_token_ms - start.kv_token_ms
             correction = used / seq.weight - start.charge
             self._state.correct(seq.priority, seq.tenant, correction, self._now_ms(), start.at_ms)
             if seq not in queued:
@@ -131,6 +131,6 @@ def new_scheduling_policy(config: EngineConfig, slots: AdapterSlots) -> Scheduli
 
 
 def note_held(running: Iterable[Sequence], held_ms: float, block_size: int) -> None:
-    """Add the time that sequences held their blocks to `kv_ms`. A shared block counts for each holder."""
+    """Add the time that sequences held their blocks to `kv_token_ms`. A shared block counts for each holder."""
     for seq in running:
-        seq.kv_ms += len(seq.blocks) * block_size * held_ms
+        seq.kv_token_ms += len(seq.blocks) * block_size * held_ms

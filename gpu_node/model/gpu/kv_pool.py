@@ -11,7 +11,7 @@ from penstock.gpu_node.model.architecture.spec import ModelSpec
 from penstock.gpu_node.model.gpu.device import Device, DeviceEvent
 from penstock.kernels.paged_cache import QUANTISED_MAX, PagedCache
 from penstock.kernels.triton.blocks import copy_blocks, independent_waves
-from penstock.kernels.triton.sending import sent
+from penstock.kernels.triton.sending import to_device_async
 
 _STAGED_BYTES = 64 << 20
 
@@ -83,7 +83,7 @@ class KvPool:
     def _swap_out(self, copies: NDArray[np.int32]) -> None:
         """Copy device blocks to the host through a staging buffer, because the step may overwrite them at once."""
         self.wait_for_swap_out()
-        sources = sent(copies[:, 0].astype(np.int64), self._device.torch)
+        sources = to_device_async(copies[:, 0].astype(np.int64), self._device.torch)
         # As int32: index_select computes an address per element, so larger elements are faster.
         on_device, there = self._device_blocks.view(torch.int32), self._staged[: len(copies)].view(torch.int32)
         torch.index_select(on_device, 0, sources, out=there)

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.gpu_node.model.gpu.inputs import Ints
 from penstock.gpu_node.model.protocol import SamplingRows
 from penstock.kernels.triton.sampler import Marks, mark_entries, pack_rules
-from penstock.kernels.triton.sending import sent
+from penstock.kernels.triton.sending import to_device_async
 
 FIRST_ROWS = 8
 """Rows of marks allocated at start. A row takes 8 bytes per token of the vocabulary."""
@@ -60,7 +60,7 @@ class RowMarks:
             self.marks = Marks.empty(max(num_rows, 2 * have), vocab, device)
 
     def _sent(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-        return sent(array, self.marks.marks.device)
+        return to_device_async(array, self.marks.marks.device)
 
 
 def mark_rows_of(rows: SamplingRows) -> Ints:

@@ -23,7 +23,7 @@ from penstock.gpu_node.model.torch_common.logprobs import logprobs_of, to_numpy
 from penstock.gpu_node.model.torch_common.memory_errors import translate_out_of_memory
 from penstock.kernels.triton.decode_attention import num_splits
 from penstock.kernels.triton.sampler import Marks, sample
-from penstock.kernels.triton.sending import sent
+from penstock.kernels.triton.sending import to_device_async
 
 _OnHost = tuple[Tensor, Tensor] | None
 """The two arrays of `Logprobs` in pinned memory; None where no row wants logprobs."""
@@ -165,7 +165,7 @@ class GpuRunner:
         if wanted is not None:
             logprobs = self._to_host_async(*logprobs_of(logits[:rows], self._tokens[:rows], wanted))
         if scored is not None:
-            targets = sent(scored.targets, self._device.torch)
+            targets = to_device_async(scored.targets, self._device.torch)
             scores = self._to_host_async(*logprobs_of(logits[rows:], targets, scored.num_logprobs))
         return logprobs, scores
 

@@ -44,7 +44,7 @@ class SimulatedJob:
     num_done: int = 0
     num_stored: int = 0
     charge: float = 0.0
-    kv_ms: float = 0.0
+    kv_token_ms: float = 0.0
     started_ms: float = 0.0
     first_ms: float = 0.0
     finished_ms: float = 0.0
@@ -84,7 +84,7 @@ class Node:
     now_ms: float = 0.0
     hold_ms: float = HOLD_MS
     preemptions: int = 0
-    kv_ms_by_tenant: dict[str, float] = field(default_factory=dict)
+    kv_token_ms_by_tenant: dict[str, float] = field(default_factory=dict)
 
     def submit(self, job: SimulatedJob) -> None:
         known = self.predictor.predict(job.tenant, job.num_prompt, job.max_tokens)
@@ -99,23 +99,23 @@ class Node:
         took_ms = 6.0 + 0.2 * len(grants) + 0.04 * num_prefill
         self.now_ms += took_ms
         for job in self.running:
-            job.kv_ms += job.num_stored * took_ms
-            held = self.kv_ms_by_tenant.get(job.tenant, 0.0)
-            self.kv_ms_by_tenant[job.tenant] = held + job.num_stored * took_ms
+            job.kv_token_ms += job.num_stored * took_ms
+            held = self.kv_token_ms_by_tenant.get(job.tenant, 0.0)
+            self.kv_token_ms_by_tenant[job.tenant] = held + job.num_stored * took_ms
         return [job for job, grant in grants.items() if self._advance(job, grant)]
 
     def _queue(self, job: SimulatedJob) -> None:
         self.waiting.append(job)
-        self.standing.turns[job.priority].enter(job.tenant)
+        self.standing.virtual_times[job.priority].enter(job.tenant)
 
     def _start(self) -> None:
         for job in self.waiting:
             job.charge = job.cost * self.hold_ms
         for job in choose(self.waiting, self.policy, self.standing, int(self.now_ms), self._fits):
             self.waiting.remove(job)
-            turns = self.standing.turns[job.priority]
+            virtual_times = self.standing.virtual_times[job.priority]
             if all((other.tenant, other.priority) != (job.tenant, job.priority) for other in self.waiting):
-                turns.leave(job.tenant)
+                virtual_times.leave(job.tenant)
 
     def _fits(self, job: SimulatedJob, urgency: int) -> bool:
         victims = victims_of(urgency, self.running)
@@ -160,8 +160,8 @@ class Node:
             return False
         job.finished_ms = self.now_ms
         self.running.remove(job)
-        self.standing.correct(job.priority, job.tenant, job.kv_ms - job.charge, self.now_ms, job.started_ms)
-        self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_ms, job.num_prompt + job.num_output)
+        self.standing.correct(job.priority, job.tenant, job.kv_token_ms - job.charge, self.now_ms, job.started_ms)
+        self.hold_ms = learned_hold_ms(self.hold_ms, job.kv_token_ms, job.num_prompt + job.num_output)
         self.predictor.ended(job.tenant, job.num_prompt, job.max_tokens, job.num_output, job.predicted)
         return True
 
@@ -183,7 +183,7 @@ def simulate(name: PolicyName, load: Iterable[SimulatedJob]) -> SimulationResult
             ended.append(job)
             left[job.tenant] -= 1
             if not left[job.tenant] and not shares:
-                shares = {tenant: node.kv_ms_by_tenant.get(tenant, 0.0) for tenant in left}
+                shares = {tenant: node.kv_token_ms_by_tenant.get(tenant, 0.0) for tenant in left}
     return _result(ended, shares, node.preemptions)
 
 

@@ -23,7 +23,7 @@ MAX_ROWS = 32
 MAX_STORED = 100_000
 """Stored keys of ended jobs that one read of about 40 ms adds up. With more keys, an audit does not check their sum."""
 _SCAN_COUNT = 1000
-_PER_JOB = frozenset(("job", "in", "log", "out"))
+_PER_JOB = frozenset(("job", "request", "log", "result"))
 _REPAIR_RETRY_MS = 10_000
 
 KeyEntry = tuple[str, str]
@@ -37,7 +37,7 @@ class JobSighting:
     """All places in a pool that name a job, and all tenants with a queue or a virtual time."""
 
     jobs: dict[str, list[KeyEntry]] = field(default_factory=dict)
-    turns: set[tuple[str, str]] = field(default_factory=set)
+    virtual_times: set[tuple[str, str]] = field(default_factory=set)
     """(class, tenant)"""
     idems: list[str] = field(default_factory=list)
     """Idempotency keys, without the pool's prefix."""
@@ -85,7 +85,7 @@ class AdminBroker:
             pipe.hdel(keys.POOLS, pool)
             record, _ = await pipe.execute()
         # A node may have joined after the script found the pool empty.
-        if record is not None and await self._redis.exists(keys.schema(pool)):
+        if record is not None and await self._redis.exists(keys.config(pool)):
             await cast(Any, self._redis.hsetnx(keys.POOLS, pool, record))
 
     async def scan_jobs(self, pool: str) -> JobSighting:
@@ -104,19 +104,19 @@ class AdminBroker:
             seen.jobs.setdefault(rest, [])
         elif kind == "idem":
             seen.idems.append(name)
-        elif kind == "turn":
-            seen.turns.update((rest, tenant.decode()) for tenant in await redis.zrange(key, 0, -1))
-        elif kind == "q":
-            seen.turns.add(_class_and_tenant(rest))
+        elif kind == "virtual_time":
+            seen.virtual_times.update((rest, tenant.decode()) for tenant in await redis.zrange(key, 0, -1))
+        elif kind == "queue":
+            seen.virtual_times.add(_class_and_tenant(rest))
             for entry, fields in await redis.xrange(key):
                 seen.jobs.setdefault(fields[b"id"].decode(), []).append((name, entry.decode()))
-        elif kind in ("back", "wait", "due", "later", "dead"):
-            if kind == "back":
-                seen.turns.add(_class_and_tenant(rest))
+        elif kind in ("requeued", "waiting", "deadlines", "delayed", "dead_letters"):
+            if kind == "requeued":
+                seen.virtual_times.add(_class_and_tenant(rest))
             _note(seen, name, await redis.zrange(key, 0, -1))
         elif kind == "expiry":
             await self._scan_expiry(name, key, seen)
-        elif kind in ("open", "tenant", "run"):
+        elif kind in ("open", "tenant", "running"):
             _note(seen, name, await redis.smembers(key))
 
     async def _scan_expiry(self, name: str, key: bytes, seen: JobSighting) -> None:
@@ -128,7 +128,7 @@ class AdminBroker:
         self,
         pool: str,
         jobs: Sequence[tuple[str, Sequence[KeyEntry]]] = (),
-        turns: Sequence[tuple[str, str]] = (),
+        virtual_times: Sequence[tuple[str, str]] = (),
         idems: Sequence[str] = (),
         sums: Sequence[tuple[str, str, int]] | None = None,
         *,
@@ -141,7 +141,7 @@ class AdminBroker:
         Raises NotFoundError for an unknown pool, BusyError while another audit repairs the pool.
         """
         asked = scripts.packed(
-            {"jobs": jobs, "turns": turns, "idems": idems} | ({} if sums is None else {"sums": sums})
+            {"jobs": jobs, "virtual_times": virtual_times, "idems": idems} | ({} if sums is None else {"sums": sums})
         )
         answer = await scripts.call(self._redis, "audit", pool, repairer, asked)
         if answer[0] == b"UNKNOWN_POOL":
@@ -154,19 +154,19 @@ class AdminBroker:
         """Return by how much each stored sum exceeds the sum over the jobs' records; jobs may move meanwhile."""
         excess, waiting, open_ids, stored = await self._sums(pool)
         for part in _pages(waiting):
-            for tenant, priority, cost in await self._records(part, "tenant", "p", "cost"):
+            for tenant, priority, cost in await self._records(part, "tenant", "priority", "cost"):
                 excess["backlog", priority] -= int(cost or 0)
                 excess["queued", tenant] -= int(cost or 0)
         for part in _pages(open_ids):
-            for priority, num_bytes, tenant, owned in await self._records(part, "p", "bytes", "tenant", "owned"):
-                excess["bytes", priority] -= int(num_bytes or 0)
-                excess["kept", tenant] -= int(num_bytes or 0) if owned else 0
+            for priority, num_bytes, tenant in await self._records(part, "priority", "bytes", "tenant"):
+                excess["promised_bytes", priority] -= int(num_bytes or 0)
+                excess["kept_bytes", tenant] -= int(num_bytes or 0)
         if len(stored) > MAX_STORED:
             # Not readable in one transaction, so not checked: in a busy pool, several reads would not agree.
-            return {where: by for where, by in excess.items() if where[0] != "kept"}
+            return {where: by for where, by in excess.items() if where[0] != "kept_bytes"}
         for member in stored:
             num_bytes, tenant, _ = member.split(" ", 2)
-            excess["kept", tenant] -= int(num_bytes)
+            excess["kept_bytes", tenant] -= int(num_bytes)
         return dict(excess)
 
     async def _sums(self, pool: str) -> tuple[Counter[Sum], list[str], list[str], list[str]]:
@@ -180,7 +180,7 @@ class AdminBroker:
                 for priority in range(NUM_PRIORITIES):
                     pipe.zrange(keys.waiting(pool, priority), 0, -1)
                 backlog, queued, num_bytes, kept_bytes, stored, open_ids, *waiting = await pipe.execute()
-        kept = {"backlog": backlog, "queued": queued, "bytes": num_bytes, "kept": kept_bytes}
+        kept = {"backlog": backlog, "queued": queued, "promised_bytes": num_bytes, "kept_bytes": kept_bytes}
         sums = Counter({(name, f.decode()): int(value) for name, fields in kept.items() for f, value in fields.items()})
         waiting_ids = [i.decode() for ids in waiting for i in ids]
         return sums, waiting_ids, [i.decode() for i in open_ids], [member.decode() for member in stored]

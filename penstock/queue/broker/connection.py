@@ -14,6 +14,7 @@ from redis.backoff import NoBackoff
 
 from penstock.contract.errors import BusyError, ConfigError, InvariantError, UnavailableError
 from penstock.queue.broker.shared_connection import REPLY_TIMEOUT_S, SharedRedis
+from penstock.queue.protocol_version import other_version
 from penstock.runtime.cancellation import preserve_cancellation
 
 CONNECT_TIMEOUT_S = 3.0
@@ -30,6 +31,7 @@ _UNREACHABLE = (
 )
 
 # At the head of an error reply, or inside the error of a script in which a call failed.
+_OTHER_VERSION = re.compile(r"OTHER_PROTOCOL_VERSION (\S+) ([\w-]+)")
 _UNREACHABLE_CODES = re.compile(r"(?:^|-)(?:MASTERDOWN|LOADING|READONLY|MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN|TRYAGAIN) ")
 
 
@@ -64,8 +66,8 @@ def connect(url: str) -> Redis:
 def translated() -> Iterator[None]:
     """Translate redis-py's errors.
 
-    An unreachable Redis raises UnavailableError, a full one BusyError, refused credentials or rights ConfigError. Any
-    other error is a bug and raises InvariantError.
+    An unreachable Redis raises UnavailableError, a full one BusyError, refused credentials or rights ConfigError, and a
+    pool of another protocol version ProtocolVersionError. Any other error is a bug and raises InvariantError.
     """
     try:
         with preserve_cancellation():
@@ -80,6 +82,8 @@ def translated() -> Iterator[None]:
         raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
     except exceptions.ResponseError as error:
         text = str(error)
+        if found := _OTHER_VERSION.search(text):
+            raise other_version(found[2], found[1]) from error
         if "OOM" in text:
             raise BusyError("Redis is full", code="redis_full", retry_after_ms=5000) from error
         if _UNREACHABLE_CODES.search(text):

@@ -16,7 +16,7 @@ from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.wire import Request
 
-_FIELDS = ("tenant", "p", "weight", "cost", "submitted", "finished", "chunks", "preemptions", "loss_nodes")
+_FIELDS = ("tenant", "priority", "weight", "cost", "submitted", "finished", "chunks", "preemptions", "loss_nodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class DeadLetters:
     async def newest(self, pool: str, limit: int = 100) -> list[DeadLetter]:
         """Return a pool's dead letters, newest first."""
         with translated():
-            job_ids = await self._redis.zrevrange(keys.dead(pool), 0, limit - 1)
+            job_ids = await self._redis.zrevrange(keys.dead_letters(pool), 0, limit - 1)
             found = await asyncio.gather(*(self._read(job_id.decode()) for job_id in job_ids))
         return [letter for letter in found if letter is not None]
 
     async def get(self, job_id: str) -> DeadLetter:
         """Return one dead letter. Raises NotFoundError."""
         with translated():
-            died_ms = await self._redis.zscore(keys.dead(pool_of(job_id)), job_id)
+            died_ms = await self._redis.zscore(keys.dead_letters(pool_of(job_id)), job_id)
             letter = await self._read(job_id) if died_ms is not None else None
         if letter is None:
             raise _no_letter(job_id)

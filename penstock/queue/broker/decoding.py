@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from penstock.contract.job import Chunk, Outcome, Result
 from penstock.queue import results, wire
 from penstock.queue.packed_result import PackedResult
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 
 _BYTES_PER_STEP = 64 << 10
 """Packed log-probabilities decoded in one step, which takes a few milliseconds; other chunks decode faster."""
@@ -18,18 +18,16 @@ MAX_PAGE_BYTES = 64 << 10
 _MAX_BYTES_ON_LOOP = 256 << 10
 
 
-async def decoded(
-    entries: Sequence[bytes], turns: CooperativeTurns, *, max_bytes: float = MAX_PAGE_BYTES
-) -> list[Chunk]:
+async def decoded(entries: Sequence[bytes], yielder: LoopYielder, *, max_bytes: float = MAX_PAGE_BYTES) -> list[Chunk]:
     """Decode one page of a log. The result ends early once its log-probabilities exceed `max_bytes` packed bytes.
 
-    `turns` runs each step in its own round of the event loop.
+    `yielder` runs each step in its own round of the event loop.
     """
     chunks: list[Chunk] = []
     num_bytes = since_step = 0
     for entry in entries:
         if since_step > _BYTES_PER_STEP or len(entry) > _LARGE_BYTES:
-            await turns.wait()
+            await yielder.wait()
             since_step = 0
         chunks += wire.decode_chunks(entry)
         if not has_logprobs(chunks):
@@ -46,10 +44,10 @@ def has_logprobs(chunks: Sequence[Chunk]) -> bool:
     return bool(chunks) and bool(chunks[-1].logprobs or chunks[-1].prompt_logprobs)
 
 
-async def packed_result_of(data: bytes | None, job_id: str, outcome: Outcome, turns: CooperativeTurns) -> PackedResult:
+async def packed_result_of(data: bytes | None, job_id: str, outcome: Outcome, yielder: LoopYielder) -> PackedResult:
     """Index a result's parts without decoding them."""
     if data is not None and len(data) > _LARGE_BYTES:
-        await turns.wait()
+        await yielder.wait()
     return PackedResult(data, job_id, outcome)
 
 

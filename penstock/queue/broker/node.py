@@ -18,7 +18,7 @@ from penstock.queue.broker.decoding import decoded
 from penstock.queue.broker.sweep import sweep
 from penstock.queue.policy import HOLD_MS
 from penstock.queue.wire import NodePressure, PoolRecord
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 
 MAX_EMIT_JOBS = 512
 MAX_EMIT_BYTES = 512 << 10
@@ -98,8 +98,8 @@ class GivenBackJob:
 
 
 @dataclass(frozen=True, slots=True)
-class BeatAnswer:
-    """Answer of beat's check: held jobs to end as canceled or expired, and held jobs that this node has lost."""
+class HeartbeatAnswer:
+    """Answer of heartbeat's check: held jobs to end as canceled or expired, and held jobs that this node has lost."""
 
     cancelled: tuple[str, ...] = ()
     expired: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class Takeover:
 class UsedTokens(TypedDict, total=False):
     """Resources that a job used, as far as its node knows them."""
 
-    kv_ms: float | None
+    kv_token_ms: float | None
     """KV tokens × milliseconds that it held; its tenant is charged that. None: the predicted charge stays."""
     usage: Usage | None
     """Tokens counted to its tenant. None: only the output tokens in the log are counted."""
@@ -134,18 +134,18 @@ class NodeBroker:
 
     def __init__(self, redis: Redis, pool: str, node_id: str, revision: str) -> None:
         self._redis = redis
-        self._turns = CooperativeTurns()
+        self._yielder = LoopYielder()
         self._pool = pool
         self._node_id = node_id
         self._revision = revision
 
-    async def join(self, schema: dict[str, int | str], record: PoolRecord) -> None:
-        """Join the pool and announce it. Raises ConfigError if live nodes use another schema."""
-        pairs = [item for name, value in schema.items() for item in (name, value)]
+    async def join(self, config: dict[str, int | str], record: PoolRecord) -> None:
+        """Join the pool and announce it. Raises ConfigError if live nodes use another configuration."""
+        pairs = [item for name, value in config.items() for item in (name, value)]
         answer = await self._call("join", self._revision, *pairs)
         if answer[0] != b"OK":
             field, theirs = answer[1].decode(), answer[2].decode()
-            message = f"pool {self._pool} runs with {field}={theirs}, this node with {schema[field]}"
+            message = f"pool {self._pool} runs with {field}={theirs}, this node with {config[field]}"
             raise ConfigError(message, param=field)
         await self.announce(record)
 
@@ -159,19 +159,19 @@ class NodeBroker:
             else:
                 await redis.hdel(keys.adapters(self._pool), self._node_id)
 
-    async def beat(
+    async def heartbeat(
         self, pressure: NodePressure, *, free: int, answered_call: int, held: Sequence[str] | None
-    ) -> BeatAnswer:
+    ) -> HeartbeatAnswer:
         """Send a heartbeat. With `held`, also compare the held jobs with the queue's records.
 
         `free` is in KV tokens. `answered_call` is the number of the last take whose answer arrived. Raises
         LeaseLostError.
         """
         record, check = wire.encode_record(pressure), int(held is not None)
-        answer = await self._call("beat", self._revision, free, record, answered_call, check, *(held or ()))
+        answer = await self._call("heartbeat", self._revision, free, record, answered_call, check, *(held or ()))
         if answer[0] == b"SWEPT":
             raise LeaseLostError
-        return BeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:]))
+        return HeartbeatAnswer(*(tuple(i.decode() for i in ids) for ids in answer[1:]))
 
     async def succeed(self, seats: Sequence[str], *, has_joined: bool) -> Takeover:
         """Declare the earlier holders of these seats dead.
@@ -215,13 +215,13 @@ class NodeBroker:
         for start in range(0, count, page):
             with translated():
                 entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, min(start + page, count) - 1))
-            chunks += await decoded(entries, self._turns, max_bytes=inf)
+            chunks += await decoded(entries, self._yielder, max_bytes=inf)
         return chunks
 
     async def emit(self, emissions: Sequence[Emission]) -> list[str]:
         """Append and publish chunks, of at most MAX_EMIT_JOBS jobs.
 
-        Returns one answer per job: OK, FENCED, CANCEL, EXPIRED, UNHEARD, `NEED n`, GONE or `ERR …`; see emit.lua.
+        Returns one answer per job: OK, FENCED, CANCEL, EXPIRED, UNREAD, `NEED n`, GONE or `ERR …`; see emit.lua.
         """
         rows = [(e.job_id, e.lease, e.index, e.chunks) for e in emissions]
         return [a.decode() for a in await self._call("emit", scripts.packed(rows))]
@@ -231,22 +231,22 @@ class NodeBroker:
 
         Returns OK, FENCED, `NEED n` or GONE; see finish.lua.
         """
-        kv_ms, usage, log_bytes = used.get("kv_ms"), used.get("usage"), used.get("log_bytes")
+        kv_token_ms, usage, log_bytes = used.get("kv_token_ms"), used.get("usage"), used.get("log_bytes")
         tokens = ("", "", "") if usage is None else (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
         size = "" if log_bytes is None else log_bytes
         end = (outcome.state, outcome.code, outcome.message[:MAX_MESSAGE_CHARS], outcome.param)
         position = (last.job_id, last.lease, last.index)
         answer = await self._call(
             "finish",
-            *(*position, *end, "" if kv_ms is None else kv_ms, result),
+            *(*position, *end, "" if kv_token_ms is None else kv_token_ms, result),
             *(*tokens, size, len(last.chunks), *last.chunks),
         )
         return cast(bytes, answer).decode()
 
     async def give_back(self, jobs: Sequence[GivenBackJob], why: Why = "drain") -> list[str]:
-        """Queue jobs again; they keep their submission time. Returns one answer per job: OK, FENCED, GONE or NOBODY.
+        """Queue jobs again; they keep their submission time. Returns one answer per job: OK, FENCED, GONE or KEEP.
 
-        NOBODY: the job stays with this node, because no other node has capacity for it, or all lack its adapter.
+        KEEP: the job stays with this node, because no other node has capacity for it, or all lack its adapter.
         """
         answers: list[str] = []
         for start in range(0, len(jobs), MAX_GIVE_BACK_JOBS):

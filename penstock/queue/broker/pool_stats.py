@@ -33,9 +33,19 @@ class StatsBroker:
 
     async def _of(self, pool: str) -> PoolStats:
         redis, classes = self._redis, range(NUM_PRIORITIES)
-        (seconds, micros), lease_ms, num_open, counts, beats, records, kept, backlog, *waiting = await asyncio.gather(
+        (
+            (seconds, micros),
+            lease_ms,
+            num_open,
+            counts,
+            heartbeats,
+            records,
+            kept,
+            backlog,
+            *waiting,
+        ) = await asyncio.gather(
             redis.time(),
-            redis.hget(keys.schema(pool), "lease_ms"),
+            redis.hget(keys.config(pool), "lease_ms"),
             redis.scard(keys.open_jobs(pool)),
             redis.hgetall(keys.counts(pool)),
             redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
@@ -47,7 +57,11 @@ class StatsBroker:
         )
         now_ms = seconds * 1000 + micros // 1000
         depth, heads = waiting[: len(classes)], waiting[len(classes) :]
-        alive = [records[node] for node, beat_ms in beats if beat_ms >= now_ms - int(lease_ms or 0) and node in records]
+        alive = [
+            records[node]
+            for node, heartbeat_ms in heartbeats
+            if heartbeat_ms >= now_ms - int(lease_ms or 0) and node in records
+        ]
         return PoolStats(
             pool,
             tuple(depth),

@@ -24,23 +24,28 @@ from penstock.queue.broker.submit_errors import submit_error
 from penstock.queue.broker.sweep import sweep
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError
 from penstock.queue.packed_result import PackedResult
+from penstock.queue.protocol_version import PROTOCOL_VERSION, other_version
 from penstock.queue.wire import PoolPressure, PoolRecord
-from penstock.runtime.cooperative import CooperativeTurns
+from penstock.runtime.cooperative import LoopYielder
 
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536
 """As in prelude.lua: a larger result expires log_ttl_ms after it was delivered."""
 _STATUS_FIELDS = (
-    *("state", "tenant", "p", "submitted", "taken", "first", "finished"),
+    *("state", "tenant", "priority", "submitted", "taken", "first", "finished"),
     *("chunks", "preemptions", "losses", "code", "message", "param"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPool(PoolRecord):
-    """A pool's announced record, and whether a node of it sent a heartbeat within its lease."""
+    """A pool's announced record, and whether a node of it sent a heartbeat within its lease.
+
+    This release cannot use a pool of another `protocol_version`, and does not ask whether such a pool has a live node.
+    """
 
     is_alive: bool = True
+    protocol_version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class ProducerBroker:
     """The producer's side of the queue. Raises UnavailableError when Redis is unreachable."""
 
     def __init__(self, redis: Redis) -> None:
-        self._redis, self._turns = redis, CooperativeTurns()
+        self._redis, self._yielder = redis, LoopYielder()
         self._unreadable: set[bytes] = set()
         """Pools already logged as unreadable. Clients list all pools every second, so each is logged once."""
 
@@ -149,7 +154,7 @@ class ProducerBroker:
     async def status(self, job_id: str, tenant: str) -> JobStatus:
         """Return a job's state. Raises NotFoundError."""
         fields = await self._record(job_id, tenant)
-        state, priority = fields["state"], int(fields["p"])
+        state, priority = fields["state"], int(fields["priority"])
         with translated():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.llen(keys.log(job_id))
@@ -165,7 +170,7 @@ class ProducerBroker:
         """Return up to `count` chunks of a job's log from `start` on; empty after the log has expired."""
         with translated():
             entries = await cast(Any, self._redis.lrange(keys.log(job_id), start, start + count - 1))
-        return await decoded(entries, self._turns)
+        return await decoded(entries, self._yielder)
 
     async def result(self, job_id: str, tenant: str) -> Result | None:
         """Return a job's result, None while the job is open.
@@ -179,7 +184,7 @@ class ProducerBroker:
     async def packed_result(self, job_id: str, tenant: str) -> PackedResult | None:
         """Return a job's result as `result` does, with its parts decoded on access."""
         ended = await self._ended(job_id, tenant)
-        return ended and await packed_result_of(ended[2], job_id, ended[1], self._turns)
+        return ended and await packed_result_of(ended[2], job_id, ended[1], self._yielder)
 
     async def _ended(self, job_id: str, tenant: str) -> tuple[dict[str, str], Outcome, bytes | None] | None:
         """Return a job's record, outcome and packed result, and mark it as delivered; None while the job is open."""
@@ -194,9 +199,9 @@ class ProducerBroker:
             await scripts.call(self._redis, "deliver", pool_of(job_id), job_id, tenant)
         return fields, outcome, data
 
-    async def read_beat(self, pool: str, inbox: str) -> None:
+    async def reader_heartbeat(self, pool: str, inbox: str) -> None:
         """Send the heartbeat of a reading process, and sweep, so that jobs progress while any process is alive."""
-        await asyncio.gather(scripts.call(self._redis, "read_beat", pool, inbox), sweep(self._redis, pool))
+        await asyncio.gather(scripts.call(self._redis, "reader_heartbeat", pool, inbox), sweep(self._redis, pool))
 
     async def pressure(self, pool: str) -> PoolPressure:
         """Return the input of admission: the pressure records of all live nodes and the queued cost per class.
@@ -205,15 +210,17 @@ class ProducerBroker:
         """
         with translated():
             redis = cast(Any, self._redis)
-            time, lease_ms, beats, records, backlog = await asyncio.gather(
+            time, lease_ms, heartbeats, records, backlog = await asyncio.gather(
                 redis.time(),
-                redis.hget(keys.schema(pool), "lease_ms"),
+                redis.hget(keys.config(pool), "lease_ms"),
                 redis.zrange(keys.nodes(pool), 0, -1, withscores=True),
                 redis.hgetall(keys.pressure(pool)),
                 redis.hmget(keys.backlog(pool), [str(p) for p in range(NUM_PRIORITIES)]),
             )
         alive_since_ms = _alive_since_ms(time, lease_ms)
-        alive = [records[node] for node, beat_ms in beats if beat_ms >= alive_since_ms and node in records]
+        alive = [
+            records[node] for node, heartbeat_ms in heartbeats if heartbeat_ms >= alive_since_ms and node in records
+        ]
         costs = [max(0, int(value or 0)) for value in backlog]
         return PoolPressure(tuple(map(wire.decode_pressure, alive)), (costs[0], costs[1], costs[2]))
 
@@ -223,14 +230,16 @@ class ProducerBroker:
             redis = cast(Any, self._redis)
             time, announced = await asyncio.gather(redis.time(), redis.hgetall(keys.POOLS))
             records = self._readable(announced)
-            served = await asyncio.gather(*(self._served(pool, records[pool], time) for pool in records))
+            served = await asyncio.gather(*(self._served(pool, *records[pool], time) for pool in records))
         by_name = dict(zip(records, served, strict=True))
         return dict(sorted(by_name.items(), key=lambda item: not item[1].is_alive))
 
-    async def _served(self, pool: str, record: PoolRecord, time: tuple[int, int]) -> ServedPool:
+    async def _served(self, pool: str, record: PoolRecord, version: int, time: tuple[int, int]) -> ServedPool:
+        if version != PROTOCOL_VERSION:
+            return ServedPool(**asdict(record), is_alive=False, protocol_version=version)
         redis = cast(Any, self._redis)
-        lease_ms, beats, adapters = await asyncio.gather(
-            redis.hget(keys.schema(pool), "lease_ms"),
+        lease_ms, heartbeats, adapters = await asyncio.gather(
+            redis.hget(keys.config(pool), "lease_ms"),
             redis.zrevrange(keys.nodes(pool), 0, 0, withscores=True),
             redis.hgetall(keys.adapters(pool)),
         )
@@ -238,16 +247,16 @@ class ProducerBroker:
         for data in adapters.values():
             with suppress(WireError):
                 digests |= wire.decode_pool(data).adapters
-        is_alive = bool(beats) and beats[0][1] >= _alive_since_ms(time, lease_ms)
+        is_alive = bool(heartbeats) and heartbeats[0][1] >= _alive_since_ms(time, lease_ms)
         # While all nodes are dead, the last announced adapters are kept, because the nodes may be back in a moment.
         return ServedPool(**asdict(replace(record, adapters=digests) if is_alive else record), is_alive=is_alive)
 
-    def _readable(self, announced: dict[bytes, bytes]) -> dict[str, PoolRecord]:
-        """Decode pool records. An unreadable one, perhaps of another version, is logged and skipped."""
+    def _readable(self, announced: dict[bytes, bytes]) -> dict[str, tuple[PoolRecord, int]]:
+        """Decode pool records and their protocol versions. An unreadable record is logged and skipped."""
         records = {}
         for name, data in announced.items():
             try:
-                records[name.decode()] = wire.decode_pool(data)
+                records[name.decode()] = wire.decode_pool_of_any_version(data)
             except (WireError, UnicodeDecodeError) as error:
                 if name not in self._unreadable:
                     self._unreadable.add(name)
@@ -260,6 +269,8 @@ class ProducerBroker:
         fields = {name: (value or b"").decode() for name, value in zip(_STATUS_FIELDS, values, strict=True)}
         if not fields["state"] or fields["tenant"] != tenant:
             raise _no_job(job_id)
+        if not fields["priority"]:
+            raise other_version(pool_of(job_id), 1)  # Version 1 has another name for this field.
         return fields
 
 

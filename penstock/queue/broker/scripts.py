@@ -18,7 +18,7 @@ from penstock.runtime import crash_points
 Argument = bytes | str | int | float
 
 
-_WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "read_beat"))
+_WITHOUT_QUEUE = frozenset(("attach", "detach", "emit", "join", "leave", "reader_heartbeat"))
 """Scripts that neither queue nor end a job. They are called most often, so they omit queue.lua."""
 
 
@@ -49,12 +49,12 @@ def packed(value: Any) -> bytes:
 
 async def call(redis: Redis, name: str, pool: str, *arguments: Argument) -> Any:
     """Run one script of a pool and return its answer. Raises the errors of `connection.translated`."""
-    schema = keys.schema(pool)
+    config = keys.config(pool)
     crash_points.point("before", name)
     with translated():
         try:
-            answer = await redis.evalsha(_digest(name), 1, schema, *arguments)
+            answer = await redis.evalsha(_digest(name), 1, config, *arguments)
         except NoScriptError:
-            answer = await redis.eval(source(name), 1, schema, *arguments)
+            answer = await redis.eval(source(name), 1, config, *arguments)
     crash_points.point("after", name)
     return answer

@@ -1,16 +1,19 @@
 -- audit: compare jobs, tenants' virtual times and sums with the jobs' records. With a repairer it also corrects them.
 -- That is safe beside running nodes: one script run checks and corrects a job, and sums are corrected by differences.
 -- ARGV: repairer ('' only checks), msgpack of
---   {jobs = [[id, [[place, entry]…]]…], turns = [[p, tenant]…], idems = [key…], sums = [[key, field, by]…] or nil}
---   place: a key without P: in which the id was seen. entry: its stream entry, or its member of P:expiry, else ''.
---   turns: tenants with virtual times. idems: keys without P:. sums: corrections; a repairer's last call has them.
+--   {jobs = [[id, [[key, entry]…]]…], virtual_times = [[p, tenant]…], idems = [key…],
+--    sums = [[key, field, by]…] or nil}
+--   key: a key without P: in which the id was seen. entry: its stream entry, or its member of P:expiry, else ''.
+--   virtual_times: tenants that have one. idems: keys without P:. sums: corrections; a repairer's last call has them.
 -- Answer: {OK, {finding…}} | {UNKNOWN_POOL} | {BUSY}; finding: {name, key without P:, id, detail}
 --   BUSY: another audit repairs this pool.
 local MAX_ROWS, REPAIR_MS, EXPIRY_SLACK_MS = 32, 10000, 5000
 local repairer, asked = ARGV[1], cmsgpack.unpack(ARGV[2])
-local schema, now = read_schema(), clock()
-if not schema then return {'UNKNOWN_POOL'} end
-if #asked.jobs > MAX_ROWS or #asked.turns > MAX_ROWS or #asked.idems > MAX_ROWS then return redis.error_reply('TOO_MANY_ROWS') end
+local config, now = read_config(), clock()
+if not config then return {'UNKNOWN_POOL'} end
+if #asked.jobs > MAX_ROWS or #asked.virtual_times > MAX_ROWS or #asked.idems > MAX_ROWS then
+  return redis.error_reply('TOO_MANY_ROWS')
+end
 local repairs = repairer ~= ''
 if repairs then
   local other = redis.call('GET', P .. ':audit')
@@ -22,41 +25,41 @@ end
 local findings = {}
 local function find(name, key, id, detail) findings[#findings + 1] = {name, key, id, detail or ''} end
 
--- Places -------------------------------------------------------------------------------------------
--- A place is a key that holds job ids. The value of an id in a place is false if it is absent, else its score, its
--- stream entry, or '' in a set.
+-- Keys that list jobs ------------------------------------------------------------------------------
+-- Names of keys are without P:. The value of an id in a key is false if it is absent, else its score, its stream entry,
+-- or '' in a set.
 
--- The places in which a job must be, and its values there, by its record.
-local function places_of(job)
+-- The keys that must list a job, and its values there, by its record.
+local function keys_of(job)
   if not job or is_terminal(job.state) then return {} end
-  local places = {open = '', ['tenant:' .. job.tenant .. ':open'] = ''}
+  local keys = {open = '', ['tenant:' .. job.tenant .. ':open'] = ''}
   if job.state == 'running' then
-    places['run:' .. job.node] = ''
-    return places
+    keys['running:' .. job.node] = ''
+    return keys
   end
-  if job.deadline ~= '' then places.due = job.deadline end
-  if job.entry == LATER then
-    places.later = job.submitted
-    return places
+  if job.deadline ~= '' then keys.deadlines = job.deadline end
+  if job.entry == DELAYED then
+    keys.delayed = job.submitted
+    return keys
   end
-  places['wait:' .. job.p] = job.submitted
+  keys['waiting:' .. job.priority] = job.submitted
   if job.entry ~= '' then
-    places['q:' .. job.p .. ':' .. job.tenant] = job.entry
+    keys['queue:' .. job.priority .. ':' .. job.tenant] = job.entry
   else
-    places['back:' .. job.p .. ':' .. job.tenant] = job.submitted
+    keys['requeued:' .. job.priority .. ':' .. job.tenant] = job.submitted
   end
-  return places
+  return keys
 end
 
-local function kind_of(place)
-  local head = string.match(place, '^[^:]+')
-  if head == 'q' then return 'stream' end
-  if head == 'open' or head == 'tenant' or head == 'run' then return 'set' end
+local function kind_of(name)
+  local head = string.match(name, '^[^:]+')
+  if head == 'queue' then return 'stream' end
+  if head == 'open' or head == 'tenant' or head == 'running' then return 'set' end
   return 'zset'
 end
 
-local function standing(place, id, entry)
-  local key, kind = P .. ':' .. place, kind_of(place)
+local function value_in(name, id, entry)
+  local key, kind = P .. ':' .. name, kind_of(name)
   if kind == 'set' then return redis.call('SISMEMBER', key, id) == 1 and '' end
   if kind == 'zset' then return redis.call('ZSCORE', key, id) end
   local found = redis.call('XRANGE', key, entry, entry)[1]
@@ -68,8 +71,8 @@ local function is_same(one, other)
   return one == other or (tonumber(one) ~= nil and tonumber(one) == tonumber(other))
 end
 
-local function put(place, id, wanted)
-  local key, kind = P .. ':' .. place, kind_of(place)
+local function put(name, id, wanted)
+  local key, kind = P .. ':' .. name, kind_of(name)
   if kind == 'set' then
     redis.call('SADD', key, id)
   elseif kind == 'zset' then
@@ -78,12 +81,12 @@ local function put(place, id, wanted)
     -- A stream entry cannot be restored at its old position, so the job goes to the requeued jobs.
     redis.call('HSET', job_key(id), 'entry', '')
     local job = read_job(id)
-    redis.call('ZADD', back_key(job), job.submitted, id)
+    redis.call('ZADD', requeued_key(job), job.submitted, id)
   end
 end
 
-local function remove(place, id, entry)
-  local key, kind = P .. ':' .. place, kind_of(place)
+local function remove(name, id, entry)
+  local key, kind = P .. ':' .. name, kind_of(name)
   if kind == 'set' then
     redis.call('SREM', key, id)
   elseif kind == 'zset' then
@@ -94,15 +97,15 @@ local function remove(place, id, entry)
   end
 end
 
-local function check_place(job, id, place, entry, wanted)
-  local is = standing(place, id, entry)
+local function check_key(job, id, name, entry, wanted)
+  local is = value_in(name, id, entry)
   if is_same(is, wanted) then return end
   if wanted == false then
-    find('stray', place, id, 'its record says otherwise')
-    if repairs then remove(place, id, entry) end
+    find('stray', name, id, 'its record says otherwise')
+    if repairs then remove(name, id, entry) end
   else
-    find(is == false and 'missing' or 'wrong_score', place, id, 'should be ' .. wanted)
-    if repairs then put(place, id, wanted) end
+    find(is == false and 'missing' or 'wrong_score', name, id, 'should be ' .. wanted)
+    if repairs then put(name, id, wanted) end
   end
 end
 
@@ -112,12 +115,13 @@ local function check_expiry(id, member)
   local job = read_job(id, {'state', 'tenant', 'stored'})
   local stored = job and stored_of(job.stored)
   local bytes = stored and stored[string.match(key, '^%l+') or '']
-  local is_right = redis.call('EXISTS', P .. ':' .. key) == 1 and bytes and member == kept_member(bytes, job.tenant, key)
+  local is_stored = redis.call('EXISTS', P .. ':' .. key) == 1
+  local is_right = is_stored and bytes and member == expiry_member(bytes, job.tenant, key)
   local score = tonumber(redis.call('ZSCORE', P .. ':expiry', member) or '')
   local goes_soon = score and score < now + EXPIRY_SLACK_MS
   if score and not goes_soon and not is_right then
     find('stray', 'expiry', id, key .. ' is not stored')
-    if repairs then release(member) end
+    if repairs then subtract_stored(member) end
   end
 end
 
@@ -127,35 +131,35 @@ local function check_counted(job)
   for name, bytes in pairs(stored or {}) do
     local key = name .. ':' .. job.id
     local life = redis.call('PTTL', P .. ':' .. key)
-    local member = kept_member(bytes, job.tenant, key)
+    local member = expiry_member(bytes, job.tenant, key)
     if bytes > 0 and life > EXPIRY_SLACK_MS and not redis.call('ZSCORE', P .. ':expiry', member) then
       find('missing', 'expiry', job.id, key .. ' is stored')
-      if repairs then keep(job.tenant, key, bytes, now + life) end
+      if repairs then count_stored(job.tenant, key, bytes, now + life) end
     end
   end
 end
 
--- Whether a job ended as a dead letter. It may be in P:dead but need not, because it may have been purged.
+-- Whether a job ended as a dead letter. It may be in P:dead_letters but need not, because it may have been purged.
 local function is_dead_letter(job) return job and redis.call('HGET', job_key(job.id), 'code') == 'node_lost' end
 
-local function check_places(job, id, seen)
-  local wanted = places_of(job)
-  for place, value in pairs(wanted) do check_place(job, id, place, value, value) end
+local function check_keys(job, id, seen)
+  local wanted = keys_of(job)
+  for name, value in pairs(wanted) do check_key(job, id, name, value, value) end
   for _, one in ipairs(seen) do
-    local place, entry = one[1], one[2]
-    local known = wanted[place]
-    if place == 'dead' and is_dead_letter(job) then known = '' end
-    if place == 'expiry' then
+    local name, entry = one[1], one[2]
+    local known = wanted[name]
+    if name == 'dead_letters' and is_dead_letter(job) then known = '' end
+    if name == 'expiry' then
       known = ''
       check_expiry(id, entry)
     end
-    if known == nil or (kind_of(place) == 'stream' and known ~= entry) then check_place(job, id, place, entry, false) end
+    if known == nil or (kind_of(name) == 'stream' and known ~= entry) then check_key(job, id, name, entry, false) end
   end
 end
 
 -- Lifetimes ----------------------------------------------------------------------------------------
 
-local KEPT = {'job', 'in', 'log', 'out'}
+local STORED_KEYS = {'job', 'request', 'log', 'result'}
 
 local function check_life(name, id, is_open)
   local key = name .. ':' .. id
@@ -165,7 +169,8 @@ local function check_life(name, id, is_open)
     if repairs then redis.call('PERSIST', P .. ':' .. key) end
   elseif not is_open and life == -1 then
     find('lives_for_ever', key, id, 'its job has ended or is unknown')
-    if repairs then redis.call('PEXPIRE', P .. ':' .. key, name == 'log' and schema.log_ttl_ms or schema.result_ttl_ms) end
+    local ttl_ms = name == 'log' and config.log_ttl_ms or config.result_ttl_ms
+    if repairs then redis.call('PEXPIRE', P .. ':' .. key, ttl_ms) end
   end
 end
 
@@ -191,12 +196,12 @@ local function check_ended(job)
   check_counted(job)
   local result_until = tonumber(redis.call('HGET', job_key(id), 'result_until') or '')
   local may_be_gone = result_until and result_until < now + EXPIRY_SLACK_MS
-  if job.state == 'done' and not may_be_gone and redis.call('EXISTS', P .. ':out:' .. id) == 0 then
-    find('no_result', 'out:' .. id, id, 'the job is done')
+  if job.state == 'done' and not may_be_gone and redis.call('EXISTS', P .. ':result:' .. id) == 0 then
+    find('no_result', 'result:' .. id, id, 'the job is done')
   end
   local _, num_nodes = string.gsub(nodes or '', '%S+', '')
   if is_dead_letter(job) and
-    (tonumber(losses or '0') < schema.max_losses or num_nodes < schema.max_losses) then
+    (tonumber(losses or '0') < config.max_losses or num_nodes < config.max_losses) then
     find('not_lost', 'job:' .. id, id, 'node_lost after ' .. tostring(losses) .. ' losses on ' .. num_nodes .. ' nodes')
   end
 end
@@ -204,20 +209,20 @@ end
 local function check_open(job)
   local id = job.id
   if end_in_log(id) then find('end_of_open_job', 'log:' .. id, id, 'the record says ' .. job.state) end
-  if redis.call('EXISTS', P .. ':in:' .. id) == 0 then
-    find('no_request', 'in:' .. id, id, 'the job cannot be run')
-    if repairs then end_job(job, schema, now, 'failed', 'internal_error', 'the request of this job is lost', '') end
+  if redis.call('EXISTS', P .. ':request:' .. id) == 0 then
+    find('no_request', 'request:' .. id, id, 'the job cannot be run')
+    if repairs then end_job(job, config, now, 'failed', 'internal_error', 'the request of this job is lost', '') end
   elseif job.state == 'running' and not redis.call('ZSCORE', P .. ':nodes', job.node) then
-    find('stranded', 'run:' .. job.node, id, 'nobody sweeps a node that is not in the pool')
+    find('stranded', 'running:' .. job.node, id, 'no sweep finds a node that is not in the pool')
     if repairs then requeue(job, job.cost, 0) end
   end
 end
 
 local function check_job(id, seen)
   local job = read_job(id)
-  check_places(job, id, seen)
+  check_keys(job, id, seen)
   local is_open = job and not is_terminal(job.state)
-  for _, name in ipairs(KEPT) do check_life(name, id, is_open) end
+  for _, name in ipairs(STORED_KEYS) do check_life(name, id, is_open) end
   if not job then return end
   job = read_job(id)
   if is_open then check_open(job) else check_ended(job) end
@@ -225,16 +230,16 @@ end
 
 -- Tenants and sums ---------------------------------------------------------------------------------
 
-local function check_turn(p, tenant)
-  local job = {p = p, tenant = tenant}
-  local has_jobs = redis.call('EXISTS', queue_key(job), back_key(job)) > 0
-  local has_turn = redis.call('ZSCORE', turn_key(job), tenant)
-  if has_jobs and not has_turn then
-    find('missing', 'turn:' .. p, tenant, 'the tenant has queued jobs')
-    if repairs then enter_turn(job) end
-  elseif has_turn and not has_jobs then
-    find('stray', 'turn:' .. p, tenant, 'the tenant has no queued job')
-    if repairs then leave_turn_if_last(job) end
+local function check_tenant(p, tenant)
+  local job = {priority = p, tenant = tenant}
+  local has_jobs = redis.call('EXISTS', queue_key(job), requeued_key(job)) > 0
+  local has_virtual_time = redis.call('ZSCORE', virtual_time_key(job), tenant)
+  if has_jobs and not has_virtual_time then
+    find('missing', 'virtual_time:' .. p, tenant, 'the tenant has queued jobs')
+    if repairs then enter_tenant(job) end
+  elseif has_virtual_time and not has_jobs then
+    find('stray', 'virtual_time:' .. p, tenant, 'the tenant has no queued job')
+    if repairs then leave_tenant_if_last(job) end
   end
 end
 
@@ -248,7 +253,7 @@ local function check_idem(key)
     if repairs then redis.call('PERSIST', P .. ':' .. key) end
   elseif not is_open and life == -1 then
     find('lives_for_ever', key, id, 'its job has ended or is unknown')
-    if repairs then redis.call('PEXPIRE', P .. ':' .. key, schema.idem_ttl_ms) end
+    if repairs then redis.call('PEXPIRE', P .. ':' .. key, config.idem_ttl_ms) end
   end
 end
 
@@ -261,7 +266,7 @@ local function check_nodes()
       if repairs then redis.call('ZREM', P .. ':free', node) end
     end
   end
-  for _, name in ipairs({'pressure', 'adapters', 'hold'}) do
+  for _, name in ipairs({'pressure', 'adapters', 'reservations'}) do
     for _, node in ipairs(redis.call('HKEYS', P .. ':' .. name)) do
       if not known[node] then
         find('stray', name, node, 'the node is not in the pool')
@@ -272,11 +277,11 @@ local function check_nodes()
 end
 
 local open = redis.call('SCARD', P .. ':open')
-if open > schema.max_open_jobs then
-  find('too_many_open', 'open', '', open .. ' jobs; the limit is ' .. schema.max_open_jobs)
+if open > config.max_open_jobs then
+  find('too_many_open', 'open', '', open .. ' jobs; the limit is ' .. config.max_open_jobs)
 end
 for _, row in ipairs(asked.jobs) do check_job(row[1], row[2]) end
-for _, row in ipairs(asked.turns) do check_turn(row[1], row[2]) end
+for _, row in ipairs(asked.virtual_times) do check_tenant(row[1], row[2]) end
 for _, key in ipairs(asked.idems) do check_idem(key) end
 check_nodes()
 if repairs and asked.sums then

@@ -2,16 +2,16 @@
 -- ARGV: id tenant
 -- Answer: the job's state after the call (`running` ends within a step), or NOT_FOUND
 local id, tenant = ARGV[1], ARGV[2]
-local schema, job = read_schema(), read_job(ARGV[1])
-if not schema or not job or job.tenant ~= tenant then return 'NOT_FOUND' end
+local config, job = read_config(), read_job(ARGV[1])
+if not config or not job or job.tenant ~= tenant then return 'NOT_FOUND' end
 if is_terminal(job.state) then return job.state end
 redis.call('ZREM', P .. ':free', '')
 redis.call('HSET', job_key(id), 'cancel', '1')
 if job.state == 'running' then
-  redis.call('PUBLISH', P .. ':ctl:' .. job.node, id)
+  redis.call('PUBLISH', P .. ':doorbell:' .. job.node, id)
   return 'running'
 end
 job.cancel = '1'
-end_if_over(job, schema, clock())
+end_if_over(job, config, clock())
 flush()
 return 'cancelled'

@@ -2,11 +2,11 @@
 -- A chunk whose index is already in the log is published again but not appended, because a node repeats a lost call.
 -- ARGV: node, msgpack of [[id, lease, index, [chunk…]]…]
 --   index: index of the first chunk in the job's log.
--- Answer, one per job: OK | FENCED | CANCEL | EXPIRED | UNHEARD | NEED n | GONE | ERR text
---   FENCED: the lease is lost. CANCEL, EXPIRED, UNHEARD (no reader lives): the node must end the job.
+-- Answer, one per job: OK | FENCED | CANCEL | EXPIRED | UNREAD | NEED n | GONE | ERR text
+--   FENCED: the lease is lost. CANCEL, EXPIRED, UNREAD (no reader lives): the node must end the job.
 --   NEED n: chunks from index n on are missing. GONE: no such job. ERR: a script error for this job only.
 local node, emissions = ARGV[1], cmsgpack.unpack(ARGV[2])
-local schema = read_schema({'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms'})
+local config = read_config({'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms'})
 local now = clock()
 local PUSH = 1000
 
@@ -19,10 +19,10 @@ local function read_running(id)
 end
 
 local function emit_job(id, lease, index, chunks)
-  local job = schema and read_running(id)
+  local job = config and read_running(id)
   if not job then return 'GONE' end
   if not holds(job, node, lease) then
-    tally('fenced')
+    count_event('fenced')
     return 'FENCED'
   end
   local log = log_key(id)
@@ -35,7 +35,7 @@ local function emit_job(id, lease, index, chunks)
   for i = 1, #chunks do publish(job, chunks[i]) end
   if job.cancel == '1' then return 'CANCEL' end
   if is_expired(job, now) then return 'EXPIRED' end
-  if is_unheard(job, schema, now) then return 'UNHEARD' end
+  if lacks_reader(job, config, now) then return 'UNREAD' end
   return 'OK'
 end
 

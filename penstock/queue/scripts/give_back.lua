@@ -1,28 +1,28 @@
 -- give_back: a node returns running jobs to the queue. They keep their submission time; no loss is counted.
--- ARGV: node why, then per job: id lease cost most
+-- ARGV: node why, then per job: id lease cost max_kv_tokens
 --   why: 'drain': the node leaves. 'pressure': it lacks capacity; a job returns only if another node has capacity for
 --   it. 'lacking': it lacks the job's adapter; a job returns only if some node is not known to lack that adapter too.
---   cost: predicted KV tokens. most: KV tokens that the job may hold at most. From its MAX_PREEMPTIONS-th return on, a
---   job costs `most`, so that the next node can keep it to its end.
--- Answer, one per job: OK | NOBODY | FENCED | GONE
---   NOBODY: no other node could take the job, so it stays with this node.
+--   cost: predicted KV tokens. max_kv_tokens: the most that the job may hold. From its MAX_PREEMPTIONS-th return on,
+--   a job costs max_kv_tokens, so that the next node can keep it to its end.
+-- Answer, one per job: OK | KEEP | FENCED | GONE
+--   KEEP: no other node could take the job, so it stays with this node.
 local MAX_JOBS, MAX_PREEMPTIONS, FIRST, ARGS = 128, 3, 3, 4
 local node, why, now = ARGV[1], ARGV[2], clock()
-local schema = read_schema()
+local config = read_config()
 if #ARGV >= FIRST + ARGS * MAX_JOBS then return redis.error_reply('TOO_MANY_JOBS') end
 if why ~= 'drain' and why ~= 'pressure' and why ~= 'lacking' then return redis.error_reply('BAD_REASON') end
 
 -- Whether a node can continue the job and has slots for its choices.
-local function has_room(other, job)
+local function can_continue(other, job)
   local record = record_of(other)
   if job.revision ~= record.revision and redis.call('LLEN', log_key(job.id)) > 0 then return false end
   return (record.num_running or 0) + (record.num_waiting or 0) + tonumber(job.n) <= (record.max_num_seqs or 0)
 end
 
 local function fits_elsewhere(job, cost)
-  local roomy = redis.call('ZREVRANGEBYSCORE', P .. ':free', '+inf', cost, 'LIMIT', 0, 8)
-  for _, other in ipairs(roomy) do
-    if other ~= node and has_room(other, job) then return true end
+  local candidates = redis.call('ZREVRANGEBYSCORE', P .. ':free', '+inf', cost, 'LIMIT', 0, 8)
+  for _, other in ipairs(candidates) do
+    if other ~= node and can_continue(other, job) then return true end
   end
   return false
 end
@@ -37,35 +37,36 @@ local function all_that_lack(id)
 end
 
 -- Queues a job again, unless no other node could take it.
-local function give(job, cost, most)
+local function give(job, cost, max_kv_tokens)
   if why == 'lacking' then
     local lacks = all_that_lack(job.id)
-    if not may_be_elsewhere(job, lacks) then return 'NOBODY' end
+    if not may_be_elsewhere(job, lacks) then return 'KEEP' end
     redis.call('HSET', job_key(job.id), 'lacks', lacks)
   else
     local preemptions = tonumber(job.preemptions) + 1
-    if preemptions >= MAX_PREEMPTIONS then cost = math.max(cost, most) end
-    if why == 'pressure' and not fits_elsewhere(job, cost) then return 'NOBODY' end
+    if preemptions >= MAX_PREEMPTIONS then cost = math.max(cost, max_kv_tokens) end
+    if why == 'pressure' and not fits_elsewhere(job, cost) then return 'KEEP' end
     redis.call('HSET', job_key(job.id), 'preemptions', preemptions)
   end
-  requeue(job, cost, now + schema.avoid_ms)
-  tally('given_back_' .. why)
+  requeue(job, cost, now + config.avoid_ms)
+  count_event('given_back_' .. why)
   return 'OK'
 end
 
 redis.call('ZREM', P .. ':free', '')
 local answers = {}
 for at = FIRST, #ARGV, ARGS do
-  local id, lease, cost, most = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
-  local job = schema and read_job(id)
+  local id, lease = ARGV[at], ARGV[at + 1]
+  local cost, max_kv_tokens = tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
+  local job = config and read_job(id)
   local answer = 'OK'
   if not job then
     answer = 'GONE'
   elseif not holds(job, node, lease) then
     answer = 'FENCED'
-    tally('fenced')
-  elseif not end_if_over(job, schema, now) then
-    answer = give(job, cost, most)
+    count_event('fenced')
+  elseif not end_if_over(job, config, now) then
+    answer = give(job, cost, max_kv_tokens)
   end
   answers[#answers + 1] = answer
 end

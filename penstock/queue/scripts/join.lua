@@ -1,10 +1,12 @@
--- join: a node enters the pool. The first node writes the pool's schema. While another node lives, a node with a
--- different schema is refused. A dead node that was not swept yet does not count: no process may be left to sweep it.
--- ARGV: node revision, then the schema as field value …
+-- join: a node enters the pool. The first node writes the pool's config. While another node lives, a node with a
+-- different config is refused. A dead node that was not swept yet does not count: no process may be left to sweep it.
+-- ARGV: node revision, then the config as field value …
 -- Answer: {OK} | {MISMATCH, field, the pool's value}
+local ENDLESS_MS = 10 ^ 15
 local node, revision, now = ARGV[1], ARGV[2], clock()
-local schema = read_schema()
-local alive = schema and redis.call('ZCOUNT', P .. ':nodes', now - schema.lease_ms, '+inf') or 0
+check_version(older_version())
+local config = read_config()
+local alive = config and redis.call('ZCOUNT', P .. ':nodes', now - config.lease_ms, '+inf') or 0
 for at = 3, #ARGV, 2 do
   local known = redis.call('HGET', KEYS[1], ARGV[at])
   if known and known ~= ARGV[at + 1] and alive > 0 then
@@ -12,7 +14,10 @@ for at = 3, #ARGV, 2 do
   end
 end
 redis.call('ZREM', P .. ':free', '')
-redis.call('HSET', KEYS[1], unpack(ARGV, 3))
+redis.call('HSET', KEYS[1], 'version', PROTOCOL_VERSION, unpack(ARGV, 3))
+-- A node of protocol version 1 reads its version and lease here. While P:nodes lists a node, it refuses to join, and
+-- with an endless lease its scripts sweep nothing.
+redis.call('HSET', P .. ':schema', 'version', PROTOCOL_VERSION, 'lease_ms', ENDLESS_MS)
 redis.call('ZADD', P .. ':nodes', now, node)
-redis.call('ZADD', P .. ':revs', now, revision)
+redis.call('ZADD', P .. ':revisions', now, revision)
 return {'OK'}

@@ -2,14 +2,14 @@
 -- ARGV: node
 -- Answer: the number of jobs that it still holds
 local node = ARGV[1]
-local left = redis.call('SCARD', P .. ':run:' .. node)
+local left = redis.call('SCARD', P .. ':running:' .. node)
 redis.call('ZREM', P .. ':free', node)
-redis.call('HDEL', P .. ':hold', node)
-redis.call('DEL', P .. ':took:' .. node)
+redis.call('HDEL', P .. ':reservations', node)
+redis.call('DEL', P .. ':last_take:' .. node)
 if left == 0 then
   redis.call('ZREM', P .. ':nodes', node)
   redis.call('HDEL', P .. ':pressure', node)
   redis.call('HDEL', P .. ':adapters', node)
-  unseat(node)
+  free_seats(node)
 end
 return left

@@ -1,39 +1,41 @@
 -- Shared by every script. The broker joins this file, queue.lua if the script queues or ends jobs, and the script.
 --
--- KEYS[1] is P:schema. Every other key of the pool shares its hash tag and is built from its prefix P. The docstring of
+-- KEYS[1] is P:config. Every other key of the pool shares its hash tag and is built from its prefix P. The docstring of
 -- keys.py lists all keys with their writers.
 -- Order inside a script: validate all input, read all keys, then write. Lua does not roll back, so nothing may fail
 -- after the first write. Every script except submit starts with a free write, a DEL or ZREM of a missing member. A full
 -- Redis checks its memory limit only before a script's first write, so it refuses submits and nothing else.
 --
 -- A job's hash has these fields:
---   state tenant p n entry body cost submitted taken first finished deadline background inboxes channel unread node
---   lease avoid avoid_until losses loss_nodes mark preemptions cancel chunks revision code message param urgency charge
---   window weight bytes idem lacks owned ms_per_token charged account stored result_until
--- entry: position of a queued job: its id in the tenant's stream, LATER for a delayed job, '' for a requeued job.
+--   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
+--   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
+--   urgency charge window weight bytes idem lacks ms_per_token charged account stored result_until
+-- entry: position of a queued job: its id in the tenant's stream, DELAYED for a delayed job, '' for a requeued job.
 -- unread: time since which the job has no reader, '' with a reader. inboxes: its readers, separated by spaces.
--- lease: fencing token, `<call>:<nonce>:<i>` of the take that assigned it. mark: length of the log at its last loss.
+-- lease: fencing token, `<call>:<nonce>:<i>` of the take that assigned it. loss_mark: length of the log at its last
+-- loss.
 -- losses, loss_nodes: losses since the job last made progress; `node@ms` of each. lacks: nodes without its adapter.
 -- urgency, charge, window: class it was taken as, what its tenant was charged, and the share window of that charge.
 -- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit.
--- owned: present if `bytes`, the predicted memory of the open job, counts in P:kept. stored: bytes that count there
--- after its end, as `<log> <large result> <dead letter's request> <rest>`. result_until: expiry of a large result.
+-- bytes: predicted memory of the open job, counted in P:kept_bytes. stored: bytes that count there after its end, as
+-- `<log> <large result> <dead letter's request> <rest>`. result_until: expiry of a large result.
 
 local P = string.sub(KEYS[1], 1, -8)
+local PROTOCOL_VERSION = '2'
 local CLASSES = 3
 local MAX_INBOXES = 16
 local MAX_DEBTS = 1000
 local MAX_MESSAGE_BYTES = 65536
-local LATER = 'later'
-local MAX_LET_IN = 64
+local DELAYED = 'delayed'
+local MAX_DELAYED = 64
 local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
 local LARGE_RESULT_BYTES, RECORD_BYTES, LOG_PAGE = 65536, 2048, 500
 local DAY_MS, USAGE_DAYS = 86400000, 92
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
-local JOB_FIELDS = {'state', 'tenant', 'p', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background', 'inboxes',
-  'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'mark', 'preemptions',
+local JOB_FIELDS = {'state', 'tenant', 'priority', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background',
+  'inboxes', 'channel', 'unread', 'node', 'lease', 'avoid', 'avoid_until', 'losses', 'loss_nodes', 'loss_mark', 'preemptions',
   'cancel', 'revision', 'first', 'taken', 'body', 'urgency', 'charge', 'weight', 'window'}
-local SCHEMA_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms', 'log_ttl_ms', 'result_ttl_ms',
+local CONFIG_FIELDS = {'version', 'lease_ms', 'abandon_after_ms', 'reattach_grace_ms', 'log_ttl_ms', 'result_ttl_ms',
   'idem_ttl_ms', 'max_open_jobs', 'max_queued_cost', 'max_losses', 'progress_chunks', 'avoid_ms', 'aging_ms', 'bypass_ms'}
 
 local function clock()
@@ -43,8 +45,8 @@ end
 
 local function job_key(id) return P .. ':job:' .. id end
 local function log_key(id) return P .. ':log:' .. id end
-local function queue_key(job) return P .. ':q:' .. job.p .. ':' .. job.tenant end
-local function back_key(job) return P .. ':back:' .. job.p .. ':' .. job.tenant end
+local function queue_key(job) return P .. ':queue:' .. job.priority .. ':' .. job.tenant end
+local function requeued_key(job) return P .. ':requeued:' .. job.priority .. ':' .. job.tenant end
 
 -- The job's record as a table of strings ('' for an absent field), or nil. `fields` must start with 'state'.
 local function read_job(id, fields)
@@ -56,14 +58,26 @@ local function read_job(id, fields)
   return job
 end
 
+-- Ends the script for a pool of another protocol version. Must be called before the first write. connection.py
+-- translates the error.
+local function check_version(version)
+  if version ~= PROTOCOL_VERSION then
+    error('OTHER_PROTOCOL_VERSION ' .. version .. ' ' .. string.match(P, '{(.*)}'), 0)
+  end
+end
+
+-- The version of a pool without P:config: that of an unknown pool is ours. Protocol version 1 has it in P:schema.
+local function older_version() return redis.call('HGET', P .. ':schema', 'version') or PROTOCOL_VERSION end
+
 -- The pool's times and limits as numbers, or nil for an unknown pool. `names` must start with 'version'.
-local function read_schema(names)
-  names = names or SCHEMA_FIELDS
+local function read_config(names)
+  names = names or CONFIG_FIELDS
   local values = redis.call('HMGET', KEYS[1], unpack(names))
+  check_version(values[1] or older_version())
   if not values[1] then return nil end
-  local schema = {}
-  for i, name in ipairs(names) do schema[name] = tonumber(values[i]) end
-  return schema
+  local config = {}
+  for i, name in ipairs(names) do config[name] = tonumber(values[i]) end
+  return config
 end
 
 local function is_older(one, other)
@@ -74,16 +88,16 @@ end
 
 -- Adds to an event counter for operators; only for rare events, or once per job. It begins with a free write (see
 -- above), because this may be the script's first write.
-local function tally(event, by)
-  redis.call('HDEL', P .. ':count', '')
-  redis.call('HINCRBY', P .. ':count', event, by or 1)
+local function count_event(event, by)
+  redis.call('HDEL', P .. ':counts', '')
+  redis.call('HINCRBY', P .. ':counts', event, by or 1)
 end
 
 -- Whether `name` is in the list `names`, which is separated by spaces.
 local function is_listed(names, name) return string.find(' ' .. names .. ' ', ' ' .. name .. ' ', 1, true) ~= nil end
 
 -- Frees the seats of a node that left, except those that a successor holds already.
-local function unseat(node)
+local function free_seats(node)
   local seats = redis.call('HGETALL', P .. ':seats')
   for at = 1, #seats, 2 do
     if string.match(seats[at + 1], '%S+$') == node then redis.call('HDEL', P .. ':seats', seats[at]) end
@@ -155,7 +169,7 @@ local function publish(job, chunk)
     box.size, box.count = box.size + size, box.count + 1
     box.parts[box.count] = chunk
   end
-  if job.channel == '1' then redis.call('PUBLISH', P .. ':ch:' .. job.id, chunk) end
+  if job.channel == '1' then redis.call('PUBLISH', P .. ':channel:' .. job.id, chunk) end
 end
 
 local function flush()
@@ -164,38 +178,38 @@ end
 
 -- Readers -----------------------------------------------------------------------------------------
 
-local function is_unread(job, schema, now)
-  return job.background == '0' and job.unread ~= '' and now - tonumber(job.unread) > schema.reattach_grace_ms
+local function is_unread(job, config, now)
+  return job.background == '0' and job.unread ~= '' and now - tonumber(job.unread) > config.reattach_grace_ms
 end
 
 -- Whether heartbeats of readers and revisions are reliable. During an outage of Redis no heartbeat arrives; then no
 -- reader and no revision counts as dead before a sweep has reset their heartbeats.
-local judging
-local function may_judge(schema, now)
-  if judging == nil then
+local trusts_heartbeats
+local function can_trust_heartbeats(config, now)
+  if trusts_heartbeats == nil then
     local since_sweep = now - tonumber(redis.call('GET', P .. ':sweep') or '0')
-    judging = since_sweep >= 0 and since_sweep <= schema.lease_ms / 2
+    trusts_heartbeats = since_sweep >= 0 and since_sweep <= config.lease_ms / 2
   end
-  return judging
+  return trusts_heartbeats
 end
 
 -- Whether every reader of a list is dead. `silent` caches the answer per list during one script.
 local silent = {}
-local function are_silent(inboxes, schema, now)
+local function are_silent(inboxes, config, now)
   for inbox in string.gmatch(inboxes, '%S+') do
     local last = redis.call('ZSCORE', P .. ':readers', inbox)
-    if last and now - tonumber(last) <= schema.abandon_after_ms then return false end
+    if last and now - tonumber(last) <= config.abandon_after_ms then return false end
   end
   return true
 end
 
 -- Whether a job that needs a reader has no live reader.
-local function is_unheard(job, schema, now)
-  if job.background ~= '0' or not may_judge(schema, now) then return false end
-  if job.unread ~= '' then return is_unread(job, schema, now) end
+local function lacks_reader(job, config, now)
+  if job.background ~= '0' or not can_trust_heartbeats(config, now) then return false end
+  if job.unread ~= '' then return is_unread(job, config, now) end
   if job.channel == '1' then return false end
   local inboxes = job.inboxes
-  if silent[inboxes] == nil then silent[inboxes] = are_silent(inboxes, schema, now) end
+  if silent[inboxes] == nil then silent[inboxes] = are_silent(inboxes, config, now) end
   return silent[inboxes]
 end
 

@@ -6,24 +6,24 @@
 -- Virtual time of a class's tenants, in predicted KV-token-ms ÷ weight (policy_state.py, VirtualTimes). It is kept
 -- under every policy, so that a pool may change its policy while jobs wait.
 
-local function turn_key(job) return P .. ':turn:' .. job.p end
-local function debt_key(job) return P .. ':debt:' .. job.p end
+local function virtual_time_key(job) return P .. ':virtual_time:' .. job.priority end
+local function debt_key(job) return P .. ':debt:' .. job.priority end
 
 -- The class's virtual clock: the highest virtual time at which a job started, plus 1 for each tenant that entered.
-local function virtual_now(job) return tonumber(redis.call('GET', P .. ':vtime:' .. job.p) or '0') end
+local function virtual_clock(job) return tonumber(redis.call('GET', P .. ':virtual_clock:' .. job.priority) or '0') end
 
-local function enter_turn(job)
-  if redis.call('ZSCORE', turn_key(job), job.tenant) then return end
+local function enter_tenant(job)
+  if redis.call('ZSCORE', virtual_time_key(job), job.tenant) then return end
   local owed = tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or '0')
-  local now = virtual_now(job)
-  redis.call('ZADD', turn_key(job), math.max(owed, now), job.tenant)
+  local now = virtual_clock(job)
+  redis.call('ZADD', virtual_time_key(job), math.max(owed, now), job.tenant)
   redis.call('ZREM', debt_key(job), job.tenant)
-  redis.call('SET', P .. ':vtime:' .. job.p, now + 1)
+  redis.call('SET', P .. ':virtual_clock:' .. job.priority, now + 1)
 end
 
 -- Remembers the virtual time of a tenant without queued jobs while it is ahead of the virtual clock.
-local function owe(job, time)
-  if time > virtual_now(job) then
+local function remember_debt(job, time)
+  if time > virtual_clock(job) then
     redis.call('ZADD', debt_key(job), time, job.tenant)
     redis.call('ZREMRANGEBYRANK', debt_key(job), 0, -1 - MAX_DEBTS)
   else
@@ -31,11 +31,11 @@ local function owe(job, time)
   end
 end
 
-local function leave_turn_if_last(job)
-  if redis.call('EXISTS', queue_key(job), back_key(job)) > 0 then return end
-  local time = redis.call('ZSCORE', turn_key(job), job.tenant)
-  redis.call('ZREM', turn_key(job), job.tenant)
-  if time then owe(job, tonumber(time)) end
+local function leave_tenant_if_last(job)
+  if redis.call('EXISTS', queue_key(job), requeued_key(job)) > 0 then return end
+  local time = redis.call('ZSCORE', virtual_time_key(job), job.tenant)
+  redis.call('ZREM', virtual_time_key(job), job.tenant)
+  if time then remember_debt(job, tonumber(time)) end
 end
 
 local function weight_of(job) return tonumber(job.weight) or 1 end
@@ -57,37 +57,37 @@ local function note_use(tenant, amount, since)
     window = since
   end
   local whole = math.floor(math.max(-MAX_CHARGE, math.min(MAX_CHARGE, amount)) + 0.5)
-  redis.call('HINCRBY', P .. ':used:' .. window, tenant, whole)
-  redis.call('PEXPIRE', P .. ':used:' .. window, 2 * length)
+  redis.call('HINCRBY', P .. ':recent_use:' .. window, tenant, whole)
+  redis.call('PEXPIRE', P .. ':recent_use:' .. window, 2 * length)
 end
 
 -- Charges a tenant for a job that is being taken. Must be called while the job is still queued.
-local function start_turn(job, charge)
-  local time, now = tonumber(redis.call('ZSCORE', turn_key(job), job.tenant) or '0'), virtual_now(job)
+local function charge_tenant(job, charge)
+  local time, now = tonumber(redis.call('ZSCORE', virtual_time_key(job), job.tenant) or '0'), virtual_clock(job)
   if time > now then
-    redis.call('SET', P .. ':vtime:' .. job.p, time)
+    redis.call('SET', P .. ':virtual_clock:' .. job.priority, time)
     redis.call('ZREMRANGEBYSCORE', debt_key(job), '-inf', time)
   end
-  redis.call('ZINCRBY', turn_key(job), charge, job.tenant)
+  redis.call('ZINCRBY', virtual_time_key(job), charge, job.tenant)
   note_use(job.tenant, charge)
 end
 
 -- Corrects an earlier charge of a tenant by `by`; negative if the charge was too high.
-local function correct_turn(job, by)
+local function correct_charge(job, by)
   note_use(job.tenant, by, job.window)
-  if redis.call('ZSCORE', turn_key(job), job.tenant) then
-    redis.call('ZINCRBY', turn_key(job), by, job.tenant)
+  if redis.call('ZSCORE', virtual_time_key(job), job.tenant) then
+    redis.call('ZINCRBY', virtual_time_key(job), by, job.tenant)
   else
-    owe(job, tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or virtual_now(job)) + by)
+    remember_debt(job, tonumber(redis.call('ZSCORE', debt_key(job), job.tenant) or virtual_clock(job)) + by)
   end
 end
 
 -- The queue --------------------------------------------------------------------------------------
 
 local function leave_queue(job)
-  if job.deadline ~= '' then redis.call('ZREM', P .. ':due', job.id) end
-  if job.entry == LATER then
-    redis.call('ZREM', P .. ':later', job.id)
+  if job.deadline ~= '' then redis.call('ZREM', P .. ':deadlines', job.id) end
+  if job.entry == DELAYED then
+    redis.call('ZREM', P .. ':delayed', job.id)
     return
   end
   if job.entry ~= '' then
@@ -95,49 +95,49 @@ local function leave_queue(job)
     redis.call('XDEL', key, job.entry)
     if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
   else
-    redis.call('ZREM', back_key(job), job.id)
+    redis.call('ZREM', requeued_key(job), job.id)
   end
-  leave_turn_if_last(job)
-  redis.call('ZREM', P .. ':wait:' .. job.p, job.id)
-  redis.call('HINCRBY', P .. ':backlog', job.p, -tonumber(job.cost))
+  leave_tenant_if_last(job)
+  redis.call('ZREM', P .. ':waiting:' .. job.priority, job.id)
+  redis.call('HINCRBY', P .. ':backlog', job.priority, -tonumber(job.cost))
   if redis.call('HINCRBY', P .. ':queued', job.tenant, -tonumber(job.cost)) == 0 then
     redis.call('HDEL', P .. ':queued', job.tenant)
   end
 end
 
 local function note_due(job)
-  if job.deadline ~= '' then redis.call('ZADD', P .. ':due', job.deadline, job.id) end
+  if job.deadline ~= '' then redis.call('ZADD', P .. ':deadlines', job.deadline, job.id) end
 end
 
 local function note_queued(job)
-  redis.call('ZADD', P .. ':wait:' .. job.p, job.submitted, job.id)
+  redis.call('ZADD', P .. ':waiting:' .. job.priority, job.submitted, job.id)
   note_due(job)
-  redis.call('HINCRBY', P .. ':backlog', job.p, job.cost)
+  redis.call('HINCRBY', P .. ':backlog', job.priority, job.cost)
   redis.call('HINCRBY', P .. ':queued', job.tenant, job.cost)
-  enter_turn(job)
+  enter_tenant(job)
 end
 
 -- Wakes the node with the most free KV tokens, except `but`, which has just given the job back. Lowers that node's
 -- entry by the job's cost, so that the next call wakes another node.
-local function ring(cost, but)
+local function ring_doorbell(cost, but)
   local top = redis.call('ZREVRANGE', P .. ':free', 0, but and 1 or 0)
   local node = top[1] ~= but and top[1] or top[2]
   if node then
     redis.call('ZINCRBY', P .. ':free', -cost, node)
-    redis.call('PUBLISH', P .. ':ctl:' .. node, '')
+    redis.call('PUBLISH', P .. ':doorbell:' .. node, '')
   end
 end
 
 -- Queues the delayed jobs whose time has come.
-local function let_in(now)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':later', '-inf', now, 'LIMIT', 0, MAX_LET_IN)) do
+local function release_delayed(now)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':delayed', '-inf', now, 'LIMIT', 0, MAX_DELAYED)) do
     local job = read_job(id)
-    redis.call('ZREM', P .. ':later', id)
+    redis.call('ZREM', P .. ':delayed', id)
     if job then
       redis.call('HSET', job_key(id), 'entry', '')
-      redis.call('ZADD', back_key(job), job.submitted, id)
+      redis.call('ZADD', requeued_key(job), job.submitted, id)
       note_queued(job)
-      ring(tonumber(job.cost))
+      ring_doorbell(tonumber(job.cost))
     end
   end
 end
@@ -145,14 +145,14 @@ end
 -- running → queued. The job keeps its submission time, so jobs submitted later stay behind it. Its tenant's charge is
 -- refunded. Until `avoid_until`, in ms, its last node does not take it again.
 local function requeue(job, cost, avoid_until)
-  redis.call('SREM', P .. ':run:' .. job.node, job.id)
+  redis.call('SREM', P .. ':running:' .. job.node, job.id)
   job.cost = tostring(cost)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
     'avoid', job.node, 'avoid_until', avoid_until)
-  redis.call('ZADD', back_key(job), job.submitted, job.id)
+  redis.call('ZADD', requeued_key(job), job.submitted, job.id)
   note_queued(job)
-  correct_turn(job, -(tonumber(job.charge) or 0))
-  ring(cost, avoid_until > 0 and job.node or nil)
+  correct_charge(job, -(tonumber(job.charge) or 0))
+  ring_doorbell(cost, avoid_until > 0 and job.node or nil)
 end
 
 -- Terminal chunks, packed by hand because cmsgpack does not keep the order of map keys -----------------
@@ -172,86 +172,94 @@ local function pack_uint(n)
 end
 
 local function terminal_chunk(id, index, state, code, message, param)
-  return string.char(0x84) .. pack_string('v') .. pack_uint(1) .. pack_string('j') .. pack_string(id) ..
+  return string.char(0x84) .. pack_string('v') .. pack_uint(tonumber(PROTOCOL_VERSION)) .. pack_string('j') .. pack_string(id) ..
     pack_string('i') .. pack_uint(index) .. pack_string('e') .. string.char(0x84) ..
     pack_string('state') .. pack_string(state) .. pack_string('code') .. pack_string(code) ..
     pack_string('message') .. pack_string(message) .. pack_string('param') .. pack_string(param)
 end
 
 -- Stored bytes ------------------------------------------------------------------------------------
--- P:kept sums, per tenant, the predicted bytes of open jobs and the stored bytes of ended jobs. An expiring key runs no
--- script. So P:expiry lists each stored key as `<bytes> <tenant> <key>` by its expiry time, to be subtracted then.
+-- P:kept_bytes sums, per tenant, the predicted bytes of open jobs and the stored bytes of ended jobs. An expiring key
+-- runs no script. So P:expiry lists each stored key as `<bytes> <tenant> <key>` by its expiry time, to be subtracted
+-- then.
 
-local function count_kept(tenant, by)
-  if by ~= 0 and redis.call('HINCRBY', P .. ':kept', tenant, by) == 0 then redis.call('HDEL', P .. ':kept', tenant) end
+local function count_kept_bytes(tenant, by)
+  if by ~= 0 and redis.call('HINCRBY', P .. ':kept_bytes', tenant, by) == 0 then
+    redis.call('HDEL', P .. ':kept_bytes', tenant)
+  end
 end
 
-local function kept_member(bytes, tenant, key) return string.format('%d %s %s', bytes, tenant, key) end
+local function expiry_member(bytes, tenant, key) return string.format('%d %s %s', bytes, tenant, key) end
 
-local function keep(tenant, key, bytes, till)
+local function count_stored(tenant, key, bytes, till)
   if bytes == 0 then return end
-  redis.call('ZADD', P .. ':expiry', till, kept_member(bytes, tenant, key))
-  count_kept(tenant, bytes)
+  redis.call('ZADD', P .. ':expiry', till, expiry_member(bytes, tenant, key))
+  count_kept_bytes(tenant, bytes)
 end
 
-local function release(member)
+local function subtract_stored(member)
   local bytes, tenant = string.match(member, '^(%d+) (%S+) ')
-  if redis.call('ZREM', P .. ':expiry', member) == 1 then count_kept(tenant, -tonumber(bytes)) end
+  if redis.call('ZREM', P .. ':expiry', member) == 1 then count_kept_bytes(tenant, -tonumber(bytes)) end
 end
 
--- Subtracts up to `most` keys that have expired since the last call.
-local function release_due(now, most)
-  for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', now, 'LIMIT', 0, most)) do release(member) end
+-- Subtracts up to `max_keys` keys that have expired since the last call.
+local function subtract_expired(now, max_keys)
+  local members = redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', now, 'LIMIT', 0, max_keys)
+  for _, member in ipairs(members) do subtract_stored(member) end
 end
 
 -- Parses a job's field `stored` into bytes of log, large result, dead letter's request and rest; nil if it has none.
 local function stored_of(text)
-  local log, out, request, rest = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+)$')
-  if log then return {log = tonumber(log), out = tonumber(out), ['in'] = tonumber(request), job = tonumber(rest)} end
+  local log, result, request, rest = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+)$')
+  if not log then return nil end
+  return {log = tonumber(log), result = tonumber(result), request = tonumber(request), job = tonumber(rest)}
 end
 
 -- Deletes a dead letter and its request. Returns 1 if it was one, else 0.
-local function unbury(id)
+local function delete_dead_letter(id)
   local tenant, stored = unpack(redis.call('HMGET', job_key(id), 'tenant', 'stored'))
   stored = stored_of(stored)
-  redis.call('DEL', P .. ':in:' .. id)
-  if stored then release(kept_member(stored['in'], tenant, 'in:' .. id)) end
-  return redis.call('ZREM', P .. ':dead', id)
+  redis.call('DEL', P .. ':request:' .. id)
+  if stored then subtract_stored(expiry_member(stored.request, tenant, 'request:' .. id)) end
+  return redis.call('ZREM', P .. ':dead_letters', id)
 end
 
 -- Makes an ended job a dead letter. Its request is kept, so that an operator can inspect it and submit it again.
-local function bury(job, now)
-  redis.call('PEXPIRE', P .. ':in:' .. job.id, DEAD_LIFE_MS)
-  redis.call('ZADD', P .. ':dead', now, job.id)
-  for _, id in ipairs(redis.call('ZRANGE', P .. ':dead', 0, -1 - MAX_DEAD)) do unbury(id) end
+local function dead_letter(job, now)
+  redis.call('PEXPIRE', P .. ':request:' .. job.id, DEAD_LIFE_MS)
+  redis.call('ZADD', P .. ':dead_letters', now, job.id)
+  for _, id in ipairs(redis.call('ZRANGE', P .. ':dead_letters', 0, -1 - MAX_DEAD)) do delete_dead_letter(id) end
 end
 
 -- Lifetime of a result, in ms. A large result whose last chunk was pushed to a waiting reader expires with the log.
-local function result_life(job, schema, bytes)
+local function result_life(job, config, bytes)
   local was_read = job.background == '0' and (job.inboxes ~= '' or job.channel == '1')
-  return bytes > LARGE_RESULT_BYTES and was_read and schema.log_ttl_ms or schema.result_ttl_ms
+  return bytes > LARGE_RESULT_BYTES and was_read and config.log_ttl_ms or config.result_ttl_ms
 end
 
--- Counts the bytes that are stored of a job after its end. `log`, `out`: bytes of its log and of its result.
-local function store(job, schema, now, log, out, is_dead)
-  local is_large = out > LARGE_RESULT_BYTES
-  local request = is_dead and redis.call('GET', P .. ':in:' .. job.id)
-  local bytes = {log = log, out = is_large and out or 0, ['in'] = request and #request or 0,
-    job = RECORD_BYTES + (is_large and 0 or out)}
-  local record_life = is_dead and math.max(DEAD_LIFE_MS, schema.result_ttl_ms) or schema.result_ttl_ms
-  local out_life = result_life(job, schema, out)
-  keep(job.tenant, 'log:' .. job.id, bytes.log, now + schema.log_ttl_ms)
-  keep(job.tenant, 'out:' .. job.id, bytes.out, now + out_life)
-  keep(job.tenant, 'in:' .. job.id, bytes['in'], now + DEAD_LIFE_MS)
-  keep(job.tenant, 'job:' .. job.id, bytes.job, now + record_life)
-  redis.call('HSET', job_key(job.id), 'stored', string.format('%d %d %d %d', bytes.log, bytes.out, bytes['in'], bytes.job))
-  if out_life < schema.result_ttl_ms then redis.call('HSET', job_key(job.id), 'result_until', now + out_life) end
+-- Counts the bytes that are stored of a job after its end.
+local function count_ended(job, config, now, log_bytes, result_bytes, is_dead)
+  local is_large = result_bytes > LARGE_RESULT_BYTES
+  local request = is_dead and redis.call('GET', P .. ':request:' .. job.id)
+  local bytes = {log = log_bytes, result = is_large and result_bytes or 0, request = request and #request or 0,
+    job = RECORD_BYTES + (is_large and 0 or result_bytes)}
+  local record_life = is_dead and math.max(DEAD_LIFE_MS, config.result_ttl_ms) or config.result_ttl_ms
+  local large_result_life = result_life(job, config, result_bytes)
+  count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + config.log_ttl_ms)
+  count_stored(job.tenant, 'result:' .. job.id, bytes.result, now + large_result_life)
+  count_stored(job.tenant, 'request:' .. job.id, bytes.request, now + DEAD_LIFE_MS)
+  count_stored(job.tenant, 'job:' .. job.id, bytes.job, now + record_life)
+  redis.call('HSET', job_key(job.id), 'stored',
+    string.format('%d %d %d %d', bytes.log, bytes.result, bytes.request, bytes.job))
+  if large_result_life < config.result_ttl_ms then
+    redis.call('HSET', job_key(job.id), 'result_until', now + large_result_life)
+  end
 end
 
 -- Used tokens -------------------------------------------------------------------------------------
 
 -- Number of bytes and tokens in a job's log, for a job whose node did not report them.
-local function measure(id)
+local function measure_log(id)
   local bytes, tokens, from, page = 0, 0, 0, nil
   repeat
     page = redis.call('LRANGE', log_key(id), from, from + LOG_PAGE - 1)
@@ -266,7 +274,7 @@ local function measure(id)
 end
 
 -- Adds a job's tokens to P:usage:<day>, which has sums per tenant and account. Only `end_job` calls it, once per job.
-local function meter(job, account, now, used)
+local function add_usage(job, account, now, used)
   local key = P .. ':usage:' .. math.floor(now / DAY_MS)
   local name = job.tenant .. ':' .. (account or '') .. ':'
   redis.call('HINCRBY', key, name .. 'jobs', 1)
@@ -292,60 +300,62 @@ local function correct_rate(job, ms_per_token, by, now)
 end
 
 -- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
--- `told`: what the job's node reported: tokens of prompt, completion and cached; bytes of the log before the terminal
--- chunk and of the result. Without it, bytes and completion tokens come from the log and prompt tokens are not counted.
-local function end_job(job, schema, now, state, code, message, param, told)
-  told = told or {}
-  if not told.completion or not told.log_bytes then
-    local bytes, tokens = measure(job.id)
-    told = {prompt = told.prompt or 0, completion = told.completion or tokens, cached = told.cached or 0,
-      log_bytes = bytes, out_bytes = told.out_bytes}
+-- `reported`: what the job's node reported: tokens of prompt, completion and cached; bytes of the log before the
+-- terminal chunk and of the result. Without it, bytes and completion tokens come from the log and prompt tokens are not
+-- counted.
+local function end_job(job, config, now, state, code, message, param, reported)
+  reported = reported or {}
+  if not reported.completion or not reported.log_bytes then
+    local bytes, tokens = measure_log(job.id)
+    reported = {prompt = reported.prompt or 0, completion = reported.completion or tokens,
+      cached = reported.cached or 0, log_bytes = bytes, result_bytes = reported.result_bytes}
   end
   if job.state == 'queued' then
     leave_queue(job)
   else
-    redis.call('SREM', P .. ':run:' .. job.node, job.id)
+    redis.call('SREM', P .. ':running:' .. job.node, job.id)
   end
   redis.call('SREM', P .. ':open', job.id)
   redis.call('SREM', P .. ':tenant:' .. job.tenant .. ':open', job.id)
   local is_dead = code == 'node_lost'
-  tally('ended_' .. state)
-  if is_dead then tally('dead_letters') end
-  if is_dead then bury(job, now) else redis.call('DEL', P .. ':in:' .. job.id) end
-  local bytes, idem, owned, ms_per_token, charged, account = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem',
-    'owned', 'ms_per_token', 'charged', 'account'))
-  redis.call('HINCRBY', P .. ':bytes', job.p, -(bytes or 0))
-  if owned then count_kept(job.tenant, -tonumber(bytes)) end
-  meter(job, account, now, told)
+  count_event('ended_' .. state)
+  if is_dead then count_event('dead_letters') end
+  if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
+  local bytes, idem, ms_per_token, charged, account = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem',
+    'ms_per_token', 'charged', 'account'))
+  local promised = tonumber(bytes or '0')
+  redis.call('HINCRBY', P .. ':promised_bytes', job.priority, -promised)
+  count_kept_bytes(job.tenant, -promised)
+  add_usage(job, account, now, reported)
   if ms_per_token then
-    correct_rate(job, tonumber(ms_per_token), told.prompt + told.completion - tonumber(charged), now)
+    correct_rate(job, tonumber(ms_per_token), reported.prompt + reported.completion - tonumber(charged), now)
   end
   if idem and idem ~= '' then
     -- A caller that repeats its request after a broken connection gets a new job, not this job's `unread`.
-    redis.call('PEXPIRE', P .. ':idem:' .. idem, code == 'unread' and 0 or schema.idem_ttl_ms)
+    redis.call('PEXPIRE', P .. ':idem:' .. idem, code == 'unread' and 0 or config.idem_ttl_ms)
   end
   local log = log_key(job.id)
   local index = redis.call('LLEN', log)
   local chunk = terminal_chunk(job.id, index, state, code, message, param)
   redis.call('RPUSH', log, chunk)
-  redis.call('PEXPIRE', log, schema.log_ttl_ms)
-  store(job, schema, now, told.log_bytes + #chunk, told.out_bytes or 0, is_dead)
+  redis.call('PEXPIRE', log, config.log_ttl_ms)
+  count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead)
   redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
     'message', message, 'param', param)
-  redis.call('PEXPIRE', job_key(job.id), is_dead and math.max(DEAD_LIFE_MS, schema.result_ttl_ms) or schema.result_ttl_ms)
+  redis.call('PEXPIRE', job_key(job.id), is_dead and math.max(DEAD_LIFE_MS, config.result_ttl_ms) or config.result_ttl_ms)
   publish(job, chunk)
 end
 
 -- State, code and message with which a job must end now; nil if it may still run.
-local function why_over(job, schema, now)
+local function why_over(job, config, now)
   if job.cancel == '1' then return 'cancelled', 'cancelled', 'the job was cancelled' end
   if is_expired(job, now) then return 'expired', 'deadline_exceeded', 'the deadline passed before the job was done' end
-  if is_unheard(job, schema, now) then return 'cancelled', 'unread', 'nobody reads this job any more' end
+  if lacks_reader(job, config, now) then return 'cancelled', 'unread', 'nobody reads this job any more' end
 end
 
 -- Ends a job that must not run any longer. Returns whether it did so.
-local function end_if_over(job, schema, now)
-  local state, code, message = why_over(job, schema, now)
-  if state then end_job(job, schema, now, state, code, message, '') end
+local function end_if_over(job, config, now)
+  local state, code, message = why_over(job, config, now)
+  if state then end_job(job, config, now, state, code, message, '') end
   return state ~= nil
 end

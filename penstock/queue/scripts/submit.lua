@@ -17,8 +17,8 @@ local tenant_open, tenant_queued = tonumber(ARGV[14]), tonumber(ARGV[15])
 local per_minute, burst_s = {jobs = tonumber(ARGV[16]), tokens = tonumber(ARGV[17])}, tonumber(ARGV[18])
 local weight, not_before_in, memory_percent, account = ARGV[19], tonumber(ARGV[20]), tonumber(ARGV[21]), ARGV[22]
 
-local schema = read_schema()
-if not schema then return {'UNKNOWN_POOL'} end
+local config = read_config()
+if not config then return {'UNKNOWN_POOL'} end
 local now = clock()
 local idem_name = idem ~= '' and (tenant .. ':' .. idem) or ''
 
@@ -104,18 +104,18 @@ end
 
 local queued = total(':backlog')
 local open = redis.call('SCARD', P .. ':open')
-if open >= schema.max_open_jobs then
-  return busy_until_drained('open jobs', schema.max_open_jobs, queued / open)
+if open >= config.max_open_jobs then
+  return busy_until_drained('open jobs', config.max_open_jobs, queued / open)
 end
-if queued > 0 and queued + cost > schema.max_queued_cost then
-  return busy_until_drained('queued KV tokens', schema.max_queued_cost, queued + cost - schema.max_queued_cost)
+if queued > 0 and queued + cost > config.max_queued_cost then
+  return busy_until_drained('queued KV tokens', config.max_queued_cost, queued + cost - config.max_queued_cost)
 end
 local used, limit = used_memory()
-if limit > 0 and used + total(':bytes') + bytes > limit * MEMORY_PERCENT[tonumber(p)] / 100 then
+if limit > 0 and used + total(':promised_bytes') + bytes > limit * MEMORY_PERCENT[tonumber(p)] / 100 then
   return busy('memory', MEMORY_PERCENT[tonumber(p)], jittered(MEMORY_RETRY_MS))
 end
 -- Memory of one tenant: beyond its share, only that tenant is refused.
-local function kept() return tonumber(redis.call('HGET', P .. ':kept', tenant) or '0') end
+local function kept() return tonumber(redis.call('HGET', P .. ':kept_bytes', tenant) or '0') end
 
 -- Milliseconds until a stored key of this tenant expires, if it is among the next MAX_LOOKED_AT keys of all tenants.
 local function until_next_goes()
@@ -129,7 +129,7 @@ end
 if limit > 0 then
   local share = memory_percent > 0 and memory_percent or
     tonumber(redis.call('HGET', KEYS[1], 'tenant_memory_percent') or '') or MEMORY_SHARE_PERCENT
-  if kept() + bytes > limit * share / 100 then release_due(now, MAX_RELEASED) end
+  if kept() + bytes > limit * share / 100 then subtract_expired(now, MAX_RELEASED) end
   if kept() + bytes > limit * share / 100 then return busy("tenant's memory", share, jittered(until_next_goes())) end
 end
 local own = redis.call('SCARD', P .. ':tenant:' .. tenant .. ':open')
@@ -154,30 +154,31 @@ end
 local deadline = deadline_in > 0 and tostring(now + deadline_in) or ''
 -- A job submitted without a reader has reattach_grace_ms to get one.
 local unread = (inbox == '' and channel ~= '1') and now or ''
-local is_later = not_before_in > 0
-local job = {id = id, tenant = tenant, p = p, cost = tostring(cost), submitted = now + not_before_in, deadline = deadline}
-redis.call('SET', P .. ':in:' .. id, request)
-local entry = is_later and LATER or redis.call('XADD', queue_key(job), '*', 'id', id)
+local is_delayed = not_before_in > 0
+local job = {id = id, tenant = tenant, priority = p, cost = tostring(cost), submitted = now + not_before_in,
+  deadline = deadline}
+redis.call('SET', P .. ':request:' .. id, request)
+local entry = is_delayed and DELAYED or redis.call('XADD', queue_key(job), '*', 'id', id)
 -- Redis searches a small hash from its front. So the fields that emit reads at every step come first, then take's.
 redis.call('HSET', job_key(id), 'state', 'queued', 'node', '', 'lease', '', 'first', '', 'cancel', '',
   'deadline', deadline, 'background', background, 'unread', unread, 'inboxes', inbox, 'channel', channel,
-  'tenant', tenant, 'p', p, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
-  'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'bytes', bytes, 'idem', idem_name, 'owned', 1)
+  'tenant', tenant, 'priority', p, 'n', n, 'cost', cost, 'entry', entry, 'submitted', job.submitted,
+  'losses', 0, 'preemptions', 0, 'weight', weight, 'body', body, 'bytes', bytes, 'idem', idem_name)
 if account ~= '' then redis.call('HSET', job_key(id), 'account', account) end
 if per_minute.tokens > 0 then
   redis.call('HSET', job_key(id), 'ms_per_token', 60000 / per_minute.tokens, 'charged', cost)
 end
-if is_later then
-  redis.call('ZADD', P .. ':later', job.submitted, id)
+if is_delayed then
+  redis.call('ZADD', P .. ':delayed', job.submitted, id)
   note_due(job)
 else
   note_queued(job)
 end
-tally('submitted')
+count_event('submitted')
 redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
-redis.call('HINCRBY', P .. ':bytes', p, bytes)
-count_kept(tenant, bytes)
+redis.call('HINCRBY', P .. ':promised_bytes', p, bytes)
+count_kept_bytes(tenant, bytes)
 -- The idempotency key lives as long as the job, and idem_ttl_ms after its end.
 if idem ~= '' then redis.call('SET', P .. ':idem:' .. idem_name, id) end
 if #due > 0 then
@@ -185,5 +186,5 @@ if #due > 0 then
   redis.call('PEXPIRE', rate_key, math.ceil(math.max(due[2], due[4] or 0) - now))
 end
 if inbox ~= '' then redis.call('ZADD', P .. ':readers', now, inbox) end
-if not is_later then ring(cost) end
+if not is_delayed then ring_doorbell(cost) end
 return {'OK', id, 'queued', 0, 1}

@@ -6,19 +6,21 @@
 -- Answer: {SKIPPED} | {RESET} | {OK, {lost node, …}, jobs requeued, jobs ended}
 local MAX_JOBS = 128
 local MAX_READER_SILENCE_MS, MAX_RELEASED = 600000, 4096
-local schema, now = read_schema(), clock()
-if not schema then return {'SKIPPED'} end
+local config, now = read_config(), clock()
+if not config then return {'SKIPPED'} end
 local last = tonumber(redis.call('GET', P .. ':sweep') or '-1')
-if last >= 0 and last <= now and now - last < schema.lease_ms / 15 then return {'SKIPPED'} end
+if last >= 0 and last <= now and now - last < config.lease_ms / 15 then return {'SKIPPED'} end
 
-if last < 0 or last > now or now - last > schema.lease_ms / 2 then
+if last < 0 or last > now or now - last > config.lease_ms / 2 then
   redis.call('DEL', P .. ':sweep')
   -- A node that its successor declared dead has heartbeat 0, and keeps it.
-  for _, set in ipairs({':nodes', ':readers', ':revs'}) do
-    for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. set, '(0', '+inf')) do redis.call('ZADD', P .. set, now, member) end
+  for _, set in ipairs({':nodes', ':readers', ':revisions'}) do
+    for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. set, '(0', '+inf')) do
+      redis.call('ZADD', P .. set, now, member)
+    end
   end
   redis.call('SET', P .. ':sweep', now)
-  tally('sweep_resets')
+  count_event('sweep_resets')
   return {'RESET'}
 end
 
@@ -26,18 +28,18 @@ end
 local function was_draining(node) return record_of(node).draining == true end
 
 local lost, budget = {}, MAX_JOBS
-for _, node in ipairs(redis.call('ZRANGEBYSCORE', P .. ':nodes', '-inf', now - schema.lease_ms)) do
-  local ids = redis.call('SRANDMEMBER', P .. ':run:' .. node, budget)
+for _, node in ipairs(redis.call('ZRANGEBYSCORE', P .. ':nodes', '-inf', now - config.lease_ms)) do
+  local ids = redis.call('SRANDMEMBER', P .. ':running:' .. node, budget)
   local jobs = {}
   for _, id in ipairs(ids) do jobs[#jobs + 1] = read_job(id) end
   table.sort(jobs, is_older)
   budget = budget - #ids
-  lost[#lost + 1] = {node = node, jobs = jobs, empty = #ids == redis.call('SCARD', P .. ':run:' .. node),
+  lost[#lost + 1] = {node = node, jobs = jobs, empty = #ids == redis.call('SCARD', P .. ':running:' .. node),
     was_draining = was_draining(node)}
   if budget <= 0 then break end
 end
 local due = {}
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':due', '-inf', now, 'LIMIT', 0, MAX_JOBS)) do
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. ':deadlines', '-inf', now, 'LIMIT', 0, MAX_JOBS)) do
   due[#due + 1] = read_job(id)
 end
 
@@ -50,22 +52,22 @@ local function count_loss(job)
   local length = redis.call('LLEN', log_key(job.id))
   local losses, nodes = tonumber(job.losses), job.loss_nodes
   local entry = ' ' .. job.node .. '@'
-  if length - (tonumber(job.mark) or 0) >= schema.progress_chunks then
+  if length - (tonumber(job.loss_mark) or 0) >= config.progress_chunks then
     losses, nodes = 0, entry .. now
   elseif not string.find(nodes, entry, 1, true) then
     losses, nodes = losses + 1, nodes .. entry .. now
   end
-  tally('losses')
-  redis.call('HSET', job_key(job.id), 'losses', losses, 'mark', length, 'loss_nodes', nodes)
+  count_event('losses')
+  redis.call('HSET', job_key(job.id), 'losses', losses, 'loss_mark', length, 'loss_nodes', nodes)
   return losses
 end
 
 local function lose(job, was_draining)
   local losses = was_draining and 0 or count_loss(job)
-  if losses >= schema.max_losses then
-    end_job(job, schema, now, 'failed', 'node_lost', 'its nodes died ' .. losses .. ' times without progress', '')
+  if losses >= config.max_losses then
+    end_job(job, config, now, 'failed', 'node_lost', 'its nodes died ' .. losses .. ' times without progress', '')
     ended = ended + 1
-  elseif end_if_over(job, schema, now) then
+  elseif end_if_over(job, config, now) then
     ended = ended + 1
   else
     requeue(job, job.cost, 0)
@@ -76,24 +78,24 @@ end
 local nodes_lost = {}
 for _, dead in ipairs(lost) do
   redis.call('ZREM', P .. ':free', dead.node)
-  redis.call('HDEL', P .. ':hold', dead.node)
+  redis.call('HDEL', P .. ':reservations', dead.node)
   for _, job in ipairs(dead.jobs) do lose(job, dead.was_draining) end
   if dead.empty then
     redis.call('ZREM', P .. ':nodes', dead.node)
     redis.call('HDEL', P .. ':pressure', dead.node)
     redis.call('HDEL', P .. ':adapters', dead.node)
-    unseat(dead.node)
+    free_seats(dead.node)
     nodes_lost[#nodes_lost + 1] = dead.node
-    tally('nodes_lost')
+    count_event('nodes_lost')
   end
 end
 for _, job in ipairs(due) do
-  if end_if_over(job, schema, now) then ended = ended + 1 end
+  if end_if_over(job, config, now) then ended = ended + 1 end
 end
-let_in(now)
-redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, schema.abandon_after_ms))
-redis.call('ZREMRANGEBYSCORE', P .. ':revs', '-inf', now - MAX_READER_SILENCE_MS)
-redis.call('ZREMRANGEBYSCORE', P .. ':dead', '-inf', now - DEAD_LIFE_MS)
-release_due(now, MAX_RELEASED)
+release_delayed(now)
+redis.call('ZREMRANGEBYSCORE', P .. ':readers', '-inf', now - math.max(MAX_READER_SILENCE_MS, config.abandon_after_ms))
+redis.call('ZREMRANGEBYSCORE', P .. ':revisions', '-inf', now - MAX_READER_SILENCE_MS)
+redis.call('ZREMRANGEBYSCORE', P .. ':dead_letters', '-inf', now - DEAD_LIFE_MS)
+subtract_expired(now, MAX_RELEASED)
 flush()
 return {'OK', nodes_lost, requeued, ended}

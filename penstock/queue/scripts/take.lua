@@ -1,53 +1,53 @@
 -- take: assign queued jobs to a node, in the order of the pool's policy, as far as they fit. policy.py implements the
 -- same order in Python. A job's cost counts at most as the node's whole KV cache, so an empty node can take any job.
--- ARGV: node call nonce room0 room1 room2 slots0 slots1 slots2 kv_total slots_total revision hold_ms
+-- ARGV: node call nonce kv_tokens0 kv_tokens1 kv_tokens2 slots0 slots1 slots2 kv_total slots_total revision hold_ms
 --   call: number of this take; repeating the last call gets the same answer. nonce: makes leases unique.
---   room, slots: free KV tokens and sequence slots, per class. kv_total, slots_total: the node's whole capacity.
+--   kv_tokens, slots: free KV tokens and sequence slots, per class. kv_total, slots_total: the node's whole capacity.
 --   hold_ms: expected time for which a KV token of cost is held. A tenant is charged cost × hold_ms ÷ weight.
 -- Answer: {OK, {row…}, {depth0, depth1, depth2}, again_in_ms} | {UNKNOWN_NODE} | {STALE}
 --   row: {id, lease, losses, chunks, cost, deadline_in_ms, request, tenant, urgency, preemptions, weight}. urgency is
 --   the class that the job counts as. A request above MAX_REQUEST_BYTES is '' here; the node reads it separately.
 --   depth: jobs still queued per class. again_in_ms: when a job may become available, 0 if unknown.
 --   STALE: a later take of this node was already answered.
-local MAX_TAKEN, MAX_LOOKED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 128, 32, 16384
+local MAX_TAKEN, MAX_EXAMINED, MAX_TENANTS, PAGE, MAX_REQUEST_BYTES = 128, 160, 128, 32, 16384
 local MAX_SORTED, MAX_PASSED, LEAST_URGENT = 64, 16, CLASSES - 1
 
 local node, call, nonce = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local room = {[0] = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])}
+local kv_tokens = {[0] = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])}
 local slots = {[0] = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])}
 local kv_total, slots_total, revision, hold_ms = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12], tonumber(ARGV[13])
 
-local schema = read_schema()
+local config = read_config()
 local now = clock()
-if not schema or not redis.call('ZSCORE', P .. ':nodes', node) then return {'UNKNOWN_NODE'} end
+if not config or not redis.call('ZSCORE', P .. ':nodes', node) then return {'UNKNOWN_NODE'} end
 local policy = redis.call('HGET', KEYS[1], 'policy')
-local num_held = redis.call('SCARD', P .. ':run:' .. node)
+local num_held = redis.call('SCARD', P .. ':running:' .. node)
 
 local function depths()
   local depth = {}
-  for p = 0, LEAST_URGENT do depth[p + 1] = redis.call('ZCARD', P .. ':wait:' .. p) end
+  for p = 0, LEAST_URGENT do depth[p + 1] = redis.call('ZCARD', P .. ':waiting:' .. p) end
   return depth
 end
 
 local function row(job)
   local deadline_in = job.deadline == '' and 0 or math.max(1, tonumber(job.deadline) - now)
-  local request_key = P .. ':in:' .. job.id
+  local request_key = P .. ':request:' .. job.id
   local request = redis.call('STRLEN', request_key) <= MAX_REQUEST_BYTES and redis.call('GET', request_key)
   return {job.id, job.lease, tonumber(job.losses), redis.call('LLEN', log_key(job.id)), tonumber(job.cost), deadline_in,
     request or '', job.tenant, tonumber(job.urgency), tonumber(job.preemptions), tostring(weight_of(job))}
 end
 
 -- A repeated call gets the same answer, without jobs that the node no longer holds.
-local took_key = P .. ':took:' .. node
-local took = redis.call('GET', took_key)
-if took then
-  took = cmsgpack.unpack(took)
-  if call < took.call then return {'STALE'} end
-  if call == took.call then
+local last_take_key = P .. ':last_take:' .. node
+local last = redis.call('GET', last_take_key)
+if last then
+  last = cmsgpack.unpack(last)
+  if call < last.call then return {'STALE'} end
+  if call == last.call then
     local rows = {}
-    for i, id in ipairs(took.ids) do
+    for i, id in ipairs(last.ids) do
       local job = read_job(id)
-      if job and holds(job, node, took.leases[i]) then rows[#rows + 1] = row(job) end
+      if job and holds(job, node, last.leases[i]) then rows[#rows + 1] = row(job) end
     end
     return {'OK', rows, depths(), 0}
   end
@@ -57,16 +57,16 @@ end
 
 -- The fields that inspecting, taking and ending a job need. Reading a field that a new job lacks takes as long as
 -- reading ten fields that it has.
-local LOOKED_FIELDS = {'state', 'tenant', 'p', 'n', 'cost', 'entry', 'submitted', 'losses', 'preemptions', 'weight',
-  'deadline', 'background', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision'}
+local EXAMINED_FIELDS = {'state', 'tenant', 'priority', 'n', 'cost', 'entry', 'submitted', 'losses', 'preemptions',
+  'weight', 'deadline', 'background', 'unread', 'inboxes', 'channel', 'cancel', 'avoid', 'avoid_until', 'revision'}
 
 local over, gone, again_in = {}, {}, 0
 
 local function look_again_in(ms) again_in = again_in == 0 and ms or math.min(again_in, ms) end
 
-local next_up = redis.call('ZRANGE', P .. ':later', 0, 0, 'WITHSCORES')[2]
+local next_up = redis.call('ZRANGE', P .. ':delayed', 0, 0, 'WITHSCORES')[2]
 if next_up then
-  let_in(now)
+  release_delayed(now)
   if tonumber(next_up) > now then look_again_in(tonumber(next_up) - now) end
 end
 
@@ -76,9 +76,9 @@ local function is_foreign(job)
 end
 
 local function has_live_revision(job)
-  if not may_judge(schema, now) then return true end
-  local last = redis.call('ZSCORE', P .. ':revs', job.revision)
-  return last and now - tonumber(last) < schema.lease_ms
+  if not can_trust_heartbeats(config, now) then return true end
+  local last = redis.call('ZSCORE', P .. ':revisions', job.revision)
+  return last and now - tonumber(last) < config.lease_ms
 end
 
 -- Whether this node gave the job back because it lacks the job's adapter, and another node may have that adapter.
@@ -89,7 +89,7 @@ end
 
 -- Whether this node may take the job at all. Also records jobs that must be ended, and when to look again.
 local function is_for_us(job)
-  if why_over(job, schema, now) then
+  if why_over(job, config, now) then
     over[#over + 1] = job
   elseif is_foreign(job) then
     if not has_live_revision(job) then gone[#gone + 1] = job end
@@ -101,13 +101,13 @@ local function is_for_us(job)
   return false
 end
 
-local function at_most(most) return {count = 0, most = most} end
+local function new_count(max_count) return {count = 0, max_count = max_count} end
 
--- Returns an iterator over the eligible jobs among the ids that `read_page` returns. `looked` bounds the jobs read.
-local function reader(looked, read_page)
+-- Returns an iterator over the eligible jobs among the ids that `read_page` returns. `examined` bounds the jobs read.
+local function reader(examined, read_page)
   local ids, at = {}, 1
   return function()
-    while ids and looked.count < looked.most do
+    while ids and examined.count < examined.max_count do
       if at > #ids then
         ids, at = read_page(), 1
         if #ids == 0 then
@@ -115,24 +115,24 @@ local function reader(looked, read_page)
           return nil
         end
       end
-      local job = read_job(ids[at], LOOKED_FIELDS)
-      at, looked.count = at + 1, looked.count + 1
+      local job = read_job(ids[at], EXAMINED_FIELDS)
+      at, examined.count = at + 1, examined.count + 1
       if job and is_for_us(job) then return job end
     end
   end
 end
 
-local function reader_of_index(looked, key)
+local function reader_of_index(examined, key)
   local offset = -PAGE
-  return reader(looked, function()
+  return reader(examined, function()
     offset = offset + PAGE
     return redis.call('ZRANGE', key, offset, offset + PAGE - 1)
   end)
 end
 
-local function reader_of_stream(looked, key)
+local function reader_of_stream(examined, key)
   local from = '-'
-  return reader(looked, function()
+  return reader(examined, function()
     local ids = {}
     for i, entry in ipairs(redis.call('XRANGE', key, from, '+', 'COUNT', PAGE)) do
       ids[i], from = entry[2][2], '(' .. entry[1]
@@ -142,8 +142,8 @@ local function reader_of_stream(looked, key)
 end
 
 -- Order --------------------------------------------------------------------------------------------
--- The queue of a class is {head, next, took}. head: the job whose age raises the class. next(may): returns the next
--- job; under fair, the next job of a tenant for which may(tenant) holds. took(job, charge): called for a taken job.
+-- The queue of a class is {head, next, charge}. head: the job whose age raises the class. next(may): returns the next
+-- job; under fair, the next job of a tenant for which may(tenant) holds. charge(job, by): called for a taken job.
 -- `tried` holds the ids that a queue must not return again.
 
 local tried = {}
@@ -159,8 +159,8 @@ local function use_of(tenant) return math.max(0, uses[tenant] or 0) end
 local function read_uses()
   uses = {}
   local _, window = share_window()
-  local this = redis.call('HGETALL', P .. ':used:' .. window)
-  local last = redis.call('HGETALL', P .. ':used:' .. (window - 1))
+  local this = redis.call('HGETALL', P .. ':recent_use:' .. window)
+  local last = redis.call('HGETALL', P .. ':recent_use:' .. (window - 1))
   for _, found in ipairs({this, last}) do
     for at = 1, #found, 2 do uses[found[at]] = (uses[found[at]] or 0) + tonumber(found[at + 1]) end
   end
@@ -185,10 +185,10 @@ local function note_taken(tenant, charge)
   use_of_waiters, use_of_all = use_of_waiters + by, use_of_all + by
 end
 
-local function anyone() return true end
+local function any_tenant() return true end
 
 local function queue_by_age(p)
-  local read = reader_of_index(at_most(MAX_LOOKED), P .. ':wait:' .. p)
+  local read = reader_of_index(new_count(MAX_EXAMINED), P .. ':waiting:' .. p)
   local head = read()
   local is_first = true
   return {head = head, next = function()
@@ -201,7 +201,7 @@ local function queue_by_age(p)
 end
 
 local function queue_by_cost(p)
-  local read = reader_of_index(at_most(MAX_SORTED), P .. ':wait:' .. p)
+  local read = reader_of_index(new_count(MAX_SORTED), P .. ':waiting:' .. p)
   local jobs = {}
   for job in read do jobs[#jobs + 1] = job end
   local head, at = jobs[1], 0
@@ -217,12 +217,12 @@ local function queue_by_cost(p)
 end
 
 -- One tenant's jobs, oldest first, merged from its requeued jobs and its stream.
-local function reader_of_tenant(looked, p, tenant)
-  local back = reader_of_index(looked, P .. ':back:' .. p .. ':' .. tenant)
-  local fresh = reader_of_stream(looked, P .. ':q:' .. p .. ':' .. tenant)
+local function reader_of_tenant(examined, p, tenant)
+  local requeued = reader_of_index(examined, P .. ':requeued:' .. p .. ':' .. tenant)
+  local fresh = reader_of_stream(examined, P .. ':queue:' .. p .. ':' .. tenant)
   local one, other
   return function()
-    one, other = one or back(), other or fresh()
+    one, other = one or requeued(), other or fresh()
     local job = one
     if one and (not other or is_older(one, other)) then
       one = nil
@@ -233,16 +233,14 @@ local function reader_of_tenant(looked, p, tenant)
   end
 end
 
-local function queue_by_turn(p)
-  local looked, tenants = at_most(MAX_LOOKED), {}
-  local found = redis.call('ZRANGE', P .. ':turn:' .. p, 0, MAX_TENANTS - 1, 'WITHSCORES')
-  -- Jobs that were queued by a version without virtual times.
-  if #found == 0 then return queue_by_age(p) end
+local function queue_by_virtual_time(p)
+  local examined, tenants = new_count(MAX_EXAMINED), {}
+  local found = redis.call('ZRANGE', P .. ':virtual_time:' .. p, 0, MAX_TENANTS - 1, 'WITHSCORES')
   for at = 1, #found, 2 do tenants[#tenants + 1] = {name = found[at], time = tonumber(found[at + 1])} end
 
   -- The oldest remaining job of a tenant, or nil.
   local function oldest_of(tenant)
-    tenant.read = tenant.read or reader_of_tenant(looked, p, tenant.name)
+    tenant.read = tenant.read or reader_of_tenant(examined, p, tenant.name)
     while not tenant.job or tried[tenant.job.id] do
       tenant.job = tenant.read()
       if not tenant.job then return nil end
@@ -250,7 +248,7 @@ local function queue_by_turn(p)
     return tenant.job
   end
 
-  local function whose_turn(may)
+  local function next_tenant(may)
     local best
     for _, tenant in ipairs(tenants) do
       local is_first = not best or tenant.time < best.time or (tenant.time == best.time and tenant.name < best.name)
@@ -259,67 +257,67 @@ local function queue_by_turn(p)
     return best
   end
 
-  local first = whose_turn(anyone)
+  local first = next_tenant(any_tenant)
   return {
     head = first and first.job,
     next = function(may)
-      local tenant = whose_turn(may)
+      local tenant = next_tenant(may)
       local job = tenant and tenant.job
       if tenant then tenant.job = nil end
       return job
     end,
-    took = function(job, charge)
+    charge = function(job, by)
       for _, tenant in ipairs(tenants) do
-        if tenant.name == job.tenant then tenant.time = tenant.time + charge end
+        if tenant.name == job.tenant then tenant.time = tenant.time + by end
       end
     end,
   }
 end
 
-local QUEUES = {priority = queue_by_age, sjf = queue_by_cost, fair = queue_by_turn}
+local QUEUES = {priority = queue_by_age, sjf = queue_by_cost, fair = queue_by_virtual_time}
 local queues, taken, num_passed = {}, {}, 0
 
--- A suspect becomes a dead letter at its next loss: it, or a job that ran beside it, killed its nodes.
-local function is_suspect(job)
+-- An isolated job becomes a dead letter at its next loss: it, or a job that ran beside it, killed its nodes.
+local function is_isolated(job)
   local losses = tonumber(job.losses)
-  if losses == 0 or losses < schema.max_losses - 1 then return false end
-  local mark = tonumber(redis.call('HGET', job_key(job.id), 'mark') or '0')
-  return redis.call('LLEN', log_key(job.id)) - mark < schema.progress_chunks
+  if losses == 0 or losses < config.max_losses - 1 then return false end
+  local mark = tonumber(redis.call('HGET', job_key(job.id), 'loss_mark') or '0')
+  return redis.call('LLEN', log_key(job.id)) - mark < config.progress_chunks
 end
 
--- Whether the node runs a suspect. A suspect runs alone until it ends or makes progress.
-local function runs_suspect()
+-- Whether the node runs an isolated job. Such a job runs alone until it ends or makes progress.
+local function runs_isolated()
   if num_held ~= 1 then return false end
-  local job = read_job(redis.call('SRANDMEMBER', P .. ':run:' .. node), {'state', 'losses'})
-  return job and is_suspect(job)
+  local job = read_job(redis.call('SRANDMEMBER', P .. ':running:' .. node), {'state', 'losses'})
+  return job and is_isolated(job)
 end
 
--- P:hold records, per node, the job for which it keeps capacity free, and until when. All suspects share one name, so
--- that only one node at a time idles for them.
-local SUSPECTS = 'suspects'
-local makes_room_for, held_by_others
+-- P:reservations records, per node, the job for which it keeps capacity free, and until when. All isolated jobs share
+-- one name, so that only one node at a time idles for them.
+local ISOLATED = 'isolated'
+local reserves_for, reserved_elsewhere
 
-local function is_held_by_another(name)
-  if not held_by_others then
-    held_by_others = {}
-    local holds = redis.call('HGETALL', P .. ':hold')
-    for at = 1, #holds, 2 do
-      local held, till = string.match(holds[at + 1], '^(%S+) (%d+)$')
-      if holds[at] ~= node and tonumber(till) > now then held_by_others[held] = true end
+local function is_reserved_elsewhere(name)
+  if not reserved_elsewhere then
+    reserved_elsewhere = {}
+    local found = redis.call('HGETALL', P .. ':reservations')
+    for at = 1, #found, 2 do
+      local reserved, till = string.match(found[at + 1], '^(%S+) (%d+)$')
+      if found[at] ~= node and tonumber(till) > now then reserved_elsewhere[reserved] = true end
     end
   end
-  return held_by_others[name]
+  return reserved_elsewhere[name]
 end
 
 -- Handles a job that does not fit; returns whether the walk continues. Younger jobs may overtake it until it is
 -- bypass_ms old. From then on this node keeps capacity free for it, unless another node already does.
 local function pass(job, name)
-  if now - tonumber(job.submitted) < schema.bypass_ms then
+  if now - tonumber(job.submitted) < config.bypass_ms then
     num_passed = num_passed + 1
     return num_passed < MAX_PASSED
   end
-  if is_held_by_another(name) then return true end
-  makes_room_for = name
+  if is_reserved_elsewhere(name) then return true end
+  reserves_for = name
   return false
 end
 
@@ -327,14 +325,14 @@ end
 local function try(job, urgency, is_head)
   tried[job.id] = true
   if #taken >= MAX_TAKEN then return false end
-  local is_alone = is_suspect(job)
-  if is_alone and num_held + #taken > 0 then return pass(job, SUSPECTS) end
+  local is_alone = is_isolated(job)
+  if is_alone and num_held + #taken > 0 then return pass(job, ISOLATED) end
   local need, seqs = math.min(tonumber(job.cost), kv_total), math.min(tonumber(job.n), slots_total)
-  if need > room[urgency] or seqs > slots[urgency] then return pass(job, job.id) end
-  for q = urgency, LEAST_URGENT do room[q], slots[q] = room[q] - need, slots[q] - seqs end
-  local queue = queues[tonumber(job.p)]
+  if need > kv_tokens[urgency] or seqs > slots[urgency] then return pass(job, job.id) end
+  for q = urgency, LEAST_URGENT do kv_tokens[q], slots[q] = kv_tokens[q] - need, slots[q] - seqs end
+  local queue = queues[tonumber(job.priority)]
   job.urgency, job.charge, job.is_head = urgency, tonumber(job.cost) * hold_ms / weight_of(job), is_head
-  if queue and queue.took then queue.took(job, job.charge) end
+  if queue and queue.charge then queue.charge(job, job.charge) end
   note_taken(job.tenant, job.charge)
   taken[#taken + 1] = job
   return not is_alone
@@ -344,7 +342,7 @@ end
 local function walk_by_age()
   local readers, heads = {}, {}
   for p = 0, LEAST_URGENT do
-    readers[p] = reader_of_index(at_most(MAX_LOOKED), P .. ':wait:' .. p)
+    readers[p] = reader_of_index(new_count(MAX_EXAMINED), P .. ':waiting:' .. p)
     heads[p] = readers[p]()
   end
   while true do
@@ -359,26 +357,26 @@ end
 
 -- The heads whose age has raised them above their class, most urgent first.
 local function risen_heads()
-  local served = redis.call('HMGET', P .. ':head', 0, 1, 2)
+  local served = redis.call('HMGET', P .. ':head_served', 0, 1, 2)
   local risen = {}
   for p = 0, LEAST_URGENT do
     local head = queues[p].head
     if head then
       local since = math.max(tonumber(head.submitted), tonumber(served[p + 1] or '0'))
-      local level = p - math.floor(math.max(0, now - since) / schema.aging_ms)
-      if level < p then risen[#risen + 1] = {level = level, p = p, job = head} end
+      local level = p - math.floor(math.max(0, now - since) / config.aging_ms)
+      if level < p then risen[#risen + 1] = {level = level, priority = p, job = head} end
     end
   end
   table.sort(risen, function(one, other)
     if one.level ~= other.level then return one.level < other.level end
-    return one.p > other.p
+    return one.priority > other.priority
   end)
   return risen
 end
 
 local function walk_by_class()
   for p = 0, LEAST_URGENT do queues[p] = QUEUES[policy](p) end
-  if policy == 'fair' and redis.call('ZCARD', P .. ':wait:0') > 0 then read_uses() end
+  if policy == 'fair' and redis.call('ZCARD', P .. ':waiting:0') > 0 then read_uses() end
   local risen = risen_heads()
   local function risen_to(p) return risen[1] and risen[1].level <= p and table.remove(risen, 1).job end
   -- Interactive jobs of tenants above their share count as standard and follow the standard jobs. This is decided anew
@@ -388,40 +386,40 @@ local function walk_by_class()
     if job then return job, 0 end
     job = queues[0].next(goes_first)
     if job then return job, may_displace(job.tenant) and 0 or 1 end
-    job = risen_to(1) or queues[1].next(anyone) or queues[0].next(anyone)
+    job = risen_to(1) or queues[1].next(any_tenant) or queues[0].next(any_tenant)
     if job then return job, 1 end
-    return risen_to(2) or queues[2].next(anyone), 2
+    return risen_to(2) or queues[2].next(any_tenant), 2
   end
   local job, urgency = upcoming()
-  while job and try(job, urgency, job == queues[tonumber(job.p)].head) do job, urgency = upcoming() end
+  while job and try(job, urgency, job == queues[tonumber(job.priority)].head) do job, urgency = upcoming() end
 end
 
-if not runs_suspect() then
+if not runs_isolated() then
   if policy == 'fcfs' then walk_by_age() else walk_by_class() end
 end
 
 -- Writes -------------------------------------------------------------------------------------------
 
-redis.call('HDEL', P .. ':hold', node)
-if makes_room_for then redis.call('HSET', P .. ':hold', node, makes_room_for .. ' ' .. now + schema.lease_ms) end
-for _, job in ipairs(over) do end_if_over(job, schema, now) end
+redis.call('HDEL', P .. ':reservations', node)
+if reserves_for then redis.call('HSET', P .. ':reservations', node, reserves_for .. ' ' .. now + config.lease_ms) end
+for _, job in ipairs(over) do end_if_over(job, config, now) end
 for _, job in ipairs(gone) do
-  end_job(job, schema, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')
+  end_job(job, config, now, 'failed', 'revision_gone', 'the model that wrote the first tokens is no longer served', '')
 end
 local ids, leases, rows = {}, {}, {}
 local _, window = share_window()
 for i, job in ipairs(taken) do
-  start_turn(job, job.charge)
+  charge_tenant(job, job.charge)
   leave_queue(job)
-  if job.is_head then redis.call('HSET', P .. ':head', job.p, now) end
+  if job.is_head then redis.call('HSET', P .. ':head_served', job.priority, now) end
   job.lease = call .. ':' .. nonce .. ':' .. i
   local first_take = job.revision == '' and {'taken', now} or {}
   redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
     'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, unpack(first_take))
-  redis.call('SADD', P .. ':run:' .. node, job.id)
+  redis.call('SADD', P .. ':running:' .. node, job.id)
   ids[i], leases[i], rows[i] = job.id, job.lease, row(job)
-  if rows[i][3] > 0 or rows[i][4] > 0 then tally('takeovers') end
+  if rows[i][3] > 0 or rows[i][4] > 0 then count_event('takeovers') end
 end
-redis.call('SET', took_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
+redis.call('SET', last_take_key, cmsgpack.pack({call = call, ids = ids, leases = leases}), 'PX', 60000)
 flush()
 return {'OK', rows, depths(), again_in}

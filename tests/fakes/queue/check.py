@@ -10,9 +10,22 @@ from fakes.queue.model import TERMINAL, ModelJob, QueueModel
 
 from penstock.queue.wire import decode_chunks
 
-OF_THE_POOL = {"schema", "nodes", "revs", "free", "pressure", "backlog", "readers", "sweep", "took", "queued", "bytes"}
-OF_THE_POOL |= {"count", "adapters", "kept", "expiry", "usage"}
-OF_POLICY = {"turn", "vtime", "debt", "head", "hold", "used"}
+OF_THE_POOL = {
+    "config",
+    "schema",
+    "nodes",
+    "revisions",
+    "free",
+    "pressure",
+    "backlog",
+    "readers",
+    "sweep",
+    "last_take",
+    "queued",
+    "promised_bytes",
+}
+OF_THE_POOL |= {"counts", "adapters", "kept_bytes", "expiry", "usage"}
+OF_POLICY = {"virtual_time", "virtual_clock", "debt", "head_served", "reservations", "recent_use"}
 Dump = dict[str, Any]
 
 
@@ -45,23 +58,23 @@ def check_sets(found: Dump, model: QueueModel) -> None:
     expected: Dump = {}
     for job in model.jobs.values():
         if job.is_dead:
-            expected.setdefault("dead", set()).add(job.job_id)
+            expected.setdefault("dead_letters", set()).add(job.job_id)
         if job.state in TERMINAL:
             continue
         expected.setdefault("open", set()).add(job.job_id)
         expected.setdefault(f"tenant:{job.tenant}:open", set()).add(job.job_id)
         if job.state == "running":
-            expected.setdefault(f"run:{job.node}", set()).add(job.job_id)
+            expected.setdefault(f"running:{job.node}", set()).add(job.job_id)
             continue
         if job.has_deadline:
-            expected.setdefault("due", set()).add(job.job_id)
+            expected.setdefault("deadlines", set()).add(job.job_id)
         if job.is_later:
-            expected.setdefault("later", set()).add(job.job_id)
+            expected.setdefault("delayed", set()).add(job.job_id)
             continue
-        kind = "back" if job.is_back else "q"
+        kind = "requeued" if job.is_back else "queue"
         expected.setdefault(f"{kind}:{job.priority}:{job.tenant}", set()).add(job.job_id)
-        expected.setdefault(f"wait:{job.priority}", set()).add((job.job_id, float(job.submitted_ms)))
-    per_job = {"job", "log", "in", "out"}
+        expected.setdefault(f"waiting:{job.priority}", set()).add((job.job_id, float(job.submitted_ms)))
+    per_job = {"job", "log", "request", "result"}
     names = {name for name in found if name.partition(":")[0] not in per_job | OF_THE_POOL | OF_POLICY}
     assert {name: _members(name, found[name]) for name in names} == expected
     backlog = {int(p): int(cost) for p, cost in found.get("backlog", {}).items() if int(cost)}
@@ -85,13 +98,13 @@ def check_owned(found: Dump, model: QueueModel) -> None:
         if job.state not in TERMINAL:
             kept[job.tenant] = kept.get(job.tenant, 0) + int(record[b"bytes"])
             continue
-        sizes = zip(("log", "out", "in", "job"), map(int, record[b"stored"].split()), strict=True)
+        sizes = zip(("log", "result", "request", "job"), map(int, record[b"stored"].split()), strict=True)
         stored |= {f"{size} {job.tenant} {name}:{job.job_id}": size for name, size in sizes if size}
         assert int(record[b"stored"].split()[0]) == sum(map(len, found[f"log:{job.job_id}"]))
     for member, size in stored.items():
         kept[member.split()[1]] = kept.get(member.split()[1], 0) + size
     assert {member.decode() for member, _ in found.get("expiry", [])} == stored.keys()
-    assert {tenant.decode(): int(size) for tenant, size in found.get("kept", {}).items()} == kept
+    assert {tenant.decode(): int(size) for tenant, size in found.get("kept_bytes", {}).items()} == kept
     used: dict[str, int] = {}
     for name in [name for name in found if name.startswith("usage:")]:
         for what, count in found[name].items():
@@ -101,15 +114,15 @@ def check_owned(found: Dump, model: QueueModel) -> None:
 
 def check_policy(found: Dump, model: QueueModel) -> None:
     """Virtual times, served heads and nodes that empty themselves equal the model's, to the last bit."""
-    for p, turns in enumerate(model.standing.turns):
-        assert _times(found.get(f"turn:{p}", [])) == turns.times
-        assert _times(found.get(f"debt:{p}", [])) == turns.debts
-        assert float(found.get(f"vtime:{p}", 0)) == turns.now
-        served_ms = int(found.get("head", {}).get(str(p).encode(), 0))
+    for p, virtual_times in enumerate(model.standing.virtual_times):
+        assert _times(found.get(f"virtual_time:{p}", [])) == virtual_times.times
+        assert _times(found.get(f"debt:{p}", [])) == virtual_times.debts
+        assert float(found.get(f"virtual_clock:{p}", 0)) == virtual_times.now
+        served_ms = int(found.get("head_served", {}).get(str(p).encode(), 0))
         assert abs(served_ms - model.standing.head_served_ms[p]) < 3_600_000
-    (used,) = [value for name, value in found.items() if name.startswith("used:")] or [{}]
+    (used,) = [value for name, value in found.items() if name.startswith("recent_use:")] or [{}]
     assert {tenant.decode(): int(value) for tenant, value in used.items()} == model.standing.use.this
-    holds = {node.decode(): value.decode().split() for node, value in found.get("hold", {}).items()}
+    holds = {node.decode(): value.decode().split() for node, value in found.get("reservations", {}).items()}
     assert {node: held for node, (held, until_ms) in holds.items() if int(until_ms) > 1} == model.holds
 
 
@@ -118,9 +131,9 @@ def _times(zset: list[tuple[bytes, float]]) -> dict[str, float]:
 
 
 def _members(name: str, value: Any) -> set[Any]:
-    if name.startswith("q:"):
+    if name.startswith("queue:"):
         return {fields[b"id"].decode() for _, fields in value}
-    if name.startswith("wait:"):
+    if name.startswith("waiting:"):
         return {(member.decode(), score) for member, score in value}
     return {(item[0] if isinstance(item, tuple) else item).decode() for item in value}
 
@@ -133,8 +146,8 @@ def check_jobs(found: Dump, model: QueueModel) -> None:
         assert log[: len(job.log)] == job.log
         ends = log[len(job.log) :]
         assert len(ends) == (job.state in TERMINAL)
-        assert (f"in:{job.job_id}" in found) is (job.state not in TERMINAL or job.is_dead)
-        assert (f"out:{job.job_id}" in found) is (job.state == "done")
+        assert (f"request:{job.job_id}" in found) is (job.state not in TERMINAL or job.is_dead)
+        assert (f"result:{job.job_id}" in found) is (job.state == "done")
         chunks = decode_chunks(b"".join(log))
         assert [chunk.index for chunk in chunks] == list(range(len(log)))
         outcomes = [(chunk.outcome.state, chunk.outcome.code) for chunk in chunks if chunk.outcome]
@@ -164,7 +177,7 @@ def _check_record(record: dict[bytes, bytes], job: ModelJob) -> None:
 
 def check_lives(client: redis.Redis, model: QueueModel) -> None:
     """What belongs to an open job lives for ever, what belongs to an ended one does not."""
-    names = [f"{P}:{kind}:{job.job_id}" for job in model.jobs.values() for kind in ("job", "log", "in", "out")]
+    names = [f"{P}:{kind}:{job.job_id}" for job in model.jobs.values() for kind in ("job", "log", "request", "result")]
     ended = [job.state in TERMINAL for job in model.jobs.values() for _ in range(4)]
     pipe = client.pipeline(transaction=False)
     for name in names:

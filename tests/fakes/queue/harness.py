@@ -22,8 +22,7 @@ POOL = "m"
 P = keys.prefix(POOL)
 TENANT = "default"
 LEASE_MS = 3000
-SCHEMA = {
-    "version": 1,
+CONFIG = {
     "lease_ms": LEASE_MS,
     "abandon_after_ms": 30_000,
     "reattach_grace_ms": 5_000,
@@ -74,8 +73,8 @@ class FakeNode:
         self.broker = NodeBroker(redis, POOL, name, revision)
         self.call = 0
 
-    async def join(self, **schema: int | str) -> None:
-        await self.broker.join({**SCHEMA, **schema}, RECORD)
+    async def join(self, **config: int | str) -> None:
+        await self.broker.join({**CONFIG, **config}, RECORD)
 
     async def take(
         self,
@@ -114,10 +113,16 @@ class FakeNode:
         return (await self.broker.emit([Emission(taken.job_id, taken.lease, start, chunks)]))[0]
 
     async def finish(
-        self, taken: Taken, start: int, count: int = 0, *, outcome: Outcome | None = None, kv_ms: float | None = None
+        self,
+        taken: Taken,
+        start: int,
+        count: int = 0,
+        *,
+        outcome: Outcome | None = None,
+        kv_token_ms: float | None = None,
     ) -> str:
         last = Emission(taken.job_id, taken.lease, start, chunks_of(taken.job_id, start, count))
-        return await self.broker.finish(last, outcome or Outcome("done"), b"result", kv_ms=kv_ms)
+        return await self.broker.finish(last, outcome or Outcome("done"), b"result", kv_token_ms=kv_token_ms)
 
     async def give_back(self, taken: Taken, cost: int | None = None, most: int = 0, *, why: Why = "drain") -> str:
         returned = GivenBackJob(taken.job_id, taken.lease, taken.cost if cost is None else cost, most)
@@ -128,7 +133,7 @@ class FakeNode:
     ) -> Any:
         answered_call = self.call if answered is None else answered
         pressure = NodePressure(self.name, **{"revision": self.revision, "max_num_seqs": 256, **record})
-        return await self.broker.beat(pressure, free=free, answered_call=answered_call, held=held)
+        return await self.broker.heartbeat(pressure, free=free, answered_call=answered_call, held=held)
 
 
 @dataclass
@@ -158,10 +163,10 @@ class Queue:
         self.redis = redis
         self.producer = ProducerBroker(redis)
 
-    async def node(self, name: str = "n1", revision: str = "r1", **schema: int | str) -> FakeNode:
+    async def node(self, name: str = "n1", revision: str = "r1", **config: int | str) -> FakeNode:
         """A node that has joined."""
         node = FakeNode(self.redis, name, revision)
-        await node.join(**schema)
+        await node.join(**config)
         return node
 
     async def submit(

@@ -14,7 +14,7 @@ from penstock.queue.wire import decode_chunks
 PROGRESS_CHUNKS = 4
 MAX_LOSSES = 3
 MAX_PREEMPTIONS = 3
-SUSPECTS = "suspects"
+ISOLATED = "isolated"
 SHARE_WINDOW_MS = 10**12
 """So long that no run crosses from one window into the next."""
 KV_TOTAL = 300
@@ -128,7 +128,7 @@ class _Look:
     def fits(self, job: ModelJob, urgency: int) -> bool:
         need, places = min(job.cost, KV_TOTAL), min(job.n, SLOTS_TOTAL)
         must_wait = job.is_suspect and bool(self.num_running + len(self.taken))
-        job.waits_as = SUSPECTS if must_wait else job.job_id
+        job.waits_as = ISOLATED if must_wait else job.job_id
         if self.is_over or must_wait or need > self.room[urgency] or places > self.slots[urgency]:
             return False
         for lower in range(urgency, 3):
@@ -138,7 +138,7 @@ class _Look:
         self.taken.append(job)
         return True
 
-    def makes_room(self, job: ModelJob) -> bool:
+    def reserves(self, job: ModelJob) -> bool:
         if not self.is_over:
             if job.waits_as in self.held_by_others:
                 return False
@@ -182,14 +182,14 @@ class QueueModel:
     def submit(self, job: ModelJob) -> None:
         self.jobs[job.job_id] = job
         if not job.is_later:
-            self.standing.turns[job.priority].enter(job.tenant)
+            self.standing.virtual_times[job.priority].enter(job.tenant)
 
     def release_delayed(self) -> None:
         """Jobs whose time has come stand in the queue."""
         later = [j for j in self.jobs.values() if j.state == "queued" and j.is_later and j.is_up]
         for job in sorted(later, key=_age):
             job.is_later, job.is_back = False, True
-            self.standing.turns[job.priority].enter(job.tenant)
+            self.standing.virtual_times[job.priority].enter(job.tenant)
 
     def take(self, node: ModelNode, room: list[int], slots: list[int], hold_ms: float) -> list[ModelJob]:
         """Jobs that the node is given, in order; their leases are the caller's to fill in."""
@@ -203,7 +203,7 @@ class QueueModel:
         held_by_others = {name for other, name in self.holds.items() if other != node.name}
         look = _Look(room, slots, len(running), held_by_others)
         if not (len(running) == 1 and running[0].is_suspect):
-            choose(ours, self.policy, self.standing, self.now_ms, look.fits, look.makes_room)
+            choose(ours, self.policy, self.standing, self.now_ms, look.fits, look.reserves)
         self.holds.pop(node.name, None)
         if look.made_room_for:
             self.holds[node.name] = look.made_room_for
@@ -214,7 +214,7 @@ class QueueModel:
 
     def _leave_turn(self, job: ModelJob) -> None:
         if job.tenant not in {other.tenant for other in self.queued(job.priority)}:
-            self.standing.turns[job.priority].leave(job.tenant)
+            self.standing.virtual_times[job.priority].leave(job.tenant)
 
     def end_if_over(self, job: ModelJob) -> bool:
         was_queued = job.state == "queued" and not job.is_later
@@ -226,7 +226,7 @@ class QueueModel:
 
     def _requeue(self, job: ModelJob) -> None:
         job.requeue()
-        self.standing.turns[job.priority].enter(job.tenant)
+        self.standing.virtual_times[job.priority].enter(job.tenant)
         self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms, self.now_ms)
 
     def emit(self, job: ModelJob, node: ModelNode, lease: str, index: int, chunks: list[bytes]) -> str:
@@ -240,7 +240,7 @@ class QueueModel:
             return "CANCEL"
         if job.is_past_deadline:
             return "EXPIRED"
-        return "UNHEARD" if job.is_unread and not job.is_background else "OK"
+        return "UNREAD" if job.is_unread and not job.is_background else "OK"
 
     def finish(
         self,
@@ -249,7 +249,7 @@ class QueueModel:
         lease: str,
         index: int,
         chunks: list[bytes],
-        kv_ms: float | None,
+        kv_token_ms: float | None,
         usage: Usage | None = None,
     ) -> str:
         if job.state in TERMINAL and (job.node, job.lease) == (node.name, lease):
@@ -260,8 +260,10 @@ class QueueModel:
             return f"NEED {len(job.log)}"
         job.append(index, chunks)
         job.end("done", "", usage)
-        if kv_ms is not None:
-            self.standing.correct(job.priority, job.tenant, kv_ms / job.weight - job.charge, self.now_ms, self.now_ms)
+        if kv_token_ms is not None:
+            self.standing.correct(
+                job.priority, job.tenant, kv_token_ms / job.weight - job.charge, self.now_ms, self.now_ms
+            )
         return "OK"
 
     def _others(self, job: ModelJob, lacks: set[str]) -> bool:
@@ -276,7 +278,7 @@ class QueueModel:
             return "OK"
         lacks = {name for name in job.lacks if self.nodes[name].is_known} | {node.name}
         if not self._others(job, lacks):
-            return "NOBODY"
+            return "KEEP"
         self._requeue(job)
         job.cost, job.avoids, job.lacks = cost, node.name, lacks
         return "OK"
@@ -295,7 +297,7 @@ class QueueModel:
             others = [self.nodes[name] for name in roomy if name != node.name]
             able = [other for other in others if other.revision == job.revision or not job.log]
             if not able or cost > 500 or job.n > SLOTS_TOTAL:
-                return "NOBODY"
+                return "KEEP"
         self._requeue(job)
         job.cost, job.avoids = cost, node.name
         job.preemptions += 1

@@ -17,12 +17,12 @@ from penstock.queue.broker.retry import patiently
 
 POOL = "road"
 SETTINGS: dict[str, Any] = {"reattach_grace_ms": 100, "drain_s": 0.0}
-QUICK = ClientSettings(echo_interval_s=0.3, silent_after_s=1.0, read_beat_interval_s=0.3)
+QUICK = ClientSettings(echo_interval_s=0.3, silent_after_s=1.0, reader_heartbeat_interval_s=0.3)
 STEP_S = 0.01
 LONG_TOKENS = 2000
 SCRIPTS = (
-    *("submit", "attach", "detach", "cancel", "read_beat", "sweep"),
-    *("join", "take", "emit", "finish", "give_back", "beat", "leave"),
+    *("submit", "attach", "detach", "cancel", "reader_heartbeat", "sweep"),
+    *("join", "take", "emit", "finish", "give_back", "heartbeat", "leave"),
 )
 """All that a walk calls."""
 

@@ -20,9 +20,9 @@ def test_a_tenant_of_twice_the_weight_gets_twice_as_much_of_the_cache(max_num_se
     bench = Bench("fair", num_blocks, max_num_seqs=max_num_seqs)
     two = [bench.add(f"a{i}", 8, 16, tenant="two", weight=2.0) for i in range(60)]
     one = [bench.add(f"b{i}", 8, 16, tenant="one") for i in range(60)]
-    while any(seq.row < 0 and seq.kv_ms == 0 for seq in two):
+    while any(seq.row < 0 and seq.kv_token_ms == 0 for seq in two):
         bench.step()
-    used = [sum(seq.kv_ms for seq in seqs) for seqs in (two, one)]
+    used = [sum(seq.kv_token_ms for seq in seqs) for seqs in (two, one)]
     assert used[0] / used[1] == pytest.approx(2, rel=0.15)
     bench.run()
 

@@ -9,7 +9,7 @@ from fakes.fake_node import FakeNode
 
 from penstock.producer.client import AsyncClient, ClientSettings
 
-QUICK = ClientSettings(echo_interval_s=0.1, silent_after_s=0.4, read_beat_interval_s=0.2, outage_s=5.0)
+QUICK = ClientSettings(echo_interval_s=0.1, silent_after_s=0.4, reader_heartbeat_interval_s=0.2, outage_s=5.0)
 
 
 @pytest.fixture

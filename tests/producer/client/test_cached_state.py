@@ -107,7 +107,7 @@ async def test_a_cancelled_asker_leaves_the_fetch_to_the_next() -> None:
 
 
 async def test_the_door_counts_what_it_let_in_by_class() -> None:
-    node = NodePressure("n", kv_tokens_unclaimed=100, drain_cost_per_s=0.001)
+    node = NodePressure("n", kv_tokens_available=100, drain_cost_per_s=0.001)
 
     async def fetch() -> PoolPressure:
         return PoolPressure((node,))
@@ -161,7 +161,7 @@ async def test_an_old_copy_lives_on_while_fetches_fail() -> None:
 
 async def test_nobody_is_refused_for_what_was_so_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_state, "PRESSURE_TTL_S", 0.01)
-    nodes = [NodePressure("n", kv_tokens_unclaimed=0, drain_cost_per_s=0.001)]
+    nodes = [NodePressure("n", kv_tokens_available=0, drain_cost_per_s=0.001)]
 
     async def fetch() -> PoolPressure:
         return PoolPressure(tuple(nodes), (1000, 1000, 1000))
@@ -169,7 +169,7 @@ async def test_nobody_is_refused_for_what_was_so_a_moment_ago(monkeypatch: pytes
     door = PoolAdmission(fetch)
     with pytest.raises(BusyError):
         await door.admit(80, Priority.INTERACTIVE)
-    nodes[:] = [NodePressure("n", kv_tokens_unclaimed=10_000, drain_cost_per_s=1e6)]
+    nodes[:] = [NodePressure("n", kv_tokens_available=10_000, drain_cost_per_s=1e6)]
     await asyncio.sleep(0.02)
     await door.admit(80, Priority.INTERACTIVE)
     await door.close()
@@ -184,7 +184,7 @@ async def test_a_node_that_has_just_joined_is_found() -> None:
     door = PoolAdmission(fetch)
     with pytest.raises(UnavailableError):
         await door.admit(80, Priority.INTERACTIVE)
-    nodes.append(NodePressure("n", kv_tokens_unclaimed=10_000, drain_cost_per_s=1e6))
+    nodes.append(NodePressure("n", kv_tokens_available=10_000, drain_cost_per_s=1e6))
     await door.admit(80, Priority.INTERACTIVE)
     await door.close()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fakes.older_pool import REFUSAL
 from uuid_utils import uuid7
 
-from penstock.contract.errors import NotFoundError, RequestError, UnavailableError
+from penstock.contract.errors import NotFoundError, ProtocolVersionError, RequestError, UnavailableError
 from penstock.producer.client.request import choose_pool
 from penstock.queue.broker.producer import ServedPool
 
@@ -43,3 +44,15 @@ def test_errors_name_what_is_served_now() -> None:
         choose_pool(pools, None)
     with pytest.raises(UnavailableError):
         choose_pool([], "a")
+
+
+def test_a_pool_of_another_protocol_version_is_refused_by_name() -> None:
+    older = replace(pool("m", is_alive=False), protocol_version=1)
+    for name in (None, "m", "acme/m", "alias"):
+        with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool="m")):
+            choose_pool([older], name)
+
+
+def test_another_pool_of_the_model_serves_beside_one_of_another_protocol_version() -> None:
+    older, live = replace(pool("old", "acme/m", is_alive=False), protocol_version=1), pool("new", "acme/m")
+    assert choose_pool([older, live], "acme/m").pool == "new"

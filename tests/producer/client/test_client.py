@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from fakes.fake_node import MODEL, POOL, PROMPT_TOKENS, FakeNode, Say, fake_text, fake_tokens
+from fakes.older_pool import REFUSAL, make_older_pool
 from redis.asyncio import Redis
 from uuid_utils import uuid7
 
@@ -18,6 +19,7 @@ from penstock.contract.errors import (
     JobCancelledError,
     JobExpiredError,
     NotFoundError,
+    ProtocolVersionError,
     RequestError,
     UnavailableError,
 )
@@ -325,7 +327,7 @@ async def test_a_pool_without_live_nodes_is_unavailable(client: AsyncClient, tol
 
 
 async def test_a_full_pool_says_when_to_come_back(client: AsyncClient, told_node: FakeNode) -> None:
-    told_node.pressure = NodePressure(told_node.node_id, kv_tokens_unclaimed=0, drain_cost_per_s=1.0)
+    told_node.pressure = NodePressure(told_node.node_id, kv_tokens_available=0, drain_cost_per_s=1.0)
     await told_node.heartbeat()
     with pytest.raises(BusyError) as caught:
         await client.submit("hello", max_tokens=200, priority=Priority.BATCH)
@@ -333,7 +335,7 @@ async def test_a_full_pool_says_when_to_come_back(client: AsyncClient, told_node
 
 
 async def test_jobs_admitted_since_count(client: AsyncClient, told_node: FakeNode) -> None:
-    told_node.pressure = NodePressure(told_node.node_id, kv_tokens_unclaimed=1000, drain_cost_per_s=1.0)
+    told_node.pressure = NodePressure(told_node.node_id, kv_tokens_available=1000, drain_cost_per_s=1.0)
     await told_node.heartbeat()
     with pytest.raises(BusyError):
         await asyncio.gather(*(client.submit("hello", max_tokens=200) for _ in range(20)))
@@ -437,3 +439,12 @@ async def test_connecting_twice_at_once_subscribes_once(redis_url: str, redis: R
     await asyncio.gather(client.connect(), client.connect())
     assert len(await redis.pubsub_channels("penstock:inbox:*")) == 1
     await client.close()
+
+
+async def test_a_model_of_an_older_pool_is_refused_with_both_versions(client: AsyncClient, redis: Redis) -> None:
+    job_id = await make_older_pool(redis, "old", "acme/older")
+    for model in ("acme/older", "older", "old"):
+        with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool="old")):
+            await client.submit("hello", model=model)
+    with pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool="old")):
+        await client.attach(job_id)

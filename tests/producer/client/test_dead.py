@@ -50,7 +50,12 @@ async def test_a_retry_asks_for_the_same_under_a_new_id(
 
     assert job.id != dead.id
     record = await cast(Any, redis.hgetall(keys.job(job.id)))
-    assert [record[name] for name in (b"tenant", b"p", b"weight", b"state")] == [b"acme", b"2", b"4.0", b"queued"]
+    assert [record[name] for name in (b"tenant", b"priority", b"weight", b"state")] == [
+        b"acme",
+        b"2",
+        b"4.0",
+        b"queued",
+    ]
     assert decode_request(await cast(Any, redis.get(keys.request(job.id)))) == before
     assert await client.dead.newest(POOL) == []
     with pytest.raises(NotFoundError):
@@ -61,7 +66,7 @@ async def test_a_retry_that_was_cut_short_is_the_same_job(client: AsyncClient, r
     dead = await make_dead_letter(redis)
     request = await cast(Any, redis.get(keys.request(dead.id)))
     job = await client.dead.retry(dead.id)
-    await redis.zadd(keys.dead(POOL), {dead.id: 1})
+    await redis.zadd(keys.dead_letters(POOL), {dead.id: 1})
     await redis.set(keys.request(dead.id), request)
     assert (await client.dead.retry(dead.id)).id == job.id
 

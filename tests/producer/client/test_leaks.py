@@ -24,7 +24,7 @@ def our_tasks() -> set[asyncio.Task[object]]:
 JOBS_A_ROUND = 300
 OBJECTS_OF_A_JOB = 3
 """Fewer than the handle of a job alone holds; thousands of jobs lie between the counts that are compared."""
-OF_A_JOB = (b":job:", b":log:", b":in:")
+OF_A_JOB = (b":job:", b":log:", b":request:")
 PATIENCE_S = 30.0
 CONNECTIONS_WITHOUT_CLIENT = 3
 """Ours, and two of the fake node, for its steps and its heartbeats."""
@@ -86,7 +86,7 @@ async def test_jobs_by_hundreds_leave_nothing_behind(redis_url: str, redis: Redi
     async with asyncio.timeout(PATIENCE_S):
         while [key async for key in redis.scan_iter("penstock:*") if any(part in key for part in OF_A_JOB)]:
             await asyncio.sleep(0.02)
-    assert await redis.keys(f"penstock:{{{POOL}}}:q:*") == []
+    assert await redis.keys(f"penstock:{{{POOL}}}:queue:*") == []
 
 
 async def test_closing_in_the_middle_leaves_nothing_behind(redis_url: str, redis: Redis) -> None:

@@ -52,7 +52,7 @@ async def test_the_newest_come_first_and_no_more_than_asked_for(queue: Queue) ->
     jobs = [new_job() for _ in range(3)]
     for number, job in enumerate(jobs):
         await die(queue, job, 3 * number)
-        await queue.redis.zincrby(f"{P}:dead", number, job.id)  # they may have died in one millisecond
+        await queue.redis.zincrby(f"{P}:dead_letters", number, job.id)  # they may have died in one millisecond
     letters = await DeadLetters(queue.redis).newest("m", limit=2)
     assert [letter.job_id for letter in letters] == [jobs[2].id, jobs[1].id]
 
@@ -83,16 +83,16 @@ async def test_a_job_that_ended_otherwise_is_no_dead_letter(queue: Queue) -> Non
 async def test_only_so_many_are_kept_and_only_for_a_week(queue: Queue) -> None:
     now_ms = await queue.now_ms()
     fillers = {f"m.{number:05}": now_ms - 10_000_000 + number for number in range(10_000)}
-    await queue.redis.zadd(f"{P}:dead", fillers)
+    await queue.redis.zadd(f"{P}:dead_letters", fillers)
     await queue.redis.set(keys.request("m.00000"), b"request")
     job = new_job()
     await die(queue, job)
-    assert await queue.redis.zcard(f"{P}:dead") == 10_000
-    assert await queue.redis.zscore(f"{P}:dead", "m.00000") is None
+    assert await queue.redis.zcard(f"{P}:dead_letters") == 10_000
+    assert await queue.redis.zscore(f"{P}:dead_letters", "m.00000") is None
     assert await queue.redis.exists(keys.request("m.00000")) == 0
-    await queue.redis.zadd(f"{P}:dead", {"m.00001": now_ms - WEEK_MS - 1})
+    await queue.redis.zadd(f"{P}:dead_letters", {"m.00001": now_ms - WEEK_MS - 1})
     await queue.sweep(since_last_ms=LEASE_MS // 4)
-    assert await queue.redis.zscore(f"{P}:dead", "m.00001") is None
+    assert await queue.redis.zscore(f"{P}:dead_letters", "m.00001") is None
 
 
 async def test_progress_clears_the_history(queue: Queue) -> None:

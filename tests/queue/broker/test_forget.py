@@ -30,7 +30,7 @@ async def a_full_life(queue: Queue) -> str:
         await victim.take_one()
         await queue.kill(victim)
     assert await queue.state(lethal) == "failed"
-    await queue.producer.read_beat(POOL, "inbox")
+    await queue.producer.reader_heartbeat(POOL, "inbox")
     await node.broker.leave()
     return done.job_id
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pytest
-from fakes.queue.harness import LEASE_MS, POOL, RECORD, SCHEMA, Queue, new_job
+from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, Queue, new_job
 
 from penstock.contract.errors import TooLargeError
 from penstock.queue import keys, wire
@@ -32,7 +32,7 @@ async def test_a_pool_whose_node_has_left_is_known_and_dead(queue: Queue) -> Non
 
 async def test_pools_with_a_live_node_come_first(queue: Queue) -> None:
     gone = NodeBroker(queue.redis, "a", "n9", "r1")
-    await gone.join(SCHEMA, replace(RECORD, pool="a"))
+    await gone.join(CONFIG, replace(RECORD, pool="a"))
     await gone.leave()
     await queue.node()
     assert list(await queue.producer.pools()) == [POOL, "a"]
@@ -54,4 +54,4 @@ async def test_a_request_above_the_wire_s_limit_is_refused_with_the_limit(queue:
     with pytest.raises(TooLargeError, match=f"limit is {MAX_BYTES}") as caught:
         await queue.producer.submit(Submission(new_job(prompt="x" * MAX_BYTES), 1))
     assert caught.value.param == "prompt"
-    assert await queue.redis.keys(f"{keys.prefix(POOL)}:in:*") == []
+    assert await queue.redis.keys(f"{keys.prefix(POOL)}:request:*") == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from fakes.queue.harness import POOL, RECORD, SCHEMA, Queue
+from fakes.queue.harness import CONFIG, POOL, RECORD, Queue
 
 from penstock.contract.job import Outcome
 from penstock.queue import keys
@@ -34,7 +34,7 @@ async def test_the_last_one_keeps_it_and_ends_it_once(queue: Queue) -> None:
     job_id = await queue.submit()
     assert await nodes[0].give_back(await nodes[0].take_one(), why="lacking") == "OK"
     taken = await nodes[1].take_one()
-    assert [await nodes[1].give_back(taken, why="lacking") for _ in range(2)] == ["NOBODY"] * 2
+    assert [await nodes[1].give_back(taken, why="lacking") for _ in range(2)] == ["KEEP"] * 2
     assert await nodes[1].finish(taken, 0, outcome=NOT_FOUND) == "OK"
     assert (await queue.state(job_id), len(await queue.log(job_id))) == ("failed", 1)
 
@@ -54,20 +54,20 @@ async def test_who_lacks_it_takes_it_when_the_other_one_has_died(queue: Queue) -
     assert (await first.take()).jobs == ()
     await queue.kill(other)
     taken = await first.take_one()
-    assert (taken.job_id, await first.give_back(taken, why="lacking")) == (job_id, "NOBODY")
+    assert (taken.job_id, await first.give_back(taken, why="lacking")) == (job_id, "KEEP")
 
 
 async def test_a_node_that_comes_later_is_asked_too(queue: Queue) -> None:
     first = await queue.node("n1")
     job_id = await queue.submit()
     taken = await first.take_one()
-    assert await first.give_back(taken, why="lacking") == "NOBODY"
+    assert await first.give_back(taken, why="lacking") == "KEEP"
     late = await queue.node("n2")
     assert await first.give_back(taken, why="lacking") == "OK"
     assert (await late.take_one()).job_id == job_id
 
 
-@pytest.mark.parametrize(("num_chunks", "answer"), [(0, "OK"), (1, "NOBODY")])
+@pytest.mark.parametrize(("num_chunks", "answer"), [(0, "OK"), (1, "KEEP")])
 async def test_only_who_could_go_on_counts_as_another(queue: Queue, num_chunks: int, answer: str) -> None:
     """One that drains does not; one of another revision does for a job that has no tokens yet."""
     node, foreign = await queue.node("n1", "r1"), await queue.node("n2", "r2")
@@ -75,7 +75,7 @@ async def test_only_who_could_go_on_counts_as_another(queue: Queue, num_chunks: 
     taken = await node.take_one()
     await node.emit(taken, 0, num_chunks)
     await foreign.heartbeat([], draining=True)
-    assert await node.give_back(taken, why="lacking") == "NOBODY"
+    assert await node.give_back(taken, why="lacking") == "KEEP"
     await foreign.heartbeat([], draining=False)
     assert await node.give_back(taken, why="lacking") == answer
 
@@ -83,7 +83,7 @@ async def test_only_who_could_go_on_counts_as_another(queue: Queue, num_chunks: 
 async def test_a_pool_serves_what_any_of_its_nodes_has(queue: Queue) -> None:
     async def join(name: str, *adapters: str) -> NodeBroker:
         node = NodeBroker(queue.redis, POOL, name, "r1")
-        await node.join(SCHEMA, PoolRecord(POOL, RECORD.model, adapters=dict.fromkeys(adapters, "1" * 32)))
+        await node.join(CONFIG, PoolRecord(POOL, RECORD.model, adapters=dict.fromkeys(adapters, "1" * 32)))
         return node
 
     async def served() -> set[str]:

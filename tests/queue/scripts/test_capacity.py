@@ -7,7 +7,7 @@ from fakes.queue.harness import LEASE_MS, FakeNode, P, Queue, ids_of
 
 from penstock.queue.broker.node import TakeAnswer, Taken
 
-HOLDER = f"{P}:hold"
+HOLDER = f"{P}:reservations"
 
 
 # Large jobs
@@ -22,7 +22,7 @@ async def test_one_node_makes_room_and_the_others_go_on(queue: Queue) -> None:
     assert ids_of(await one.take(80, kv_total=100)) == []
     assert ids_of(await one.take(95, kv_total=100)) == [large]
     assert ids_of(await two.take(50, kv_total=100)) == [smaller]
-    assert await queue.keys("hold") == set()
+    assert await queue.keys("reservations") == set()
 
 
 async def test_each_node_makes_room_for_another_job(queue: Queue) -> None:
@@ -60,7 +60,7 @@ async def test_a_node_that_is_gone_makes_room_for_nobody(queue: Queue, how: str)
         await one.broker.leave()
     else:
         await queue.kill(one)
-    assert await queue.keys("hold") == set()
+    assert await queue.keys("reservations") == set()
     await queue.submit(cost=20)
     assert ids_of(await two.take(50)) == []
 
@@ -199,9 +199,9 @@ async def test_jobs_of_a_node_that_was_draining_are_not_to_blame(queue: Queue) -
     ("free", "record", "answer"),
     [
         (100, {}, "OK"),
-        (99, {}, "NOBODY"),
-        (100, {"max_num_seqs": 8, "num_running": 5, "num_waiting": 3}, "NOBODY"),
-        (100, {"revision": "r2"}, "NOBODY"),
+        (99, {}, "KEEP"),
+        (100, {"max_num_seqs": 8, "num_running": 5, "num_waiting": 3}, "KEEP"),
+        (100, {"revision": "r2"}, "KEEP"),
     ],
 )
 async def test_a_job_goes_where_there_is_room_for_it_or_stays(
@@ -223,7 +223,7 @@ async def test_rooms_are_given_away_once(queue: Queue) -> None:
     assert ids_of(TakeAnswer(taken, (0, 0, 0), 0)) == jobs
     await other.heartbeat(free=250)
     answers = [await node.give_back(job, why="pressure") for job in taken]
-    assert answers == ["OK", "OK", "NOBODY"]
+    assert answers == ["OK", "OK", "KEEP"]
 
 
 async def test_a_job_that_was_moved_often_counts_as_all_that_it_may_hold(queue: Queue) -> None:

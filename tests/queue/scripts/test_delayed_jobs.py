@@ -12,7 +12,7 @@ async def is_due(queue: Queue, job_id: str, ago_ms: int = 0) -> int:
     """Lets a job's time come; answers when it came."""
     due_ms = await queue.now_ms() - ago_ms
     await queue.change(job_id, submitted=due_ms)
-    await queue.redis.zadd(f"{P}:later", {job_id: due_ms}, xx=True)
+    await queue.redis.zadd(f"{P}:delayed", {job_id: due_ms}, xx=True)
     return due_ms
 
 
@@ -28,7 +28,7 @@ async def test_a_job_is_not_taken_before_its_time(queue: Queue) -> None:
 
     await is_due(queue, later)
     assert ids_of(await node.take()) == [later]
-    assert await queue.keys("later") == await queue.keys("back:*") == set()
+    assert await queue.keys("delayed") == await queue.keys("requeued:*") == set()
 
 
 async def test_a_node_is_told_when_the_next_job_is_due(queue: Queue) -> None:
@@ -53,14 +53,14 @@ async def test_a_job_does_not_age_before_its_time(queue: Queue) -> None:
 async def test_sweeps_let_jobs_in_whose_time_has_come(queue: Queue) -> None:
     node = await queue.node()
     await node.heartbeat(free=100)
-    bell = await queue.listen(f"{P}:ctl:n1")
+    bell = await queue.listen(f"{P}:doorbell:n1")
     later = [await queue.submit(not_before_ms=60_000, cost=30, tenant="ab"[i % 2]) for i in range(4)]
     assert await bell.messages() == []
     for job_id in later[:3]:
         await is_due(queue, job_id)
     await queue.sweep()
-    assert await queue.ids("later") == {later[3]}
-    assert await queue.ids("wait:1") == set(later[:3])
+    assert await queue.ids("delayed") == {later[3]}
+    assert await queue.ids("waiting:1") == set(later[:3])
     assert (await queue.producer.pressure("m")).backlog_cost == (0, 90, 0)
     assert len(await bell.messages()) == 3
 
@@ -68,13 +68,13 @@ async def test_sweeps_let_jobs_in_whose_time_has_come(queue: Queue) -> None:
 async def test_a_deadline_may_pass_while_a_job_waits_for_its_time(queue: Queue) -> None:
     await queue.node()
     later = await queue.submit(not_before_ms=60_000, deadline_ms=70_000)
-    assert await queue.ids("due") == {later}
-    await queue.redis.zadd(f"{P}:due", {later: 1})
+    assert await queue.ids("deadlines") == {later}
+    await queue.redis.zadd(f"{P}:deadlines", {later: 1})
     await queue.change(later, deadline=1)
     await is_due(queue, later)
     assert await queue.sweep() == ["OK", 0, 0, 1]
     assert await queue.state(later) == "expired"
-    assert await queue.keys("later") == await queue.keys("wait:*") == await queue.keys("due") == set()
+    assert await queue.keys("delayed") == await queue.keys("waiting:*") == await queue.keys("deadlines") == set()
 
 
 async def test_a_waiting_job_can_be_cancelled_and_asked_for_again(queue: Queue) -> None:
@@ -82,14 +82,14 @@ async def test_a_waiting_job_can_be_cancelled_and_asked_for_again(queue: Queue) 
     job = new_job(not_before_ms=60_000)
     for _ in range(2):
         assert await queue.submit(job) == job.id
-    assert await queue.ids("later") == {job.id}
+    assert await queue.ids("delayed") == {job.id}
     assert await queue.producer.cancel(job.id, "default") == "cancelled"
-    assert await queue.keys("later") == await queue.ids("open") == set()
+    assert await queue.keys("delayed") == await queue.ids("open") == set()
     assert (await queue.producer.pressure("m")).backlog_cost == (0, 0, 0)
 
 
-@pytest.mark.parametrize("kv_ms", [None, 5000.0])
-async def test_a_tenant_of_twice_the_weight_gets_twice_as_much(queue: Queue, kv_ms: float | None) -> None:
+@pytest.mark.parametrize("kv_token_ms", [None, 5000.0])
+async def test_a_tenant_of_twice_the_weight_gets_twice_as_much(queue: Queue, kv_token_ms: float | None) -> None:
     node = await queue.node(policy="fair")
     for _ in range(60):
         await queue.submit(tenant="one", cost=10, params=SamplingParams())
@@ -98,5 +98,5 @@ async def test_a_tenant_of_twice_the_weight_gets_twice_as_much(queue: Queue, kv_
     for _ in range(30):
         (taken,) = (await node.take(slots=1)).jobs
         tenants.append(taken.tenant)
-        await node.finish(taken, 0, kv_ms=kv_ms)
+        await node.finish(taken, 0, kv_token_ms=kv_token_ms)
     assert tenants.count("two") == 2 * tenants.count("one") == 20

@@ -194,7 +194,7 @@ async def test_finish_keeps_the_last_chunks_the_result_and_the_times(queue: Queu
     assert [chunk.index for chunk in log] == [0, 1, 2, 3, 4]
     assert [chunk.outcome for chunk in log] == [None] * 4 + [Outcome("done")]
     assert (await queue.producer.status(taken.job_id, "default")).num_chunks == 5
-    assert await queue.ids("open") == await queue.ids("run:n1") == await queue.ids("tenant:default:open") == set()
+    assert await queue.ids("open") == await queue.ids("running:n1") == await queue.ids("tenant:default:open") == set()
 
 
 async def test_repeated_finish_is_answered_ok_and_changes_nothing(queue: Queue) -> None:
@@ -224,18 +224,18 @@ async def test_given_back_job_keeps_its_age_and_gets_its_true_cost(queue: Queue)
     taken = await queue.running(node, cost=100)
     submitted = (await queue.record(taken.job_id))["submitted"]
     behind = await queue.submit(cost=1)
-    await queue.redis.zadd(f"{P}:wait:1", {behind: int(submitted) + 1})
+    await queue.redis.zadd(f"{P}:waiting:1", {behind: int(submitted) + 1})
 
     assert await node.give_back(taken, cost=130) == "OK"
 
     assert (await queue.producer.pressure("m")).backlog_cost == (0, 131, 0)
-    assert await queue.keys("back:*") == {"back:1:default"}
+    assert await queue.keys("requeued:*") == {"requeued:1:default"}
     status = await queue.producer.status(taken.job_id, "default")
     assert (status.state, status.preemptions, status.losses, status.num_waiting_ahead) == ("queued", 1, 0, 0)
     first, second = (await other.take()).jobs
     assert (first.job_id, first.cost, second.job_id) == (taken.job_id, 130, behind)
     assert first.lease != taken.lease
-    assert await queue.keys("back:*") == set()
+    assert await queue.keys("requeued:*") == set()
 
 
 async def test_giving_back_ends_what_may_not_run_any_more(queue: Queue) -> None:
@@ -244,7 +244,7 @@ async def test_giving_back_ends_what_may_not_run_any_more(queue: Queue) -> None:
     await queue.producer.cancel(taken.job_id, "default")
     assert await node.give_back(taken) == "OK"
     assert await queue.state(taken.job_id) == "cancelled"
-    assert await queue.ids("open") == await queue.ids("wait:1") == set()
+    assert await queue.ids("open") == await queue.ids("waiting:1") == set()
 
 
 async def test_many_jobs_are_given_back_in_bounded_calls(queue: Queue) -> None:
@@ -255,7 +255,7 @@ async def test_many_jobs_are_given_back_in_bounded_calls(queue: Queue) -> None:
     returns = [GivenBackJob(job.job_id, job.lease, 1, 1) for job in (*taken, taken[0])]
     answers = await node.broker.give_back(returns)
     assert answers == ["OK"] * 140 + ["FENCED"]
-    assert len(await queue.ids("wait:1")) == 140
+    assert len(await queue.ids("waiting:1")) == 140
 
 
 async def test_everything_is_gone_when_redis_lost_all(queue: Queue) -> None:

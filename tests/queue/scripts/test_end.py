@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import msgpack
 import pytest
-from fakes.queue.harness import POOL, SCHEMA, P, Queue, new_job
+from fakes.queue.harness import CONFIG, POOL, P, Queue, new_job
 
 from penstock.contract.job import Chunk, Outcome, TerminalState
 from penstock.queue import keys
@@ -77,7 +77,7 @@ async def test_cancelled_given_back_job_leaves_its_queue(queue: Queue) -> None:
     taken = await queue.running(node)
     await node.give_back(taken)
     assert await queue.producer.cancel(taken.job_id, "default") == "cancelled"
-    assert await queue.keys("back:*") == await queue.keys("wait:*") == set()
+    assert await queue.keys("requeued:*") == await queue.keys("waiting:*") == set()
     assert (await queue.producer.pressure(POOL)).backlog_cost == (0, 0, 0)
 
 
@@ -89,12 +89,12 @@ async def test_sweep_ends_queued_jobs_whose_deadline_passed(queue: Queue) -> Non
     due, later = await queue.submit(deadline_ms=60_000), await queue.submit(deadline_ms=60_000)
     past = await queue.now_ms() - 1
     await queue.change(due, deadline=past)
-    await queue.redis.zadd(f"{P}:due", {due: past})
+    await queue.redis.zadd(f"{P}:deadlines", {due: past})
 
     assert await queue.sweep() == ["OK", 0, 0, 1]
 
     assert await outcome_of(queue, due) == DEADLINE
-    assert await queue.ids("due") == await queue.ids("wait:1") == {later}
+    assert await queue.ids("deadlines") == await queue.ids("waiting:1") == {later}
 
 
 async def test_node_ends_an_expired_job_with_the_tokens_it_had(queue: Queue) -> None:
@@ -142,7 +142,7 @@ async def test_terminal_chunk_is_what_msgpack_makes_of_the_same_map(
 
     data = (await queue.log(taken.job_id))[-1]
     end = {"state": outcome.state, "code": outcome.code, "message": outcome.message, "param": outcome.param}
-    assert data == msgpack.packb({"v": 1, "j": taken.job_id, "i": num_chunks, "e": end})
+    assert data == msgpack.packb({"v": 2, "j": taken.job_id, "i": num_chunks, "e": end})
     assert decode_chunks(data) == [Chunk(taken.job_id, num_chunks, outcome=outcome)]
 
 
@@ -198,35 +198,36 @@ async def test_ended_job_leaves_nothing_that_lives_for_ever(
 ) -> None:
     job_id = await end(queue)
 
-    limits = {f"job:{job_id}": SCHEMA["result_ttl_ms"], f"log:{job_id}": SCHEMA["log_ttl_ms"]}
+    limits = {f"job:{job_id}": CONFIG["result_ttl_ms"], f"log:{job_id}": CONFIG["log_ttl_ms"]}
     if end in (end_by_finish, end_after_give_back):
-        limits[f"out:{job_id}"] = SCHEMA["result_ttl_ms"]
+        limits[f"result:{job_id}"] = CONFIG["result_ttl_ms"]
     if end is end_by_sweep:
         # A dead letter can be looked at for a week.
-        limits |= {f"job:{job_id}": DEAD_LIFE_MS, f"in:{job_id}": DEAD_LIFE_MS}
+        limits |= {f"job:{job_id}": DEAD_LIFE_MS, f"request:{job_id}": DEAD_LIFE_MS}
     of_the_pool = {
+        "config",
         "schema",
         "nodes",
-        "revs",
+        "revisions",
         "free",
         "pressure",
         "adapters",
         "backlog",
-        "bytes",
+        "promised_bytes",
         "readers",
         "sweep",
-        "dead",
-        "count",
+        "dead_letters",
+        "counts",
     }
-    of_the_pool |= {"head", "vtime", "debt", "kept", "expiry", "usage", "used"}
+    of_the_pool |= {"head_served", "virtual_clock", "debt", "kept_bytes", "expiry", "usage", "recent_use"}
     names = await queue.keys()
-    assert {name for name in names if name.partition(":")[0] not in ("took", *of_the_pool)} == set(limits)
+    assert {name for name in names if name.partition(":")[0] not in ("last_take", *of_the_pool)} == set(limits)
     for name, limit in limits.items():
         assert limit - 5000 < await queue.redis.pttl(f"{P}:{name}") <= limit
     for name in names:
-        if name.startswith(("took:", "usage:", "used:")):
+        if name.startswith(("last_take:", "usage:", "recent_use:")):
             assert await queue.redis.pttl(f"{P}:{name}") > 0
-    for sums in ("backlog", "bytes"):
+    for sums in ("backlog", "promised_bytes"):
         assert set(await queue.redis.hvals(f"{P}:{sums}")) <= {b"0"}
 
 
@@ -235,8 +236,8 @@ async def test_open_job_has_no_end_of_life(queue: Queue) -> None:
     await queue.submit(new_job())
     taken = await node.take_one()
     await node.emit(taken, 0, 1)
-    for name in ("job", "log", "in"):
+    for name in ("job", "log", "request"):
         assert await queue.redis.pttl(f"{P}:{name}:{taken.job_id}") == -1
     await node.give_back(taken)
-    for name in ("job", "log", "in"):
+    for name in ("job", "log", "request"):
         assert await queue.redis.pttl(f"{P}:{name}:{taken.job_id}") == -1

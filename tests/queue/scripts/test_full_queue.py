@@ -53,7 +53,7 @@ async def test_full_redis_refuses_submits_and_nothing_else(queue: Queue) -> None
     assert await queue.producer.cancel(flagged.job_id, "default") == "running"
     assert (await queue.producer.attach(waiting, "default", inbox="me")).state == "queued"
     await queue.producer.detach(waiting, "me")
-    await queue.producer.read_beat(POOL, "me")
+    await queue.producer.reader_heartbeat(POOL, "me")
     assert (await node.heartbeat([flagged.job_id])).cancelled == (flagged.job_id,)
     late = await queue.node("late")
     assert {job.job_id for job in (await late.take()).jobs} == {waiting, given.job_id, swept.job_id}
@@ -83,7 +83,7 @@ async def test_absent_redis_is_unavailable() -> None:
         assert await broker.pools() == {}
     for call in (
         broker.pools(),
-        broker.read_beat(POOL, "me"),
+        broker.reader_heartbeat(POOL, "me"),
         broker.submit(Submission(new_job(), 1)),
         broker.pressure(POOL),
     ):

@@ -180,7 +180,7 @@ async def test_memory_that_open_jobs_may_still_need_is_kept_for_them(queue: Queu
 
     for taken in (await node.take()).jobs:
         await node.finish(taken, 0)
-    assert {int(v) for v in await queue.redis.hvals(f"{P}:bytes")} == {0}  # type: ignore[misc]
+    assert {int(v) for v in await queue.redis.hvals(f"{P}:promised_bytes")} == {0}  # type: ignore[misc]
     await submit(queue, Terms(memory_percent=90), params=long)
 
 

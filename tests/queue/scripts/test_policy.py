@@ -75,7 +75,7 @@ class Pool:
         known = ModelJob(job.id, tenant, priority, n, cost, is_background=True, has_deadline=False)
         known.submitted_ms = self.model.now_ms - 4 * AGING_MS + (len(self.model.jobs) - 1) * AGING_MS // 3 - 10**7
         self.sync.hset(f"{P}:job:{job.id}", "submitted", known.submitted_ms)
-        self.sync.zadd(f"{P}:wait:{int(priority)}", {job.id: known.submitted_ms})
+        self.sync.zadd(f"{P}:waiting:{int(priority)}", {job.id: known.submitted_ms})
         self.model.submit(known)
 
     def take(self, room: list[int], slots: list[int], hold_ms: float) -> None:
@@ -97,7 +97,7 @@ class Pool:
             job, taken = self.taken.pop(pick % len(self.taken))
             node = self.model.nodes["n0"]
             if how == "finish":
-                assert self.runner.run(self.node.finish(taken, 0, kv_ms=figure)) == "OK"
+                assert self.runner.run(self.node.finish(taken, 0, kv_token_ms=figure)) == "OK"
                 self.model.finish(job, node, taken.lease, 0, [], figure)
             else:
                 cost = 1 + figure % 200
@@ -109,7 +109,7 @@ class Pool:
         """The class was last served so long ago that its head rises by as much, if it is old enough."""
         served_ms = self.model.now_ms - risen * AGING_MS - AGING_MS // 2
         self.model.standing.head_served_ms[priority] = served_ms
-        self.sync.hset(f"{P}:head", str(int(priority)), served_ms)
+        self.sync.hset(f"{P}:head_served", str(int(priority)), served_ms)
 
     def do(self, event: tuple[Any, ...]) -> None:
         match event:
@@ -215,18 +215,9 @@ def test_jobs_that_a_node_lost_are_not_paid_for(new_pool: Any) -> None:
     pool.take([1000] * 3, [4] * 3, 1.0)
     for _ in range(4):
         pool.end("give_back", 0, 39)
-    assert pool.model.standing.turns[1].times == {"a": 0.0, "b": 1.0}
+    assert pool.model.standing.virtual_times[1].times == {"a": 0.0, "b": 1.0}
     pool.take([1000] * 3, [8] * 3, 1.0)
     assert "".join(job.tenant for job, _ in pool.taken) == "abababab"
-
-
-def test_jobs_queued_before_there_were_turns_are_served_by_age(new_pool: Any) -> None:
-    pool = new_pool("fair")
-    for tenant in "aabb":
-        pool.submit(tenant, Priority.STANDARD, 40, 1)
-    pool.sync.delete(f"{P}:turn:1")
-    answer = pool.runner.run(pool.node.take(slots=3))
-    assert [job.job_id for job in answer.jobs] == list(pool.model.jobs)[:3]
 
 
 def test_a_node_of_another_policy_is_refused(new_pool: Any) -> None:

@@ -1,4 +1,4 @@
-"""attach, detach, read_beat, messages, and the rules by which a job without readers is given up."""
+"""attach, detach, reader_heartbeat, messages, and the rules by which a job without readers is given up."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ async def unheard(queue: Queue, taken: Taken, *, swept_ms_ago: int | None = 0) -
     node_name = (await queue.record(taken.job_id))["node"]
     node = await queue.node(node_name)
     answer = await node.emit(taken, 0, 0)
-    assert answer in ("OK", "UNHEARD")
-    return answer == "UNHEARD"
+    assert answer in ("OK", "UNREAD")
+    return answer == "UNREAD"
 
 
 # Messages
@@ -167,7 +167,7 @@ async def test_job_whose_only_reader_fell_silent_is_unheard(queue: Queue) -> Non
     assert not await unheard(queue, taken)
     await queue.age("readers", "me", ABANDONED_MS)
     assert await unheard(queue, taken)
-    await queue.producer.read_beat("m", "me")
+    await queue.producer.reader_heartbeat("m", "me")
     assert not await unheard(queue, taken)
     await queue.redis.zrem(f"{P}:readers", "me")
     assert await unheard(queue, taken)

@@ -134,7 +134,7 @@ async def test_a_dead_letters_request_counts_until_it_is_purged(queue: Queue) ->
     assert (await kept(queue))["default"] > RECORD_BYTES + 5000
     assert await DeadLetters(queue.redis).purge([taken.job_id, taken.job_id]) == 1
     assert await kept(queue) == {"default": RECORD_BYTES}
-    assert await queue.ids("dead") == set()
+    assert await queue.ids("dead_letters") == set()
 
 
 async def attack(queue: Queue, node: FakeNode, terms: Terms = UNLIMITED) -> tuple[int, BusyError]:
@@ -181,7 +181,7 @@ async def test_audit_finds_and_mends_what_is_counted_wrongly(queue: Queue) -> No
     gone = await ended(queue, 100)
     right = await kept(queue)
     broker = AdminBroker(queue.redis)
-    assert {f.key for f in await audit(broker, POOL)} & {"expiry", "kept"} == set()
+    assert {f.key for f in await audit(broker, POOL)} & {"expiry", "kept_bytes"} == set()
     (member,) = [m for m in await queue.ids("expiry") if m.endswith(f"job:{gone}")]
     await queue.redis.zrem(keys.expiry(POOL), member)
     await queue.redis.zadd(keys.expiry(POOL), {f"77 acme out:{gone}": await queue.now_ms() + RESULT_TTL_MS})
@@ -190,5 +190,5 @@ async def test_audit_finds_and_mends_what_is_counted_wrongly(queue: Queue) -> No
     await audit(broker, POOL, repair=True)
     assert await kept(queue) == right
     await queue.redis.hincrby(keys.kept_bytes(POOL), "acme", 5)  # type: ignore[misc]
-    assert ("wrong_sum", "kept") in {(f.name, f.key) for f in await audit(broker, POOL, repair=True)}
+    assert ("wrong_sum", "kept_bytes") in {(f.name, f.key) for f in await audit(broker, POOL, repair=True)}
     assert await kept(queue) == right

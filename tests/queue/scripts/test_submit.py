@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from fakes.queue.harness import POOL, RECORD, SCHEMA, TENANT, P, Queue, id_minted_at, new_id, new_job
+from fakes.queue.harness import CONFIG, POOL, RECORD, TENANT, P, Queue, id_minted_at, new_id, new_job
 
 from penstock.contract.errors import BusyError, ConflictError, NotFoundError, RequestError
 from penstock.contract.job import Job, Outcome, Priority, SamplingParams
@@ -25,8 +25,8 @@ async def test_accepted_job_is_queued_counted_and_readable(queue: Queue) -> None
     status = await queue.producer.status(job.id, "acme")
     assert (status.state, status.priority, status.outcome) == ("queued", Priority.INTERACTIVE, None)
     assert status.submitted_ms == pytest.approx(await queue.now_ms(), abs=5000)
-    assert await queue.ids("wait:0") == await queue.ids("open") == await queue.ids("tenant:acme:open") == {job.id}
-    assert await queue.ids("due") == {job.id}
+    assert await queue.ids("waiting:0") == await queue.ids("open") == await queue.ids("tenant:acme:open") == {job.id}
+    assert await queue.ids("deadlines") == {job.id}
     assert (await queue.producer.pressure(POOL)).backlog_cost == (70, 0, 0)
 
 
@@ -86,7 +86,7 @@ async def test_idempotency_key_outlives_the_job_and_then_ends(queue: Queue) -> N
     assert await queue.submit(new_job(idempotency_key="k")) == job_id
 
     (name,) = await queue.keys(f"idem:{TENANT}:*")
-    assert 0 < await queue.redis.pttl(f"{P}:{name}") <= SCHEMA["idem_ttl_ms"]
+    assert 0 < await queue.redis.pttl(f"{P}:{name}") <= CONFIG["idem_ttl_ms"]
 
 
 @pytest.mark.parametrize(("code", "is_free"), [("unread", True), ("cancelled", False)])
@@ -197,19 +197,19 @@ async def test_each_tenant_and_class_has_a_stream_gone_when_empty(queue: Queue) 
     await queue.submit(tenant="a", priority=Priority.INTERACTIVE)
     await queue.submit(tenant="a", priority=Priority.BATCH)
     await queue.submit(tenant="b", priority=Priority.BATCH)
-    assert await queue.keys("q:*") == {"q:0:a", "q:2:a", "q:2:b"}
+    assert await queue.keys("queue:*") == {"queue:0:a", "queue:2:a", "queue:2:b"}
 
     await node.take(slots=2)
-    assert await queue.keys("q:*") == {"q:2:b"}
+    assert await queue.keys("queue:*") == {"queue:2:b"}
 
     await node.take()
-    assert await queue.keys("q:*") == await queue.keys("wait:*") == set()
+    assert await queue.keys("queue:*") == await queue.keys("waiting:*") == set()
 
 
 async def test_pools_share_nothing(queue: Queue) -> None:
     await queue.node()
     other = NodeBroker(queue.redis, "m~1", "n1", "r1")
-    await other.join(SCHEMA, RECORD)
+    await other.join(CONFIG, RECORD)
     await queue.submit()
     await queue.submit(new_job(new_id("m~1")))
     assert len(await queue.ids("open")) == 1

@@ -119,7 +119,7 @@ async def test_a_sweep_that_starts_all_leases_anew_leaves_the_dead_dead(queue: Q
     await queue.redis.delete(f"{P}:sweep")
     await after.broker.succeed(["seat"], has_joined=True)
     await after.broker.sweep()
-    assert await cast(Any, queue.redis.hget(f"{P}:count", "sweep_resets")) == b"2"
+    assert await cast(Any, queue.redis.hget(f"{P}:counts", "sweep_resets")) == b"2"
     assert await cast(Any, queue.redis.zscore(f"{P}:nodes", "n-1")) == 0
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fakes.queue.harness import LEASE_MS, POOL, RECORD, SCHEMA, FakeNode, P, Queue
+from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, FakeNode, P, Queue
 
 from penstock.contract.errors import ConfigError
 from penstock.contract.job import Outcome
-from penstock.queue.broker.node import BeatAnswer, LeaseLostError, NodeBroker
+from penstock.queue.broker.node import HeartbeatAnswer, LeaseLostError, NodeBroker
 from penstock.queue.wire import NodePressure
 
 # The guard
@@ -49,7 +49,7 @@ async def test_reading_processes_sweep_too(queue: Queue) -> None:
     taken = await queue.running(node)
     await queue.age("nodes", "n1", LEASE_MS + 1)
     await queue.redis.set(f"{P}:sweep", await queue.now_ms() - LEASE_MS // 4)
-    await queue.producer.read_beat(POOL, "me")
+    await queue.producer.reader_heartbeat(POOL, "me")
     assert await queue.state(taken.job_id) == "queued"
 
 
@@ -66,7 +66,7 @@ async def test_jobs_of_a_silent_node_are_queued_again(queue: Queue) -> None:
     assert await queue.sweep() == ["OK", 1, 2, 0]
 
     assert await queue.ids("nodes") == {"n2"}
-    assert await queue.ids("free") == await queue.ids("run:n1") == set()
+    assert await queue.ids("free") == await queue.ids("running:n1") == set()
     pressure = await queue.producer.pressure(POOL)
     assert (pressure.nodes, pressure.backlog_cost) == ((), (0, 60, 0))
     taken = (await other.take()).jobs
@@ -81,7 +81,7 @@ async def test_whoever_finds_a_dead_node_says_which(queue: Queue, caplog: pytest
     await queue.age("nodes", "n1", LEASE_MS + 1)
     await queue.redis.set(f"{P}:sweep", await queue.now_ms() - LEASE_MS // 4)
 
-    await asyncio.gather(*(queue.producer.read_beat(POOL, name) for name in ("me", "you")))
+    await asyncio.gather(*(queue.producer.reader_heartbeat(POOL, name) for name in ("me", "you")))
 
     (said,) = (vars(record) for record in caplog.records if record.message == "nodes are lost")
     assert (said["pool"], said["node_ids"], said["num_requeued"], said["num_ended"]) == (POOL, ["n1"], 2, 0)
@@ -144,7 +144,7 @@ async def test_progress_forgives_losses(queue: Queue) -> None:
     assert (await queue.record(job_id))["losses"] == "2"
     await lose(queue, "n2", chunks=64)
     record = await queue.record(job_id)
-    assert (record["state"], record["losses"], record["mark"]) == ("queued", "0", "190")
+    assert (record["state"], record["losses"], record["loss_mark"]) == ("queued", "0", "190")
     await lose(queue, "n3", chunks=63)
     assert (await queue.record(job_id))["losses"] == "1"
 
@@ -175,10 +175,10 @@ async def test_long_silent_readers_and_revisions_are_forgotten(queue: Queue) -> 
     await queue.submit(inbox="gone")
     await queue.submit(inbox="here")
     await queue.age("readers", "gone", 601_000)
-    await queue.age("revs", "old", 601_000)
+    await queue.age("revisions", "old", 601_000)
     await queue.sweep()
     assert await queue.ids("readers") == {"here"}
-    assert await queue.ids("revs") == {"new"}
+    assert await queue.ids("revisions") == {"new"}
 
 
 async def test_a_reader_is_remembered_for_as_long_as_it_may_be_silent(queue: Queue) -> None:
@@ -198,7 +198,7 @@ async def test_a_reader_is_remembered_for_as_long_as_it_may_be_silent(queue: Que
 async def test_beat_tells_what_the_node_is_like(queue: Queue) -> None:
     node = await queue.node()
     pressure = NodePressure("n1", kv_blocks_total=100, kv_blocks_free=40, num_running=3, draining=True, revision="r1")
-    assert await node.broker.beat(pressure, free=640, answered_call=0, held=None) == BeatAnswer()
+    assert await node.broker.heartbeat(pressure, free=640, answered_call=0, held=None) == HeartbeatAnswer()
     assert (await queue.producer.pressure(POOL)).nodes == (pressure,)
     assert await queue.redis.zscore(f"{P}:free", "n1") == 640
 
@@ -218,11 +218,11 @@ async def test_job_whose_take_was_answered_but_is_not_held_goes_back_without_a_l
     await queue.submit_many(2)
     lost, held = (await node.take()).jobs
 
-    assert await node.heartbeat([held.job_id]) == BeatAnswer()
+    assert await node.heartbeat([held.job_id]) == HeartbeatAnswer()
 
     status = await queue.producer.status(lost.job_id, "default")
     assert (status.state, status.losses, status.preemptions) == ("queued", 0, 0)
-    assert await queue.ids("run:n1") == {held.job_id}
+    assert await queue.ids("running:n1") == {held.job_id}
     assert await node.emit(lost, 0, 1) == "FENCED"
     assert (await other.take_one()).job_id == lost.job_id
 
@@ -240,7 +240,7 @@ async def test_held_jobs_that_belong_to_others_are_named(queue: Queue) -> None:
     node = await queue.node()
     taken = await queue.running(node)
     await node.finish(taken, 0)
-    assert await node.heartbeat([taken.job_id, "m.never"]) == BeatAnswer(fenced=(taken.job_id, "m.never"))
+    assert await node.heartbeat([taken.job_id, "m.never"]) == HeartbeatAnswer(fenced=(taken.job_id, "m.never"))
 
 
 # Join and leave
@@ -263,14 +263,14 @@ async def test_schema_may_change_once_nobody_lives(queue: Queue, how: str) -> No
     else:
         await queue.age("nodes", "n1", LEASE_MS + 1)
     await queue.node("n2", max_losses=5)
-    assert await queue.redis.hget(f"{P}:schema", "max_losses") == b"5"
+    assert await queue.redis.hget(f"{P}:config", "max_losses") == b"5"
 
 
 async def test_joining_announces_the_pool(queue: Queue) -> None:
     assert await queue.producer.pools() == {}
     await queue.node()
     other = NodeBroker(queue.redis, "x", "n9", "r1")
-    await other.join(SCHEMA, RECORD)
+    await other.join(CONFIG, RECORD)
     assert set(await queue.producer.pools()) == {POOL, "x"}
 
 
@@ -279,7 +279,7 @@ async def test_leaving_node_is_neither_rung_nor_counted(queue: Queue) -> None:
     await node.heartbeat()
     await node.take()
     assert await node.broker.leave() == 0
-    assert await queue.keys("nodes") == await queue.keys("free") == await queue.keys("took:*") == set()
+    assert await queue.keys("nodes") == await queue.keys("free") == await queue.keys("last_take:*") == set()
     assert (await queue.producer.pressure(POOL)).nodes == ()
     with pytest.raises(LeaseLostError):
         await node.heartbeat()

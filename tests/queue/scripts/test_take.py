@@ -18,7 +18,7 @@ async def test_oldest_first_whoever_the_tenant_is(queue: Queue) -> None:
     node = await queue.node()
     submitted = [await queue.submit(tenant=tenant) for tenant in ("a", "a", "b", "a", "c", "b")]
     for age, job_id in enumerate(submitted):
-        await queue.redis.zadd(f"{P}:wait:1", {job_id: 1000 + age})
+        await queue.redis.zadd(f"{P}:waiting:1", {job_id: 1000 + age})
 
     assert ids_of(await node.take(slots=4)) == submitted[:4]
     assert ids_of(await node.take()) == submitted[4:]
@@ -42,8 +42,8 @@ async def test_taken_job_says_what_its_node_must_know(queue: Queue) -> None:
     assert (taken.job_id, taken.losses, taken.num_chunks, taken.cost) == (job.id, 0, 0, 77)
     assert taken.lease == "1:nonce-n1:1"
     assert 50_000 < taken.deadline_in_ms <= 60_000
-    assert await queue.ids("run:n1") == {job.id}
-    assert await queue.ids("wait:1") == await queue.ids("due") == set()
+    assert await queue.ids("running:n1") == {job.id}
+    assert await queue.ids("waiting:1") == await queue.ids("deadlines") == set()
     record = await queue.record(job.id)
     assert (record["state"], record["node"], record["lease"]) == ("running", "n1", taken.lease)
     status = await queue.producer.status(job.id, "default")
@@ -128,7 +128,7 @@ async def test_repeated_call_gets_the_same_jobs_with_the_same_leases(queue: Queu
     await queue.submit_many(3)
     answer = await node.take(slots=2)
     assert await node.take_again(slots=2) == answer
-    assert await queue.ids("run:n1") == set(ids_of(answer))
+    assert await queue.ids("running:n1") == set(ids_of(answer))
 
 
 async def test_repeated_call_leaves_out_what_has_moved_on(queue: Queue) -> None:
@@ -163,7 +163,7 @@ async def test_older_call_is_stale_and_takes_nothing(queue: Queue) -> None:
 async def test_answer_is_remembered_for_a_minute(queue: Queue) -> None:
     node = await queue.node()
     await node.take()
-    assert 0 < await queue.redis.pttl(f"{P}:took:n1") <= 60_000
+    assert 0 < await queue.redis.pttl(f"{P}:last_take:n1") <= 60_000
 
 
 async def test_node_that_is_not_alive_gets_nothing(queue: Queue) -> None:
@@ -225,7 +225,7 @@ async def test_log_of_a_revision_that_nobody_serves_ends_failed(queue: Queue) ->
     taken = await queue.running(old)
     await old.emit(taken, 0, 5)
     await old.give_back(taken)
-    await queue.age("revs", "r1", 3001)
+    await queue.age("revisions", "r1", 3001)
 
     assert ids_of(await new.take()) == [], "no sweep has run since Redis came up, so nobody is judged"
     assert (await queue.producer.status(taken.job_id, "default")).state == "queued"

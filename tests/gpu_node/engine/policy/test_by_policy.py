@@ -88,9 +88,9 @@ def test_tenants_get_equal_shares_of_the_cache_however_many_wait() -> None:
     bench = Bench("fair", num_blocks=24, max_num_seqs=4)
     greedy = [bench.add(f"a{i}", tenant="greedy") for i in range(50)]
     modest = [bench.add(f"b{i}", 8, 16, tenant="modest") for i in range(10)]
-    while any(seq.row < 0 and seq.kv_ms == 0 for seq in modest):
+    while any(seq.row < 0 and seq.kv_token_ms == 0 for seq in modest):
         bench.step()
-    used = [sum(seq.kv_ms for seq in seqs) for seqs in (greedy, modest)]
+    used = [sum(seq.kv_token_ms for seq in seqs) for seqs in (greedy, modest)]
     assert 0.7 < used[0] / used[1] < 1.4
     bench.run()
     num_before_last = bench.starts.index("b9")
@@ -228,7 +228,7 @@ def test_outputs_say_how_much_cache_was_held_for_how_long(make_engine: MakeEngin
     engine.add(EngineRequest("a", [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True), seed=1))
     held = []
     while engine.has_work():
-        held += [output.kv_ms for output in engine.step()]
+        held += [output.kv_token_ms for output in engine.step()]
     assert held == sorted(held)
     assert held[-1] > 0
 

@@ -1,4 +1,4 @@
--- read_beat: record the heartbeat of a reading process.
+-- reader_heartbeat: record the heartbeat of a reading process.
 -- ARGV: inbox
 -- Answer: OK
 redis.call('ZREM', P .. ':free', '')

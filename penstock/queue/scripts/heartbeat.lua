@@ -1,21 +1,21 @@
--- beat: record a node's heartbeat and its pressure record. With check = '1', also compare the node's list of held jobs
--- with P:run:<node>. Redis assigned a job but the node does not list it: requeue it, without counting a loss, if the
--- node has seen the answer of its take. The node lists a job that is not assigned to it: report the job as fenced.
+-- heartbeat: record a node's heartbeat and its pressure record. With check = '1', also compare the node's list of held
+-- jobs with P:running:<node>. Redis assigned a job but the node does not list it: requeue it, without counting a loss,
+-- if the node has seen the answer of its take. The node lists a job that is not assigned to it: report the job as fenced.
 -- ARGV: node revision free record answered_call check, then the held ids
 --   free: free KV tokens. record: packed pressure record. answered_call: number of the last take answered to the node.
 -- Answer: {OK, {cancelled…}, {expired…}, {fenced…}} | {SWEPT}
 --   cancelled, expired: held jobs that the node must end. SWEPT: a sweep declared the node dead; it must join again.
 local node, revision, free, record = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local answered, check, FIRST = tonumber(ARGV[5]), ARGV[6] == '1', 7
-local schema, now = read_schema(), clock()
-if not schema or not redis.call('ZSCORE', P .. ':nodes', node) then return {'SWEPT'} end
+local config, now = read_config(), clock()
+if not config or not redis.call('ZSCORE', P .. ':nodes', node) then return {'SWEPT'} end
 
 local missing, orphans, cancelled, expired, fenced = {}, {}, {}, {}, {}
 if check then
   local held = {}
   for at = FIRST, #ARGV do held[ARGV[at]] = true end
   local running = {}
-  for _, id in ipairs(redis.call('SMEMBERS', P .. ':run:' .. node)) do
+  for _, id in ipairs(redis.call('SMEMBERS', P .. ':running:' .. node)) do
     local job = read_job(id, {'state', 'lease', 'cancel', 'deadline'})
     running[id] = true
     if not job then
@@ -36,16 +36,16 @@ table.sort(missing, is_older)
 
 redis.call('ZREM', P .. ':free', '')
 redis.call('ZADD', P .. ':nodes', now, node)
-redis.call('ZADD', P .. ':revs', now, revision)
+redis.call('ZADD', P .. ':revisions', now, revision)
 redis.call('ZADD', P .. ':free', free, node)
 redis.call('HSET', P .. ':pressure', node, record)
-for _, id in ipairs(orphans) do redis.call('SREM', P .. ':run:' .. node, id) end
+for _, id in ipairs(orphans) do redis.call('SREM', P .. ':running:' .. node, id) end
 for _, job in ipairs(missing) do
-  if not end_if_over(job, schema, now) then
+  if not end_if_over(job, config, now) then
     requeue(job, job.cost, 0)
-    tally('given_back_unlisted')
+    count_event('given_back_unlisted')
   end
 end
-if #fenced > 0 then tally('fenced', #fenced) end
+if #fenced > 0 then count_event('fenced', #fenced) end
 flush()
 return {'OK', cancelled, expired, fenced}

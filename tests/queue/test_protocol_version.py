@@ -1,0 +1,98 @@
+"""Pools of another protocol version: processes refuse them by name, and write nothing to them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+from fakes.older_pool import REFUSAL, join_as_version_1, make_older_pool
+from fakes.queue.harness import CONFIG, LEASE_MS, POOL, RECORD, P, Queue, new_job
+
+from penstock.contract.errors import ProtocolVersionError
+from penstock.queue.audit import audit
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.node import NodeBroker
+from penstock.queue.broker.producer import Submission
+from penstock.queue.protocol_version import PROTOCOL_VERSION
+from penstock.queue.wire import NodePressure
+
+MODEL = "acme/older"
+refused = pytest.raises(ProtocolVersionError, match=REFUSAL.format(pool=POOL))
+
+
+def node_of(queue: Queue) -> NodeBroker:
+    return NodeBroker(queue.redis, POOL, "n1", "r1")
+
+
+async def send_heartbeat(queue: Queue) -> Any:
+    return await node_of(queue).heartbeat(NodePressure("n1"), free=1, answered_call=0, held=None)
+
+
+CALLS: dict[str, Callable[[Queue, str], Awaitable[Any]]] = {
+    "join": lambda queue, _: node_of(queue).join(cast(Any, CONFIG), RECORD),
+    "heartbeat": lambda queue, _: send_heartbeat(queue),
+    "sweep": lambda queue, _: queue.run_sweep(),
+    "submit": lambda queue, _: queue.producer.submit(Submission(new_job(), 1)),
+    "attach": lambda queue, job_id: queue.producer.attach(job_id, "default", inbox="me"),
+    "cancel": lambda queue, job_id: queue.producer.cancel(job_id, "default"),
+    "status": lambda queue, job_id: queue.producer.status(job_id, "default"),
+    "result": lambda queue, job_id: queue.producer.result(job_id, "default"),
+    "forget": lambda queue, _: AdminBroker(queue.redis).forget(POOL),
+    "audit": lambda queue, _: audit(AdminBroker(queue.redis), POOL, repair=True),
+}
+
+
+async def contents(queue: Queue) -> dict[str, bytes]:
+    return {key.decode(): cast(bytes, await queue.redis.dump(key)) async for key in queue.redis.scan_iter("*")}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_an_older_pool_is_refused_with_both_versions_and_left_unchanged(queue: Queue, call: str) -> None:
+    job_id = await make_older_pool(queue.redis, POOL, MODEL)
+    before = await contents(queue)
+    with refused:
+        await CALLS[call](queue, job_id)
+    assert await contents(queue) == before
+
+
+async def test_an_older_pool_is_listed_with_its_version_and_not_alive(queue: Queue) -> None:
+    await make_older_pool(queue.redis, POOL, MODEL)
+    (pool,) = (await queue.producer.pools()).values()
+    assert (pool.model, pool.protocol_version, pool.is_alive) == (MODEL, 1, False)
+
+
+@pytest.mark.parametrize("call", ["join", "heartbeat", "sweep", "submit"])
+async def test_a_later_pool_is_refused_with_both_versions(queue: Queue, call: str) -> None:
+    await queue.node()
+    await cast(Any, queue.redis.hset(f"{P}:config", "version", 3))
+    with pytest.raises(ProtocolVersionError, match="version 3, and this release has version 2"):
+        await CALLS[call](queue, "")
+
+
+async def test_a_node_writes_the_version_that_python_names(queue: Queue) -> None:
+    await queue.node()
+    assert await cast(Any, queue.redis.hget(f"{P}:config", "version")) == b"%d" % PROTOCOL_VERSION
+
+
+@pytest.mark.parametrize("silent_ms", [0, 100 * LEASE_MS])
+async def test_a_node_of_version_1_refuses_a_pool_of_this_version(queue: Queue, silent_ms: int) -> None:
+    """Version 1 counts the nodes as alive, whatever their last heartbeat."""
+    await queue.node()
+    await queue.age("nodes", "n1", silent_ms)
+    assert await join_as_version_1(queue.redis, POOL) == [b"MISMATCH", b"version", b"2"]
+
+
+async def test_a_pool_that_version_1_took_over_is_refused(queue: Queue) -> None:
+    node = await queue.node()
+    await node.broker.leave()
+    assert await join_as_version_1(queue.redis, POOL) == [b"OK"]
+    with refused:
+        await queue.node("n2")
+
+
+async def test_a_forgotten_pool_may_have_any_version(queue: Queue) -> None:
+    node = await queue.node()
+    await node.broker.leave()
+    await AdminBroker(queue.redis).forget(POOL)
+    assert await join_as_version_1(queue.redis, POOL) == [b"OK"]
