@@ -15,7 +15,8 @@ Logits = NDArray[np.float32]
 
 def bfloat16_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Return a model of the checkpoint's weights rounded to bfloat16, which computes in `dtype`."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.to(dtype)
 
 
 @torch.inference_mode()
