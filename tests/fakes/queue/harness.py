@@ -22,7 +22,7 @@ POOL = "m"
 P = keys.prefix(POOL)
 TENANT = "default"
 LEASE_MS = 3000
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "version": 1,
     "lease_ms": LEASE_MS,
     "abandon_after_ms": 30_000,
