@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def _row(name: str, cell: Cell, columns: Columns) -> str:
     return f"| {name} | {' | '.join(values)} | {cell.num_runs} ({cell.num_dirty}) |"
 
 
-def _breakdown(cells: dict[str, Cell]) -> list[str]:
+def _breakdown(cells: Mapping[str, Cell]) -> list[str]:
     """Where the time of our engine's steps went."""
     lines = []
     for name, cell in cells.items():

@@ -102,7 +102,7 @@ def sentences_of(text: str) -> Iterator[str]:
 @cache
 def all_findings() -> tuple[Finding, ...]:
     """What is wrong in the whole repository, file by file."""
-    found = []
+    found: list[Finding] = []
     for path in files():
         for passage in passages_of(path):
             found += findings_of(passage, rules())

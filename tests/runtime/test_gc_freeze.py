@@ -17,9 +17,9 @@ def thawed() -> Iterator[None]:
 
 
 def test_the_collector_looks_only_at_what_came_later() -> None:
-    loaded = [[]]
+    loaded: list[list[object]] = [[]]
     freeze_gc()
-    came_later = [[]]
+    came_later: list[list[object]] = [[]]
     seen = {id(found) for found in gc.get_objects()}
     assert id(came_later) in seen
     assert id(loaded) not in seen

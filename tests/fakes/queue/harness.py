@@ -22,7 +22,7 @@ POOL = "m"
 P = keys.prefix(POOL)
 TENANT = "default"
 LEASE_MS = 3000
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "lease_ms": LEASE_MS,
     "abandon_after_ms": 30_000,
     "reattach_grace_ms": 5_000,

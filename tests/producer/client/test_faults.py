@@ -322,7 +322,7 @@ async def test_an_absence_of_redis_is_waited_out() -> None:
 
 
 async def pause(node: FakeNode, seconds: float) -> None:
-    """Redis lives, but answers nobody."""
+    """Redis runs, but answers no client."""
     await node.redis.client_pause(int(1000 * seconds))
     await asyncio.sleep(seconds)
 

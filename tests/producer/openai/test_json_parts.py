@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,13 +27,13 @@ LAZY = st.recursive(
 
 @settings(max_examples=40)
 @given(LAZY)
-def test_the_parts_make_up_the_whole(value):
+def test_the_parts_make_up_the_whole(value: Any) -> None:
     whole = to_json(plain(value))
     for _ in range(2):
         assert json.loads(b"".join(json_parts(value))) == json.loads(whole)
 
 
-def test_parts_are_small():
+def test_parts_are_small() -> None:
     value = {"rows": Rows(lambda: ({"n": n} for n in range(10_000))), "text": Text(lambda: ("é" * 1_000_000,))}
     parts = [*json_parts(value)]
     assert max(map(len, parts)) <= max(2 * CHARS_PER_PART, ROWS_PER_PART * 20)

@@ -31,7 +31,7 @@ async def refusal(queue: Queue, terms: Terms, *, cost: int = 100, **fields: obje
 async def drain(queue: Queue, *cost_per_s: float) -> None:
     for number, rate in enumerate(cost_per_s):
         record = encode_record(NodePressure(f"n{number}", drain_cost_per_s=rate))
-        await queue.redis.hset(keys.pressure(POOL), f"n{number}", record)  # type: ignore[misc, arg-type]
+        await queue.redis.hset(keys.pressure(POOL), f"n{number}", record)
 
 
 async def test_open_jobs_of_a_tenant_are_capped_and_others_are_not(queue: Queue) -> None:
@@ -63,7 +63,7 @@ async def test_queued_cost_of_a_tenant_is_capped_and_freed_by_take(queue: Queue)
 
     # What comes back is queued again, above the cap if need be: it was accepted.
     await node.give_back(next(job for job in taken if job.tenant == "acme"), cost=80)
-    assert await queue.redis.hget(keys.queued(POOL), "acme") == b"330"  # type: ignore[misc]
+    assert await queue.redis.hget(keys.queued(POOL), "acme") == b"330"
 
 
 async def test_job_above_a_tenants_cap_is_accepted_when_nothing_of_it_waits(queue: Queue) -> None:
@@ -89,9 +89,9 @@ async def test_rate_lets_a_burst_in_and_then_says_when_the_next_may_come(queue: 
 
 async def pass_time(queue: Queue, tenant: str, ms: int) -> None:
     """Moves a tenant's rates into the past."""
-    rates = await queue.redis.hgetall(f"{P}:rate:{tenant}")  # type: ignore[misc]
+    rates = await queue.redis.hgetall(f"{P}:rate:{tenant}")
     for name, due_ms in rates.items():
-        await queue.redis.hset(f"{P}:rate:{tenant}", name, float(due_ms) - ms)  # type: ignore[misc, arg-type]
+        await queue.redis.hset(f"{P}:rate:{tenant}", name, float(due_ms) - ms)
 
 
 async def test_tokens_are_counted_by_cost_and_the_refused_cost_nothing(queue: Queue) -> None:
@@ -147,8 +147,8 @@ async def test_refused_backlog_decays_as_the_nodes_work(queue: Queue) -> None:
     await drain(queue, 100.0)
     await submit(queue, Terms(), cost=1000)
     await refusal(queue, Terms(), cost=3000)
-    at = int(await queue.redis.hget(f"{P}:refused", "at"))  # type: ignore[misc, arg-type]
-    await queue.redis.hset(f"{P}:refused", "at", at - 40_000)  # type: ignore[misc, arg-type]
+    at = int(await queue.redis.hget(f"{P}:refused", "at"))
+    await queue.redis.hset(f"{P}:refused", "at", at - 40_000)
     assert (await refusal(queue, Terms(), cost=100)).retry_after_ms <= 1200
 
 
@@ -180,7 +180,7 @@ async def test_memory_that_open_jobs_may_still_need_is_kept_for_them(queue: Queu
 
     for taken in (await node.take()).jobs:
         await node.finish(taken, 0)
-    assert {int(v) for v in await queue.redis.hvals(f"{P}:promised_bytes")} == {0}  # type: ignore[misc]
+    assert {int(v) for v in await queue.redis.hvals(f"{P}:promised_bytes")} == {0}
     await submit(queue, Terms(memory_percent=90), params=long)
 
 

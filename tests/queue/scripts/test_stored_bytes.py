@@ -66,7 +66,7 @@ async def test_a_job_counts_as_predicted_while_it_is_open_and_as_stored_from_the
     node, job = await queue.node(), new_job(tenant="acme")
     await queue.producer.submit(Submission(job, 10))
     (promised,) = (await kept(queue)).values()
-    assert promised == int(await queue.redis.hget(keys.job(job.id), "bytes"))  # type: ignore[misc, arg-type]
+    assert promised == int(await queue.redis.hget(keys.job(job.id), "bytes"))  # type: ignore[arg-type]
     assert promised >= estimate_bytes(job, 0)
     taken = await node.take_one()
     await node.emit(taken, 0, 2)
@@ -189,6 +189,6 @@ async def test_audit_finds_and_mends_what_is_counted_wrongly(queue: Queue) -> No
     assert {f.name for f in found if f.key == "expiry"} == {"missing", "stray"}
     await audit(broker, POOL, repair=True)
     assert await kept(queue) == right
-    await queue.redis.hincrby(keys.kept_bytes(POOL), "acme", 5)  # type: ignore[misc]
+    await queue.redis.hincrby(keys.kept_bytes(POOL), "acme", 5)
     assert ("wrong_sum", "kept_bytes") in {(f.name, f.key) for f in await audit(broker, POOL, repair=True)}
     assert await kept(queue) == right

@@ -34,7 +34,7 @@ async def run(queue: Queue, node: FakeNode, terms: Terms, *, cost: int, used: in
 
 
 async def owed_ms(queue: Queue, tenant: str = "acme") -> float:
-    due = await queue.redis.hget(f"{P}:rate:{tenant}", "tokens")  # type: ignore[misc]
+    due = await queue.redis.hget(f"{P}:rate:{tenant}", "tokens")
     return max(0.0, float(due or 0) - await queue.now_ms())
 
 
@@ -145,6 +145,6 @@ async def test_short_answers_first_and_long_ones_then_do_not_beat_the_limit(queu
 
 
 async def pass_time(queue: Queue, ms: int) -> None:
-    rates: Any = await queue.redis.hgetall(f"{P}:rate:acme")  # type: ignore[misc]
+    rates: Any = await queue.redis.hgetall(f"{P}:rate:acme")
     for name, due_ms in rates.items():
-        await queue.redis.hset(f"{P}:rate:acme", name, float(due_ms) - ms)  # type: ignore[misc, arg-type]
+        await queue.redis.hset(f"{P}:rate:acme", name, float(due_ms) - ms)
