@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,7 @@ def test_what_is_made_of_a_model_is_made_for_this_process(caplog: pytest.LogCapt
 def test_kernels_are_compiled_for_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def compiled(_compiler: str, _flags: object, path: Path, _progress: Callable[[float], None]) -> None:
+    def compiled(_compiler: str, _flags: object, _sources: object, path: Path, _progress: object) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
 

@@ -162,9 +162,11 @@ async def odd_heads(a: Attacker) -> None:
     ]
 
     async def lane(http: httpx.AsyncClient) -> None:
-        while not a.is_over:
+        is_over = False
+        while not is_over:  # at least once, also where a busy machine starts late
             wrong = f"pk-{rng.getrandbits(64):016x}-{'a' * 43}"
             await a.post(http, {"prompt": []}, headers=rng.choice([*heads, {"authorization": f"Bearer {wrong}"}]))
+            is_over = a.is_over
 
     async with a.http() as http:
         await asyncio.gather(*(lane(http) for _ in range(4)))
