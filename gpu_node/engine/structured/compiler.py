@@ -11,6 +11,7 @@ import json
 import threading
 import weakref
 from concurrent.futures import Future
+from copy import copy
 from typing import NamedTuple
 
 from cachetools import LRUCache
@@ -34,7 +35,10 @@ _DEFAULT_TENANT = "default"
 
 
 class _Refusal(NamedTuple):
-    """A refused grammar in the cache."""
+    """A refused grammar in the cache.
+
+    Its error is never raised itself. Each raise would add the frames of that call to its traceback, and keep them.
+    """
 
     error: PenstockError
 
@@ -80,7 +84,7 @@ class GrammarCompiler:
             if known is None and pending is None:
                 self._pending[key] = mine = Future[Grammar]()
         if isinstance(known, _Refusal):
-            raise known.error
+            raise copy(known.error)
         if known is not None:
             return known
         # Concurrent callers with the same grammar wait for one trial.
@@ -90,7 +94,7 @@ class GrammarCompiler:
         """Return a guide at the start of a text. For a grammar that is not prepared, it acts as `prepare` first."""
         grammar = self.prepare(wanted, tenant)
         if grammar.refusal is not None:
-            raise grammar.refusal
+            raise copy(grammar.refusal)
         return self._host.new_guide(grammar)
 
     def write(self, masks: TokenMasks | None) -> None:
@@ -110,7 +114,7 @@ class GrammarCompiler:
             return found
         except BaseException as error:
             if isinstance(error, RequestError):
-                found = _Refusal(error)
+                found = _Refusal(copy(error))
                 self.counts.grammar_refusals += 1
                 self.counts.grammar_costly_refusals += isinstance(error, TooCostlyError)
             mine.set_exception(error)

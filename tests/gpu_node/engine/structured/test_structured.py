@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -206,6 +209,23 @@ def test_forms_that_cannot_be_kept_to_are_refused_by_field(engine: Engine, wante
             refusing()
         assert caught.value.param == f"structured_outputs.{param}"
     check_idle(engine)
+
+
+def test_a_remembered_refusal_keeps_nothing_alive_of_the_calls_that_met_it(engine: Engine) -> None:
+    params = SamplingParams(structured_outputs={"regex": "(b"})
+
+    class Local:
+        """A variable of a call."""
+
+    def refused_call() -> weakref.ref[Local]:
+        local = Local()
+        with suppress(RequestError):
+            engine.prepare(params)
+        return weakref.ref(local)
+
+    locals_of_calls = [refused_call() for _ in range(3)]
+    gc.collect()
+    assert [local() for local in locals_of_calls] == [None] * 3
 
 
 def test_a_text_that_gets_past_the_limits_of_guides_is_not_taken_for_whole(engine: Engine) -> None:
