@@ -32,7 +32,8 @@ NAMELESS = "unknown_field"
 _NOT_JSON = re.compile("Invalid JSON|Input should be an object")
 BUGS = frozenset(("internal_error", "model_error", "node_lost", "stream_diverged", "job_failed"))
 AT_ONCE = 12
-HANG_S = 30.0
+HANG_S = 120.0
+"""A whole answer without `max_tokens` fills the context, which takes the demo model most of a minute."""
 MAX_LISTED = 40
 
 
