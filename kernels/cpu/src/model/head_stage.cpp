@@ -5,24 +5,12 @@
 
 #include "gemm/gemm.h"
 #include "sampling/logprobs.h"
+#include "sampling/sampler.h"
 
 namespace penstock {
+namespace {
 
-void HeadStage::prepare(int num_threads) {
-  const int rows = step_.num_chosen;
-  int kept = 0;
-  logits_row_.assign(rows, -1);
-  for (int i = 0; i < rows; ++i) {
-    if (step_.plan.logits || wants_logprobs(i) || !rule(i).is_plain_greedy()) logits_row_[i] = kept++;
-  }
-  logits_.reserve(kept);
-  inputs_.prepare(rows, head_.columns, head_.format);
-  bests_.reset(rows, num_threads);
-  poisoned_.assign(rows, 0);
-}
-
-SamplingRule HeadStage::rule(int row) const {
-  const Plan& p = step_.plan;
+SamplingRule rule_of(const Plan& p, int row) {
   return {.temperature = p.temperature[row],
           .top_p = p.top_p[row],
           .min_p = p.min_p[row],
@@ -42,6 +30,21 @@ SamplingRule HeadStage::rule(int row) const {
           .biases = p.biased ? p.biases[row] : nullptr,
           .num_biased = p.biased ? p.num_biased[row] : 0,
           .mask = p.masks ? p.masks[row] : nullptr};
+}
+
+}  // namespace
+
+void HeadStage::prepare(int num_threads) {
+  const int rows = step_.num_chosen;
+  int kept = 0;
+  logits_row_.assign(rows, -1);
+  for (int i = 0; i < rows; ++i) {
+    if (step_.plan.logits || wants_logprobs(i) || !rule_of(step_.plan, i).is_plain_greedy()) logits_row_[i] = kept++;
+  }
+  logits_.reserve(kept);
+  inputs_.prepare(rows, head_.columns, head_.format);
+  bests_.reset(rows, num_threads);
+  poisoned_.assign(rows, 0);
 }
 
 void HeadStage::project(Worker& worker) {
@@ -89,13 +92,13 @@ void HeadStage::await_masks(Worker& worker) const {
 }
 
 int32_t HeadStage::choose_one(int row) const {
+  const Plan& plan = step_.plan;
   if (!keeps_logits(row)) return bests_.token(row);
-  if (!wants_logprobs(row)) return sample(logits_of(row), vocab_, rule(row));
+  if (!wants_logprobs(row)) return sample(logits_of(row), vocab_, rule_of(plan, row));
   thread_local std::vector<float> raw;
   raw.assign(logits_of(row), logits_of(row) + vocab_);
-  const int32_t token = sample(logits_of(row), vocab_, rule(row));
+  const int32_t token = sample(logits_of(row), vocab_, rule_of(plan, row));
   if (token == kFailedToken) return token;
-  const Plan& plan = step_.plan;
   const size_t at = (size_t)row * plan.logprobs_width;
   const int count = std::min(plan.num_logprobs[row], plan.logprobs_width - 1);
   write_logprobs(raw.data(), vocab_, token, count, plan.logprob_ids + at, plan.logprobs + at);

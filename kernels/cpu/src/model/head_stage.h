@@ -7,7 +7,6 @@
 #include "model/step.h"
 #include "model/step_buffers.h"
 #include "sampling/best_logits.h"
-#include "sampling/sampler.h"
 
 namespace penstock {
 
@@ -27,7 +26,6 @@ class HeadStage {
   bool wants_logprobs(int row) const { return step_.plan.num_logprobs && step_.plan.num_logprobs[row] >= 0; }
   bool keeps_logits(int row) const { return logits_row_[row] >= 0; }
   float* logits_of(int row) const { return logits_.row(logits_row_[row]); }
-  SamplingRule rule(int row) const;
   void note_logits(Worker& worker, int first, int rows, int panel, float* out);
   void await_masks(Worker& worker) const;
   int32_t choose_one(int row) const;

@@ -19,8 +19,8 @@ class LayerProducts {
 
   const std::vector<int>& tokens() const { return tokens_; }
 
-  // Reserves memory for the rows' product with a matrix.
-  void prepare(Slot slot, const Matrix& matrix);
+  // Reserves memory for the rows' product with a layer's matrix.
+  void prepare(const Layer& layer, Slot slot);
 
   // Multiplies each row with a layer's matrix. `read(row)` returns the row's input. Panels of outputs go to
   // `finish(first_row, num_rows, panel, out)`, as for `multiply`.
@@ -42,11 +42,15 @@ class LayerProducts {
     return slot == Slot::kMlpOut ? kGated : kNormed;
   }
   bool repeats() const;
+  void add_adapters(int first, int count, const Layer& layer, Slot slot, int panel, float* out) const;
+  const LowRank* low_rank(int row, const Layer& layer, Slot slot) const;
+  float* inner_row(int row) const { return inner_.data() + (size_t)row * adapters_.largest_rank(); }
 
   const std::vector<int>& tokens_;
   const Step& step_;
   const Adapters& adapters_;
   std::vector<Inputs> inputs_;  // one per thread; all but the first hold only a few rows
+  Buffer<float> inner_;         // low-rank values of the current product, [rows][largest rank]
 };
 
 template <class Read, class Finish>
@@ -56,7 +60,7 @@ void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Rea
   const auto set_row = [&](int i) {
     const float* x = read(i);
     left.set_row(i, x);
-    adapters_.shrink(step_, i, tokens_[i], layer.index, slot, x);
+    if (const LowRank* adapter = low_rank(i, layer, slot)) adapter->shrink(x, inner_row(i));
   };
   const int num_rows = (int)tokens_.size();
   if (repeats()) {
@@ -65,7 +69,7 @@ void LayerProducts::run(Worker& worker, const Layer& layer, Slot slot, const Rea
     worker.for_each(num_rows, set_row);
   }
   multiply(worker, left, matrix, [&](int first, int count, int panel, float* out) {
-    adapters_.expand(step_, first, count, tokens_, layer.index, slot, panel, out);
+    if (step_.plan.adapters) add_adapters(first, count, layer, slot, panel, out);
     finish(first, count, panel, out);
   });
 }

@@ -28,7 +28,7 @@ void Model::set_adapter(int adapter_slot, int layer, Slot matrix, const LowRankP
 
 void Model::start(const Plan& plan) {
   step_.begin(plan);
-  reserve();
+  prepare();
   team_.start([this](Worker& worker) { run(worker); });
 }
 
@@ -38,14 +38,12 @@ int Model::wait() {
   return active;
 }
 
-void Model::reserve() {
-  const int num_tokens = step_.plan.num_tokens;
-  buffers_.reserve(num_tokens);
-  if (step_.plan.adapters) adapters_.reserve(num_tokens);
+void Model::prepare() {
+  buffers_.reserve(step_.plan.num_tokens);
   for (const Layer& layer : weights_.layers) {
-    products_.prepare(Slot::kQkv, layer.matrix(Slot::kQkv));
+    products_.prepare(layer, Slot::kQkv);
     for (const Slot slot : {Slot::kOut, Slot::kMlpIn, Slot::kMlpOut}) {
-      products_after_attention(layer).prepare(slot, layer.matrix(slot));
+      products_after_attention(layer).prepare(layer, slot);
     }
   }
   attention_.prepare(team_.size());

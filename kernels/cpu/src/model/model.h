@@ -41,7 +41,7 @@ class Model {
   LayerProducts& products_after_attention(const Layer& layer) {
     return layer.index + 1 < spec_.num_layers ? products_ : last_products_;
   }
-  void reserve();
+  void prepare();
   void run(Worker& worker);
   void embed(Worker& worker);
   void run_layer(Worker& worker, const Layer& layer);

@@ -15,6 +15,8 @@ struct Step {
   int num_chosen = 0;            // head tokens that are sampled or return their logits
 
   void begin(const Plan& next);
+  // The adapter slot of a token's sequence; -1 if it has none.
+  int adapter_slot(int token) const { return plan.adapters ? plan.adapters[seq_of_token[token]] : -1; }
   // The block table of a sequence.
   const int32_t* block_table(int seq) const { return plan.block_tables + (size_t)seq * plan.block_table_stride; }
 };

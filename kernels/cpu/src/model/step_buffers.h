@@ -11,7 +11,7 @@ class RowBuffer {
  public:
   explicit RowBuffer(int columns) : stride_(round_up(columns, kPanel)) {}
 
-  // Makes sure that there are `count` rows. Growing discards the old contents.
+  // Grows the buffer to at least `count` rows. Growing discards the old contents.
   void reserve(int count) { values_.reserve((size_t)count * stride_); }
   float* row(int i) const { return values_.data() + (size_t)i * stride_; }
   // Numbers of a row, padding included.

@@ -34,8 +34,8 @@ class BestLogits {
     if (value > best.value || token < best.token) std::tie(best.value, best.token) = std::tie(value, token);
   }
 
-  // Returns the best token over all threads; kFailedToken if a logit is NaN or +infinity. Of equal logits the lowest
-  // id wins, whichever thread found it.
+  // Returns the best token over all threads. Of equal logits the lowest id wins, whichever thread found it. Returns
+  // kFailedToken if a logit is NaN, or if the best one is infinite.
   int32_t token(int row) const {
     Best best = bests_[row];
     for (int t = 1; t < num_threads_; ++t) {
