@@ -15,10 +15,14 @@ struct QueryTile {
 
 struct AttentionPlan {
   std::vector<QueryTile> tiles;
-  std::vector<int> span_starts;    // index of each tile's first span among all spans, then the number of spans
-  std::vector<int> store_runs;     // first token of each run that one thread must store (kTokensPerWord), then the end
-  bool splits_spans = false;       // whether threads share the spans of a tile
-  bool stores_with_tiles = false;  // whether a token's key and value are stored right before its own tile attends
+  // The index of each tile's first span among all spans, then the number of spans.
+  std::vector<int> span_starts;
+  // The first token of each run that one thread must store (kTokensPerWord), then the number of tokens.
+  std::vector<int> store_runs;
+  // Whether threads share the spans of a tile.
+  bool splits_spans = false;
+  // Whether a token's key and value are stored right before its own tile attends.
+  bool stores_with_tiles = false;
 
   void set(const Spec& spec, const Plan& plan, int num_threads);
 
