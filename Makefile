@@ -61,7 +61,7 @@ lint-lua: $(STAMP)
 
 # Shows what clang-format would change; the sources are not formatted by it yet.
 lint-cpp: $(STAMP)
-	@$(BIN)/clang-format --dry-run kernels/cpu/src/*.cpp kernels/cpu/src/*.h
+	@$(BIN)/clang-format --dry-run $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*/*.cpp kernels/cpu/src/*/*.h)
 
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)

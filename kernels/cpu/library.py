@@ -89,7 +89,7 @@ class Activation(IntEnum):
 
 
 class NativeSpec(c.Structure):
-    """Shapes and constants of a decoder. Mirrors Spec of src/model/model.h."""
+    """Shapes and constants of a decoder. Mirrors Spec of src/model/spec.h."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
@@ -101,7 +101,7 @@ class NativeSpec(c.Structure):
 
 
 class NativePlan(c.Structure):
-    """One step: counts, and addresses of arrays. Mirrors Plan of src/model/model.h."""
+    """One step: counts, and addresses of arrays. Mirrors Plan of src/model/plan.h."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_tokens", "num_seqs", "num_samples", "block_table_stride")),

@@ -37,30 +37,30 @@ enum Vector {
   kPositionBiases = 10,
 };
 
-Buffer<float>& vector_at(Model& model, int layer, int which) {
+Buffer<float>& vector_at(DecoderWeights& weights, int layer, int which) {
   switch (which) {
     case kAttentionNorm:
-      return model.layer(layer).attention_norm.weight;
+      return weights.layers[layer].attention_norm.weight;
     case kMlpNorm:
-      return model.layer(layer).mlp_norm.weight;
+      return weights.layers[layer].mlp_norm.weight;
     case kFinalNorm:
-      return model.final_norm.weight;
+      return weights.final_norm.weight;
     case kAttentionNormBias:
-      return model.layer(layer).attention_norm.bias;
+      return weights.layers[layer].attention_norm.bias;
     case kMlpNormBias:
-      return model.layer(layer).mlp_norm.bias;
+      return weights.layers[layer].mlp_norm.bias;
     case kFinalNormBias:
-      return model.final_norm.bias;
+      return weights.final_norm.bias;
     case kQNorm:
-      return model.layer(layer).q_norm;
+      return weights.layers[layer].q_norm;
     case kKNorm:
-      return model.layer(layer).k_norm;
+      return weights.layers[layer].k_norm;
     case kCos:
-      return model.cos;
+      return weights.positions.cos;
     case kSin:
-      return model.sin;
+      return weights.positions.sin;
     default:
-      return model.position_biases;
+      return weights.positions.biases;
   }
 }
 
@@ -85,26 +85,28 @@ PENSTOCK_API void penstock_model_free(Model* model) { delete model; }
 // They must outlive the model.
 PENSTOCK_API const char* penstock_matrix_new(Model* model, int layer, int slot, int format, int rows, int columns,
                                              uint8_t* packed) {
-  return guarded([&] { model->matrix((Slot)slot, layer) = Matrix((Format)format, rows, columns, packed); });
+  return guarded([&] { model->weights().matrix((Slot)slot, layer) = Matrix((Format)format, rows, columns, packed); });
 }
 
 PENSTOCK_API const uint8_t* penstock_matrix_bytes(Model* model, int layer, int slot, size_t* count) {
-  const Matrix& matrix = model->matrix((Slot)slot, layer);
+  const Matrix& matrix = model->weights().matrix((Slot)slot, layer);
   *count = matrix.num_bytes();
   return matrix.bytes.data();
 }
 
 // Packs `count` rows of `row_bytes` each, on all threads. `row_order` and `gains` may be null.
-PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot, int source, int place, int first, int count,
-                                 const uint8_t* data, size_t row_bytes, const int32_t* row_order, const float* gains) {
+PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot, int source, int place, int first,
+                                              int count, const uint8_t* data, size_t row_bytes,
+                                              const int32_t* row_order, const float* gains) {
   return guarded([&] {
-    model->fill((Slot)slot, layer, {(Source)source, (Place)place, first, count, data, row_bytes, row_order}, gains);
+    const Part part{(Source)source, (Place)place, first, count, data, row_bytes, row_order};
+    model->weights().fill(model->team(), (Slot)slot, layer, part, gains);
   });
 }
 
 PENSTOCK_API const char* penstock_vector_fill(Model* model, int layer, int which, const float* data, size_t count) {
   return guarded([&] {
-    Buffer<float>& vector = vector_at(*model, layer, which);
+    Buffer<float>& vector = vector_at(model->weights(), layer, which);
     vector.reserve(count);
     std::memcpy(vector.data(), data, count * sizeof(float));
   });
@@ -112,15 +114,17 @@ PENSTOCK_API const char* penstock_vector_fill(Model* model, int layer, int which
 
 PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, int place, int first, const float* data,
                                             int count) {
-  return guarded([&] { model->set_bias((Slot)slot, layer, (Place)place, first, data, count); });
+  return guarded([&] { model->weights().set_bias((Slot)slot, layer, (Place)place, first, data, count); });
 }
 
-PENSTOCK_API void penstock_window_set(Model* model, int layer, int window) { model->layer(layer).window = window; }
+PENSTOCK_API void penstock_window_set(Model* model, int layer, int window) {
+  model->weights().layers[layer].window = window;
+}
 
 // No step may be running. `gains`: as for penstock_matrix_fill.
-PENSTOCK_API const char* penstock_adapter_set(Model* model, int place, int layer, int slot, const LowRankPart* parts,
-                                              int num_parts, const float* gains) {
-  return guarded([&] { model->set_adapter(place, layer, (Slot)slot, parts, num_parts, gains); });
+PENSTOCK_API const char* penstock_adapter_set(Model* model, int adapter_slot, int layer, int slot,
+                                              const LowRankPart* parts, int num_parts, const float* gains) {
+  return guarded([&] { model->set_adapter(adapter_slot, layer, (Slot)slot, parts, num_parts, gains); });
 }
 
 PENSTOCK_API const char* penstock_step_start(Model* model, const Plan* plan) {

@@ -258,7 +258,7 @@ def test_a_thread_whose_core_is_taken_is_left_out_until_it_is_free_again(
     cores = sorted(os.sched_getaffinity(0))
     runner = _load(llama(), runner="native", num_threads=len(cores)).runner
     assert isinstance(runner, NativeRunner)
-    token_ids = list(range(100, 164))
+    token_ids = list(range(64, 128))
     want = logits_alone(runner, token_ids)
 
     def step_until_it_uses(num_threads: int) -> None:

@@ -1,0 +1,33 @@
+// How the threads share the attention of a step.
+#pragma once
+#include <vector>
+
+#include "model/plan.h"
+#include "model/spec.h"
+
+namespace penstock {
+
+// Query rows of one sequence that attend together: [first_row, first_row + rows). A row is token * group + query
+// head.
+struct QueryTile {
+  int seq, first_row, rows, context;
+};
+
+struct AttentionPlan {
+  std::vector<QueryTile> tiles;
+  // The index of each tile's first span among all spans, then the number of spans.
+  std::vector<int> span_starts;
+  // The first token of each run that one thread must store (kTokensPerWord), then the number of tokens.
+  std::vector<int> store_runs;
+  // Whether threads share the spans of a tile.
+  bool splits_spans = false;
+  // Whether a token's key and value are stored right before its own tile attends.
+  bool stores_with_tiles = false;
+
+  void set(const Spec& spec, const Plan& plan, int num_threads);
+
+ private:
+  void add_sequence(const Spec& spec, const Plan& plan, int seq);
+};
+
+}  // namespace penstock

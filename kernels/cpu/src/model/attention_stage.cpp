@@ -1,0 +1,201 @@
+#include "model/attention_stage.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "model/norm.h"
+
+namespace penstock {
+namespace {
+
+// Each store prefetches the memory of the store that comes this many later.
+constexpr int kStoresAhead = 4;
+
+// Applies RoPE to the pairs (i, i + dim / 2), the order of Hugging Face's checkpoints.
+void rotate(const float* x, const float* cos, const float* sin, int dim, float* out) {
+  const int half = dim / 2;
+  if (half % kLanes == 0) {
+    for (int i = 0; i < half; i += kLanes) {
+      const Floats a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+      store(out + i, a * c - b * s);
+      store(out + half + i, b * c + a * s);
+    }
+    return;
+  }
+  for (int i = 0; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    out[i] = a * cos[i] - b * sin[i];
+    out[half + i] = b * cos[i] + a * sin[i];
+  }
+}
+
+// The first token that a token at `position` attends to.
+int first_seen(int position, const Layer& layer) {
+  return layer.window == 0 ? 0 : std::max(0, position + 1 - layer.window);
+}
+
+}  // namespace
+
+// Per-row inputs of a tile; see QueryRows.
+struct AttentionStage::RowInputs {
+  alignas(64) float queries[kMaxQueryRows * kMaxHeadDim];
+  int limits[kMaxQueryRows], firsts[kMaxQueryRows];
+  const float* biases[kMaxQueryRows];
+};
+
+void AttentionStage::prepare(int num_threads) {
+  plan_.set(spec_, step_.plan, num_threads);
+  if (!plan_.splits_spans) return;
+  partials_.reserve((size_t)plan_.span_starts.back() * spec_.num_kv_heads * kMaxQueryRows);
+}
+
+void AttentionStage::project(Worker& worker, const Layer& layer, LayerProducts& products) const {
+  const auto normed = [&](int i) { return layer.attention_norm.apply(buffers_.hidden.row(i)).values; };
+  products.run(worker, layer, Slot::kQkv, normed, [&](int first, int count, int panel, const float* out) {
+    for (int r = 0; r < count; ++r) {
+      std::copy_n(out + r * kPanel, kPanel, buffers_.qkv.row(first + r) + panel * kPanel);
+    }
+  });
+}
+
+void AttentionStage::add_output(Worker& worker, const Layer& layer, LayerProducts& products) const {
+  const auto attended = [&](int i) { return buffers_.attended.row(products.tokens()[i]); };
+  products.add(worker, layer, Slot::kOut, attended, buffers_.hidden);
+}
+
+void AttentionStage::attend(Worker& worker, const Layer& layer) const {
+  if (!plan_.stores_with_tiles) store_all(worker, layer);
+  if (plan_.splits_spans) return attend_by_span(worker, layer);
+  const int heads = spec_.num_kv_heads, end = num_items();
+  worker.for_each(end, [&](int i) {
+    if (plan_.stores_with_tiles) {
+      store_key_value(layer, i / heads, i % heads);
+      if (i + 1 < end) cache_.fetch(layer.index, slot_of((i + 1) / heads), (i + 1) % heads);
+    }
+    attend_tile(layer, i);
+  });
+}
+
+void AttentionStage::store_all(Worker& worker, const Layer& layer) const {
+  const std::vector<int>& runs = plan_.store_runs;
+  const int heads = spec_.num_kv_heads, end = ((int)runs.size() - 1) * heads;
+  worker.for_each(end, [&](int i) {
+    const int run = i / heads, later = std::min(i + kStoresAhead, end - 1);
+    cache_.fetch(layer.index, slot_of(runs[later / heads]), later % heads);
+    for (int token = runs[run]; token < runs[run + 1]; ++token) store_key_value(layer, token, i % heads);
+  });
+}
+
+void AttentionStage::store_key_value(const Layer& layer, int token, int head) const {
+  const int dim = spec_.head_dim;
+  alignas(64) float key[kMaxHeadDim];
+  const float* keys = buffers_.qkv.row(token) + spec_.queries();
+  prepare_head(keys + head * dim, layer.k_norm, step_.plan.positions[token], key);
+  const int slot = slot_of(token);
+  cache_.set(layer.index, slot, head, key, keys + (spec_.num_kv_heads + head) * dim);
+  if (begins_last_page(token)) cache_.clear_behind(layer.index, slot, head);
+}
+
+// Writes a head's query or key as the scores need it: normed if the model norms heads, and rotated by RoPE.
+void AttentionStage::prepare_head(const float* x, const Buffer<float>& norm, int position, float* out) const {
+  const int dim = spec_.head_dim, rotary = spec_.rotary_dim;
+  alignas(64) float normed[kMaxHeadDim];
+  if (norm.count()) {
+    rms_norm(x, norm.data(), dim, dim, spec_.norm_eps, normed);
+    x = normed;
+  }
+  const size_t angles = (size_t)position * (rotary / 2);
+  rotate(x, positions_.cos.data() + angles, positions_.sin.data() + angles, rotary, out);
+  std::copy(x + rotary, x + dim, out + rotary);
+}
+
+// The slot of a token's key and value in the cache.
+int AttentionStage::slot_of(int token) const {
+  const int position = step_.plan.positions[token];
+  const int block = step_.block_table(step_.seq_of_token[token])[position / spec_.block_size];
+  return block * spec_.block_size + position % spec_.block_size;
+}
+
+// Whether a token is the last of its sequence in this step, and this step also stores the first token of its page.
+bool AttentionStage::begins_last_page(int token) const {
+  const Plan& plan = step_.plan;
+  const int seq = step_.seq_of_token[token], position = plan.positions[token];
+  return token + 1 == plan.query_starts[seq + 1] &&
+         position - plan.positions[plan.query_starts[seq]] >= position % kPage;
+}
+
+void AttentionStage::attend_tile(const Layer& layer, int item) const {
+  const int heads = spec_.num_kv_heads, next = item + 1, head = item % heads;
+  const QueryTile& tile = plan_.tiles[item / heads];
+  RowInputs inputs;
+  RowState states[kMaxQueryRows];
+  QueryRows rows = query_rows(tile, layer, head, inputs);
+  if (next < num_items()) rows.next = context_of(plan_.tiles[next / heads], layer, next % heads);
+  penstock::attend(cache_, rows, tile.context, states);
+  write_rows(tile, head, states);
+}
+
+void AttentionStage::attend_by_span(Worker& worker, const Layer& layer) const {
+  const std::vector<int>& starts = plan_.span_starts;
+  const int heads = spec_.num_kv_heads;
+  const auto partial = [&](int span, int head) { return &partials_[((size_t)span * heads + head) * kMaxQueryRows]; };
+  worker.for_each(starts.back() * heads, [&](int i) {
+    const int span = i / heads, head = i % heads;
+    const int t = (int)(std::upper_bound(starts.begin(), starts.end(), span) - starts.begin()) - 1;
+    const int begin = (span - starts[t]) * kSpan, end = std::min(begin + kSpan, plan_.tiles[t].context);
+    RowInputs inputs;
+    attend_span(cache_, query_rows(plan_.tiles[t], layer, head, inputs), begin, end, partial(span, head));
+  });
+  worker.for_each(num_items(), [&](int i) {
+    const int t = i / heads, head = i % heads;
+    RowState* states = partial(starts[t], head);
+    for (int span = starts[t] + 1; span < starts[t + 1]; ++span) {
+      for (int r = 0; r < plan_.tiles[t].rows; ++r) merge(states[r], partial(span, head)[r], spec_.head_dim);
+    }
+    write_rows(plan_.tiles[t], head, states);
+  });
+}
+
+int AttentionStage::token_of(const QueryTile& tile, int row) const {
+  return step_.plan.query_starts[tile.seq] + (tile.first_row + row) / spec_.group();
+}
+
+Context AttentionStage::context_of(const QueryTile& tile, const Layer& layer, int head) const {
+  const int first_chunk = first_seen(step_.plan.positions[token_of(tile, 0)], layer) / kChunk * kChunk;
+  return {step_.block_table(tile.seq), head, first_chunk, tile.context};
+}
+
+QueryRows AttentionStage::query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const {
+  const int dim = spec_.head_dim, group = spec_.group();
+  const bool has_biases = positions_.biases.count();
+  for (int r = 0; r < tile.rows; ++r) {
+    const int token = token_of(tile, r), position = step_.plan.positions[token];
+    const int query = head * group + (tile.first_row + r) % group;
+    inputs.limits[r] = position + 1;
+    inputs.firsts[r] = first_seen(position, layer);
+    inputs.biases[r] = has_biases ? &positions_.biases[(size_t)query * biases_stride_] : nullptr;
+    prepare_head(buffers_.qkv.row(token) + query * dim, layer.q_norm, position, inputs.queries + r * dim);
+  }
+  const Context context = context_of(tile, layer, head);
+  return {.queries = inputs.queries,
+          .limits = inputs.limits,
+          .firsts = inputs.firsts,
+          .biases = has_biases ? inputs.biases : nullptr,
+          .count = tile.rows,
+          .block_table = context.block_table,
+          .layer = layer.index,
+          .head = head,
+          .scale = 1.f / std::sqrt((float)dim),
+          .first_chunk = context.first,
+          .next = {}};
+}
+
+void AttentionStage::write_rows(const QueryTile& tile, int head, const RowState* states) const {
+  const int group = spec_.group();
+  for (int r = 0; r < tile.rows; ++r) {
+    const int query = head * group + (tile.first_row + r) % group;
+    finish(states[r], spec_.head_dim, buffers_.attended.row(token_of(tile, r)) + query * spec_.head_dim);
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,58 @@
+// The attention of a layer: its query, key and value products, the attention itself, and its output product.
+#pragma once
+#include "attention/attention.h"
+#include "model/attention_plan.h"
+#include "model/decoder_weights.h"
+#include "model/layer_products.h"
+#include "model/step.h"
+#include "model/step_buffers.h"
+
+namespace penstock {
+
+class AttentionStage {
+ public:
+  AttentionStage(const Spec& spec, const PositionTables& positions, const KvCache& cache, const Step& step,
+                 const StepBuffers& buffers)
+      : spec_(spec),
+        biases_stride_(round_up(spec.max_position, kChunk)),
+        positions_(positions),
+        cache_(cache),
+        step_(step),
+        buffers_(buffers) {}
+
+  // Plans the step, and reserves memory for it.
+  void prepare(int num_threads);
+  // Computes the queries, keys and values of all tokens.
+  void project(Worker& worker, const Layer& layer, LayerProducts& products) const;
+  // Stores the keys and values in the cache, and attends.
+  void attend(Worker& worker, const Layer& layer) const;
+  // Adds the output of the attention to the hidden state.
+  void add_output(Worker& worker, const Layer& layer, LayerProducts& products) const;
+
+ private:
+  struct RowInputs;
+
+  int num_items() const { return (int)plan_.tiles.size() * spec_.num_kv_heads; }
+  void store_all(Worker& worker, const Layer& layer) const;
+  void store_key_value(const Layer& layer, int token, int head) const;
+  void prepare_head(const float* x, const Buffer<float>& norm, int position, float* out) const;
+  int slot_of(int token) const;
+  bool begins_last_page(int token) const;
+  void attend_by_span(Worker& worker, const Layer& layer) const;
+  void attend_tile(const Layer& layer, int item) const;
+  int token_of(const QueryTile& tile, int row) const;
+  Context context_of(const QueryTile& tile, const Layer& layer, int head) const;
+  QueryRows query_rows(const QueryTile& tile, const Layer& layer, int head, RowInputs& inputs) const;
+  void write_rows(const QueryTile& tile, int head, const RowState* states) const;
+
+  const Spec& spec_;
+  const int biases_stride_;
+  const PositionTables& positions_;
+  const KvCache& cache_;
+  const Step& step_;
+  const StepBuffers& buffers_;
+  AttentionPlan plan_;
+  Buffer<RowState> partials_;  // [spans][key/value heads][kMaxQueryRows]
+};
+
+}  // namespace penstock

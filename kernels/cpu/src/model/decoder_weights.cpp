@@ -1,0 +1,72 @@
+#include "model/decoder_weights.h"
+
+#include "model/norm.h"
+
+namespace penstock {
+
+Norm::Norm(const Spec& spec)
+    : is_layer_norm_(spec.has_layer_norms),
+      count_(spec.hidden),
+      padded_(round_up(spec.hidden, kPanel)),
+      eps_(spec.norm_eps) {
+  weight.reserve(padded_);
+  if (is_layer_norm_) bias.reserve(padded_);
+}
+
+NormedRow Norm::apply(const float* row) const {
+  thread_local std::vector<float> normed;
+  normed.resize(padded_);
+  float* out = normed.data();
+  const bool is_finite = is_layer_norm_ ? layer_norm(row, weight.data(), bias.data(), padded_, count_, eps_, out)
+                                        : rms_norm(row, weight.data(), padded_, count_, eps_, out);
+  return {out, is_finite};
+}
+
+DecoderWeights::DecoderWeights(const Spec& spec)
+    : final_norm(spec),
+      is_rotated_(spec.turned),
+      hidden_rotation_(is_rotated_ ? spec.hidden : 1),
+      gated_rotation_(is_rotated_ ? spec.intermediate : 1) {
+  const size_t num_angles = (size_t)spec.max_position * spec.rotary_dim / 2;
+  positions.cos.reserve(num_angles);
+  positions.sin.reserve(num_angles);
+  layers.reserve(spec.num_layers);
+  for (int i = 0; i < spec.num_layers; ++i) layers.emplace_back(spec, i);
+}
+
+Matrix& DecoderWeights::matrix(Slot slot, int layer) {
+  switch (slot) {
+    case Slot::kEmbedding:
+      return embedding;
+    case Slot::kHead:
+      return head;
+    default:
+      return layers[layer].matrix(slot);
+  }
+}
+
+void DecoderWeights::fill(Team& team, Slot slot, int layer, const Part& part, const float* gains) {
+  penstock::fill(team, matrix(slot, layer), part, transform_of(slot, gains));
+}
+
+void DecoderWeights::set_bias(Slot slot, int layer, Place place, int first, const float* values, int count) {
+  Matrix& target = matrix(slot, layer);
+  target.bias.reserve((size_t)target.num_panels() * kPanel);
+  for (int i = 0; i < count; ++i) target.bias[place_row(place, first, i)] = values[i];
+  const HadamardRotation* rotation = transform_of(slot, nullptr).outputs;
+  if (rotation) rotation->apply(target.bias.data(), target.bias.data());
+}
+
+WeightTransform DecoderWeights::transform_of(Slot slot, const float* gains) const {
+  if (!is_rotated_) return {nullptr, nullptr, nullptr};
+  switch (slot) {
+    case Slot::kOut:
+      return {nullptr, nullptr, &hidden_rotation_};
+    case Slot::kMlpOut:
+      return {nullptr, &gated_rotation_, &hidden_rotation_};
+    default:
+      return {gains, &hidden_rotation_, nullptr};
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,45 @@
+// The end of a step: the logits of the rows that sample, and the tokens that they sample.
+#pragma once
+#include <vector>
+
+#include "gemm/activations.h"
+#include "model/decoder_weights.h"
+#include "model/step.h"
+#include "model/step_buffers.h"
+#include "sampling/best_logits.h"
+
+namespace penstock {
+
+class HeadStage {
+ public:
+  HeadStage(int vocab, const Norm& norm, const Matrix& head, const Step& step, const StepBuffers& buffers)
+      : vocab_(vocab), norm_(norm), head_(head), step_(step), buffers_(buffers), logits_(vocab) {}
+
+  // Plans the step, and reserves memory for it.
+  void prepare(int num_threads);
+  // Computes the logits of the step's chosen rows.
+  void project(Worker& worker);
+  // Writes the tokens that the rows sample, or their logits if the plan asks for these.
+  void choose(Worker& worker) const;
+
+ private:
+  bool wants_logprobs(int row) const { return step_.plan.num_logprobs && step_.plan.num_logprobs[row] >= 0; }
+  bool keeps_logits(int row) const { return logits_row_[row] >= 0; }
+  float* logits_of(int row) const { return logits_.row(logits_row_[row]); }
+  void note_logits(Worker& worker, int first, int rows, int panel, float* out);
+  void await_masks(Worker& worker) const;
+  int32_t choose_one(int row) const;
+
+  const int vocab_;
+  const Norm& norm_;
+  const Matrix& head_;
+  const Step& step_;
+  const StepBuffers& buffers_;
+  Activations inputs_;
+  std::vector<char> poisoned_;   // by row: whether its hidden state is not finite
+  std::vector<int> logits_row_;  // by row: its row of logits_; -1 if only the best logit is kept
+  RowBuffer logits_;
+  BestLogits bests_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,47 @@
+#include "model/mlp_stage.h"
+
+#include <algorithm>
+
+namespace penstock {
+
+void MlpStage::run(Worker& worker, const Layer& layer, LayerProducts& products) const {
+  const auto normed = [&](int i) { return layer.mlp_norm.apply(buffers_.hidden.row(products.tokens()[i])).values; };
+  products.run(worker, layer, Slot::kMlpIn, normed, [&](int first, int count, int panel, const float* out) {
+    for (int r = 0; r < count; ++r) activate(out + r * kPanel, panel, buffers_.gated.row(first + r));
+  });
+  const auto gated = [&](int i) { return gated_row(i); };
+  products.add(worker, layer, Slot::kMlpOut, gated, buffers_.hidden);
+}
+
+// Applies the activation to one panel of the MLP's inner products, and writes the row that the second matrix reads.
+void MlpStage::activate(const float* inner, int panel, float* row) const {
+  const auto activated = [&](Floats x) {
+    switch ((Activation)spec_.activation) {
+      case Activation::kGelu:
+        return gelu(x);
+      case Activation::kGeluTanh:
+        return gelu_tanh(x);
+      default:
+        return silu(x);
+    }
+  };
+  if (spec_.is_gated) {
+    store(row + panel * kLanes, activated(load(inner)) * load(inner + kLanes));
+  } else {
+    for (int j = 0; j < kPanel; j += kLanes) store(row + panel * kPanel + j, activated(load(inner + j)));
+  }
+}
+
+// Returns the input of the second matrix, which stays valid until this thread's next call.
+const float* MlpStage::gated_row(int row) const {
+  const float* gated = buffers_.gated.row(row);
+  if (!rotation_) return gated;
+  thread_local std::vector<float> rotated;
+  rotated.resize(buffers_.gated.stride());
+  // Clear the padding: numbers that another model left there would enter this row's scale.
+  std::fill(rotated.begin() + spec_.intermediate, rotated.end(), 0.f);
+  rotation_->apply(gated, rotated.data());
+  return rotated.data();
+}
+
+}  // namespace penstock

@@ -1,0 +1,28 @@
+// The MLP of a layer: two products with an activation between them.
+#pragma once
+#include "gemm/hadamard.h"
+#include "model/layer_products.h"
+#include "model/spec.h"
+#include "model/step_buffers.h"
+
+namespace penstock {
+
+class MlpStage {
+ public:
+  // `rotation`: of the gated products; null if the model is not rotated.
+  MlpStage(const Spec& spec, const HadamardRotation* rotation, const StepBuffers& buffers)
+      : spec_(spec), rotation_(rotation), buffers_(buffers) {}
+
+  // Adds the output of the MLP to the hidden state.
+  void run(Worker& worker, const Layer& layer, LayerProducts& products) const;
+
+ private:
+  void activate(const float* inner, int panel, float* row) const;
+  const float* gated_row(int row) const;
+
+  const Spec& spec_;
+  const HadamardRotation* rotation_;
+  const StepBuffers& buffers_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,32 @@
+// The log-probabilities of the tokens that follow scored tokens of prompts.
+#pragma once
+#include "gemm/activations.h"
+#include "model/decoder_weights.h"
+#include "model/step.h"
+#include "model/step_buffers.h"
+
+namespace penstock {
+
+class ScoreStage {
+ public:
+  ScoreStage(int vocab, const Norm& norm, const Matrix& head, const Step& step, const StepBuffers& buffers)
+      : vocab_(vocab), norm_(norm), head_(head), step_(step), buffers_(buffers), logits_(vocab) {}
+
+  // Reserves memory for the step.
+  void prepare();
+  void run(Worker& worker);
+
+ private:
+  void project(Worker& worker, int first, int rows);
+  void write(int first, int row) const;
+
+  const int vocab_;
+  const Norm& norm_;
+  const Matrix& head_;
+  const Step& step_;
+  const StepBuffers& buffers_;
+  Activations inputs_;
+  RowBuffer logits_;
+};
+
+}  // namespace penstock

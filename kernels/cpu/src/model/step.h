@@ -1,0 +1,24 @@
+// The step that runs: its plan, and what follows from the plan for every stage.
+#pragma once
+#include <cstddef>
+#include <vector>
+
+#include "model/plan.h"
+
+namespace penstock {
+
+struct Step {
+  Plan plan{};
+  std::vector<int> seq_of_token;
+  std::vector<int> all_tokens;
+  std::vector<int> head_tokens;  // tokens whose logits are needed; those that are only scored come last
+  int num_chosen = 0;            // head tokens that are sampled or return their logits
+
+  void begin(const Plan& next);
+  // The adapter slot of a token's sequence; -1 if it has none.
+  int adapter_slot(int token) const { return plan.adapters ? plan.adapters[seq_of_token[token]] : -1; }
+  // The block table of a sequence.
+  const int32_t* block_table(int seq) const { return plan.block_tables + (size_t)seq * plan.block_table_stride; }
+};
+
+}  // namespace penstock
