@@ -16,7 +16,7 @@ from penstock.kernels.cpu.abi import KernelError, check_sizes
 
 
 class Format(IntEnum):
-    """Storage format of a matrix; a group is 32 columns. See src/model/weights.h."""
+    """Storage format of a matrix; a group is 32 columns. See src/weights/weights.h."""
 
     BF16 = 0
     INT8 = 1
@@ -89,7 +89,7 @@ class Activation(IntEnum):
 
 
 class NativeSpec(c.Structure):
-    """Shapes and constants of a decoder. Mirrors Spec of src/model/spec.h."""
+    """Shapes and constants of a decoder. Mirrors Spec of src/weights/spec.h."""
 
     _fields_ = [
         *((name, c.c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),

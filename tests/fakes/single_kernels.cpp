@@ -6,7 +6,7 @@
 #include "gemm/gemm.h"
 #include "sampling/logprobs.h"
 #include "gemm/low_rank.h"
-#include "model/norm.h"
+#include "weights/norm.h"
 #include "sampling/sampler.h"
 #include "gemm/hadamard.h"
 

@@ -4,7 +4,7 @@
 // kernel reads one stream. A word is two bf16 or four quantized bytes. Quantization uses only its own row, so a row's
 // product is the same alone and in a batch.
 #pragma once
-#include "model/weights.h"
+#include "weights/weights.h"
 
 namespace penstock {
 

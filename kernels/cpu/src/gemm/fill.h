@@ -2,7 +2,7 @@
 #pragma once
 #include "threads/team.h"
 #include "gemm/hadamard.h"
-#include "model/weights.h"
+#include "weights/weights.h"
 
 namespace penstock {
 

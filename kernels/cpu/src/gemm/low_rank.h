@@ -5,7 +5,7 @@
 
 #include "gemm/fill.h"
 #include "threads/memory.h"
-#include "model/weights.h"
+#include "weights/weights.h"
 
 namespace penstock {
 

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "model/plan.h"
-#include "model/spec.h"
+#include "weights/spec.h"
 
 namespace penstock {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "model/norm.h"
+#include "weights/norm.h"
 
 namespace penstock {
 namespace {

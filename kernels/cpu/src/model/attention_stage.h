@@ -2,7 +2,7 @@
 #pragma once
 #include "attention/attention.h"
 #include "model/attention_plan.h"
-#include "model/decoder_weights.h"
+#include "weights/decoder_weights.h"
 #include "model/layer_products.h"
 #include "model/step.h"
 #include "model/step_buffers.h"

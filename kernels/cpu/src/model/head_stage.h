@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "gemm/activations.h"
-#include "model/decoder_weights.h"
+#include "weights/decoder_weights.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
 #include "sampling/best_logits.h"

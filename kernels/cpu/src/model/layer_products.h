@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "gemm/gemm.h"
-#include "model/adapters.h"
-#include "model/decoder_weights.h"
+#include "weights/adapters.h"
+#include "weights/decoder_weights.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
 

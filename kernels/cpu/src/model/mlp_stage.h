@@ -2,7 +2,7 @@
 #pragma once
 #include "gemm/hadamard.h"
 #include "model/layer_products.h"
-#include "model/spec.h"
+#include "weights/spec.h"
 #include "model/step_buffers.h"
 
 namespace penstock {

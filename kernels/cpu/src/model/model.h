@@ -1,14 +1,14 @@
 // A decoder: its weights, its KV cache and its steps.
 #pragma once
 #include "attention/kv_cache.h"
-#include "model/adapters.h"
+#include "weights/adapters.h"
 #include "model/attention_stage.h"
-#include "model/decoder_weights.h"
+#include "weights/decoder_weights.h"
 #include "model/head_stage.h"
 #include "model/layer_products.h"
 #include "model/mlp_stage.h"
 #include "model/score_stage.h"
-#include "model/spec.h"
+#include "weights/spec.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
 #include "threads/team.h"

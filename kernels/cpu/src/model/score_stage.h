@@ -1,7 +1,7 @@
 // The log-probabilities of the tokens that follow scored tokens of prompts.
 #pragma once
 #include "gemm/activations.h"
-#include "model/decoder_weights.h"
+#include "weights/decoder_weights.h"
 #include "model/step.h"
 #include "model/step_buffers.h"
 

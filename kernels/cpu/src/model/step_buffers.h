@@ -1,7 +1,7 @@
 // The rows of numbers that the stages of a step hand to each other.
 #pragma once
-#include "model/spec.h"
-#include "model/weights.h"
+#include "weights/spec.h"
+#include "weights/weights.h"
 #include "threads/memory.h"
 
 namespace penstock {

@@ -6,7 +6,7 @@
 #include <tuple>
 #include <vector>
 
-#include "model/weights.h"
+#include "weights/weights.h"
 #include "sampling/sampler.h"
 #include "simd/simd.h"
 

@@ -1,6 +1,6 @@
-#include "model/decoder_weights.h"
+#include "weights/decoder_weights.h"
 
-#include "model/norm.h"
+#include "weights/norm.h"
 
 namespace penstock {
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "gemm/low_rank.h"
-#include "model/decoder_weights.h"
+#include "weights/decoder_weights.h"
 
 namespace penstock {
 

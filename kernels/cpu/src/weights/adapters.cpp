@@ -1,4 +1,4 @@
-#include "model/adapters.h"
+#include "weights/adapters.h"
 
 #include <algorithm>
 

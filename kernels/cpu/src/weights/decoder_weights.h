@@ -5,8 +5,8 @@
 
 #include "gemm/fill.h"
 #include "gemm/hadamard.h"
-#include "model/spec.h"
-#include "model/weights.h"
+#include "weights/spec.h"
+#include "weights/weights.h"
 #include "threads/team.h"
 
 namespace penstock {
