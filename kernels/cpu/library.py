@@ -38,7 +38,7 @@ class Source(IntEnum):
     FLOAT16 = 8
 
 
-class Place(IntEnum):
+class RowLayout(IntEnum):
     """Where rows go in a fused matrix: one after the other, or interleaved with those of another part."""
 
     PLAIN = 0
@@ -95,7 +95,7 @@ class NativeSpec(c.Structure):
         *((name, c.c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
         *((name, c.c_int32) for name in ("head_dim", "vocab", "max_position")),
         ("norm_eps", c.c_float),
-        *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format", "turned")),
+        *((name, c.c_int32) for name in ("block_size", "num_blocks", "kv_format", "hadamard_rotation")),
         *((name, c.c_int32) for name in ("rotary_dim", "activation", "has_layer_norms", "is_gated", "is_parallel")),
     ]
 
@@ -126,7 +126,7 @@ class _LowRankPart(c.Structure):
     """Mirrors LowRankPart of src/gemm/low_rank.h."""
 
     _fields_ = [
-        *((name, c.c_int32) for name in ("place", "first", "count", "rank")),
+        *((name, c.c_int32) for name in ("layout", "first", "count", "rank")),
         *((name, c.c_void_p) for name in ("down", "up")),
     ]
 
@@ -134,7 +134,7 @@ class _LowRankPart(c.Structure):
 class LowRankRows(NamedTuple):
     """A LoRA adapter's part for rows of a matrix: up @ down. down: [rank, columns]; up: [rows, rank]; contiguous."""
 
-    place: Place
+    layout: RowLayout
     first: int
     down: NDArray[np.float32]
     up: NDArray[np.float32]
@@ -188,7 +188,7 @@ class NativeModel:
         data: NDArray[np.uint8],
         *,
         first: int = 0,
-        place: Place = Place.PLAIN,
+        layout: RowLayout = RowLayout.PLAIN,
         row_order: NDArray[np.int32] | None = None,
         gains: NDArray[np.float32] | None = None,
     ) -> None:
@@ -202,15 +202,21 @@ class NativeModel:
         rows = len(data if row_order is None else row_order)
         call = self._library.penstock_matrix_fill
         address = data.ctypes.data
-        self._check(call(self._handle, layer, slot, source, place, first, rows, address, row_bytes, order, factors))
+        self._check(call(self._handle, layer, slot, source, layout, first, rows, address, row_bytes, order, factors))
 
     def set_bias(
-        self, slot: Slot, layer: int, values: NDArray[np.float32], *, first: int = 0, place: Place = Place.PLAIN
+        self,
+        slot: Slot,
+        layer: int,
+        values: NDArray[np.float32],
+        *,
+        first: int = 0,
+        layout: RowLayout = RowLayout.PLAIN,
     ) -> None:
         """Set the biases of a matrix for the rows of one part. values: [rows]."""
         values = np.ascontiguousarray(values, dtype=np.float32)
         call = self._library.penstock_bias_fill
-        self._check(call(self._handle, layer, slot, place, first, values.ctypes.data, len(values)))
+        self._check(call(self._handle, layer, slot, layout, first, values.ctypes.data, len(values)))
 
     def set_window(self, layer: int, tokens: int) -> None:
         """Set how many tokens each token attends to in a layer, itself included."""
@@ -223,11 +229,11 @@ class NativeModel:
         self._check(call(self._handle, layer, vector, values.ctypes.data, values.size))
 
     def set_adapter(
-        self, place: int, slot: Slot, layer: int, parts: Sequence[LowRankRows], gains: NDArray[np.float32] | None
+        self, adapter_slot: int, slot: Slot, layer: int, parts: Sequence[LowRankRows], gains: NDArray[np.float32] | None
     ) -> None:
-        """Set what the adapter in slot `place` adds to a packed matrix. No step may be running. gains: see `fill`."""
+        """Set what the adapter in `adapter_slot` adds to a packed matrix. No step may be running. gains: see `fill`."""
         factors, call = None if gains is None else gains.ctypes.data, self._library.penstock_adapter_set
-        self._check(call(self._handle, place, layer, slot, low_rank_table(parts), len(parts), factors))
+        self._check(call(self._handle, adapter_slot, layer, slot, low_rank_table(parts), len(parts), factors))
 
     def start(self, plan: NativePlan) -> None:
         """Start a step on the model's threads. The arrays of the plan must stay alive until `wait` returns.
@@ -261,8 +267,8 @@ class NativeModel:
 def low_rank_table(parts: Sequence[LowRankRows]) -> c.Array[_LowRankPart]:
     """Return the parts as an array of C structs, valid only as long as `parts`."""
     table = (_LowRankPart * len(parts))()
-    for row, (place, first, down, up) in zip(table, parts, strict=True):
-        row.place, row.first, row.count, row.rank = place, first, len(up), len(down)
+    for row, (layout, first, down, up) in zip(table, parts, strict=True):
+        row.layout, row.first, row.count, row.rank = layout, first, len(up), len(down)
         row.down, row.up = down.ctypes.data, up.ctypes.data
     return table
 

@@ -111,7 +111,7 @@ int penstock_single_norm(const float* x, const float* weight, const float* bias,
 // Rotates a row in place. row: [count], padded to whole vectors.
 void penstock_single_hadamard(float* row, int count) { HadamardRotation(count).apply(row, row); }
 
-int penstock_single_place(int place, int first, int i) { return place_row((Place)place, first, i); }
+int penstock_single_packed_row(int layout, int first, int i) { return packed_row((RowLayout)layout, first, i); }
 
 // Samples at `count` positions, from the rule's own on, each from the same logits.
 void penstock_single_draw(const float* logits, int vocab, const SamplingRule* rule, int count, int32_t* tokens) {

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.abi import check_sizes
-from penstock.kernels.cpu.library import Format, KvFormat, LowRankRows, Place, Source, low_rank_table
+from penstock.kernels.cpu.library import Format, KvFormat, LowRankRows, RowLayout, Source, low_rank_table
 from penstock.kernels.reference.sampler import SamplingRow
 
 Floats = NDArray[np.float32]
@@ -117,9 +117,9 @@ class Single:
         self._library.penstock_single_hadamard(_at(padded), len(row))
         return padded
 
-    def place_row(self, place: Place, first: int, i: int) -> int:
+    def packed_row(self, layout: RowLayout, first: int, i: int) -> int:
         """Return the row of a fused matrix that holds row i of a part."""
-        row: int = self._library.penstock_single_place(place, first, i)
+        row: int = self._library.penstock_single_packed_row(layout, first, i)
         return row
 
     def sample_row(self, logits: Floats, row: SamplingRow) -> int:
@@ -237,7 +237,7 @@ def _open(path: Path) -> Any:
         "gelu": (None, [pointer, number, number, pointer]),
         "norm": (number, [*[pointer] * 3, number, number, real, pointer]),
         "hadamard": (None, [pointer, number]),
-        "place": (number, [number] * 3),
+        "packed_row": (number, [number] * 3),
         "draw": (None, [pointer, number, pointer, number, pointer]),
         "logprobs": (None, [pointer, *[number] * 3, pointer, pointer]),
         "cache_new": (pointer, [number] * 5),

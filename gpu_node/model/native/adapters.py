@@ -13,7 +13,7 @@ from penstock.gpu_node.model.checkpoint.files import Checkpoint
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors
 from penstock.gpu_node.model.lora.low_rank import LowRank
 from penstock.gpu_node.model.protocol import Adapter
-from penstock.kernels.cpu.library import LowRankRows, NativeModel, Place, Slot
+from penstock.kernels.cpu.library import LowRankRows, NativeModel, RowLayout, Slot
 
 _SLOTS: dict[MatrixName, Slot] = {"qkv": Slot.QKV, "out": Slot.OUT, "mlp_in": Slot.MLP_IN, "mlp_out": Slot.MLP_OUT}
 
@@ -36,10 +36,10 @@ class NativeAdapters:
                 self._model.set_adapter(adapter_slot, slot, layer, parts, gains)
 
     def _part(self, matrix: MatrixName, part: LowRank) -> LowRankRows:
-        place, first = Place.PLAIN, sum(rows for _, rows in self._spec.parts_of(matrix)[: part.part])
+        layout, first = RowLayout.PLAIN, sum(rows for _, rows in self._spec.parts_of(matrix)[: part.part])
         if matrix == "mlp_in" and self._spec.is_gated:
-            place, first = (Place.FIRST_HALF, Place.SECOND_HALF)[part.part], 0
-        return LowRankRows(place, first, np.ascontiguousarray(part.down), np.ascontiguousarray(part.up))
+            layout, first = (RowLayout.FIRST_HALF, RowLayout.SECOND_HALF)[part.part], 0
+        return LowRankRows(layout, first, np.ascontiguousarray(part.down), np.ascontiguousarray(part.up))
 
     @cached_property
     def _gains(self) -> dict[tuple[int, MatrixName], NDArray[np.float32]]:

@@ -54,12 +54,12 @@ def load_native(described: Description, options: RunnerOptions, progress: Progre
         raise ConfigError(f"the compiled kernels do not fit this code, build them again: {error}") from error
     except KernelError as error:
         raise ConfigError(f"num_threads {threads} cannot be started: {error}") from error
-    quantization, rotated = _quantization(spec, options.quantization), bool(native_spec.turned)
+    quantization, rotated = _quantization(spec, options.quantization), bool(native_spec.hadamard_rotation)
 
     def pack(keep: PackedWriter | None) -> set[Format]:
         return Packer(model, described, quantization, progress, rotated=rotated, keep=keep).pack()
 
-    layout = f"{library.stem}-{quantization}{'-turned' if rotated else ''}"
+    layout = f"{library.stem}-{quantization}{'-rotated' if rotated else ''}"
     cached = packed_once(described, layout, pack) if options.weight_cache else None
     if cached is not None:
         cached.give_to(model)
@@ -132,7 +132,7 @@ def _native_spec(described: Description, options: RunnerOptions, num_blocks: int
         block_size=options.block_size,
         num_blocks=num_blocks,
         kv_format=kv_format,
-        turned=_is_rotated(spec, options.quantization),
+        hadamard_rotation=_is_rotated(spec, options.quantization),
         rotary_dim=0 if spec.rope is None else spec.rope.dim,
         activation=_ACTIVATIONS[spec.activation],
         has_layer_norms=spec.norm == "layer",
@@ -157,4 +157,4 @@ def _quantization(spec: ModelSpec, wanted: str) -> str:
 
 def _arithmetic(isa: Isa, formats: set[Format], kv_format: KvFormat, *, rotated: bool) -> str:
     weights = "+".join(weights.name.lower() for weights in sorted(formats))
-    return f"native-{isa}-{weights}{'-turned' if rotated else ''}-kv-{kv_format.name.lower()}"
+    return f"native-{isa}-{weights}{'-rotated' if rotated else ''}-kv-{kv_format.name.lower()}"

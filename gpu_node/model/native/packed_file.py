@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu.library import Format, NativeModel, Place, Slot, Vector
+from penstock.kernels.cpu.library import Format, NativeModel, RowLayout, Slot, Vector
 
 KEY_DIGITS = 32
 _MAGIC = b"penstock weights"
@@ -51,9 +51,9 @@ class PackedWriter:
         """Add a vector, with the arguments of `NativeModel.set_vector`."""
         self._table["vectors"].append([vector, layer, self._put(values, _LINE), values.nbytes])
 
-    def add_bias(self, slot: Slot, layer: int, values: NDArray[np.float32], first: int, place: Place) -> None:
+    def add_bias(self, slot: Slot, layer: int, values: NDArray[np.float32], first: int, layout: RowLayout) -> None:
         """Add a bias, with the arguments of `NativeModel.set_bias`."""
-        self._table["biases"].append([slot, layer, first, place, self._put(values, _LINE), values.nbytes])
+        self._table["biases"].append([slot, layer, first, layout, self._put(values, _LINE), values.nbytes])
 
     def finish(self, formats: Iterable[Format]) -> None:
         """Write the table and the header, and flush the whole file to disk."""
@@ -106,8 +106,8 @@ class PackedWeights:
         for slot, layer, weights, rows, columns, start, size in self._table["matrices"]:
             packed = self._content[start : start + size]
             model.use(Slot(slot), layer, Format(weights), rows, columns, packed)
-        for slot, layer, first, place, start, size in self._table["biases"]:
-            model.set_bias(Slot(slot), layer, self._numbers(start, size), first=first, place=Place(place))
+        for slot, layer, first, layout, start, size in self._table["biases"]:
+            model.set_bias(Slot(slot), layer, self._numbers(start, size), first=first, layout=RowLayout(layout))
         for vector, layer, start, size in self._table["vectors"]:
             model.set_vector(Vector(vector), layer, self._numbers(start, size))
 

@@ -13,7 +13,7 @@ from penstock.gpu_node.model.checkpoint.source import Progress
 from penstock.gpu_node.model.checkpoint.tensors import DecoderTensors, StoredLinear, StoredNorm
 from penstock.gpu_node.model.native.formats import format_of, rows_of
 from penstock.gpu_node.model.native.packed_file import PackedWriter
-from penstock.kernels.cpu.library import Format, NativeModel, Place, Slot, Vector
+from penstock.kernels.cpu.library import Format, NativeModel, RowLayout, Slot, Vector
 
 _SLAB_BYTES = 16 << 20
 """Rows of an embedding table are read in slabs of this many bytes, counted in float32."""
@@ -77,23 +77,23 @@ class Packer:
     def _fuse(self, slot: Slot, layer: int, linear: StoredLinear, gains: _Gains = None) -> None:
         """Pack the parts into one matrix, with their rows one after another."""
         firsts = np.cumsum([0, *(part.shape[0] for part in linear.weights)]).tolist()
-        self._fill(slot, layer, linear, [(Place.PLAIN, first) for first in firsts[:-1]], gains)
+        self._fill(slot, layer, linear, [(RowLayout.PLAIN, first) for first in firsts[:-1]], gains)
 
     def _interleave(self, slot: Slot, layer: int, linear: StoredLinear, gains: _Gains) -> None:
         """Pack two parts into one matrix in which their rows alternate by half panels."""
-        self._fill(slot, layer, linear, [(Place.FIRST_HALF, 0), (Place.SECOND_HALF, 0)], gains)
+        self._fill(slot, layer, linear, [(RowLayout.FIRST_HALF, 0), (RowLayout.SECOND_HALF, 0)], gains)
 
     def _fill(
-        self, slot: Slot, layer: int, linear: StoredLinear, places: list[tuple[Place, int]], gains: _Gains
+        self, slot: Slot, layer: int, linear: StoredLinear, layouts: list[tuple[RowLayout, int]], gains: _Gains
     ) -> None:
         weights = self._allocate(slot, layer, linear.weights)
-        for part, (place, first) in zip(linear.weights, places, strict=True):
-            self._pack_rows(slot, layer, part, place, first, gains)
-        for bias, (place, first) in zip(linear.biases, places, strict=False):
+        for part, (layout, first) in zip(linear.weights, layouts, strict=True):
+            self._pack_rows(slot, layer, part, layout, first, gains)
+        for bias, (layout, first) in zip(linear.biases, layouts, strict=False):
             values = bias.to_float32()
-            self._model.set_bias(slot, layer, values, first=first, place=place)
+            self._model.set_bias(slot, layer, values, first=first, layout=layout)
             if self._keep is not None:
-                self._keep.add_bias(slot, layer, values, first, place)
+                self._keep.add_bias(slot, layer, values, first, layout)
         self._finish(slot, layer, linear.weights, weights)
 
     def _pack_table(self, slot: Slot, table: Stored, gains: _Gains) -> None:
@@ -102,12 +102,12 @@ class Packer:
         rows, columns = table.shape
         slab_rows = max(1, _SLAB_BYTES // (4 * columns))
         for first in range(0, rows, slab_rows):
-            self._pack_rows(slot, 0, table.span(first, min(first + slab_rows, rows)), Place.PLAIN, first, gains)
+            self._pack_rows(slot, 0, table.span(first, min(first + slab_rows, rows)), RowLayout.PLAIN, first, gains)
         self._finish(slot, 0, (table,), weights)
 
-    def _pack_rows(self, slot: Slot, layer: int, part: Stored, place: Place, first: int, gains: _Gains) -> None:
+    def _pack_rows(self, slot: Slot, layer: int, part: Stored, layout: RowLayout, first: int, gains: _Gains) -> None:
         source, data, order = rows_of(part)
-        self._model.fill(slot, layer, source, data, first=first, place=place, row_order=order, gains=gains)
+        self._model.fill(slot, layer, source, data, first=first, layout=layout, row_order=order, gains=gains)
         self._tensors.release()
 
     def _finish(self, slot: Slot, layer: int, parts: tuple[Stored, ...], weights: Format) -> None:

@@ -8,7 +8,7 @@ from fixtures.matrices import random_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.cpu.library import LowRankRows, Place
+from penstock.kernels.cpu.library import LowRankRows, RowLayout
 from penstock.kernels.reference.quantised import to_bf16
 
 
@@ -30,7 +30,7 @@ def test_parts_of_any_shape_add_what_the_reference_adds_and_nothing_to_other_row
     for i, (count, rank, is_there) in enumerate(sizes):
         down, up = (random_floats(*shape, seed=seed + 2 * i) for shape in ((rank, columns), (count, rank)))
         if is_there:
-            parts.append(LowRankRows(Place.PLAIN, first, down, up))
+            parts.append(LowRankRows(RowLayout.PLAIN, first, down, up))
             span, (a, b) = slice(first, first + count), (to_bf16(half).astype(np.float64) for half in (down, up))
             want[:, span] += x @ a.T @ b.T
             terms[:, span] += np.abs(x) @ np.abs(a.T) @ np.abs(b.T)

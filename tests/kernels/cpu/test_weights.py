@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.cpu.library import Format, Place, Source
+from penstock.kernels.cpu.library import Format, RowLayout, Source
 
 LOSSLESS = {
     (Format.BF16, Source.BFLOAT16),
@@ -107,10 +107,10 @@ def test_the_extremes_of_ggufs_blocks_come_back(kernels: Single) -> None:
 
 @pytest.mark.parametrize("rows", [16, 40, 64])
 def test_two_parts_interleave_by_halves_of_a_panel_and_cover_it(kernels: Single, rows: int) -> None:
-    first, second = ([kernels.place_row(place, 0, i) for i in range(rows)] for place in (Place(1), Place(2)))
+    first, second = ([kernels.packed_row(layout, 0, i) for i in range(rows)] for layout in (RowLayout(1), RowLayout(2)))
     assert [b - a for a, b in zip(first, second, strict=True)] == [16] * rows
     taken = sorted(first + second)
     assert len(set(taken)) == 2 * rows
     if rows % 16 == 0:
         assert taken == list(range(2 * rows))
-    assert [kernels.place_row(Place.PLAIN, 7, i) for i in range(3)] == [7, 8, 9]
+    assert [kernels.packed_row(RowLayout.PLAIN, 7, i) for i in range(3)] == [7, 8, 9]

@@ -26,7 +26,7 @@ void read_row(const Part& part, const WeightTransform& transform, int i, int col
 }
 
 void pack(Matrix& matrix, const Part& part, int i, const float* values) {
-  matrix.set_row(place_row(part.place, part.first, i), Source::kFloat32, reinterpret_cast<const uint8_t*>(values));
+  matrix.set_row(packed_row(part.layout, part.first, i), Source::kFloat32, reinterpret_cast<const uint8_t*>(values));
 }
 
 void fill_rotated_outputs(Worker& worker, Matrix& matrix, const Part& part, const WeightTransform& transform,
@@ -53,7 +53,7 @@ void fill(Team& team, Matrix& matrix, const Part& part, const WeightTransform& t
       fill_rotated_outputs(worker, matrix, part, transform, by_column);
     } else if (transform.is_none()) {
       worker.for_each(part.count, [&](int i) {
-        matrix.set_row(place_row(part.place, part.first, i), part.source, part.row(i));
+        matrix.set_row(packed_row(part.layout, part.first, i), part.source, part.row(i));
       });
     } else {
       const Rows own(1, matrix.columns);

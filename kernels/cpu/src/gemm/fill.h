@@ -10,7 +10,7 @@ namespace penstock {
 // each, or null.
 struct Part {
   Source source;
-  Place place;
+  RowLayout layout;
   int first, count;
   const uint8_t* data;
   size_t row_bytes;

@@ -24,7 +24,7 @@ LowRank::LowRank(const LowRankPart* parts, int num_parts, const Matrix& matrix, 
     for (int k = 0; k < part.rank; ++k) {
       float* row = &dense[(size_t)(first + k) * rows];
       for (int r = 0; r < part.count; ++r) {
-        row[place_row((Place)part.place, part.first, r)] = part.up[r * part.rank + k];
+        row[packed_row((RowLayout)part.layout, part.first, r)] = part.up[r * part.rank + k];
       }
       if (transform.outputs) transform.outputs->apply(row, row);
     }

@@ -12,7 +12,7 @@ namespace penstock {
 // An adapter's matrices for some rows of a weight matrix, as Python passes them. down: [rank][columns]; up:
 // [count][rank].
 struct LowRankPart {
-  int32_t place, first, count, rank;
+  int32_t layout, first, count, rank;
   const float *down, *up;
 };
 

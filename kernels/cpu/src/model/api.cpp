@@ -95,11 +95,11 @@ PENSTOCK_API const uint8_t* penstock_matrix_bytes(Model* model, int layer, int s
 }
 
 // Packs `count` rows of `row_bytes` each, on all threads. `row_order` and `gains` may be null.
-PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot, int source, int place, int first,
+PENSTOCK_API const char* penstock_matrix_fill(Model* model, int layer, int slot, int source, int layout, int first,
                                               int count, const uint8_t* data, size_t row_bytes,
                                               const int32_t* row_order, const float* gains) {
   return guarded([&] {
-    const Part part{(Source)source, (Place)place, first, count, data, row_bytes, row_order};
+    const Part part{(Source)source, (RowLayout)layout, first, count, data, row_bytes, row_order};
     model->weights().fill(model->team(), (Slot)slot, layer, part, gains);
   });
 }
@@ -112,9 +112,9 @@ PENSTOCK_API const char* penstock_vector_fill(Model* model, int layer, int which
   });
 }
 
-PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, int place, int first, const float* data,
+PENSTOCK_API const char* penstock_bias_fill(Model* model, int layer, int slot, int layout, int first, const float* data,
                                             int count) {
-  return guarded([&] { model->weights().set_bias((Slot)slot, layer, (Place)place, first, data, count); });
+  return guarded([&] { model->weights().set_bias((Slot)slot, layer, (RowLayout)layout, first, data, count); });
 }
 
 PENSTOCK_API void penstock_window_set(Model* model, int layer, int window) {

@@ -24,7 +24,7 @@ NormedRow Norm::apply(const float* row) const {
 
 DecoderWeights::DecoderWeights(const Spec& spec)
     : final_norm(spec),
-      is_rotated_(spec.turned),
+      is_rotated_(spec.hadamard_rotation),
       hidden_rotation_(is_rotated_ ? spec.hidden : 1),
       gated_rotation_(is_rotated_ ? spec.intermediate : 1) {
   const size_t num_angles = (size_t)spec.max_position * spec.rotary_dim / 2;
@@ -49,10 +49,10 @@ void DecoderWeights::fill(Team& team, Slot slot, int layer, const Part& part, co
   penstock::fill(team, matrix(slot, layer), part, transform_of(slot, gains));
 }
 
-void DecoderWeights::set_bias(Slot slot, int layer, Place place, int first, const float* values, int count) {
+void DecoderWeights::set_bias(Slot slot, int layer, RowLayout layout, int first, const float* values, int count) {
   Matrix& target = matrix(slot, layer);
   target.bias.reserve((size_t)target.num_panels() * kPanel);
-  for (int i = 0; i < count; ++i) target.bias[place_row(place, first, i)] = values[i];
+  for (int i = 0; i < count; ++i) target.bias[packed_row(layout, first, i)] = values[i];
   const HadamardRotation* rotation = transform_of(slot, nullptr).outputs;
   if (rotation) rotation->apply(target.bias.data(), target.bias.data());
 }

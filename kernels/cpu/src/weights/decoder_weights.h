@@ -69,7 +69,7 @@ class DecoderWeights {
   // null.
   void fill(Team& team, Slot slot, int layer, const Part& part, const float* gains);
   // Sets a matrix's biases from row `first` of a part on. Biases that are never set stay zero.
-  void set_bias(Slot slot, int layer, Place place, int first, const float* values, int count);
+  void set_bias(Slot slot, int layer, RowLayout layout, int first, const float* values, int count);
   // How the checkpoint's rows of a matrix are transformed. `gains`: as for `fill`.
   WeightTransform transform_of(Slot slot, const float* gains) const;
   // The rotation of the gated products; null if the model is not rotated.

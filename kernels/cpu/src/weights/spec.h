@@ -12,7 +12,7 @@ struct Spec {
   int32_t block_size, num_blocks, kv_format;
   // Whether the hidden state and the gated products are Hadamard-rotated (hadamard.h). The norms then have no
   // weights: these are multiplied into the matrices.
-  int32_t turned;
+  int32_t hadamard_rotation;
   int32_t rotary_dim;  // channels of a head that RoPE rotates; 0: scores have position biases instead
   int32_t activation;
   // Layer norms instead of RMS norms; a gated MLP; an MLP that reads the same input as the attention.

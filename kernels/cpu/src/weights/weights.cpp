@@ -261,9 +261,9 @@ void Matrix::get_row(int row, float* out) const {
   }
 }
 
-int place_row(Place place, int first, int i) {
-  if (place == Place::kPlain) return first + i;
-  const int half = place == Place::kSecondHalf ? kLanes : 0;
+int packed_row(RowLayout layout, int first, int i) {
+  if (layout == RowLayout::kPlain) return first + i;
+  const int half = layout == RowLayout::kSecondHalf ? kLanes : 0;
   return first + i / kLanes * kPanel + half + i % kLanes;
 }
 

@@ -27,7 +27,7 @@ enum class Source : int { kFloat32 = 0, kBf16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 =
 
 // Where the rows of a part go in a fused matrix: one after the other, or into one half of each panel. With halves,
 // row i of one part and row i of the other are 16 rows apart.
-enum class Place : int { kPlain = 0, kFirstHalf = 1, kSecondHalf = 2 };
+enum class RowLayout : int { kPlain = 0, kFirstHalf = 1, kSecondHalf = 2 };
 
 struct Matrix {
   Format format = Format::kBf16;
@@ -54,7 +54,7 @@ struct Matrix {
 };
 
 // Returns the matrix row of row i of a part; `first` is the matrix row of its row 0.
-int place_row(Place place, int first, int i);
+int packed_row(RowLayout layout, int first, int i);
 
 // Converts a source row of `columns` numbers to floats.
 void widen_row(Source source, const uint8_t* data, int columns, float* out);
