@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from fakes.faulty_runner import FaultyRunner
 from fakes.processes.running_node import running_node
+from fakes.runners.faulty_runner import FaultyRunner
 
 from penstock.contract.errors import JobFailedError, PromptTooLongError
 from penstock.contract.job import Priority, Result, SamplingParams

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.ahead_runner import AheadRunner
-from fakes.faulty_runner import FaultyRunner
+from fakes.runners.ahead_runner import AheadRunner
+from fakes.runners.faulty_runner import FaultyRunner
 from numpy.typing import NDArray
 
 from penstock.contract.errors import RequestError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fakes.engine_runs import check_idle, tokens_of
-from fakes.faulty_runner import FaultyRunner, Place
 from fakes.poison import poisoned
+from fakes.runners.faulty_runner import FaultyRunner, Place
 
 from penstock.contract.errors import PromptTooLongError
 from penstock.contract.job import SamplingParams, seed_of

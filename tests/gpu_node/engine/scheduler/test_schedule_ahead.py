@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.ahead_runner import AheadRunner
 from fakes.engine_runs import check_idle, drain, tokens_of
-from fakes.faulty_runner import FaultyRunner
 from fakes.poison import poisoned
+from fakes.runners.ahead_runner import AheadRunner
+from fakes.runners.faulty_runner import FaultyRunner
 from fakes.schedules import BLOCK_SIZE, EOS, check_plan, new_scheduler, new_sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.runner_options import runner_options
+from fakes.runners.runner_options import runner_options
 from fixtures.plans import logits_alone
 from fixtures.quantized_checkpoint import LAYOUTS, TOKEN_IDS
 from numpy.typing import NDArray

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.runner_options import runner_options
+from fakes.runners.runner_options import runner_options
 from fixtures.plans import Track, logits_of_step, tokens_of_step
 from fixtures.random_adapters import make_adapter
 from fixtures.random_families import make_family_model

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.runner_options import runner_options
+from fakes.runners.runner_options import runner_options
 from fixtures.plans import Track, plan_of
 from fixtures.random_families import make_family_model
 from fixtures.sampling import rows_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.prompts import mixed_prompts
-from fakes.runner_options import runner_options
+from fakes.runners.runner_options import runner_options
 from fixtures.plans import Track, logits_of_step, plan_of
 from fixtures.random_families import WINDOW, make_family_model
 from fixtures.sampling import rows_of

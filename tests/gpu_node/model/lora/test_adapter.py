@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.runner_options import runner_options
+from fakes.runners.runner_options import runner_options
 from fixtures.plans import Track, logits_of_step
 from fixtures.random_adapters import make_adapter, merge
 from numpy.typing import NDArray

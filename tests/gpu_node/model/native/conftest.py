@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from fakes.native import ISAS, built
-from fakes.runner_options import runner_options
+from fakes.runners.runner_options import runner_options
 from fixtures.random_families import make_family_model
 from fixtures.random_llama import make_llama
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.runner_options import runner_options
+from fakes.runners.runner_options import runner_options
 from fixtures.gguf_file import write_gguf
 from fixtures.plans import logits_alone
 from transformers import AutoModelForCausalLM

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.native import SANITIZE, built
-from fakes.runner_options import runner_options
-from fakes.stale_blocks import logits_over
+from fakes.runners.runner_options import runner_options
+from fakes.runners.stale_blocks import logits_over
 from fixtures.plans import Track, logits_alone, plan_of, tokens_of_step
 from fixtures.sampling import rows_of
 

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from fakes.native import built
-from fakes.runner_options import runner_options
+from fakes.runners.runner_options import runner_options
 from fixtures.plans import logits_alone
 from numpy.typing import NDArray
 
@@ -227,7 +227,7 @@ def test_what_nobody_opened_for_long_goes_when_another_is_written(llama: Make, l
 
 _CHILD = """
 import sys, logging
-from fakes.runner_options import runner_options
+from fakes.runners.runner_options import runner_options
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.native.packing import Packer
 from fixtures.plans import logits_alone

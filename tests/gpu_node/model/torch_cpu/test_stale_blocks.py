@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.runner_options import runner_options
-from fakes.stale_blocks import NUM_BLOCKS, logits_over
+from fakes.runners.runner_options import runner_options
+from fakes.runners.stale_blocks import NUM_BLOCKS, logits_over
 
 from penstock.gpu_node.model.load import load_model
 from penstock.gpu_node.model.torch_cpu.runner import TorchRunner

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.runner_options import runner_options
+from fakes.runners.runner_options import runner_options
 from fixtures.gguf_file import write_gguf
 from fixtures.plans import logits_alone
 from fixtures.quantized_checkpoint import LAYOUTS, write_quantised
