@@ -22,7 +22,7 @@ CONFIG = Path(__file__).parents[1] / ".luacheckrc"
 
 def findings_of(name: str) -> set[tuple[str, int, str]]:
     """File, line and text of what luacheck says of one script."""
-    scripts = resources.files("penstock.contract") / "scripts"
+    scripts = resources.files("penstock.queue") / "scripts"
     command = ["luacheck", "--config", str(CONFIG), "--formatter", "plain", "--codes", "-"]
     said = subprocess.run(command, input=source(name), capture_output=True, text=True, check=False).stdout
     text = source(name)
@@ -42,7 +42,7 @@ def main() -> None:
     """Print what is wrong; the status says whether anything is."""
     if shutil.which("luacheck") is None:
         sys.exit("luacheck is not installed; Debian and Ubuntu have it as `lua-check`")
-    scripts = Path(str(resources.files("penstock.contract") / "scripts"))
+    scripts = Path(str(resources.files("penstock.queue") / "scripts"))
     names = sorted(path.stem for path in scripts.glob("*.lua") if path.stem not in SHARED)
     of_each = [findings_of(name) for name in names]
     everywhere = set.intersection(*of_each)
