@@ -204,7 +204,9 @@ class EngineMachine(RuleBasedStateMachine):
     def _commit(self, tokens: list[int]) -> None:
         step, _ = self.flights.pop(0)
         failed = [step.seqs[i] for i, token in zip(step.sampled, tokens, strict=True) if token == FAILED_TOKEN]
-        broken = {block for seq in failed for block in seq.blocks}
+        # A block that another sequence of the step shares holds good values: that sequence got a token from them.
+        shared = {block for seq in step.seqs if seq not in failed for block in seq.blocks}
+        broken = {block for seq in failed for block in seq.blocks} - shared
         landed = self.scheduler.commit(step, np.array(tokens, dtype=np.int32))
         assert landed.seqs == [step.seqs[i] for i in step.sampled] and landed.token_ids == tokens
         for seq, token in zip(landed.seqs, tokens, strict=True):
