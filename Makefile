@@ -52,7 +52,6 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy --strict -p penstock
-
 	$(BIN)/python -m mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests ops
 	$(BIN)/python -m pytest -q tests/language
 

@@ -237,52 +237,45 @@ class Outbox:
         return unfinished
 
     def _handle_answer(self, job: HeldJob, emission: Emission, answer: str) -> None:
+        if self._handle_loss(job, answer):
+            return
+        kind, _, rest = answer.partition(" ")
+        job.acknowledge(emission)
+        if kind == "ERR":
+            log.error("emit failed", extra={"job_id": job.job_id, "reason": rest})
+            self.end(job, Outcome("failed", "internal_error", "the queue could not store this job's tokens"))
+        elif kind != "OK":
+            self.end(job, BY_ANSWER[kind])
+
+    def _handle_loss(self, job: HeldJob, answer: str) -> bool:
+        """Drop a job that this node has lost, or send again the chunks that Redis has lost. Return whether it did."""
         kind, _, rest = answer.partition(" ")
         if kind in ("FENCED", "GONE"):
             self.drop(job)
         elif kind == "NEED":
             self._send_again(job, int(rest))
-        elif kind == "ERR":
-            log.error("emit failed", extra={"job_id": job.job_id, "reason": rest})
-            job.acknowledge(emission)
-            self.end(job, Outcome("failed", "internal_error", "the queue could not store this job's tokens"))
         else:
-            job.acknowledge(emission)
-            if kind != "OK":
-                self.end(job, BY_ANSWER[kind])
+            return False
+        return True
 
     async def _finish(self, job: HeldJob, outcome: Outcome) -> None:
         await self._seal(job)
         while not job.is_rest(emission := job.emission(self._pack, MAX_EMIT_BYTES)):
-            if not await self._emit_before_finish(job, emission):
+            (answer,) = await self._broker.emit([emission])
+            if self._handle_loss(job, answer):
                 return
+            # The job has its outcome, so a cancellation changes nothing. The finish call reports damaged keys.
+            job.acknowledge(emission)
         try:
             answer = await self._broker.finish(emission, outcome, job.result(), **job.used)
         except InvariantError as error:
             # This job's keys are damaged; other jobs' keys are not.
             log.error("finish failed", extra={"job_id": job.job_id, "reason": error.message})
             answer = "GONE"
-        kind, _, rest = answer.partition(" ")
-        if kind == "NEED":
-            self._send_again(job, int(rest))
-        elif kind == "OK":
+        if not self._handle_loss(job, answer):
             self._ledger.counts.finished_cost += job.taken.cost
             self._ledger.counts.finished += 1
             self._remove(job)
-        else:
-            self.drop(job)
-
-    async def _emit_before_finish(self, job: HeldJob, emission: Emission) -> bool:
-        """Emit a part of a large rest. Return whether the finish call may follow."""
-        kind, _, rest = (await self._broker.emit([emission]))[0].partition(" ")
-        if kind in ("FENCED", "GONE"):
-            self.drop(job)
-        elif kind == "NEED":
-            self._send_again(job, int(rest))
-        else:
-            # The job has its outcome, so a cancellation changes nothing. The finish call reports damaged keys.
-            job.acknowledge(emission)
-        return kind not in ("FENCED", "GONE", "NEED")
 
     def _send_again(self, job: HeldJob, index: int) -> None:
         self._ledger.counts.rewinds += 1

@@ -33,17 +33,7 @@ class StatsBroker:
 
     async def _of(self, pool: str) -> PoolStats:
         redis, classes = self._redis, range(NUM_PRIORITIES)
-        (
-            (seconds, micros),
-            lease_ms,
-            num_open,
-            counts,
-            heartbeats,
-            records,
-            kept,
-            backlog,
-            *waiting,
-        ) = await asyncio.gather(
+        time, lease_ms, num_open, counts, heartbeats, records, kept, backlog, *waiting = await asyncio.gather(
             redis.time(),
             redis.hget(keys.config(pool), "lease_ms"),
             redis.scard(keys.open_jobs(pool)),
@@ -55,6 +45,7 @@ class StatsBroker:
             *(redis.zcard(keys.waiting(pool, p)) for p in classes),
             *(redis.zrange(keys.waiting(pool, p), 0, 0, withscores=True) for p in classes),
         )
+        seconds, micros = time
         now_ms = seconds * 1000 + micros // 1000
         depth, heads = waiting[: len(classes)], waiting[len(classes) :]
         alive = [

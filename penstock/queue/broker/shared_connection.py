@@ -91,7 +91,7 @@ class SharedConnection(asyncio.Protocol):
         self._waiting.append((answer, self._loop.time()))
         if self._clock is None:
             self._clock = self._loop.call_later(REPLY_TIMEOUT_S, self._check_clock)
-        if self._unwritten or any(type(one) is bytes and len(one) > LARGE_ARGUMENT_BYTES for one in command):
+        if self._unwritten or _is_large(command):
             self._unwritten.extend(_pieces_of(command))
             self._write_on()
         else:
@@ -188,9 +188,13 @@ class SharedConnection(asyncio.Protocol):
             self._clock = self._loop.call_later(left_s, self._check_clock)
 
 
+def _is_large(command: Sequence[Any]) -> bool:
+    return any(type(one) is bytes and len(one) > LARGE_ARGUMENT_BYTES for one in command)
+
+
 def _pieces_of(command: Sequence[Any]) -> Iterator[bytes | memoryview]:
     """Yield a command in the Redis protocol. Large arguments come in pieces, and are not copied."""
-    if not any(type(one) is bytes and len(one) > LARGE_ARGUMENT_BYTES for one in command):
+    if not _is_large(command):
         yield hiredis.pack_command(tuple(command))
         return
     small = [b"*%d\r\n" % len(command)]
