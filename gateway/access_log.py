@@ -11,8 +11,8 @@ from http import HTTPStatus
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.gateway.openai.answer import JOB_HEADER
 from penstock.gateway.openai.errors import ID_HEADER
+from penstock.gateway.stream.answer import JOB_HEADER
 
 logger = logging.getLogger("penstock.gateway.access")
 

@@ -21,12 +21,12 @@ from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TE
 from penstock.gateway.body_parser import Parser
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
 from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.openai import generate, models
-from penstock.gateway.openai.answer import JOB_HEADER
+from penstock.gateway.openai import models, routes
 from penstock.gateway.openai.errors import ID_HEADER, install_error_handlers
 from penstock.gateway.request_head import BoundedHead
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
+from penstock.gateway.stream.answer import JOB_HEADER
 from penstock.producer.client import AsyncClient, ClientSettings
 from penstock.runtime.cooperative import LoopYielder
 from penstock.runtime.gc_freeze import freeze_gc
@@ -76,7 +76,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     _add_state(app, settings)
     install_error_handlers(app)
-    app.router.routes.extend(generate.ROUTES)
+    app.router.routes.extend(routes.ROUTES)
     for module in (models, health, metrics, usage):
         app.include_router(module.router)
     app.add_middleware(
@@ -94,7 +94,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[JOB_HEADER, ID_HEADER, "Retry-After"],
         )
-    app.add_middleware(AccessLog, paths=frozenset(route.path for route in generate.ROUTES))
+    app.add_middleware(AccessLog, paths=frozenset(route.path for route in routes.ROUTES))
     return app
 
 

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 
 from penstock.contract.errors import RequestError, UnavailableError
-from penstock.gateway.openai.parsed_body import ParsedBody, decode_parsed_body, parse
+from penstock.gateway.parsed_body import ParsedBody, decode_parsed_body, parse
 from penstock.gateway.parser_process import FORMS, HEAD
 from penstock.gateway.shared_budget import SharedBudget
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
-from penstock.gateway.openai.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
+from penstock.gateway.parsed_body import BODIES, encode_parsed_body, encode_refusal, parse, with_packed_prompts
 
 HEAD = struct.Struct(">BI")
 """Header of a message on the socket. Body: the index of its form in FORMS, then its length in bytes.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 from penstock.contract.errors import InvariantError, PenstockError
-from penstock.contract.job import MAX_TOKENS_LIMIT, Choice, Chunk, FinishReason, Outcome, SamplingParams, Usage
+from penstock.contract.job import Choice, Chunk, FinishReason, Outcome, Usage
 from penstock.contract.logprobs import PROMPT_TOKENS_PER_CHUNK
+from penstock.contract.sampling_params import MAX_TOKENS_LIMIT, SamplingParams
 from penstock.gpu_node.choice_text import ChoiceText
 from penstock.gpu_node.engine.records import StepOutput
 from penstock.gpu_node.packed_chunks import PromptRows, SealedChunk, seal
@@ -153,7 +155,7 @@ class HeldJob:
 
     def seal_part(self, pack: Pack = msgpack_codec.pack) -> None:
         """Pack the next part of the prompt's log-probabilities into a chunk; takes about a millisecond."""
-        chunk = self._prompt_rows.next_chunk(self.job_id, len(self._chunks))
+        chunk = self._with_prompt_tokens(self._prompt_rows.next_chunk(self.job_id, len(self._chunks)))
         self._append(chunk, seal(chunk, pack))
 
     def emission(self, pack: Pack = msgpack_codec.pack, max_bytes: float = inf) -> Emission:
@@ -216,8 +218,11 @@ class HeldJob:
         for i, c in fresh:
             is_last = c.finish_reason is not None and i == fresh[-1][0] and self.is_complete
             usage = self._usage() if is_last else None
-            chunk = c.take_fresh(self.taken.job_id, len(self._chunks), i, usage)
+            chunk = self._with_prompt_tokens(c.take_fresh(self.taken.job_id, len(self._chunks), i, usage))
             self._append(chunk, seal(chunk, pack))
+
+    def _with_prompt_tokens(self, chunk: Chunk) -> Chunk:
+        return chunk if chunk.index else replace(chunk, num_prompt_tokens=self.num_prompt_tokens)
 
     def _append(self, chunk: Chunk, sealed: SealedChunk) -> None:
         self._chunks.append(sealed.data)

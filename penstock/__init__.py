@@ -30,9 +30,10 @@ if TYPE_CHECKING:
         UnauthorizedError,
         UnavailableError,
     )
-    from penstock.contract.job import Choice, Chunk, Message, Outcome, Priority, Result, SamplingParams, Usage
+    from penstock.contract.job import Choice, Chunk, Message, Outcome, Priority, Result, Usage
     from penstock.contract.logprobs import Logprob, TokenLogprobs
     from penstock.contract.sampling_options import SamplingOptions
+    from penstock.contract.sampling_params import SamplingParams
     from penstock.contract.structured import StructuredOutputs
     from penstock.contract.terms import Terms
     from penstock.gateway.settings import GatewaySettings
@@ -63,11 +64,10 @@ _HOMES = {
             "UnavailableError",
         ),
     ),
-    "penstock.contract.job": (
-        *("Choice", "Chunk", "Message", "Outcome", "Priority", "Result", "SamplingParams", "Usage"),
-    ),
+    "penstock.contract.job": (*("Choice", "Chunk", "Message", "Outcome", "Priority", "Result", "Usage"),),
     "penstock.contract.logprobs": ("Logprob", "TokenLogprobs"),
     "penstock.contract.sampling_options": ("SamplingOptions",),
+    "penstock.contract.sampling_params": ("SamplingParams",),
     "penstock.runtime.settings": ("KeySettings", "RedisSettings"),
     "penstock.contract.structured": ("StructuredOutputs",),
     "penstock.contract.terms": ("Terms",),

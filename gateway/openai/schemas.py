@@ -34,10 +34,9 @@ class _HttpFields(Wire):
             raise PydanticCustomError("unsupported_value", "allowed only when stream is true")
         return value
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether the stream ends with a chunk that holds the token usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def options(self) -> dict[str, Any]:
+        """Return the options of the answer that no other API has."""
+        return self.stream_options.model_dump(exclude_none=True) if self.stream_options is not None else {}
 
 
 class ChatRequest(ChatBody, _HttpFields):

@@ -1,25 +1,24 @@
-"""Encoding of token chunks as server-sent events.
+"""Encoding of OpenAI's answers: token chunks as server-sent events, and whole answers as JSON in parts.
 
 The events of one choice differ only in numbers and text, so the rest of the event is rendered once and reused.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from penstock.contract.errors import StreamDivergedError
-from penstock.contract.job import Chunk
-from penstock.gateway.stream.body_writer import PIECE_BYTES
-from penstock.gateway.stream.generation_request import StreamPosition
-from penstock.gateway.stream.sse import event
+from penstock.contract.job import Chunk, Usage
+from penstock.gateway.stream.dialect import AnswerHead, WholeEncoder
+from penstock.gateway.stream.encoder import ChunkEncoder, event_id
+from penstock.gateway.stream.sse import DONE, event
+from penstock.producer.openai.json_parts import json_parts
 from penstock.producer.openai.parsed_text import AnswerReader, ParsedText
-from penstock.producer.openai.render import Renderer, finish_reason_of
+from penstock.producer.openai.render import Renderer, finish_reason_of, usage_of
+from penstock.queue.packed_result import PackedResult
 
-MAX_EVENTS_OF_PART = 256
 _MARK_ID = "\ue000"
 _MARK_TEXT = "\ue001"
 """Characters from Unicode's private-use area, used as placeholders for the id and text of an event."""
@@ -33,81 +32,28 @@ class _Frame(NamedTuple):
     tail: bytes
 
 
-class StreamState:
-    """The position of a stream. Event ids encode it: `<job>:<chunk>:<tokens of the stream up to the chunk's end>`.
+class _OpenAIEncoder(ChunkEncoder):
+    """The base of both encoders."""
 
-    A resumed stream skips the chunks that the caller already has. The token count reveals whether the job's log is
-    still the same. If Redis lost its last writes, another node may have written the log again with other chunk borders.
-    """
-
-    def __init__(self, cut_at: StreamPosition | None) -> None:
-        self._cut_at = cut_at
-        self._has_begun = cut_at is None
-        self.num_tokens = 0
-
-    def is_new(self, chunk: Chunk) -> bool:
-        """Advance past the next chunk and return whether the caller still needs it.
-
-        Raises StreamDivergedError if the log no longer contains the chunk at which the stream was cut.
-        """
-        if not self._has_begun:
-            self._has_begun, self.num_tokens = True, chunk.position
-        self.num_tokens += len(chunk.token_ids)
-        if self._cut_at is None:
-            return True
-        self._skip(self._cut_at, chunk)
-        return False
-
-    def _skip(self, cut_at: StreamPosition, chunk: Chunk) -> None:
-        if chunk.index < cut_at.index:
-            return
-        if (chunk.index, self.num_tokens) != (cut_at.index, cut_at.num_tokens):
-            raise StreamDivergedError(
-                f"the stream of job {chunk.job_id} was cut at a chunk that is no longer in its log"
-            )
-        self._cut_at = None
-
-
-class _Encoder(ABC):
-    """Encodes the chunks of one answer as events. Subclasses say how one chunk is encoded."""
-
-    def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: StreamPosition | None) -> None:
-        """`indices` maps a job id to the index of its prompt. `cut_at`: resume after this position."""
+    def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
+        super().__init__(head.cut_at)
         self._renderer = renderer
-        self._indices = indices
-        self._progress = StreamState(cut_at)
+        self._indices = head.indices
 
-    def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
-        """Yield the events of one job's next chunks, joined into parts.
-
-        A part ends at PIECE_BYTES or MAX_EVENTS_OF_PART, which bounds the time and memory for one part.
-        """
-        part, size, cost = list[bytes](), 0, 0
-        for chunk in batch:
-            encoded = self._event_of(chunk)
-            part.append(encoded)
-            size += len(encoded)
-            cost += 1
-            if size >= PIECE_BYTES or cost >= MAX_EVENTS_OF_PART:
-                yield b"".join(part)
-                part, size, cost = [], 0, 0
-        if size:
-            yield b"".join(part)
-
-    @abstractmethod
-    def _event_of(self, chunk: Chunk) -> bytes:
-        """Return the event of the next chunk, or nothing if the caller needs none for it."""
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """Return the event with the usage, if the caller asked for it, and the stream's last line."""
+        return (event(self._renderer.last_piece(usages)) if self._renderer.includes_usage else b"") + DONE
 
 
-class SseEncoder(_Encoder):
+class SseEncoder(_OpenAIEncoder):
     """Encodes the chunks of one answer as events, for answers that need only the text.
 
     A chunk without text or finish reason gives no event.
     Encoding raises StreamDivergedError if the log no longer contains the position `cut_at`.
     """
 
-    def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: StreamPosition | None) -> None:
-        super().__init__(renderer, indices, cut_at)
+    def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
+        super().__init__(renderer, head)
         self._frames: dict[tuple[str, int], _Frame | None] = {}
 
     def _event_of(self, chunk: Chunk) -> bytes:
@@ -122,7 +68,7 @@ class SseEncoder(_Encoder):
         finish_reason = finish_reason_of(chunk.finish_reason)
         if not chunk.text and finish_reason is None:
             return b""
-        rendered = event(self._piece(chunk, chunk.text, finish_reason), _id_of(chunk, self._progress))
+        rendered = event(self._piece(chunk, chunk.text, finish_reason), event_id(chunk, self._progress))
         if (chunk.job_id, chunk.choice) not in self._frames:
             # The first event of a choice differs in shape, so the frame is built after it.
             self._frames[chunk.job_id, chunk.choice] = self._frame_of(chunk)
@@ -142,16 +88,16 @@ class SseEncoder(_Encoder):
         return _Frame(head, *parts) if len(rest) == 1 and len(parts) == 2 else None
 
 
-class ParsedSseEncoder(_Encoder):
+class ParsedSseEncoder(_OpenAIEncoder):
     """Encodes the chunks of one answer whose text is parsed, or which has log-probabilities.
 
     The parser looks for tool calls and reasoning in a chat. A chunk gives an event only for content that the parser
     has recognized by then.
     """
 
-    def __init__(self, renderer: Renderer, indices: Mapping[str, int], cut_at: StreamPosition | None) -> None:
+    def __init__(self, renderer: Renderer, head: AnswerHead) -> None:
         """As for SseEncoder. A resumed stream is parsed again from its start to restore the parser's state."""
-        super().__init__(renderer, indices, cut_at)
+        super().__init__(renderer, head)
         self._readers: dict[tuple[str, int], AnswerReader] = {}
         self._have_called: set[tuple[str, int]] = set()
 
@@ -160,7 +106,7 @@ class ParsedSseEncoder(_Encoder):
         piece = self._renderer.prompt_piece(index, chunk.prompt_logprobs) if chunk.prompt_logprobs else None
         if chunk.text or chunk.finish_reason or chunk.logprobs:
             piece = self._piece_of(chunk, index)
-        return event(piece, _id_of(chunk, self._progress)) if piece and is_new else b""
+        return event(piece, event_id(chunk, self._progress)) if piece and is_new else b""
 
     def _piece_of(self, chunk: Chunk, index: int) -> dict[str, Any] | None:
         key = chunk.job_id, chunk.choice
@@ -176,5 +122,25 @@ class ParsedSseEncoder(_Encoder):
         return self._renderer.piece(index, chunk.choice, parsed, finish_reason, chunk.logprobs)
 
 
-def _id_of(chunk: Chunk, progress: StreamState) -> str:
-    return f"{chunk.job_id}:{chunk.index}:{progress.num_tokens}"
+class OpenAIWholeEncoder(WholeEncoder):
+    """Encodes a whole answer. The choices of all results form one list."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._num_choices = 0
+
+    def head(self) -> bytes:
+        """Return the members before the choices."""
+        return to_json(self._renderer.whole_head())[:-1] + b',"choices":['
+
+    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
+        """Yield the choices of one result."""
+        for choice in self._renderer.whole_choices(index, result):
+            if self._num_choices:
+                yield b","
+            yield from json_parts(choice)
+            self._num_choices += 1
+
+    def tail(self, usages: Sequence[Usage | None]) -> bytes:
+        """Return the usage, which follows the choices."""
+        return b'],"usage":' + to_json(usage_of(usages)) + b"}"

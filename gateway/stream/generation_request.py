@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.contract.errors import PenstockError
-from penstock.contract.job import Priority, SamplingParams
+from penstock.contract.job import Priority
 from penstock.contract.problems import rename
+from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import Prompt
@@ -48,7 +49,7 @@ class RequestContent:
     @property
     def needs_token_details(self) -> bool:
         """Whether the answer needs more than text of the tokens: an echo of the prompt, or log-probabilities."""
-        return self.echoes or self.params.logprobs is not None or self.params.prompt_logprobs is not None
+        return self.echoes or self.params.needs_token_details
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.contract.adapters import AdapterRef
 from penstock.contract.engine_load import EngineLoad
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, SamplingParams, TokenId, Usage
+from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Message, Outcome, Usage
 from penstock.contract.problems import problem_of
+from penstock.contract.sampling_params import SamplingParams, TokenId
 from penstock.contract.tools import Tools, few_calls
 from penstock.queue import packed_logprobs
 from penstock.queue.msgpack_codec import Pack, WireError, checked_map, pack, unpack_all, with_members
@@ -119,6 +120,8 @@ def encode_chunk(chunk: Chunk, pack: Pack = pack, rows: Rows | None = None, prom
     if chunk.usage is not None:
         usage = chunk.usage
         fields["u"] = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+    if chunk.num_prompt_tokens is not None:
+        fields["n"] = chunk.num_prompt_tokens
     data = pack(fields)
     if chunk.logprobs:
         data = with_members(data, [("l", (rows or rows_of(chunk.logprobs, pack)).array_parts)])
@@ -130,7 +133,7 @@ def encode_chunk(chunk: Chunk, pack: Pack = pack, rows: Rows | None = None, prom
 _PLAIN = {"v": int, "j": str, "i": int, "c": int, "p": int, "t": list, "s": str}
 _PLAIN_KEYS, _PLAIN_TYPES = list(_PLAIN), list(_PLAIN.values())
 _CHUNK_TYPES = {key: kind for key, kind in _PLAIN.items() if key != "v"}
-_CHUNK_TYPES |= {"f": str, "u": list, "e": dict, "l": list, "q": list}
+_CHUNK_TYPES |= {"f": str, "u": list, "e": dict, "l": list, "q": list, "n": int}
 
 
 def _outcome_of(fields: dict[str, Any]) -> Outcome:
@@ -166,6 +169,7 @@ def _chunk_of(value: Any) -> Chunk:
         _outcome_of(end) if end else None,
         packed_logprobs.from_wire(m.get("l", []), m.get("t", ())),
         packed_logprobs.from_wire(m.get("q", [])),
+        m.get("n"),
     )
 
 

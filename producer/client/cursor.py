@@ -229,5 +229,6 @@ def rest_of(result: Result, start: int) -> Iterator[Chunk]:
             result.usage if index == usage_at else None,
             logprobs=choice.logprobs[token : token + num_tokens],
             prompt_logprobs=prompt_logprobs,
+            num_prompt_tokens=result.usage.prompt_tokens if index == 0 and result.usage else None,
         )
     yield Chunk(result.job_id, max(start, len(result.cuts)), outcome=result.outcome)

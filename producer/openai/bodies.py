@@ -23,17 +23,17 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.contract.job import (
+from penstock.contract.job import MAX_MESSAGES
+from penstock.contract.logprobs import MAX_LOGPROBS
+from penstock.contract.sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
-    MAX_MESSAGES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOKENS_LIMIT,
     SamplingParams,
     TokenId,
 )
-from penstock.contract.logprobs import MAX_LOGPROBS
 from penstock.contract.tools import MAX_TOOLS
 from penstock.producer.openai.fields import Wire, at_most, only
 from penstock.producer.openai.messages import NO_TOOLS, ChatMessage, OfferedTool, ToolUse, few_calls

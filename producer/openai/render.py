@@ -12,8 +12,9 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from penstock.contract.job import Choice, FinishReason, Result, SamplingParams, Usage
+from penstock.contract.job import Choice, FinishReason, Result, Usage
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.sampling_params import SamplingParams
 from penstock.producer.openai.json_parts import Rows, Text, plain
 from penstock.producer.openai.logprobs import (
     CompletionTokens,
@@ -87,6 +88,7 @@ class Renderer:
         self.form = form
         self._job_id = job_id
         self._head = {"id": self.id_prefix + job_id, "created": created_s, "model": model}
+        self.includes_usage = include_usage
         self._tail = {"usage": None} if include_usage else {}
         self._params = params
         self._echoes = echoes

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from penstock.contract.adapters import NAME_PATTERN, AdapterRef
 from penstock.contract.errors import InvariantError
-from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, SamplingParams, Usage
+from penstock.contract.job import Choice, Chunk, Message, Outcome, Result, Usage
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.structured import StructuredOutputs
 from penstock.contract.tools import CallFormName, ReasoningParserName, ToolCall, WantedCalls, WantedFunction
 from penstock.queue import results, wire

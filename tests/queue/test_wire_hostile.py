@@ -16,8 +16,9 @@ from fakes.queue.harness import POOL, new_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.contract.job import Choice, Chunk, Outcome, SamplingParams, Usage
+from penstock.contract.job import Choice, Chunk, Outcome, Usage
 from penstock.contract.logprobs import TokenLogprobs
+from penstock.contract.sampling_params import SamplingParams
 from penstock.queue import results, wire
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError
 from penstock.queue.wire import NodePressure, PoolRecord

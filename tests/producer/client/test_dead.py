@@ -10,7 +10,8 @@ from fakes.queue.harness import POOL, Queue, new_job
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError
-from penstock.contract.job import Job, Message, Priority, SamplingParams
+from penstock.contract.job import Job, Message, Priority
+from penstock.contract.sampling_params import SamplingParams
 from penstock.producer.client import AsyncClient
 from penstock.queue import keys
 from penstock.queue.broker.producer import ProducerBroker

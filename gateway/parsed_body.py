@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from penstock.contract.errors import PenstockError, RequestError, TooLargeError
-from penstock.contract.job import SamplingParams
 from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import rename, request_error
+from penstock.contract.sampling_params import SamplingParams
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.producer.client.request import pack_prompt_of
@@ -32,7 +33,8 @@ class ParsedBody:
     priority: ClassName | None = None
     """The class that the body asks for. The caller's rights decide whether it is allowed."""
     stream: bool = False
-    include_usage: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options that only this API has, as plain values."""
 
 
 def parse(form: str, raw: bytes) -> ParsedBody:
@@ -53,7 +55,7 @@ def parse(form: str, raw: bytes) -> ParsedBody:
         )
         raise RequestError(message, param="n")
     content = RequestContent(body.model, prompts, params, body.names(), body.tool_use(), body.echoes)
-    return ParsedBody(content, body.priority, stream=bool(body.stream), include_usage=body.include_usage)
+    return ParsedBody(content, body.priority, bool(body.stream), body.options())
 
 
 def with_packed_prompts(body: ParsedBody) -> ParsedBody:
@@ -82,7 +84,8 @@ def encode_parsed_body(body: ParsedBody) -> bytes:
         "priority": body.priority,
         "names": dict(content.names),
         "tool_use": [use.tools, use.choice, use.parallel],
-        "flags": [content.echoes, body.stream, body.include_usage],
+        "flags": [content.echoes, body.stream],
+        "options": dict(body.options),
     }
     return pack({**small, "params": params, "prompts": [_fields_of(prompt) for prompt in content.prompts]})
 
@@ -98,7 +101,7 @@ def decode_parsed_body(data: bytes) -> ParsedBody:
     if "refusal" in fields:
         kind, message, code, param = fields["refusal"]
         raise _REFUSALS.get(kind, RequestError)(message, code=code, param=param)
-    echoes, stream, include_usage = fields["flags"]
+    echoes, stream = fields["flags"]
     tools, choice, parallel = fields["tool_use"]
     content = RequestContent(
         fields["model"],
@@ -108,7 +111,7 @@ def decode_parsed_body(data: bytes) -> ParsedBody:
         ToolUse(tools, choice, parallel),
         echoes,
     )
-    return ParsedBody(content, fields["priority"], stream=stream, include_usage=include_usage)
+    return ParsedBody(content, fields["priority"], stream, fields["options"])
 
 
 def _fields_of(prompt: Any) -> list[Any]:

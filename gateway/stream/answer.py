@@ -11,30 +11,27 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract.errors import NotFoundError, PenstockError, RequestError, UnavailableError, error_of
 from penstock.contract.job import Usage, pool_of
 from penstock.gateway.metrics import GatewayMetrics
-from penstock.gateway.openai.errors import error_body
-from penstock.gateway.openai.limits import check_logprobs
-from penstock.gateway.openai.sse_encoder import ParsedSseEncoder, SseEncoder
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.body_writer import PIECE_BYTES, BodyWriter
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, WholeEncoder
 from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
-from penstock.gateway.stream.sse import DONE, EventWriter, event
+from penstock.gateway.stream.limits import check_logprobs
+from penstock.gateway.stream.sse import EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import choose_pool
-from penstock.producer.openai.json_parts import json_parts
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
-from penstock.producer.openai.render import ChatRenderer, Renderer, usage_of
 from penstock.producer.openai.tool_calls import CALL_FORMS
 from penstock.queue.broker.producer import ServedPool
 from penstock.queue.packed_result import PackedResult
@@ -52,7 +49,7 @@ class Answer(Response):
     """
 
     def __init__(
-        self, request: Request, generation: GenerationRequest, dialect: type[Renderer], *, include_usage: bool = False
+        self, request: Request, generation: GenerationRequest, dialect: Dialect, options: Mapping[str, Any]
     ) -> None:
         super().__init__()
         self._client: AsyncClient = request.app.state.client
@@ -62,7 +59,7 @@ class Answer(Response):
         self._result_budget: SharedBudget = request.app.state.result_budget
         self._generation = generation
         self._dialect = dialect
-        self._include_usage = include_usage
+        self._options = options
         self._pools: Mapping[str, ServedPool] = {}
         """The records of the pools by name, or empty if `_check` did not need them."""
 
@@ -87,7 +84,7 @@ class Answer(Response):
         """
         content, use = self._generation.content, self._generation.content.tool_use
         has_schema = content.params.structured_outputs is not None and use.tools is None
-        if self._dialect is not ChatRenderer or has_schema:
+        if not self._dialect.parses_text or has_schema:
             return PLAIN
         record = self._pools.get(pool) or (await self._client.pools()).get(pool)
         if use.tools is None:
@@ -97,16 +94,18 @@ class Answer(Response):
             record.tool_parser, record.reasoning_parser, one_call=not use.parallel, is_named=use.is_named
         )
 
-    async def _renderer(self, jobs: Sequence[AsyncJob]) -> Renderer:
-        content = self._generation.content
-        return self._dialect(
-            job_id=jobs[0].id,
-            model=content.model,
-            created_s=int(time.time()),
-            params=content.params,
-            include_usage=self._include_usage,
-            form=await self._form_of(jobs[0].pool),
-            echoes=content.echoes,
+    async def _head(self, jobs: Sequence[AsyncJob]) -> AnswerHead:
+        generation, content = self._generation, self._generation.content
+        return AnswerHead(
+            [job.id for job in jobs],
+            content.model,
+            int(time.time()),
+            content.params,
+            await self._form_of(jobs[0].pool),
+            content.echoes,
+            self._options,
+            generation.cut_at,
+            generation.replay_from_start,
         )
 
 
@@ -121,13 +120,13 @@ class WholeAnswer(Answer):
     async def _answer(self, send: Send) -> None:
         await self._check()
         async with open_jobs(self._client, self._generation) as jobs:
-            renderer = await self._renderer(jobs)
+            encoder = self._dialect.whole(await self._head(jobs))
             ends = await ends_of(jobs)
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
             await self._yielder.wait()
         sender = BodyWriter(send, {JOB_HEADER: _names(jobs)}, self._yielder)
         try:
-            await sender.send_all(self._parts(renderer, jobs, ends))
+            await sender.send_all(self._parts(encoder, jobs, ends))
         except PenstockError as error:
             if not sender.started:
                 raise
@@ -135,21 +134,16 @@ class WholeAnswer(Answer):
             self._metrics.refused(error)
 
     async def _parts(
-        self, renderer: Renderer, jobs: Sequence[AsyncJob], ends: Sequence[Ended]
+        self, encoder: WholeEncoder, jobs: Sequence[AsyncJob], ends: Sequence[Ended]
     ) -> AsyncGenerator[bytes, None]:
-        yield to_json(renderer.whole_head())[:-1] + b',"choices":['
+        yield encoder.head()
         usages: list[Usage | None] = []
-        num_choices = 0
         for index, (job, end) in enumerate(zip(jobs, ends, strict=True)):
             async with self._result_of(job, end) as result:
                 usages.append(result.usage)
-                for choice in renderer.whole_choices(index, result):
-                    if num_choices:
-                        yield b","
-                    for part in json_parts(choice):
-                        yield part
-                    num_choices += 1
-        yield b'],"usage":' + to_json(usage_of(usages)) + b"}"
+                for part in encoder.parts_of(index, result):
+                    yield part
+        yield encoder.tail(usages)
 
     @contextlib.asynccontextmanager
     async def _result_of(self, job: AsyncJob, end: Ended) -> AsyncIterator[PackedResult]:
@@ -190,27 +184,18 @@ class StreamAnswer(Answer):
             if not writer.started:
                 raise
             self._metrics.refused(error)
-            await writer.write(event(error_body(error)))
+            await writer.write(self._dialect.error_event(error))
         await writer.end()
 
-    def _encoder(self, renderer: Renderer, jobs: Sequence[AsyncJob]) -> SseEncoder | ParsedSseEncoder:
-        generation, indices = self._generation, {job.id: index for index, job in enumerate(jobs)}
-        if generation.cut_at is not None and not generation.replay_from_start:
-            renderer.go_on()
-        if renderer.form == PLAIN and not generation.content.needs_token_details and not generation.replay_from_start:
-            return SseEncoder(renderer, indices, generation.cut_at)
-        return ParsedSseEncoder(renderer, indices, generation.cut_at)
-
     async def _relay(self, jobs: Sequence[AsyncJob], writer: EventWriter) -> None:
-        renderer = await self._renderer(jobs)
-        pieces = self._encoder(renderer, jobs)
+        encoder = self._dialect.stream(await self._head(jobs))
         usages: list[Usage] = []
         async with aclosing(batches_of(jobs)) as batches:
             async for batch in batches:
                 outcome = batch[-1].outcome
                 failed = outcome is not None and outcome.state != "done"
                 if writer.started or not failed:
-                    await self._write(pieces, batch, writer)
+                    await self._write(encoder, batch, writer)
                 if outcome is not None and failed:
                     raise error_of(outcome)
                 usages += [chunk.usage for chunk in batch if chunk.usage is not None]
@@ -219,16 +204,14 @@ class StreamAnswer(Answer):
             usages += [usage for job in jobs if (usage := (await job.packed_result()).usage) is not None]
         num_choices = len(jobs) * self._generation.content.params.n
         self._meter.ended(sum(usage.completion_tokens for usage in usages) / num_choices)
-        if self._include_usage:
-            await writer.write(event(renderer.last_piece(usages)))
-        await writer.write(DONE)
+        await writer.write(encoder.end(usages))
 
-    async def _write(self, pieces: SseEncoder | ParsedSseEncoder, batch: Batch, writer: EventWriter) -> None:
+    async def _write(self, encoder: StreamEncoder, batch: Batch, writer: EventWriter) -> None:
         # A batch is large after a slow reader, when a log is replayed, and with the log-probabilities of a prompt.
         is_large = len(batch) > MAX_SMALL_BATCH or bool(batch[0].prompt_logprobs)
         if is_large:
             await self._yielder.wait()
-        for events in pieces.parts_of(batch):
+        for events in encoder.parts_of(batch):
             await writer.write(events)
             self._meter.sent()
             if is_large:

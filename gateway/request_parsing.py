@@ -11,7 +11,7 @@ from penstock.contract.rights import allowed_class
 from penstock.gateway.authentication import caller_of
 from penstock.gateway.body import num_bytes_to_hold, read_json_body
 from penstock.gateway.body_parser import Parser
-from penstock.gateway.openai.parsed_body import ParsedBody
+from penstock.gateway.parsed_body import ParsedBody
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
 from penstock.gateway.stream.generation_request import GenerationRequest, StreamPosition

@@ -1,0 +1,90 @@
+"""What an API must provide for its answers: the interface between `answer.py` and the APIs' folders."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.contract.errors import PenstockError
+from penstock.contract.job import Chunk, SamplingParams, Usage
+from penstock.gateway.stream.generation_request import StreamPosition
+from penstock.producer.openai.parsed_text import AnswerFormat
+from penstock.queue.packed_result import PackedResult
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What is known of an answer before its first token."""
+
+    job_ids: Sequence[str]
+    """One job for each prompt of the request."""
+    model: str
+    created_s: int
+    params: SamplingParams
+    form: AnswerFormat
+    """How to parse the text."""
+    echoes: bool = False
+    """Whether the text begins with the prompt."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options of `ParsedBody` that only this API has."""
+    cut_at: StreamPosition | None = None
+    """Resume a stream after this position."""
+    replays: bool = False
+    """Whether a resumed stream is read from its start."""
+
+    @property
+    def indices(self) -> dict[str, int]:
+        """Map each job id to the index of its prompt."""
+        return {job_id: index for index, job_id in enumerate(self.job_ids)}
+
+
+class StreamEncoder(ABC):
+    """Encodes one answer as server-sent events."""
+
+    @abstractmethod
+    def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
+        """Yield the events of one job's next chunks, in parts that bound the time and memory for one of them.
+
+        Raises StreamDivergedError if the log no longer contains the position `cut_at`.
+        """
+
+    @abstractmethod
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """Return the events after the last chunk. `usages` has one entry for each job."""
+
+
+class WholeEncoder(ABC):
+    """Encodes one answer as a JSON object, in parts: the head, the results in the order of the prompts, the tail."""
+
+    @abstractmethod
+    def head(self) -> bytes:
+        """Return the part before the results."""
+
+    @abstractmethod
+    def parts_of(self, index: int, result: PackedResult) -> Iterator[bytes]:
+        """Yield the parts of the result of prompt `index`."""
+
+    @abstractmethod
+    def tail(self, usages: Sequence[Usage | None]) -> bytes:
+        """Return the part after the results. `usages` has one entry for each job."""
+
+
+class Dialect(ABC):
+    """One API's answers."""
+
+    parses_text: bool = True
+    """Whether tool calls and reasoning are parsed from the text."""
+
+    @abstractmethod
+    def stream(self, head: AnswerHead) -> StreamEncoder:
+        """Return the encoder of a streamed answer."""
+
+    @abstractmethod
+    def whole(self, head: AnswerHead) -> WholeEncoder:
+        """Return the encoder of a whole answer."""
+
+    @abstractmethod
+    def error_event(self, error: PenstockError) -> bytes:
+        """Return the last event of a stream that fails after it has begun."""

@@ -1,0 +1,80 @@
+"""Encoding of a job's chunks as server-sent events: the base of all APIs' encoders."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+
+from penstock.contract.errors import StreamDivergedError
+from penstock.contract.job import Chunk
+from penstock.gateway.stream.body_writer import PIECE_BYTES
+from penstock.gateway.stream.dialect import StreamEncoder
+from penstock.gateway.stream.generation_request import StreamPosition
+
+MAX_EVENTS_OF_PART = 256
+
+
+class StreamState:
+    """The position of a stream. Event ids encode it: `<job>:<chunk>:<tokens of the stream up to the chunk's end>`.
+
+    A resumed stream skips the chunks that the caller already has. The token count reveals whether the job's log is
+    still the same. If Redis lost its last writes, another node may have written the log again with other chunk borders.
+    """
+
+    def __init__(self, cut_at: StreamPosition | None) -> None:
+        self._cut_at = cut_at
+        self._has_begun = cut_at is None
+        self.num_tokens = 0
+
+    def is_new(self, chunk: Chunk) -> bool:
+        """Advance past the next chunk and return whether the caller still needs it.
+
+        Raises StreamDivergedError if the log no longer contains the chunk at which the stream was cut.
+        """
+        if not self._has_begun:
+            self._has_begun, self.num_tokens = True, chunk.position
+        self.num_tokens += len(chunk.token_ids)
+        if self._cut_at is None:
+            return True
+        self._skip(self._cut_at, chunk)
+        return False
+
+    def _skip(self, cut_at: StreamPosition, chunk: Chunk) -> None:
+        if chunk.index < cut_at.index:
+            return
+        if (chunk.index, self.num_tokens) != (cut_at.index, cut_at.num_tokens):
+            raise StreamDivergedError(
+                f"the stream of job {chunk.job_id} was cut at a chunk that is no longer in its log"
+            )
+        self._cut_at = None
+
+
+class ChunkEncoder(StreamEncoder):
+    """Encodes the chunks of one answer as events. Subclasses say how one chunk is encoded."""
+
+    def __init__(self, cut_at: StreamPosition | None) -> None:
+        """`cut_at`: resume after this position."""
+        self._progress = StreamState(cut_at)
+
+    def parts_of(self, batch: Sequence[Chunk]) -> Iterator[bytes]:
+        """Yield the events of one job's next chunks. A part ends at PIECE_BYTES or MAX_EVENTS_OF_PART."""
+        part, size, cost = list[bytes](), 0, 0
+        for chunk in batch:
+            encoded = self._event_of(chunk)
+            part.append(encoded)
+            size += len(encoded)
+            cost += 1
+            if size >= PIECE_BYTES or cost >= MAX_EVENTS_OF_PART:
+                yield b"".join(part)
+                part, size, cost = [], 0, 0
+        if size:
+            yield b"".join(part)
+
+    @abstractmethod
+    def _event_of(self, chunk: Chunk) -> bytes:
+        """Return the event of the next chunk, or nothing if the caller needs none for it."""
+
+
+def event_id(chunk: Chunk, progress: StreamState) -> str:
+    """Return the id of the event that ends with this chunk."""
+    return f"{chunk.job_id}:{chunk.index}:{progress.num_tokens}"
