@@ -11,7 +11,7 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import TracebackType
 from typing import Any, Self, cast
@@ -94,6 +94,8 @@ class FakeJob:
         finish: FinishReason | None = "length" if is_last else None
         usage = self.usage() if is_last and choice == self.request.params.n - 1 else None
         chunk = Chunk(self.id, len(self.chunks), choice, position, (token,), fake_text([token]), finish, usage)
+        if not self.chunks:
+            chunk = replace(chunk, num_prompt_tokens=PROMPT_TOKENS)
         self.chunks.append(chunk)
         return chunk
 

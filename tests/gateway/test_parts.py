@@ -22,10 +22,11 @@ from penstock.gateway.openai.errors import error_response
 from penstock.gateway.openai.sse_encoder import SseEncoder
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.dialect import AnswerHead
 from penstock.gateway.stream.flow import batches_of
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
-from penstock.producer.openai.parsed_text import ParsedText
+from penstock.producer.openai.parsed_text import PLAIN, ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
@@ -158,7 +159,8 @@ def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, tex
         "params": SamplingParams(n=3),
         "include_usage": include_usage,
     }
-    pieces, renderer = SseEncoder(dialect(**fields), {"job:0": 0, "job:1": 1}, None), dialect(**fields)
+    head = AnswerHead(["job:0", "job:1"], model, 1, SamplingParams(n=3), PLAIN)
+    pieces, renderer = SseEncoder(dialect(**fields), head), dialect(**fields)
     num_tokens = [*accumulate(len(chunk.token_ids) for chunk in chunks)]
     rendered = [
         event(renderer.piece(i % 2, c.choice, ParsedText(c.text), c.finish_reason), f"{c.job_id}:{i}:{num_tokens[i]}")

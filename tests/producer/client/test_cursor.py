@@ -32,7 +32,10 @@ def text_of(tokens: Iterable[int]) -> str:
 def log_of(sizes: Sequence[tuple[int, int]], lag: int = 0) -> list[Chunk]:
     """A whole log: the prompt's, chunks of (choice, number of tokens), what is left; text lags by `lag` tokens."""
     first, rest = PROMPT[:PROMPT_TOKENS_PER_CHUNK], PROMPT[PROMPT_TOKENS_PER_CHUNK:]
-    chunks = [Chunk(JOB, 0, prompt_logprobs=first), Chunk(JOB, 1, position=len(first), prompt_logprobs=rest)]
+    chunks = [
+        Chunk(JOB, 0, prompt_logprobs=first, num_prompt_tokens=7),
+        Chunk(JOB, 1, position=len(first), prompt_logprobs=rest),
+    ]
     said = dict.fromkeys(range(NUM_CHOICES), 0)
 
     def say(choice: int, num_tokens: int) -> None:
