@@ -37,6 +37,7 @@ _WINDOW_BYTES = 256 << 10
 def main() -> None:
     """Answer bodies until the gateway closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the gateway, which ends this process.
+    os.nice(10)  # Large bodies must not take the cores from token streams.
     gc.disable()  # A parsed body is a tree without cycles, so a collection would scan millions of values for nothing.
     gc.freeze()
     _limit_memory()

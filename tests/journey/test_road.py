@@ -29,7 +29,7 @@ from penstock.queue.keys import own_channel
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 NUM_JOBS = 64
-NUM_TOKENS = 10
+NUM_TOKENS = 40
 POOL = "demo"
 WORDS = ("gate", "opens", "by", "pressure", "turbine", "never", "starves", "nor", "floods", "water", "stands", "high")
 
@@ -84,10 +84,10 @@ def departures(folder: Path, texts: Sequence[str], outputs: Sequence[list[int]])
 
 
 async def test_64_jobs_at_once_are_batched_and_each_stream_is_its_log(
-    redis_url: str, redis: Redis, demo_folder: Path
+    redis_url: str, redis: Redis, demo_file: Path
 ) -> None:
     broker, texts = ProducerBroker(redis), prompts(NUM_JOBS)
-    with NodeProcess(redis_url, model=demo_folder, pool=POOL, dtype="float32"):
+    with NodeProcess(redis_url, model=demo_file, pool=POOL):
         async with AsyncClient(redis_url) as client:
             options = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
             jobs = await asyncio.gather(*(client.submit(text, **options) for text in texts))
@@ -106,8 +106,11 @@ async def test_64_jobs_at_once_are_batched_and_each_stream_is_its_log(
         await assert_nothing_left(redis)
     outputs = [tokens_of(chunks) for chunks, _ in streams]
     assert sum(map(len, outputs)) / steps >= 16
-    # Of every eighth one: they ran side by side, so what goes wrong for one goes wrong for many.
-    assert departures(demo_folder, texts[::8], outputs[::8]) <= 1
+    # Their batches differ, but an answer does not depend on its batch. test_correctness.py compares the same model's
+    # answers with transformers'.
+    engine = Engine(EngineConfig(model=str(demo_file)))
+    alone = engine.generate(texts[::4], SamplingParams(**options))
+    assert outputs[::4] == [list(one.choices[0].token_ids) for one in alone]
 
 
 async def _watch_batches(redis: Redis, job_ids: Sequence[str]) -> list[int]:
@@ -122,7 +125,7 @@ async def _watch_batches(redis: Redis, job_ids: Sequence[str]) -> list[int]:
         if moved:
             seen.append(moved)
         before = {s.job_id: s.num_chunks for s in statuses}
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
 
 
 async def test_a_plain_subscriber_gets_every_token_of_a_job_with_its_own_channel(
