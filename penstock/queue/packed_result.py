@@ -72,6 +72,12 @@ class PackedChoice:
         text: str = self._value("s")
         return text
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The choice's tokens, decoded at each access."""
+        token_ids: list[int] = self._value("t")
+        return token_ids
+
     def _value(self, name: str) -> Any:
         return _value_at(self._data, self._spans[name])
 

@@ -142,9 +142,22 @@ local function release_delayed(now)
   end
 end
 
+-- Adds the lease that ends now to the job's ledger.
+local function note_lease_end(job, now, why)
+  local taken, retaken, past, count = unpack(redis.call('HMGET', job_key(job.id), 'taken', 'retaken', 'past_leases',
+    'num_past_leases'))
+  local ended = string.format('%s@%s-%d:%s', job.node, retaken or taken or now, now, why)
+  count = (tonumber(count or '') or 0) + 1
+  past = past and (past .. ' ' .. ended) or ended
+  if count > MAX_PAST_LEASES then past = string.match(past, '^%S+ (.+)$') end
+  redis.call('HSET', job_key(job.id), 'past_leases', past, 'num_past_leases', count)
+end
+
 -- running → queued. The job keeps its submission time, so jobs submitted later stay behind it. Its tenant's charge is
--- refunded. Until `avoid_until`, in ms, its last node does not take it again.
-local function requeue(job, cost, avoid_until)
+-- refunded. Until `avoid_until`, in ms, its last node does not take it again. `why`: drain, pressure, lacking (see
+-- give_back.lua), lost (its node), unlisted (by its node's heartbeat) or repaired (by an audit).
+local function requeue(job, now, why, cost, avoid_until)
+  note_lease_end(job, now, why)
   redis.call('SREM', P .. ':running:' .. job.node, job.id)
   job.cost = tostring(cost)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
@@ -202,10 +215,14 @@ local function subtract_stored(member)
   if redis.call('ZREM', P .. ':expiry', member) == 1 then count_kept_bytes(tenant, -tonumber(bytes)) end
 end
 
--- Subtracts up to `max_keys` keys that have expired since the last call.
+-- Subtracts up to `max_keys` keys that have expired since the last call. A job leaves its tenant's list with its record.
 local function subtract_expired(now, max_keys)
   local members = redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', now, 'LIMIT', 0, max_keys)
-  for _, member in ipairs(members) do subtract_stored(member) end
+  for _, member in ipairs(members) do
+    subtract_stored(member)
+    local tenant, id = string.match(member, '^%d+ (%S+) job:(%S+)$')
+    if id then redis.call('ZREM', P .. ':jobs:' .. tenant, id) end
+  end
 end
 
 -- Parses a job's field `stored` into bytes of log, large result, dead letter's request and rest; nil if it has none.
@@ -300,15 +317,16 @@ local function correct_rate(job, ms_per_token, by, now)
 end
 
 -- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
--- `reported`: what the job's node reported: tokens of prompt, completion and cached; bytes of the log before the
--- terminal chunk and of the result. Without it, bytes and completion tokens come from the log and prompt tokens are not
+-- `reported`: what the job's node reported: tokens of prompt, completion and cached; kv_token_ms; bytes of the log
+-- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log and prompt tokens are not
 -- counted.
 local function end_job(job, config, now, state, code, message, param, reported)
   reported = reported or {}
   if not reported.completion or not reported.log_bytes then
     local bytes, tokens = measure_log(job.id)
     reported = {prompt = reported.prompt or 0, completion = reported.completion or tokens,
-      cached = reported.cached or 0, log_bytes = bytes, result_bytes = reported.result_bytes}
+      cached = reported.cached or 0, log_bytes = bytes, result_bytes = reported.result_bytes,
+      kv_token_ms = reported.kv_token_ms}
   end
   if job.state == 'queued' then
     leave_queue(job)
@@ -340,8 +358,10 @@ local function end_job(job, config, now, state, code, message, param, reported)
   redis.call('RPUSH', log, chunk)
   redis.call('PEXPIRE', log, config.log_ttl_ms)
   count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead)
+  local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
+    (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
   redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
-    'message', message, 'param', param)
+    'message', message, 'param', param, 'used', used)
   redis.call('PEXPIRE', job_key(job.id), is_dead and math.max(DEAD_LIFE_MS, config.result_ttl_ms) or config.result_ttl_ms)
   publish(job, chunk)
 end
