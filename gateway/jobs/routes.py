@@ -36,7 +36,7 @@ async def list_jobs(request: Request) -> dict[str, Any]:
     params = dict(request.query_params)
     caller, client = caller_of(request), _client_of(request)
     tenant = params.pop("tenant", caller.tenant)
-    if tenant != caller.tenant:
+    if tenant != caller.tenant or "infer" not in caller.scopes:
         caller.require("admin")
     page = await client.jobs(
         tenant=tenant,

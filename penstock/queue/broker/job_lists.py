@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from penstock.contract.errors import RequestError
+from penstock.contract.errors import NotFoundError, RequestError
 from penstock.queue import keys
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.job_records import STATUS_FIELDS, JobStatus, status_of
@@ -70,6 +70,14 @@ class JobLists:
                 return JobPage(tuple(found), None)
             num_examined += len(job_ids)
         return JobPage(tuple(found), job_ids[-1])
+
+    async def owner(self, job_id: str) -> str:
+        """Return the tenant that a job belongs to. Raises NotFoundError."""
+        with translated():
+            tenant = await self._redis.hget(keys.job(job_id), "tenant")
+        if tenant is None:
+            raise NotFoundError(f"no job {job_id[:100]}", code="job_not_found", param="job_id")
+        return str(tenant.decode())
 
     async def _lists(self, tenant: str | None, pool: str | None) -> list[tuple[str, str]]:
         """Return the pools and tenants whose lists to merge."""
