@@ -254,12 +254,12 @@ local function result_life(job, config, bytes)
   return bytes > LARGE_RESULT_BYTES and was_read and config.log_ttl_ms or config.result_ttl_ms
 end
 
--- Counts the bytes that are stored of a job after its end.
-local function count_ended(job, config, now, log_bytes, result_bytes, is_dead)
+-- Counts the bytes that are stored of a job after its end. A record with past leases takes more memory.
+local function count_ended(job, config, now, log_bytes, result_bytes, is_dead, has_moved)
   local is_large = result_bytes > LARGE_RESULT_BYTES
   local request = is_dead and redis.call('GET', P .. ':request:' .. job.id)
   local bytes = {log = log_bytes, result = is_large and result_bytes or 0, request = request and #request or 0,
-    job = RECORD_BYTES + (is_large and 0 or result_bytes)}
+    job = (has_moved and MOVED_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes)}
   local record_life = is_dead and math.max(DEAD_LIFE_MS, config.result_ttl_ms) or config.result_ttl_ms
   local large_result_life = result_life(job, config, result_bytes)
   count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + config.log_ttl_ms)
@@ -339,8 +339,8 @@ local function end_job(job, config, now, state, code, message, param, reported)
   count_event('ended_' .. state)
   if is_dead then count_event('dead_letters') end
   if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
-  local bytes, idem, ms_per_token, charged, account = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem',
-    'ms_per_token', 'charged', 'account'))
+  local bytes, idem, ms_per_token, charged, account, has_moved = unpack(redis.call('HMGET', job_key(job.id), 'bytes',
+    'idem', 'ms_per_token', 'charged', 'account', 'num_past_leases'))
   local promised = tonumber(bytes or '0')
   redis.call('HINCRBY', P .. ':promised_bytes', job.priority, -promised)
   count_kept_bytes(job.tenant, -promised)
@@ -357,7 +357,7 @@ local function end_job(job, config, now, state, code, message, param, reported)
   local chunk = terminal_chunk(job.id, index, state, code, message, param)
   redis.call('RPUSH', log, chunk)
   redis.call('PEXPIRE', log, config.log_ttl_ms)
-  count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead)
+  count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead, has_moved)
   local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
     (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
   redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
