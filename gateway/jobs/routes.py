@@ -17,10 +17,10 @@ from penstock.gateway.jobs.submit import SubmitJob
 from penstock.gateway.request_parsing import AFTER, LAST_EVENT_HEADER
 from penstock.producer.client import AsyncClient
 from penstock.producer.client.job_objects import job_object
-from penstock.queue.broker.job_lists import MAX_PAGE_JOBS
 
 DEFAULT_PAGE_JOBS = 20
 MAX_POOL_CHARS = 69
+MAX_LIMIT_DIGITS = 4
 STATES = ("queued", "running", *sorted(TERMINAL_STATES))
 
 ROUTES = (Route("/v1/jobs", SubmitJob(), methods=["POST"]),)
@@ -85,9 +85,8 @@ def _client_of(request: Request) -> AsyncClient:
 
 
 def _limit_of(text: str) -> int:
-    if not (text.isdecimal() and len(text) < 4 and 1 <= int(text) <= MAX_PAGE_JOBS):
-        raise RequestError(f"limit must be a number from 1 to {MAX_PAGE_JOBS}", param="limit")
-    return int(text)
+    """Parse a limit. The reader of the list checks its range."""
+    return int(text) if text.isdecimal() and len(text) <= MAX_LIMIT_DIGITS else 0
 
 
 def _pool_of(text: str | None) -> str | None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
@@ -87,7 +88,7 @@ def cancel(
 ) -> None:
     """Cancel jobs. Prints each id and state; a running job ends within a step."""
     for job_id in job_ids:
-        print(job_id, _run(redis_url, job_id, lambda client, tenant, at=job_id: client.cancel(at, tenant=tenant)))
+        print(job_id, _run(redis_url, job_id, partial(_cancel, job_id)))
 
 
 @app.command()
@@ -109,6 +110,10 @@ def tail(
             print()
 
     _run(redis_url, job_id, follow)
+
+
+async def _cancel(job_id: str, client: AsyncClient, tenant: str) -> str:
+    return await client.cancel(job_id, tenant=tenant)
 
 
 def line_of(status: JobStatus) -> str:

@@ -87,10 +87,10 @@ def test_job_of_a_killed_node_and_gateway_is_moved_and_read_whole(redis_url: str
         assert (ledger["losses"], ledger["num_past_leases"], ledger["usage"]["completion_tokens"]) == (1, 1, 120)
         shown = run_command("jobs", "show", job_id, "--redis-url", redis_url)
         assert json.loads(shown.stdout)["ledger"] == ledger
-        asyncio.run(settled(redis_url))
+        asyncio.run(check_pool(redis_url))
 
 
-async def settled(redis_url: str) -> None:
+async def check_pool(redis_url: str) -> None:
     redis = connect(redis_url)
     await check_settled(redis, POOL)
     await redis.aclose()

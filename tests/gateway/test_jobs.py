@@ -9,6 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
+
+from penstock.queue import keys
 
 MODEL = "acme/echo"
 TEXT = "abcdefghij"
@@ -191,6 +194,31 @@ def test_job_waits_until_its_time_and_ends_at_its_deadline(http, engine):
     engine.step_s = 0.05
     late = ended(http, submit(http, deadline_s=0.2))
     assert (late["state"], late["outcome"]["code"]) == ("expired", "deadline_exceeded")
+
+
+def test_large_body_is_parsed_in_the_parser_process_with_all_its_options(http):
+    """It has too many values for the event loop."""
+    messages = [{"role": "user", "content": text} for text in [*["before"] * 600, "hello"]]
+    body = {"messages": messages, "priority": "batch", "params": {"max_tokens": 3}, "idempotency_key": "large"}
+    job_id = submit(http, **body, not_before_s=0.3, deadline_s=60)
+    assert submit(http, **body, not_before_s=0.3, deadline_s=60) == job_id
+    job = ended(http, job_id)
+    assert (job["priority"], job["result"]["choices"][0]["text"]) == ("batch", "hel")
+    assert job["ledger"]["taken_ms"] >= job["ledger"]["queued_ms"]
+    refused = http.post("/v1/jobs", json={"model": MODEL, "tokens": [*range(50_000)]})
+    assert (error_of(refused)["code"], error_of(refused)["param"]) == ("context_length_exceeded", "tokens")
+
+
+def test_large_result_expires_soon_after_it_was_fetched_but_the_job_does_not(http, redis_url):
+    job_id = submit(http, prompt="x" * 200, params={"n": 4, "logprobs": 20})
+    first = ended(http, job_id)
+    assert len(first["result"]["choices"][3]["logprobs"]["content"]) == 200
+    with redis.Redis.from_url(redis_url) as client:
+        assert 0 < client.pttl(keys.result(job_id)) <= 120_000
+        client.delete(keys.result(job_id))
+    again = shown(http, job_id)
+    assert (again["state"], again["result"], again["result_expired"]) == ("done", None, True)
+    assert again["ledger"]["usage"] == first["result"]["usage"]
 
 
 @pytest.mark.parametrize(

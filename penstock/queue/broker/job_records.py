@@ -47,7 +47,10 @@ def status_of(job_id: str, fields: Mapping[str, str], num_chunks: int = 0, rank:
     stored = fields["stored"].split()
     return JobStatus(
         *(job_id, fields["state"], Priority(int(fields["priority"])), int(fields["chunks"] or num_chunks)),
-        *(outcome_of(fields), *times_ms_of(fields), ledger.preemptions, ledger.losses, rank, ledger),
+        outcome_of(fields),
+        *times_ms_of(fields),
+        *(ledger.preemptions, ledger.losses, rank),
+        ledger,
         tenant=fields["tenant"],
         large_result_bytes=int(stored[1]) if len(stored) > 1 else 0,
     )
