@@ -48,7 +48,7 @@ def chunks_of(http: httpx.Client, job_id: str, after: str = "") -> list[tuple[st
 
 def test_job_of_a_killed_node_and_gateway_is_moved_and_read_whole(redis_url: str) -> None:
     with ExitStack() as stack:
-        settings = {"pool": POOL, "lease_ms": LEASE_MS, "step_s": 0.02}
+        settings: dict[str, Any] = {"pool": POOL, "lease_ms": LEASE_MS, "step_s": 0.02}
         nodes = {name: stack.enter_context(NodeProcess(redis_url, name=name, **settings)) for name in ("one", "two")}
         first = stack.enter_context(GatewayProcess(redis_url))
         second = stack.enter_context(GatewayProcess(redis_url))

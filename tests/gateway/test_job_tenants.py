@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
+from penstock.contract.api_keys import Scope
 from penstock.contract.terms import Terms
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.key_store import KeyStore
+from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
-MODEL = "acme/echo"
 PEPPER = "of the tests"
-TENANTS = {"acme": ("infer",), "rival": ("infer",), "ops": ("admin",), "limited": ("infer",)}
+Callers = dict[str, httpx.Client]
+TENANTS: dict[str, tuple[Scope, ...]] = {
+    "acme": ("infer",),
+    "rival": ("infer",),
+    "ops": ("admin",),
+    "limited": ("infer",),
+}
 
 
 @pytest.fixture(scope="module")
-def callers(redis_url, stack, shared_engine):
+def callers(redis_url: str, stack: Stack, shared_engine: EchoEngine) -> Iterator[Callers]:
     """A client with a key of each tenant."""
     made = asyncio.run(add_keys(redis_url))
     url = stack.start_gateway(pepper=PEPPER)
@@ -30,7 +39,7 @@ def callers(redis_url, stack, shared_engine):
         client.close()
 
 
-async def add_keys(redis_url):
+async def add_keys(redis_url: str) -> dict[str, str]:
     redis = connect(redis_url)
     terms = Terms(jobs_per_minute=1, burst_s=1)
     made = {
@@ -43,13 +52,13 @@ async def add_keys(redis_url):
     return {tenant: key for tenant, (key, _) in made.items()}
 
 
-def submitted(client, **body):
+def submitted(client: httpx.Client, **body: Any) -> str:
     answer = client.post("/v1/jobs", json={"model": MODEL, "prompt": "hello", **body})
     assert answer.status_code == 202, answer.text
-    return answer.json()["id"]
+    return str(answer.json()["id"])
 
 
-def test_job_of_another_tenant_is_not_found(callers):
+def test_job_of_another_tenant_is_not_found(callers: Callers) -> None:
     job_id = submitted(callers["acme"], not_before_s=600)
     for other in ("rival", "ops"):
         paths = [("GET", ""), ("GET", "/stream"), ("GET", "/stream?after=0"), ("DELETE", "")]
@@ -63,10 +72,10 @@ def test_job_of_another_tenant_is_not_found(callers):
     assert callers["acme"].delete(f"/v1/jobs/{job_id}").json()["state"] == "cancelled"
 
 
-def test_list_has_own_jobs_only_unless_an_admin_asks(callers):
+def test_list_has_own_jobs_only_unless_an_admin_asks(callers: Callers) -> None:
     mine, theirs = submitted(callers["acme"]), submitted(callers["rival"])
 
-    def listed(caller, query=""):
+    def listed(caller: str, query: str = "") -> set[str]:
         answer = callers[caller].get(f"/v1/jobs?limit=100{query}")
         assert answer.status_code == 200, answer.text
         assert all("result" not in job for job in answer.json()["data"])
@@ -82,7 +91,7 @@ def test_list_has_own_jobs_only_unless_an_admin_asks(callers):
     assert callers["ops"].post("/v1/jobs", json={"prompt": "hello"}).status_code == 403
 
 
-def test_refusal_says_how_long_to_wait(callers):
+def test_refusal_says_how_long_to_wait(callers: Callers) -> None:
     submitted(callers["limited"])
     refused = callers["limited"].post("/v1/jobs", json={"model": MODEL, "prompt": "again"})
     assert refused.status_code == 429

@@ -12,8 +12,8 @@ import pytest
 import redis
 
 from penstock.queue import keys
+from tests.gateway.conftest import MODEL, EchoEngine, Stack
 
-MODEL = "acme/echo"
 TEXT = "abcdefghij"
 
 
@@ -67,7 +67,9 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return dict(answer.json()["error"])
 
 
-def test_submitted_job_runs_without_a_reader_and_is_shown_with_result_and_ledger(http, engine):
+def test_submitted_job_runs_without_a_reader_and_is_shown_with_result_and_ledger(
+    http: httpx.Client, engine: EchoEngine
+) -> None:
     answer = http.post("/v1/jobs", json={"model": MODEL, "prompt": TEXT, "params": {"max_tokens": 5}})
     job_id = answer.json()["id"]
     links = {"self": f"/v1/jobs/{job_id}", "stream": f"/v1/jobs/{job_id}/stream", "cancel": f"/v1/jobs/{job_id}"}
@@ -99,12 +101,12 @@ def test_submitted_job_runs_without_a_reader_and_is_shown_with_result_and_ledger
         ({"prompt": "a.b", "params": {"stop": ["."], "n": 2, "logit_bias": {"7": 1}}}, "a"),
     ],
 )
-def test_prompt_may_be_text_tokens_or_messages(http, body, text):
+def test_prompt_may_be_text_tokens_or_messages(http: httpx.Client, body: dict[str, Any], text: str) -> None:
     job = ended(http, submit(http, **body))
     assert {choice["text"] for choice in job["result"]["choices"]} == {text}
 
 
-def test_logprobs_come_with_result_and_chunks(http):
+def test_logprobs_come_with_result_and_chunks(http: httpx.Client) -> None:
     job_id = submit(http, prompt="ab", params={"logprobs": 1, "prompt_logprobs": 1})
     result = ended(http, job_id)["result"]
     (choice,) = result["choices"]
@@ -116,7 +118,7 @@ def test_logprobs_come_with_result_and_chunks(http):
     assert sum(len(chunk.get("prompt_logprobs", ())) for chunk in chunks) == 2
 
 
-def test_stream_has_every_chunk_and_the_outcome(http, engine):
+def test_stream_has_every_chunk_and_the_outcome(http: httpx.Client, engine: EchoEngine) -> None:
     engine.step_s = 0.01
     job_id = submit(http)
     found = streamed(http, job_id)
@@ -127,7 +129,9 @@ def test_stream_has_every_chunk_and_the_outcome(http, engine):
     assert streamed(http, job_id) == found
 
 
-def test_stream_goes_on_after_any_chunk_through_another_gateway(stack, http, engine):
+def test_stream_goes_on_after_any_chunk_through_another_gateway(
+    stack: Stack, http: httpx.Client, engine: EchoEngine
+) -> None:
     engine.step_s = 0.02
     job_id = submit(http, prompt=TEXT * 3)
     with http.stream("GET", f"/v1/jobs/{job_id}/stream") as answer:
@@ -145,7 +149,7 @@ def test_stream_goes_on_after_any_chunk_through_another_gateway(stack, http, eng
         assert (at_end.status_code, at_end.content) == (204, b"")
 
 
-def test_stream_with_another_log_than_the_caller_read_diverges(http):
+def test_stream_with_another_log_than_the_caller_read_diverges(http: httpx.Client) -> None:
     job_id = submit(http)
     ended(http, job_id)
     found = streamed(http, job_id)
@@ -154,7 +158,7 @@ def test_stream_with_another_log_than_the_caller_read_diverges(http):
     assert (answer.status_code, error_of(answer)["code"]) == (500, "stream_diverged")
 
 
-def test_canceled_job_ends_and_says_so(http, engine):
+def test_canceled_job_ends_and_says_so(http: httpx.Client, engine: EchoEngine) -> None:
     engine.step_s = 0.05
     job_id = submit(http, prompt=TEXT * 20)
     answer = http.delete(f"/v1/jobs/{job_id}")
@@ -167,13 +171,13 @@ def test_canceled_job_ends_and_says_so(http, engine):
     assert streamed(http, job_id)[-1][1]["outcome"]["state"] == "cancelled"
 
 
-def test_job_with_a_reader_ends_soon_without_one(http, engine):
+def test_job_with_a_reader_ends_soon_without_one(http: httpx.Client, engine: EchoEngine) -> None:
     engine.step_s = 0.05
     job = ended(http, submit(http, prompt=TEXT * 20, background=False))
     assert (job["state"], job["outcome"]["code"]) == ("cancelled", "unread")
 
 
-def test_repeated_submission_with_a_key_is_the_same_job(http):
+def test_repeated_submission_with_a_key_is_the_same_job(http: httpx.Client) -> None:
     job_id = submit(http, idempotency_key="one")
     assert submit(http, idempotency_key="one") == job_id
     headers = {"Idempotency-Key": "one"}
@@ -185,7 +189,7 @@ def test_repeated_submission_with_a_key_is_the_same_job(http):
     assert (both.status_code, error_of(both)["param"]) == (400, "idempotency_key")
 
 
-def test_job_waits_until_its_time_and_ends_at_its_deadline(http, engine):
+def test_job_waits_until_its_time_and_ends_at_its_deadline(http: httpx.Client, engine: EchoEngine) -> None:
     job_id = submit(http, not_before_s=1, deadline_s=60)
     job = shown(http, job_id)
     assert (job["state"], job["num_waiting_ahead"], job["result"]) == ("queued", 0, None)
@@ -196,7 +200,7 @@ def test_job_waits_until_its_time_and_ends_at_its_deadline(http, engine):
     assert (late["state"], late["outcome"]["code"]) == ("expired", "deadline_exceeded")
 
 
-def test_large_body_is_parsed_in_the_parser_process_with_all_its_options(http):
+def test_large_body_is_parsed_in_the_parser_process_with_all_its_options(http: httpx.Client) -> None:
     """It has too many values for the event loop."""
     messages = [{"role": "user", "content": text} for text in [*["before"] * 600, "hello"]]
     body = {"messages": messages, "priority": "batch", "params": {"max_tokens": 3}, "idempotency_key": "large"}
@@ -209,7 +213,9 @@ def test_large_body_is_parsed_in_the_parser_process_with_all_its_options(http):
     assert (error_of(refused)["code"], error_of(refused)["param"]) == ("context_length_exceeded", "tokens")
 
 
-def test_large_result_expires_soon_after_it_was_fetched_but_the_job_does_not(http, redis_url):
+def test_large_result_expires_soon_after_it_was_fetched_but_the_job_does_not(
+    http: httpx.Client, redis_url: str
+) -> None:
     job_id = submit(http, prompt="x" * 200, params={"n": 4, "logprobs": 20})
     first = ended(http, job_id)
     assert len(first["result"]["choices"][3]["logprobs"]["content"]) == 200
@@ -245,7 +251,7 @@ def test_large_result_expires_soon_after_it_was_fetched_but_the_job_does_not(htt
         ({"temperature": 1}, "temperature"),
     ],
 )
-def test_wrong_field_is_named(http, change, param):
+def test_wrong_field_is_named(http: httpx.Client, change: dict[str, Any], param: str | None) -> None:
     body = json.dumps({"model": MODEL, "prompt": TEXT, **change}).encode()
     answer = http.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
     assert answer.status_code in (400, 403, 404), answer.text
@@ -254,19 +260,19 @@ def test_wrong_field_is_named(http, change, param):
 
 @pytest.mark.parametrize("path", ["", "/stream"])
 @pytest.mark.parametrize("job_id", ["nothing", "echo.01890a5d-ac96-774b-bcce-b302099a8057"])
-def test_unknown_job_is_not_found(http, path, job_id):
+def test_unknown_job_is_not_found(http: httpx.Client, path: str, job_id: str) -> None:
     answer = http.get(f"/v1/jobs/{job_id}{path}")
     assert (answer.status_code, error_of(answer)["code"]) == (404, "job_not_found")
     assert http.delete(f"/v1/jobs/{job_id}").status_code == 404
 
 
 @pytest.mark.parametrize("after", ["x", "-1", "1:", ":1", "1:2:3", "1" * 20])
-def test_wrong_position_of_a_stream_is_named(http, after):
+def test_wrong_position_of_a_stream_is_named(http: httpx.Client, after: str) -> None:
     answer = http.get(f"/v1/jobs/{submit(http)}/stream?after={after}")
     assert (answer.status_code, error_of(answer)["param"]) == (400, "after")
 
 
-def test_list_has_pages_and_filters(http, engine):
+def test_list_has_pages_and_filters(http: httpx.Client, engine: EchoEngine) -> None:
     mine = [submit(http) for _ in range(5)]
     for job_id in mine:
         ended(http, job_id)
@@ -305,14 +311,16 @@ def test_list_has_pages_and_filters(http, engine):
         ("order=asc", "order"),
     ],
 )
-def test_wrong_query_is_named(http, query, param):
+def test_wrong_query_is_named(http: httpx.Client, query: str, param: str | None) -> None:
     answer = http.get(f"/v1/jobs?{query}")
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_generation_may_wait_and_have_a_deadline(http, engine, path, stream):
+def test_generation_may_wait_and_have_a_deadline(
+    http: httpx.Client, engine: EchoEngine, path: str, stream: bool
+) -> None:
     prompt = {"prompt": TEXT} if path == "completions" else {"messages": [{"role": "user", "content": TEXT}]}
     body = {"model": MODEL, **prompt, "stream": stream}
     begun_s = time.monotonic()
@@ -327,7 +335,7 @@ def test_generation_may_wait_and_have_a_deadline(http, engine, path, stream):
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_wrong_times_of_a_generation_are_named(http, path):
+def test_wrong_times_of_a_generation_are_named(http: httpx.Client, path: str) -> None:
     prompt = {"prompt": TEXT} if path == "completions" else {"messages": [{"role": "user", "content": TEXT}]}
     for times, param in (({"deadline_s": 0}, "deadline_s"), ({"not_before_s": 9, "deadline_s": 3}, "not_before_s")):
         answer = http.post(f"/v1/{path}", json={"model": MODEL, **prompt, **times})
