@@ -20,6 +20,7 @@ from penstock.gateway.authentication import Entry, warn_if_open
 from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
 from penstock.gateway.body_parser import Parser
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
+from penstock.gateway.jobs import routes as job_routes
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models, routes
 from penstock.gateway.openai.errors import ID_HEADER, install_error_handlers
@@ -76,8 +77,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     _add_state(app, settings)
     install_error_handlers(app)
-    app.router.routes.extend(routes.ROUTES)
-    for module in (models, health, metrics, usage):
+    plain_routes = (*routes.ROUTES, *job_routes.ROUTES)
+    app.router.routes.extend(plain_routes)
+    for module in (models, health, metrics, usage, job_routes):
         app.include_router(module.router)
     app.add_middleware(
         Entry,
@@ -90,11 +92,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[JOB_HEADER, ID_HEADER, "Retry-After"],
+            expose_headers=[JOB_HEADER, ID_HEADER, "Retry-After", "Retry-After-Ms"],
         )
-    app.add_middleware(AccessLog, paths=frozenset(route.path for route in routes.ROUTES))
+    app.add_middleware(AccessLog, paths=frozenset(route.path for route in plain_routes))
     return app
 
 

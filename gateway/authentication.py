@@ -19,8 +19,13 @@ from penstock.producer.client import AsyncClient
 logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset(("/health", "/ready"))
-_SCOPES: dict[str, KeyScope | None] = {"/metrics": "admin", "/health/nodes": "admin", "/v1/usage": None}
-"""The scope that a key needs for each path. None accepts any key; all other paths need `infer`."""
+_SCOPES: dict[str, KeyScope | None] = {
+    "/metrics": "admin",
+    "/health/nodes": "admin",
+    "/v1/usage": None,
+    "/v1/jobs": None,
+}
+"""The scope that a key needs for each path. None: the route itself decides; all other paths need `infer`."""
 ADMIN_PATIENCE_S = 1.0
 """Seconds that an admin request waits for fresh keys from Redis. After that the last known keys apply, so that an
 operator can still see that Redis is away."""

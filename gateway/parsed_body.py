@@ -13,13 +13,18 @@ from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import rename, request_error
 from penstock.contract.sampling_params import SamplingParams
+from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.producer.client.request import pack_prompt_of
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
-BODIES: dict[str, type[ChatRequest | CompletionRequest]] = {"chat": ChatRequest, "completion": CompletionRequest}
+BODIES: dict[str, type[ChatRequest | CompletionRequest | JobRequest]] = {
+    "chat": ChatRequest,
+    "completion": CompletionRequest,
+    "job": JobRequest,
+}
 """The schema of each form of body."""
 MAX_CHOICES_OF_REQUEST = 256
 """Most choices of one HTTP request, over all its prompts."""
@@ -34,7 +39,7 @@ class ParsedBody:
     """The class that the body asks for. The caller's rights decide whether it is allowed."""
     stream: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The options that only this API has, as plain values."""
+    """`deadline_s` and `not_before_s`, if the API has them, and the options that only this API has; plain values."""
 
 
 def parse(form: str, raw: bytes) -> ParsedBody:
@@ -54,7 +59,7 @@ def parse(form: str, raw: bytes) -> ParsedBody:
             "choices per request"
         )
         raise RequestError(message, param="n")
-    content = RequestContent(body.model, prompts, params, body.names(), body.tool_use(), body.echoes)
+    content = RequestContent(body.model or "", prompts, params, body.names(), body.tool_use(), body.echoes)
     return ParsedBody(content, body.priority, bool(body.stream), body.options())
 
 

@@ -81,5 +81,7 @@ def generation_request_of(request: Request, body: ParsedBody) -> GenerationReque
         tenant=caller.tenant,
         terms=caller.metered_terms,
         idempotency_key=idempotency_key_of(request),
+        deadline_s=body.options.get("deadline_s"),
+        not_before_s=body.options.get("not_before_s"),
         cut_at=stream_position_of(request, body),
     )

@@ -20,8 +20,11 @@ each retry may kill as many."""
 
 
 def error_body(error: PenstockError) -> dict[str, Any]:
-    """Return OpenAI's error object for an error."""
-    return _body(error.message, error.type, error.code, error.param)
+    """Return OpenAI's error object for an error. If a retry makes sense, it says after how long."""
+    body = _body(error.message, error.type, error.code, error.param)
+    if isinstance(error, BusyError | UnavailableError):
+        body["error"]["retry_after_ms"] = error.retry_after_ms
+    return body
 
 
 def error_response(error: PenstockError) -> JSONResponse:
@@ -34,6 +37,8 @@ def error_response(error: PenstockError) -> JSONResponse:
         headers["X-Should-Retry"] = "false"
     if isinstance(error, BusyError | UnavailableError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+        # OpenAI's clients prefer this one.
+        headers["Retry-After-Ms"] = str(error.retry_after_ms)
     return JSONResponse(error_body(error), error.status, headers)
 
 

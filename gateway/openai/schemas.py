@@ -26,6 +26,8 @@ class _HttpFields(Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: ClassName | None = None
+    deadline_s: float | None = None
+    not_before_s: float | None = None
 
     @field_validator("stream_options")
     @classmethod
@@ -35,8 +37,9 @@ class _HttpFields(Wire):
         return value
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the answer that no other API has."""
-        return self.stream_options.model_dump(exclude_none=True) if self.stream_options is not None else {}
+        """Return the times of the job, and the options of the answer that no other API has."""
+        times = {"deadline_s": self.deadline_s, "not_before_s": self.not_before_s}
+        return times | (self.stream_options.model_dump(exclude_none=True) if self.stream_options is not None else {})
 
 
 class ChatRequest(ChatBody, _HttpFields):

@@ -13,7 +13,7 @@ from penstock.contract.problems import rename
 from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.producer.client import AsyncClient, AsyncJob
-from penstock.producer.client.request import Prompt
+from penstock.producer.client.request import Prompt, SubmitOptions
 from penstock.producer.openai.messages import NO_TOOLS, ToolUse
 
 LEAVE_TIMEOUT_S = 5.0
@@ -36,6 +36,7 @@ class RequestContent:
     """What the body of a request asks for, without the caller and the headers."""
 
     model: str
+    """The model's name. Empty if the request names none, which is allowed while only one model is served."""
     prompts: Sequence[Prompt]
     """Each prompt becomes one job."""
     params: SamplingParams
@@ -61,6 +62,10 @@ class GenerationRequest:
     tenant: str = "default"
     terms: Terms = UNLIMITED
     idempotency_key: str | None = None
+    deadline_s: float | None = None
+    """Seconds after which the jobs expire if they are not done."""
+    not_before_s: float | None = None
+    """Seconds that the jobs wait before they enter the queue."""
     cut_at: StreamPosition | None = None
     """The position after which to resume an earlier stream. If set, no job is submitted."""
     replay_from_start: bool = False
@@ -107,11 +112,11 @@ async def open_jobs(
         raise
 
 
-async def _submit(client: AsyncClient, generation: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:
+def submit_options(generation: GenerationRequest) -> SubmitOptions:
+    """Return the options that all jobs of a request share."""
     content, tool_use = generation.content, generation.content.tool_use
-    return await client.submit(
-        prompt,
-        model=content.model,
+    return SubmitOptions(
+        model=content.model or None,
         params=content.params,
         tools=tool_use.tools,
         tool_choice=tool_use.choice,
@@ -119,9 +124,15 @@ async def _submit(client: AsyncClient, generation: GenerationRequest, index: int
         priority=generation.priority,
         tenant=generation.tenant,
         terms=generation.terms,
-        background=False,
-        idempotency_key=generation.key_of(index),
+        deadline_s=generation.deadline_s,
+        not_before_s=generation.not_before_s,
     )
+
+
+async def _submit(client: AsyncClient, generation: GenerationRequest, index: int, prompt: Prompt) -> AsyncJob:
+    options = submit_options(generation)
+    options["background"], options["idempotency_key"] = False, generation.key_of(index)
+    return await client.submit(prompt, **options)
 
 
 async def _release(jobs: Sequence[AsyncJob], *, may_resume: bool) -> None:

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import audit, batch, dead, demo, doctor, gateway, keys, node, pools, serve, submit
+from penstock.cli import audit, batch, dead, demo, doctor, gateway, jobs, keys, node, pools, serve, submit
 from penstock.cli.exit_codes import exit_code_of as exit_code_of
 from penstock.contract.errors import EXIT_INTERRUPTED, PenstockError
 
@@ -69,4 +69,5 @@ for _command in (demo.demo, serve.serve, submit.submit, node.node, gateway.gatew
 app.add_typer(batch.app, name="batch")
 app.add_typer(pools.app, name="pools")
 app.add_typer(keys.app, name="keys")
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(dead.app, name="dead")

@@ -4,7 +4,7 @@
     I2   a job's log is in order, and its result agrees with it
     I3   nothing is written after a job's end, and no token is written twice (a node without its lease would do that)
     I4   all KV blocks of an idle node are free
-    I5   sets, indexes and sums agree with the jobs' records
+    I5   sets, indexes, sums and ledgers agree with the jobs' records
     I6   one idempotency key of a tenant names one job
     I7   the number of open jobs is within the pool's limit
     I8   no tenant can read or cancel another tenant's job over HTTP
@@ -35,6 +35,7 @@ _INVARIANT_OF = {
     "stray": "I5",
     "wrong_score": "I5",
     "wrong_sum": "I5",
+    "wrong_ledger": "I5",
     "would_vanish": "I1",
     "no_terminal_chunk": "I1",
     "end_of_open_job": "I1",

@@ -32,6 +32,8 @@ come (take, sweep). `ring` wakes a node. audit may write all keys. forget delete
     P:last_take:<node>       string  take; leave                          number and answer of the last take; 1 min
     P:open                   set     submit; end                          ids of queued and running jobs
     P:tenant:<t>:open        set     submit; end                          the same for one tenant
+    P:jobs:<t>               zset    submit; sweep                        ids of the tenant's stored jobs, by id (all
+                                                                          scores are 0); until the record expires
     P:idem:<t>:<hash>        string  submit; end                          the job's id; idem_ttl_ms after its end
     P:nodes                  zset    join, heartbeat, emit; succeed,      node → last heartbeat; 0: declared dead by its
                                      sweep, leave                         successor
@@ -168,6 +170,11 @@ def usage(pool: str, day: int) -> str:
 def open_jobs(pool: str) -> str:
     """Set: ids of queued and running jobs."""
     return f"{prefix(pool)}:open"
+
+
+def jobs(pool: str, tenant: str) -> str:
+    """Zset: ids of a tenant's stored jobs, by id and so by the time when they were created."""
+    return f"{prefix(pool)}:jobs:{tenant}"
 
 
 def counts(pool: str) -> str:

@@ -41,18 +41,7 @@ class PackedRows:
     def __iter__(self) -> Iterator[TokenLogprobs]:
         if self._span is None:
             return
-        at, end = self._span
-        unpacker = msgpack.Unpacker(max_buffer_size=MAX_BYTES, max_ext_len=0)
-        at = _feed(unpacker, self._data, at, end)
-        for _ in range(unpacker.read_array_header()):
-            while True:
-                try:
-                    row = unpacker.unpack()
-                    break
-                except msgpack.OutOfData:
-                    if at >= end:
-                        raise WireError("log-probabilities end early") from None
-                    at = _feed(unpacker, self._data, at, end)
+        for row in _items_of(self._data, self._span):
             yield packed_logprobs.from_wire([row])[0]
 
 
@@ -71,6 +60,11 @@ class PackedChoice:
         """The choice's text, decoded at each access."""
         text: str = self._value("s")
         return text
+
+    @property
+    def token_ids(self) -> Iterator[int]:
+        """The choice's tokens, decoded one by one."""
+        return _items_of(self._data, self._spans["t"])
 
     def _value(self, name: str) -> Any:
         return _value_at(self._data, self._spans[name])
@@ -124,6 +118,23 @@ def _members(unpacker: Any, readers: dict[str, Callable[[], None]] | None = None
 def _value_at(data: bytes, span: Span) -> Any:
     (value,) = unpack_all(data[span.start : span.end])
     return value
+
+
+def _items_of(data: bytes, span: Span) -> Iterator[Any]:
+    """Yield the items of an array, decoded one by one. Raises WireError if they end early."""
+    at, end = span
+    unpacker = msgpack.Unpacker(max_buffer_size=MAX_BYTES, max_ext_len=0)
+    at = _feed(unpacker, data, at, end)
+    for _ in range(unpacker.read_array_header()):
+        while True:
+            try:
+                item = unpacker.unpack()
+                break
+            except msgpack.OutOfData:
+                if at >= end:
+                    raise WireError("an array of a result ends early") from None
+                at = _feed(unpacker, data, at, end)
+        yield item
 
 
 def _feed(unpacker: Any, data: bytes, at: int, end: int) -> int:

@@ -29,11 +29,13 @@ from penstock.queue.admission import estimate_cost
 from penstock.queue.broker.connection import connect
 from penstock.queue.broker.dead_letters import DeadLetters
 from penstock.queue.broker.eviction import warn_of_eviction
+from penstock.queue.broker.job_lists import JobLists, JobPage
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pool_stats import StatsBroker
-from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission
+from penstock.queue.broker.producer import JobStatus, ProducerBroker, ServedPool, Submission, Submitted
 from penstock.queue.broker.retry import Retries
 from penstock.queue.broker.usage import UsageBroker
+from penstock.queue.packed_result import PackedResult
 from penstock.queue.pool_stats import PoolStats
 from penstock.queue.wire import PoolPressure
 from penstock.runtime.settings import RedisSettings, without_password
@@ -68,6 +70,7 @@ class AsyncClient:
         self._broker = ProducerBroker(self._redis)
         self._stats_broker = StatsBroker(self._redis)
         self._usage = UsageBroker(self._redis)
+        self._job_lists = JobLists(self._redis)
         self._retries = Retries(settings.outage_s)
         self._inbox = ClientInbox(self._redis, self._broker, settings, self.stats)
         self._pools = CachedState(lambda: self._retries.call(self._broker.pools), POOLS_TTL_S)
@@ -161,6 +164,19 @@ class AsyncClient:
         Raises RequestError (`param` names the wrong argument), BusyError (retry after `retry_after_ms`),
         ConflictError (the id or idempotency key belongs to another request), UnavailableError (no node, or no Redis).
         """
+        return await self._enqueue(await self._admitted(prompt, options))
+
+    @with_options
+    async def submit_unread(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> Submitted:
+        """Submit a job as `submit` does, but do not read it here. Return its id and state.
+
+        Unless it is `background`, it is canceled soon if no other reader attaches to it.
+        """
+        submission = await self._admitted(prompt, options)
+        return await self._retries.call(lambda: self._broker.submit(submission))
+
+    async def _admitted(self, prompt: Prompt, options: SubmitOptions) -> Submission:
+        """Check and admit a job."""
         self._retries.require_open()
         record = await self._choose(options)
         tools = options.get("tools")
@@ -176,7 +192,7 @@ class AsyncClient:
         await self._retries.call(lambda: self._inbox.ensure_heartbeat(record.pool))
         await admission.admit(cost, job.priority)
         channel, terms = options.get("channel", False), options.get("terms") or self._terms
-        return await self._enqueue(Submission(job, cost, channel, terms))
+        return Submission(job, cost, channel, terms)
 
     @with_options
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitOptions]) -> AsyncGenerator[Chunk, None]:
@@ -208,9 +224,31 @@ class AsyncClient:
         """Wait for a job's end and return its result; see `AsyncJob.result`."""
         return await AsyncJob(self._source(job_id, tenant), self._inbox).result(check=check)
 
+    async def packed_result(self, job_id: str, *, tenant: str | None = None) -> PackedResult | None:
+        """Return an ended job's result with parts that are decoded on access, or None while the job is open."""
+        return await self._source(job_id, tenant).packed_result()
+
     async def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
         """Return a job's state, for people."""
         return await self._source(job_id, tenant).status()
+
+    async def jobs(
+        self,
+        *,
+        tenant: str | None = None,
+        pool: str | None = None,
+        state: str | None = None,
+        after: str | None = None,
+        limit: int = 20,
+    ) -> JobPage:
+        """Return a page of a tenant's jobs, newest first, as long as their records are kept.
+
+        `after` is the `next_after` of the page before. A page may have fewer jobs than `limit` although more follow.
+        """
+        owner = tenant or self._tenant
+        return await self._retries.call(
+            lambda: self._job_lists.page(owner, pool=pool, state=state, after=after, limit=limit)
+        )
 
     async def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
         """Cancel a job and return its state; see `AsyncJob.cancel`."""

@@ -17,6 +17,7 @@ from penstock.producer.client.request import Prompt, SubmitOptions
 from penstock.producer.client.settings import ClientSettings
 from penstock.producer.client.signature import with_options
 from penstock.producer.client.stats import ClientStats
+from penstock.queue.broker.job_lists import JobPage
 from penstock.queue.broker.producer import JobStatus, ServedPool
 
 
@@ -95,6 +96,18 @@ class Client:
     def status(self, job_id: str, *, tenant: str | None = None) -> JobStatus:
         """Return a job's state, for people."""
         return self._loop.call(self._client.status(job_id, tenant=tenant))
+
+    def jobs(
+        self,
+        *,
+        tenant: str | None = None,
+        pool: str | None = None,
+        state: str | None = None,
+        after: str | None = None,
+        limit: int = 20,
+    ) -> JobPage:
+        """Return a page of a tenant's jobs, newest first; see `AsyncClient.jobs`."""
+        return self._loop.call(self._client.jobs(tenant=tenant, pool=pool, state=state, after=after, limit=limit))
 
     def cancel(self, job_id: str, *, tenant: str | None = None) -> str:
         """Cancel a job and return its state; see `Job.cancel`."""

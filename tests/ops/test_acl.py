@@ -28,6 +28,7 @@ from penstock.queue import keys
 from penstock.queue.audit import audit
 from penstock.queue.broker.admin import AdminBroker
 from penstock.queue.broker.connection import connect
+from penstock.queue.broker.job_lists import JobLists
 from penstock.queue.broker.key_store import KeyStore
 from penstock.queue.broker.pool_stats import StatsBroker
 from penstock.queue.broker.producer import ProducerBroker, Submission
@@ -151,6 +152,9 @@ async def run_a_job(clients: dict[str, Redis]) -> None:
     (stats,) = await StatsBroker(clients["gateway"]).all()
     assert stats.counts["ended_done"] == 1
     assert (await StatsBroker(clients["gateway"]).memory())[0] > 0
+    assert len((await JobLists(clients["gateway"]).page("default")).jobs) == 2
+    assert await JobLists(clients["gateway"]).owner(job_id) == "default"
+    assert len((await JobLists(clients["admin"]).page(None)).jobs) == 2
     assert await node.broker.requests([job_id]) == [None]
     await node.broker.sweep()
     await node.broker.leave()

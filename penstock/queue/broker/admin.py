@@ -114,13 +114,17 @@ class AdminBroker:
             if kind == "requeued":
                 seen.virtual_times.add(_class_and_tenant(rest))
             _note(seen, name, await redis.zrange(key, 0, -1))
-        elif kind == "expiry":
-            await self._scan_expiry(name, key, seen)
+        elif kind in ("jobs", "expiry"):
+            await self._scan_ended(name, key, seen)
         elif kind in ("open", "tenant", "running"):
             _note(seen, name, await redis.smembers(key))
 
-    async def _scan_expiry(self, name: str, key: bytes, seen: JobSighting) -> None:
+    async def _scan_ended(self, name: str, key: bytes, seen: JobSighting) -> None:
+        """Scan a zset that lists ended jobs too, by their ids or as members of P:expiry."""
         async for member, _ in cast(Any, self._redis).zscan_iter(key, count=_SCAN_COUNT):
+            if name != "expiry":
+                _note(seen, name, [member])
+                continue
             _, _, stored = member.decode().split(" ", 2)
             seen.jobs.setdefault(stored.partition(":")[2], []).append((name, member.decode()))
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from penstock.contract.errors import NotFoundError, TooLargeError
-from penstock.contract.job import TERMINAL_STATES, Chunk, Job, Outcome, Priority, Result, pool_of
+from penstock.contract.job import Chunk, Job, Outcome, Result, pool_of
 from penstock.contract.priority import NUM_PRIORITIES
 from penstock.contract.terms import UNLIMITED, Terms
 from penstock.queue import keys, wire
@@ -20,6 +20,8 @@ from penstock.queue.admission import estimate_bytes
 from penstock.queue.broker import scripts
 from penstock.queue.broker.connection import translated
 from penstock.queue.broker.decoding import decoded, packed_result_of, result_of
+from penstock.queue.broker.job_records import STATUS_FIELDS, outcome_of, status_of, times_ms_of
+from penstock.queue.broker.job_records import JobStatus as JobStatus
 from penstock.queue.broker.submit_errors import submit_error
 from penstock.queue.broker.sweep import sweep
 from penstock.queue.msgpack_codec import MAX_BYTES, WireError
@@ -31,10 +33,6 @@ from penstock.runtime.cooperative import LoopYielder
 _LOG = logging.getLogger(__name__)
 LARGE_RESULT_BYTES = 65_536
 """As in prelude.lua: a larger result expires log_ttl_ms after it was delivered."""
-_STATUS_FIELDS = (
-    *("state", "tenant", "priority", "submitted", "taken", "first", "finished"),
-    *("chunks", "preemptions", "losses", "code", "message", "param"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +73,6 @@ class Submitted(Attached):
 
     job_id: str
     existed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class JobStatus:
-    """State of a job. Times are Redis ms, 0 for a stage not reached yet."""
-
-    job_id: str
-    state: str
-    priority: Priority
-    num_chunks: int
-    outcome: Outcome | None
-    submitted_ms: int
-    taken_ms: int
-    first_ms: int
-    finished_ms: int
-    preemptions: int
-    losses: int
-    num_waiting_ahead: int
 
 
 class ProducerBroker:
@@ -154,17 +134,12 @@ class ProducerBroker:
     async def status(self, job_id: str, tenant: str) -> JobStatus:
         """Return a job's state. Raises NotFoundError."""
         fields = await self._record(job_id, tenant)
-        state, priority = fields["state"], int(fields["priority"])
         with translated():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.llen(keys.log(job_id))
-                pipe.zrank(keys.waiting(pool_of(job_id), priority), job_id)
+                pipe.zrank(keys.waiting(pool_of(job_id), int(fields["priority"])), job_id)
                 length, rank = await pipe.execute()
-        times = _times_ms(fields)
-        return JobStatus(
-            *(job_id, state, Priority(priority), int(fields["chunks"] or length), _outcome(fields), *times),
-            *(int(fields["preemptions"] or 0), int(fields["losses"] or 0), rank or 0),
-        )
+        return status_of(job_id, fields, length, rank or 0)
 
     async def log(self, job_id: str, start: int, count: int = 1000) -> list[Chunk]:
         """Return up to `count` chunks of a job's log from `start` on; empty after the log has expired."""
@@ -179,7 +154,7 @@ class ProducerBroker:
         expired result.
         """
         ended = await self._ended(job_id, tenant)
-        return ended and await result_of(ended[2], job_id, ended[1], _times_ms(ended[0]))
+        return ended and await result_of(ended[2], job_id, ended[1], times_ms_of(ended[0]))
 
     async def packed_result(self, job_id: str, tenant: str) -> PackedResult | None:
         """Return a job's result as `result` does, with its parts decoded on access."""
@@ -189,7 +164,7 @@ class ProducerBroker:
     async def _ended(self, job_id: str, tenant: str) -> tuple[dict[str, str], Outcome, bytes | None] | None:
         """Return a job's record, outcome and packed result, and mark it as delivered; None while the job is open."""
         fields = await self._record(job_id, tenant)
-        if (outcome := _outcome(fields)) is None:
+        if (outcome := outcome_of(fields)) is None:
             return None
         with translated():
             data = cast("bytes | None", await self._redis.get(keys.result(job_id)))
@@ -265,8 +240,8 @@ class ProducerBroker:
 
     async def _record(self, job_id: str, tenant: str) -> dict[str, str]:
         with translated():
-            values = await cast(Any, self._redis.hmget(keys.job(job_id), list(_STATUS_FIELDS)))
-        fields = {name: (value or b"").decode() for name, value in zip(_STATUS_FIELDS, values, strict=True)}
+            values = await cast(Any, self._redis.hmget(keys.job(job_id), list(STATUS_FIELDS)))
+        fields = {name: (value or b"").decode() for name, value in zip(STATUS_FIELDS, values, strict=True)}
         if not fields["state"] or fields["tenant"] != tenant:
             raise _no_job(job_id)
         if not fields["priority"]:
@@ -282,15 +257,3 @@ def _alive_since_ms(time: tuple[int, int], lease_ms: bytes | None) -> int:
 
 def _no_job(job_id: str) -> NotFoundError:
     return NotFoundError(f"no job {job_id}", code="job_not_found")
-
-
-def _outcome(fields: dict[str, str]) -> Outcome | None:
-    state = fields["state"]
-    if state not in TERMINAL_STATES:
-        return None
-    return Outcome(cast(Any, state), fields["code"], fields["message"], fields["param"])
-
-
-def _times_ms(fields: dict[str, str]) -> tuple[int, int, int, int]:
-    submitted, taken, first, finished = (int(fields[f] or 0) for f in ("submitted", "taken", "first", "finished"))
-    return submitted, taken, first, finished

@@ -31,8 +31,10 @@ local function find(name, key, id, detail) findings[#findings + 1] = {name, key,
 
 -- The keys that must list a job, and its values there, by its record.
 local function keys_of(job)
-  if not job or is_terminal(job.state) then return {} end
-  local keys = {open = '', ['tenant:' .. job.tenant .. ':open'] = ''}
+  if not job then return {} end
+  local keys = {['jobs:' .. job.tenant] = '0'}
+  if is_terminal(job.state) then return keys end
+  keys.open, keys['tenant:' .. job.tenant .. ':open'] = '', ''
   if job.state == 'running' then
     keys['running:' .. job.node] = ''
     return keys
@@ -142,13 +144,22 @@ end
 -- Whether a job ended as a dead letter. It may be in P:dead_letters but need not, because it may have been purged.
 local function is_dead_letter(job) return job and redis.call('HGET', job_key(job.id), 'code') == 'node_lost' end
 
+-- Whether a record has expired, but no sweep has subtracted its bytes and removed the job from its tenant's list yet.
+local function awaits_sweep(job, seen)
+  for _, one in ipairs(seen) do
+    if not job and one[1] == 'expiry' and string.match(one[2], '^%d+ %S+ job:') then return true end
+  end
+  return false
+end
+
 local function check_keys(job, id, seen)
-  local wanted = keys_of(job)
+  local wanted, is_expiring = keys_of(job), awaits_sweep(job, seen)
   for name, value in pairs(wanted) do check_key(job, id, name, value, value) end
   for _, one in ipairs(seen) do
     local name, entry = one[1], one[2]
     local known = wanted[name]
     if name == 'dead_letters' and is_dead_letter(job) then known = '' end
+    if is_expiring and string.match(name, '^jobs:') then known = '' end
     if name == 'expiry' then
       known = ''
       check_expiry(id, entry)
@@ -214,7 +225,22 @@ local function check_open(job)
     if repairs then end_job(job, config, now, 'failed', 'internal_error', 'the request of this job is lost', '') end
   elseif job.state == 'running' and not redis.call('ZSCORE', P .. ':nodes', job.node) then
     find('stranded', 'running:' .. job.node, id, 'no sweep finds a node that is not in the pool')
-    if repairs then requeue(job, job.cost, 0) end
+    if repairs then requeue(job, now, 'repaired', job.cost, 0) end
+  end
+end
+
+-- Checks the job's ledger: it lists as many past leases as it counts, up to a limit, and no more of a kind than the
+-- job's record counts.
+local function check_ledger(job)
+  local past, count = unpack(redis.call('HMGET', job_key(job.id), 'past_leases', 'num_past_leases'))
+  local _, num_listed = string.gsub(past or '', '%S+@%d+%-%d+:%l+', '')
+  local _, num_given_back = string.gsub(past or '', ':drain', '')
+  local _, num_pressed = string.gsub(past or '', ':pressure', '')
+  local key, num_past = 'job:' .. job.id, tonumber(count or '0')
+  if num_listed ~= math.min(num_past, MAX_PAST_LEASES) then
+    find('wrong_ledger', key, job.id, num_listed .. ' past leases are listed of ' .. num_past)
+  elseif num_given_back + num_pressed > tonumber(job.preemptions) then
+    find('wrong_ledger', key, job.id, 'more returns are listed than the ' .. job.preemptions .. ' of the record')
   end
 end
 
@@ -225,6 +251,7 @@ local function check_job(id, seen)
   for _, name in ipairs(STORED_KEYS) do check_life(name, id, is_open) end
   if not job then return end
   job = read_job(id)
+  check_ledger(job)
   if is_open then check_open(job) else check_ended(job) end
 end
 

@@ -10,7 +10,7 @@ local node, id, lease, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local state, code, message, param = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 local kv_token_ms, result = tonumber(ARGV[9]), ARGV[10]
 local reported = {prompt = tonumber(ARGV[11]), completion = tonumber(ARGV[12]), cached = tonumber(ARGV[13]),
-  log_bytes = tonumber(ARGV[14]), result_bytes = #result}
+  log_bytes = tonumber(ARGV[14]), result_bytes = #result, kv_token_ms = kv_token_ms}
 local count, FIRST, PUSH = tonumber(ARGV[15]), 16, 1000
 
 if not is_terminal(state) then return redis.error_reply('BAD_STATE ' .. state) end

@@ -7,6 +7,7 @@ if alive > 0 then return {'NODES', alive} end
 local open = redis.call('SCARD', P .. ':open')
 if open > 0 then return {'JOBS', open} end
 redis.call('DEL', KEYS[1])
+for _, tenant in ipairs(redis.call('HKEYS', P .. ':kept_bytes')) do redis.call('DEL', P .. ':jobs:' .. tenant) end
 for _, name in ipairs({'schema', 'nodes', 'revisions', 'free', 'pressure', 'adapters', 'reservations', 'head_served',
   'delayed', 'deadlines', 'backlog', 'queued', 'promised_bytes', 'kept_bytes', 'expiry', 'refused', 'readers', 'seats',
   'sweep', 'counts', 'audit', 'dead_letters'}) do

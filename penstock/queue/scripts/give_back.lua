@@ -48,7 +48,7 @@ local function give(job, cost, max_kv_tokens)
     if why == 'pressure' and not fits_elsewhere(job, cost) then return 'KEEP' end
     redis.call('HSET', job_key(job.id), 'preemptions', preemptions)
   end
-  requeue(job, cost, now + config.avoid_ms)
+  requeue(job, now, why, cost, now + config.avoid_ms)
   count_event('given_back_' .. why)
   return 'OK'
 end

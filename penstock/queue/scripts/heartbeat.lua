@@ -42,7 +42,7 @@ redis.call('HSET', P .. ':pressure', node, record)
 for _, id in ipairs(orphans) do redis.call('SREM', P .. ':running:' .. node, id) end
 for _, job in ipairs(missing) do
   if not end_if_over(job, config, now) then
-    requeue(job, job.cost, 0)
+    requeue(job, now, 'unlisted', job.cost, 0)
     count_event('given_back_unlisted')
   end
 end

@@ -10,6 +10,7 @@
 --   state tenant priority n entry body cost submitted taken first finished deadline background inboxes channel unread
 --   node lease avoid avoid_until losses loss_nodes loss_mark preemptions cancel chunks revision code message param
 --   urgency charge window weight bytes idem lacks ms_per_token charged account stored result_until
+--   retaken past_leases num_past_leases used
 -- entry: position of a queued job: its id in the tenant's stream, DELAYED for a delayed job, '' for a requeued job.
 -- unread: time since which the job has no reader, '' with a reader. inboxes: its readers, separated by spaces.
 -- lease: fencing token, `<call>:<nonce>:<i>` of the take that assigned it. loss_mark: length of the log at its last
@@ -19,6 +20,9 @@
 -- ms_per_token, charged: tenant's token rate and the tokens charged to it, if the tenant has such a limit.
 -- bytes: predicted memory of the open job, counted in P:kept_bytes. stored: bytes that count there after its end, as
 -- `<log> <large result> <dead letter's request> <rest>`. result_until: expiry of a large result.
+-- taken, retaken: times of the first take and of the last later one. past_leases: the newest MAX_PAST_LEASES leases that
+-- ended before the job did, as `<node>@<taken>-<ended>:<why>`; num_past_leases counts all of them.
+-- used: `<prompt> <completion> <cached> <kv_token_ms>` of an ended job; kv_token_ms is '' if its node did not report it.
 
 local P = string.sub(KEYS[1], 1, -8)
 local PROTOCOL_VERSION = '2'
@@ -28,8 +32,10 @@ local MAX_DEBTS = 1000
 local MAX_MESSAGE_BYTES = 65536
 local DELAYED = 'delayed'
 local MAX_DELAYED = 64
+local MAX_PAST_LEASES = 8
 local MAX_DEAD, DEAD_LIFE_MS = 10000, 604800000
-local LARGE_RESULT_BYTES, RECORD_BYTES, LOG_PAGE = 65536, 2048, 500
+local LARGE_RESULT_BYTES, LOG_PAGE = 65536, 500
+local RECORD_BYTES, MOVED_RECORD_BYTES = 2048, 5120
 local DAY_MS, USAGE_DAYS = 86400000, 92
 local SHARE_WINDOW_MS, MAX_CHARGE = 10000, 1e15
 local JOB_FIELDS = {'state', 'tenant', 'priority', 'n', 'entry', 'cost', 'submitted', 'deadline', 'background',

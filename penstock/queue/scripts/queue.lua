@@ -142,9 +142,22 @@ local function release_delayed(now)
   end
 end
 
+-- Adds the lease that ends now to the job's ledger.
+local function note_lease_end(job, now, why)
+  local taken, retaken, past, count = unpack(redis.call('HMGET', job_key(job.id), 'taken', 'retaken', 'past_leases',
+    'num_past_leases'))
+  local ended = string.format('%s@%s-%d:%s', job.node, retaken or taken or now, now, why)
+  count = (tonumber(count or '') or 0) + 1
+  past = past and (past .. ' ' .. ended) or ended
+  if count > MAX_PAST_LEASES then past = string.match(past, '^%S+ (.+)$') end
+  redis.call('HSET', job_key(job.id), 'past_leases', past, 'num_past_leases', count)
+end
+
 -- running → queued. The job keeps its submission time, so jobs submitted later stay behind it. Its tenant's charge is
--- refunded. Until `avoid_until`, in ms, its last node does not take it again.
-local function requeue(job, cost, avoid_until)
+-- refunded. Until `avoid_until`, in ms, its last node does not take it again. `why`: drain, pressure, lacking (see
+-- give_back.lua), lost (its node), unlisted (by its node's heartbeat) or repaired (by an audit).
+local function requeue(job, now, why, cost, avoid_until)
+  note_lease_end(job, now, why)
   redis.call('SREM', P .. ':running:' .. job.node, job.id)
   job.cost = tostring(cost)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'entry', '', 'node', '', 'lease', '', 'cost', cost,
@@ -202,10 +215,14 @@ local function subtract_stored(member)
   if redis.call('ZREM', P .. ':expiry', member) == 1 then count_kept_bytes(tenant, -tonumber(bytes)) end
 end
 
--- Subtracts up to `max_keys` keys that have expired since the last call.
+-- Subtracts up to `max_keys` keys that have expired since the last call. A job leaves its tenant's list with its record.
 local function subtract_expired(now, max_keys)
   local members = redis.call('ZRANGEBYSCORE', P .. ':expiry', '-inf', now, 'LIMIT', 0, max_keys)
-  for _, member in ipairs(members) do subtract_stored(member) end
+  for _, member in ipairs(members) do
+    subtract_stored(member)
+    local tenant, id = string.match(member, '^%d+ (%S+) job:(%S+)$')
+    if id then redis.call('ZREM', P .. ':jobs:' .. tenant, id) end
+  end
 end
 
 -- Parses a job's field `stored` into bytes of log, large result, dead letter's request and rest; nil if it has none.
@@ -237,12 +254,12 @@ local function result_life(job, config, bytes)
   return bytes > LARGE_RESULT_BYTES and was_read and config.log_ttl_ms or config.result_ttl_ms
 end
 
--- Counts the bytes that are stored of a job after its end.
-local function count_ended(job, config, now, log_bytes, result_bytes, is_dead)
+-- Counts the bytes that are stored of a job after its end. A record with past leases takes more memory.
+local function count_ended(job, config, now, log_bytes, result_bytes, is_dead, has_moved)
   local is_large = result_bytes > LARGE_RESULT_BYTES
   local request = is_dead and redis.call('GET', P .. ':request:' .. job.id)
   local bytes = {log = log_bytes, result = is_large and result_bytes or 0, request = request and #request or 0,
-    job = RECORD_BYTES + (is_large and 0 or result_bytes)}
+    job = (has_moved and MOVED_RECORD_BYTES or RECORD_BYTES) + (is_large and 0 or result_bytes)}
   local record_life = is_dead and math.max(DEAD_LIFE_MS, config.result_ttl_ms) or config.result_ttl_ms
   local large_result_life = result_life(job, config, result_bytes)
   count_stored(job.tenant, 'log:' .. job.id, bytes.log, now + config.log_ttl_ms)
@@ -300,15 +317,16 @@ local function correct_rate(job, ms_per_token, by, now)
 end
 
 -- Ends a job; the only way to a terminal state. The record keeps node and lease, to recognize a repeated finish.
--- `reported`: what the job's node reported: tokens of prompt, completion and cached; bytes of the log before the
--- terminal chunk and of the result. Without it, bytes and completion tokens come from the log and prompt tokens are not
+-- `reported`: what the job's node reported: tokens of prompt, completion and cached; kv_token_ms; bytes of the log
+-- before the terminal chunk and of the result. Without it, bytes and completion tokens come from the log and prompt tokens are not
 -- counted.
 local function end_job(job, config, now, state, code, message, param, reported)
   reported = reported or {}
   if not reported.completion or not reported.log_bytes then
     local bytes, tokens = measure_log(job.id)
     reported = {prompt = reported.prompt or 0, completion = reported.completion or tokens,
-      cached = reported.cached or 0, log_bytes = bytes, result_bytes = reported.result_bytes}
+      cached = reported.cached or 0, log_bytes = bytes, result_bytes = reported.result_bytes,
+      kv_token_ms = reported.kv_token_ms}
   end
   if job.state == 'queued' then
     leave_queue(job)
@@ -321,8 +339,8 @@ local function end_job(job, config, now, state, code, message, param, reported)
   count_event('ended_' .. state)
   if is_dead then count_event('dead_letters') end
   if is_dead then dead_letter(job, now) else redis.call('DEL', P .. ':request:' .. job.id) end
-  local bytes, idem, ms_per_token, charged, account = unpack(redis.call('HMGET', job_key(job.id), 'bytes', 'idem',
-    'ms_per_token', 'charged', 'account'))
+  local bytes, idem, ms_per_token, charged, account, has_moved = unpack(redis.call('HMGET', job_key(job.id), 'bytes',
+    'idem', 'ms_per_token', 'charged', 'account', 'num_past_leases'))
   local promised = tonumber(bytes or '0')
   redis.call('HINCRBY', P .. ':promised_bytes', job.priority, -promised)
   count_kept_bytes(job.tenant, -promised)
@@ -339,9 +357,11 @@ local function end_job(job, config, now, state, code, message, param, reported)
   local chunk = terminal_chunk(job.id, index, state, code, message, param)
   redis.call('RPUSH', log, chunk)
   redis.call('PEXPIRE', log, config.log_ttl_ms)
-  count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead)
+  count_ended(job, config, now, reported.log_bytes + #chunk, reported.result_bytes or 0, is_dead, has_moved)
+  local used = string.format('%d %d %d ', reported.prompt, reported.completion, reported.cached) ..
+    (reported.kv_token_ms and string.format('%.0f', reported.kv_token_ms) or '')
   redis.call('HSET', job_key(job.id), 'state', state, 'finished', now, 'chunks', index + 1, 'code', code,
-    'message', message, 'param', param)
+    'message', message, 'param', param, 'used', used)
   redis.call('PEXPIRE', job_key(job.id), is_dead and math.max(DEAD_LIFE_MS, config.result_ttl_ms) or config.result_ttl_ms)
   publish(job, chunk)
 end

@@ -177,6 +177,7 @@ end
 count_event('submitted')
 redis.call('SADD', P .. ':open', id)
 redis.call('SADD', P .. ':tenant:' .. tenant .. ':open', id)
+redis.call('ZADD', P .. ':jobs:' .. tenant, 0, id)
 redis.call('HINCRBY', P .. ':promised_bytes', p, bytes)
 count_kept_bytes(tenant, bytes)
 -- The idempotency key lives as long as the job, and idem_ttl_ms after its end.

@@ -70,7 +70,7 @@ local function lose(job, was_draining)
   elseif end_if_over(job, config, now) then
     ended = ended + 1
   else
-    requeue(job, job.cost, 0)
+    requeue(job, now, 'lost', job.cost, 0)
     requeued = requeued + 1
   end
 end

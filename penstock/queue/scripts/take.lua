@@ -413,9 +413,9 @@ for i, job in ipairs(taken) do
   leave_queue(job)
   if job.is_head then redis.call('HSET', P .. ':head_served', job.priority, now) end
   job.lease = call .. ':' .. nonce .. ':' .. i
-  local first_take = job.revision == '' and {'taken', now} or {}
+  local taken_at = job.revision == '' and 'taken' or 'retaken'
   redis.call('HSET', job_key(job.id), 'state', 'running', 'node', node, 'lease', job.lease, 'entry', '',
-    'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, unpack(first_take))
+    'revision', revision, 'urgency', job.urgency, 'charge', job.charge, 'window', window, taken_at, now)
   redis.call('SADD', P .. ':running:' .. node, job.id)
   ids[i], leases[i], rows[i] = job.id, job.lease, row(job)
   if rows[i][3] > 0 or rows[i][4] > 0 then count_event('takeovers') end

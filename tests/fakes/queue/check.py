@@ -6,7 +6,7 @@ from typing import Any
 
 import redis
 from fakes.queue.harness import P
-from fakes.queue.model import TERMINAL, ModelJob, QueueModel
+from fakes.queue.model import MAX_PAST_LEASES, TERMINAL, ModelJob, QueueModel
 
 from penstock.queue.wire import decode_chunks
 
@@ -59,6 +59,7 @@ def check_sets(found: Dump, model: QueueModel) -> None:
     for job in model.jobs.values():
         if job.is_dead:
             expected.setdefault("dead_letters", set()).add(job.job_id)
+        expected.setdefault(f"jobs:{job.tenant}", set()).add(job.job_id)
         if job.state in TERMINAL:
             continue
         expected.setdefault("open", set()).add(job.job_id)
@@ -164,6 +165,7 @@ def _check_record(record: dict[bytes, bytes], job: ModelJob) -> None:
         "lease": record[b"lease"].decode(),
         "losses": int(record[b"losses"]),
         "preemptions": int(record[b"preemptions"]),
+        "past_leases": _past_leases(record),
     } == {
         "state": job.state,
         "code": job.code,
@@ -172,7 +174,15 @@ def _check_record(record: dict[bytes, bytes], job: ModelJob) -> None:
         "lease": job.lease,
         "losses": job.losses,
         "preemptions": job.preemptions,
+        "past_leases": (len(job.past_leases), job.past_leases[-MAX_PAST_LEASES:]),
     }
+
+
+def _past_leases(record: dict[bytes, bytes]) -> tuple[int, list[tuple[str, str]]]:
+    """How many leases ended before the job did; the node and the reason of those that are listed."""
+    entries = record.get(b"past_leases", b"").decode().split()
+    listed = [(entry.rpartition("@")[0], entry.rpartition(":")[2]) for entry in entries]
+    return int(record.get(b"num_past_leases", 0)), listed
 
 
 def check_lives(client: redis.Redis, model: QueueModel) -> None:

@@ -14,6 +14,7 @@ from penstock.queue.wire import decode_chunks
 PROGRESS_CHUNKS = 4
 MAX_LOSSES = 3
 MAX_PREEMPTIONS = 3
+MAX_PAST_LEASES = 8
 ISOLATED = "isolated"
 SHARE_WINDOW_MS = 10**12
 """So long that no run crosses from one window into the next."""
@@ -63,6 +64,8 @@ class ModelJob:
     lost_nodes: set[str] = field(default_factory=set)
     mark: int = 0
     preemptions: int = 0
+    past_leases: list[tuple[str, str]] = field(default_factory=list)
+    """Node and reason of each lease that ended before the job did."""
     avoids: str = ""
     lacks: set[str] = field(default_factory=set)
     """Nodes that returned it for want of its adapter."""
@@ -102,7 +105,8 @@ class ModelJob:
             self.end("cancelled", "unread")
         return self.state in TERMINAL
 
-    def requeue(self) -> None:
+    def requeue(self, why: str) -> None:
+        self.past_leases.append((self.node, why))
         self.state, self.node, self.lease, self.avoids, self.is_back = "queued", "", "", "", True
 
     def append(self, index: int, chunks: list[bytes]) -> None:
@@ -224,8 +228,8 @@ class QueueModel:
             self._leave_turn(job)
         return True
 
-    def _requeue(self, job: ModelJob) -> None:
-        job.requeue()
+    def _requeue(self, job: ModelJob, why: str) -> None:
+        job.requeue(why)
         self.standing.virtual_times[job.priority].enter(job.tenant)
         self.standing.correct(job.priority, job.tenant, -job.charge, self.now_ms, self.now_ms)
 
@@ -279,7 +283,7 @@ class QueueModel:
         lacks = {name for name in job.lacks if self.nodes[name].is_known} | {node.name}
         if not self._others(job, lacks):
             return "KEEP"
-        self._requeue(job)
+        self._requeue(job, "lacking")
         job.cost, job.avoids, job.lacks = cost, node.name, lacks
         return "OK"
 
@@ -298,7 +302,7 @@ class QueueModel:
             able = [other for other in others if other.revision == job.revision or not job.log]
             if not able or cost > 500 or job.n > SLOTS_TOTAL:
                 return "KEEP"
-        self._requeue(job)
+        self._requeue(job, "drain" if roomy is None else "pressure")
         job.cost, job.avoids = cost, node.name
         job.preemptions += 1
         return "OK"
@@ -318,7 +322,7 @@ class QueueModel:
         expired = {j.job_id for j in running if j.job_id in held and j.is_past_deadline} - cancelled
         for job in running:
             if job.job_id not in held and not self.end_if_over(job):
-                self._requeue(job)
+                self._requeue(job, "unlisted")
         return cancelled, expired, set(held) - {j.job_id for j in running}
 
     def sweep(self) -> None:
@@ -344,7 +348,7 @@ class QueueModel:
         if job.losses >= MAX_LOSSES:
             job.end("failed", "node_lost")
         elif not self.end_if_over(job):
-            self._requeue(job)
+            self._requeue(job, "lost")
 
 
 def _age(job: ModelJob) -> tuple[int, str]:

@@ -1,0 +1,107 @@
+"""The routes of the jobs API. A caller sees only the jobs of its own tenant; others do not exist for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from starlette.routing import Route
+
+from penstock.contract.errors import RequestError
+from penstock.contract.job import TERMINAL_STATES, is_job_id
+from penstock.gateway.authentication import caller_of
+from penstock.gateway.jobs.answer import JobAnswer, JobStream, links_of
+from penstock.gateway.jobs.encoder import stream_start_of
+from penstock.gateway.jobs.submit import SubmitJob
+from penstock.gateway.request_parsing import AFTER, LAST_EVENT_HEADER
+from penstock.producer.client import AsyncClient
+from penstock.producer.client.job_objects import job_object
+
+DEFAULT_PAGE_JOBS = 20
+MAX_POOL_CHARS = 69
+MAX_LIMIT_DIGITS = 4
+STATES = ("queued", "running", *sorted(TERMINAL_STATES))
+
+ROUTES = (Route("/v1/jobs", SubmitJob(), methods=["POST"]),)
+router = APIRouter()
+
+
+@router.get("/v1/jobs")
+async def list_jobs(request: Request) -> dict[str, Any]:
+    """List the caller's jobs, newest first.
+
+    `?limit=`, `?after=` (the `next` of the page before), `?state=`, `?pool=`; `?tenant=` needs the scope `admin`.
+    """
+    params = dict(request.query_params)
+    caller, client = caller_of(request), _client_of(request)
+    tenant = params.pop("tenant", caller.tenant)
+    if tenant != caller.tenant or "infer" not in caller.scopes:
+        caller.require("admin")
+    page = await client.jobs(
+        tenant=tenant,
+        pool=_pool_of(params.pop("pool", None)),
+        state=_state_of(params.pop("state", None)),
+        limit=_limit_of(params.pop("limit", str(DEFAULT_PAGE_JOBS))),
+        after=_cursor_of(params.pop(AFTER, None)),
+    )
+    if params:
+        name = next(iter(params))[:64]
+        raise RequestError(f"{name}: /v1/jobs accepts only limit, after, state, pool and tenant", param=name)
+    jobs = [job_object(status) | {"links": links_of(status.job_id)} for status in page.jobs]
+    return {"object": "list", "data": jobs, "has_more": page.next_after is not None, "next": page.next_after}
+
+
+@router.get("/v1/jobs/{job_id}")
+async def show(request: Request, job_id: str) -> Response:
+    """Return a job's state, ledger and, once it has ended, its outcome and result."""
+    return JobAnswer(request, await _client_of(request).status(job_id, tenant=caller_of(request).tenant))
+
+
+@router.get("/v1/jobs/{job_id}/stream")
+async def stream(request: Request, job_id: str) -> Response:
+    """Stream a job's chunks from the beginning, or after the chunk that `?after=` or `Last-Event-ID` names.
+
+    A browser's EventSource repeats its URL with a newer header, so the header counts. Status 204 tells it to stop.
+    """
+    start = stream_start_of(request.headers.get(LAST_EVENT_HEADER) or request.query_params.get(AFTER))
+    if start.index >= 0:
+        status = await _client_of(request).status(job_id, tenant=caller_of(request).tenant)
+        if status.outcome is not None and start.index >= status.num_chunks - 1:
+            return Response(status_code=204)
+    return JobStream(request, job_id, start)
+
+
+@router.delete("/v1/jobs/{job_id}")
+async def cancel(request: Request, job_id: str) -> dict[str, Any]:
+    """Cancel a job. The state is `cancelled`, `running` (it ends within a step), or the state in which it had ended."""
+    state = await _client_of(request).cancel(job_id, tenant=caller_of(request).tenant)
+    return {"id": job_id, "object": "job", "state": state, "links": links_of(job_id)}
+
+
+def _client_of(request: Request) -> AsyncClient:
+    client: AsyncClient = request.app.state.client
+    return client
+
+
+def _limit_of(text: str) -> int:
+    """Parse a limit. The reader of the list checks its range."""
+    return int(text) if text.isdecimal() and len(text) <= MAX_LIMIT_DIGITS else 0
+
+
+def _pool_of(text: str | None) -> str | None:
+    if text is not None and len(text) > MAX_POOL_CHARS:
+        raise RequestError(f"pool must have at most {MAX_POOL_CHARS} characters", param="pool")
+    return text
+
+
+def _cursor_of(text: str | None) -> str | None:
+    if text is not None and not is_job_id(text):
+        raise RequestError("after must be the `next` of an earlier page, or a job's id", param=AFTER)
+    return text
+
+
+def _state_of(text: str | None) -> str | None:
+    if text is not None and text not in STATES:
+        raise RequestError(f"state must be one of {', '.join(STATES)}", param="state")
+    return text

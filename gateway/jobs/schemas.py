@@ -1,0 +1,127 @@
+"""The schema of the body of `POST /v1/jobs`: the arguments of the Python client's `submit`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.contract.job import MAX_MESSAGES
+from penstock.contract.named import UNKNOWN_FIELD
+from penstock.contract.priority import ClassName
+from penstock.contract.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    TokenId,
+)
+from penstock.contract.tools import MAX_TOOLS
+from penstock.producer.openai.fields import Wire
+from penstock.producer.openai.messages import ChatMessage, OfferedTool, ToolUse, few_calls
+
+_FORMS = ("prompt", "tokens", "messages")
+_MAX_ITEMS = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+    "logit_bias": MAX_LOGIT_BIASES,
+}
+"""Lengths are checked first, because pydantic would validate a million items before it refuses the list."""
+
+
+class JobRequest(Wire):
+    """Body of `POST /v1/jobs`."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    prompt: str | None = None
+    tokens: Annotated[list[TokenId] | None, FailFast(), Field(min_length=1)] = None
+    messages: Annotated[
+        list[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES), FailFast(), BeforeValidator(few_calls)
+    ] = None
+    tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    sampling: Annotated[dict[str, Any], Field(default_factory=dict, alias="params")]
+    priority: ClassName | None = None
+    deadline_s: float | None = None
+    not_before_s: float | None = None
+    background: bool | None = None
+    idempotency_key: str | None = None
+
+    @field_validator("sampling")
+    @classmethod
+    def _known_and_short(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, given in value.items():
+            if name not in SamplingParams.model_fields:
+                raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {UNKNOWN_FIELD: name})
+            limit = _MAX_ITEMS.get(name)
+            if limit is not None and isinstance(given, list | dict) and len(given) > limit:
+                text = "{name} must have at most {limit} items"
+                raise PydanticCustomError("too_long", text, {"name": name, "limit": limit})
+        return value
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if sum(getattr(self, name) is not None for name in _FORMS) != 1:
+            raise PydanticCustomError("one_prompt", f"exactly one of {', '.join(_FORMS)} must be given")
+        if self.tools and self.messages is None:
+            raise PydanticCustomError("unsupported_value", "tools: allowed only together with messages")
+        return self
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is streamed. A job's stream has a path of its own."""
+        return False
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        form = next(name for name in _FORMS if getattr(self, name) is not None)
+        return {"prompt": form} | {name: f"params.{name}" for name in SamplingParams.model_fields}
+
+    def prompts(self) -> list[Any]:
+        """Return a list with the only prompt: a text, token ids or messages."""
+        if self.messages is not None:
+            return [[message.message() for message in self.messages]]
+        return [self.prompt if self.tokens is None else self.tokens]
+
+    def tool_use(self) -> ToolUse:
+        """Return the tools that the assistant may or must call. `tool_choice` is not checked here."""
+        choice = "auto" if self.tool_choice is None else self.tool_choice
+        parallel = self.parallel_tool_calls is not False
+        offered = json.dumps([tool.offer() for tool in self.tools]) if self.tools and choice != "none" else None
+        return ToolUse(offered, choice, parallel)
+
+    def params(self) -> SamplingParams:
+        """Return the sampling options. Raises pydantic's ValidationError."""
+        given = _frozen(self.sampling)
+        if isinstance(biases := given.get("logit_bias"), dict):
+            # JSON has only texts as names.
+            given["logit_bias"] = {int(name) if name.isdecimal() else name: bias for name, bias in biases.items()}
+        return SamplingParams.model_validate(given, strict=True)
+
+    def options(self) -> dict[str, Any]:
+        """Return how to queue the job."""
+        return {
+            "background": self.background is not False,
+            "idempotency_key": self.idempotency_key,
+            "deadline_s": self.deadline_s,
+            "not_before_s": self.not_before_s,
+        }
+
+
+def _frozen(value: Any) -> Any:
+    """Return the value with tuples in place of lists, which a strict check of records requires."""
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return {name: _frozen(member) for name, member in value.items()}
+    return value

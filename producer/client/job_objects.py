@@ -1,0 +1,57 @@
+"""Jobs as plain JSON objects, for the HTTP API and the command line."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from penstock.contract.job import Outcome, Usage, pool_of
+from penstock.contract.job_ledger import JobLedger, LedgerEvent
+from penstock.queue.broker.job_records import JobStatus
+
+
+def job_object(status: JobStatus) -> dict[str, Any]:
+    """Return a job's state and ledger, without its result."""
+    return {
+        "id": status.job_id,
+        "object": "job",
+        "pool": pool_of(status.job_id),
+        "tenant": status.tenant,
+        "priority": status.priority.label,
+        "state": status.state,
+        "num_chunks": status.num_chunks,
+        "outcome": None if status.outcome is None else outcome_object(status.outcome),
+        "ledger": ledger_object(status.ledger),
+    }
+
+
+def outcome_object(outcome: Outcome) -> dict[str, str]:
+    """Return how a job ended. For `done`, the other members are empty."""
+    return {"state": outcome.state, "code": outcome.code, "message": outcome.message, "param": outcome.param}
+
+
+def usage_object(usage: Usage) -> dict[str, int]:
+    """Return the tokens that a job used."""
+    return asdict(usage)
+
+
+def ledger_object(ledger: JobLedger) -> dict[str, Any]:
+    """Return a job's ledger. Times are Unix milliseconds by Redis's clock, null for a stage not reached yet."""
+    return {
+        "queued_ms": ledger.queued_ms,
+        "taken_ms": ledger.taken_ms or None,
+        "first_token_ms": ledger.first_token_ms or None,
+        "finished_ms": ledger.finished_ms or None,
+        "node": ledger.node_id or None,
+        "losses": ledger.losses,
+        "preemptions": ledger.preemptions,
+        "num_past_leases": ledger.num_past_leases,
+        "usage": None if ledger.usage is None else usage_object(ledger.usage),
+        "kv_token_seconds": None if ledger.kv_token_ms is None else ledger.kv_token_ms / 1000,
+        "events": [_event_object(event) for event in ledger.events()],
+    }
+
+
+def _event_object(event: LedgerEvent) -> dict[str, Any]:
+    named = {"node": event.node_id, "from_node": event.from_node_id, "reason": event.reason}
+    return {"event": event.event, "at_ms": event.at_ms} | {name: value for name, value in named.items() if value}

@@ -1,0 +1,86 @@
+"""`penstock jobs`: an operator lists, shows, cancels and follows the jobs of all tenants."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from fakes.command import run_command
+from fakes.processes.node_process import NodeProcess
+
+from penstock.producer.client import Client
+from penstock.runtime.embedded_redis import EmbeddedRedis
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[str]:
+    """URL of a Redis with a running node."""
+    with EmbeddedRedis() as server, NodeProcess(server.url, step_s=0.01):
+        yield server.url
+
+
+def jobs(redis_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command("jobs", *arguments, "--redis-url", redis_url)
+
+
+def test_jobs_are_listed_newest_first_with_filters(pool: str) -> None:
+    with Client(pool) as client:
+        one = client.submit("hello", max_tokens=3, tenant="acme")
+        one.result()
+        two = client.submit("hello", tenant="rival", not_before_s=600)
+        lines = [line.split("  ") for line in jobs(pool, "list").stdout.splitlines()]
+        assert [line[:4] for line in lines[:2]] == [
+            [two.id, "queued", "standard", "rival"],
+            [one.id, "done", "standard", "acme"],
+        ]
+        assert lines[1][-1] == "5+3 tokens"
+        for options, expected in (
+            (("--tenant", "acme"), [one.id]),
+            (("--state", "queued"), [two.id]),
+            (("--limit", "1"), [two.id]),
+            (("--pool", "other"), []),
+        ):
+            assert [line.split()[0] for line in jobs(pool, "list", *options).stdout.splitlines()] == expected
+        two.cancel()
+
+
+def test_job_is_shown_with_its_ledger_and_on_request_with_its_text(pool: str) -> None:
+    with Client(pool) as client:
+        job = client.submit("hello", max_tokens=3, seed=1, tenant="acme")
+        result = job.result()
+    shown = json.loads(jobs(pool, "show", job.id).stdout)
+    assert (shown["state"], shown["tenant"], shown["outcome"]["state"]) == ("done", "acme", "done")
+    assert "result" not in shown
+    assert [event["event"] for event in shown["ledger"]["events"]] == ["queued", "taken", "first_token", "finished"]
+    with_text = json.loads(jobs(pool, "show", job.id, "--result").stdout)
+    assert with_text["result"]["choices"][0]["text"] == result.choices[0].text
+
+
+def test_jobs_are_canceled_whatever_their_tenant(pool: str) -> None:
+    with Client(pool) as client:
+        waiting = [client.submit("hello", tenant=name, not_before_s=600) for name in ("acme", "rival")]
+        done = jobs(pool, "cancel", *(job.id for job in waiting))
+        assert done.stdout.splitlines() == [f"{job.id} cancelled" for job in waiting]
+        assert {job.status().state for job in waiting} == {"cancelled"}
+
+
+def test_tail_prints_the_text_until_the_end_from_any_chunk(pool: str) -> None:
+    with Client(pool) as client:
+        job = client.submit("hello", max_tokens=40, seed=3, tenant="acme")
+        assert jobs(pool, "tail", job.id).stdout == job.result().choices[0].text + "\n"
+        chunks = list(job.chunks())
+        rest = "".join(chunk.text for chunk in chunks[3:])
+        assert jobs(pool, "tail", job.id, "--after", "2").stdout == rest + "\n"
+
+
+def test_failures_are_told_in_one_line(pool: str) -> None:
+    for arguments in (("show", "m.none"), ("cancel", "m.none"), ("tail", "m.none")):
+        done = jobs(pool, *arguments)
+        assert (done.returncode, done.stderr) == (2, "penstock: no job m.none\n")
+    with Client(pool) as client:
+        job = client.submit("hello", not_before_s=600)
+        job.cancel()
+        done = jobs(pool, "tail", job.id)
+    assert (done.returncode, "cancelled" in done.stderr) == (1, True)

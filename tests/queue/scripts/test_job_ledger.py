@@ -1,0 +1,254 @@
+"""A job's ledger says when and why each node lost it; its tenant's list has it as long as its record is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fakes.queue.harness import POOL, P, Queue, chunks_of, new_id, new_job
+from redis.asyncio import Redis
+
+from penstock.contract.errors import NotFoundError, RequestError
+from penstock.contract.job import Outcome, Usage
+from penstock.contract.job_ledger import JobLedger
+from penstock.queue import keys
+from penstock.queue.audit import audit
+from penstock.queue.broker import job_lists
+from penstock.queue.broker.admin import AdminBroker
+from penstock.queue.broker.job_lists import MAX_EXAMINED, JobLists
+from penstock.queue.broker.node import Emission
+
+MAX_PAST_LEASES = 8
+RECORD_BYTES, MOVED_RECORD_BYTES = 2048, 5120
+
+
+async def ledger_of(queue: Queue, job_id: str) -> JobLedger:
+    return (await queue.producer.status(job_id, "default")).ledger
+
+
+def told(ledger: JobLedger) -> list[tuple[str, str, str]]:
+    return [(event.event, event.node_id, event.from_node_id or event.reason) for event in ledger.events()]
+
+
+async def test_undisturbed_job_has_four_events_and_what_it_used(queue: Queue) -> None:
+    node = await queue.node()
+    taken = await queue.running(node)
+    assert told(await ledger_of(queue, taken.job_id)) == [("queued", "", ""), ("taken", "n1", "")]
+    await node.emit(taken, 0, 2)
+    last = Emission(taken.job_id, taken.lease, 2, chunks_of(taken.job_id, 2, 1))
+    await node.broker.finish(last, Outcome("done"), b"result", kv_token_ms=1234.6, usage=Usage(9, 3, 4))
+
+    ledger = await ledger_of(queue, taken.job_id)
+    assert told(ledger) == [
+        ("queued", "", ""),
+        ("taken", "n1", ""),
+        ("first_token", "", ""),
+        ("finished", "n1", "done"),
+    ]
+    assert (ledger.usage, ledger.kv_token_ms, ledger.num_past_leases) == (Usage(9, 3, 4), 1235, 0)
+    assert not {"past_leases", "num_past_leases", "retaken"} & (await queue.record(taken.job_id)).keys()
+
+
+async def test_each_way_back_to_the_queue_is_told_with_its_node(queue: Queue, redis: Redis) -> None:
+    one, two = await queue.node("one"), await queue.node("two")
+    taken = await queue.running(one)
+    await one.emit(taken, 0)
+    await one.give_back(taken)
+    taken = await two.take_one()
+    await one.heartbeat(free=10**6)
+    await two.give_back(taken, why="pressure")
+    await queue.change(taken.job_id, avoid_until=0)
+    await two.take_one()
+    await two.heartbeat(held=[])
+    taken = await one.take_one()
+    await queue.kill(one)
+    three = await queue.node("three")
+    await three.take_one()
+    await queue.producer.cancel(taken.job_id, "default")
+    await queue.kill(three)
+
+    ledger = await ledger_of(queue, taken.job_id)
+    assert [event for event in told(ledger) if event[0] not in ("queued", "first_token")] == [
+        ("taken", "one", ""),
+        ("given_back", "one", "drain"),
+        ("moved", "two", "one"),
+        ("preempted", "two", ""),
+        ("taken", "two", ""),
+        ("given_back", "two", "unlisted"),
+        ("moved", "one", "two"),
+        ("node_lost", "one", ""),
+        ("moved", "three", "one"),
+        ("finished", "three", "cancelled"),
+    ]
+    assert (ledger.preemptions, ledger.losses, ledger.num_past_leases) == (2, 2, 4)
+    assert ledger.usage == Usage(0, 1, 0)
+    times = [event.at_ms for event in ledger.events()]
+    assert times == sorted(times)
+    assert await audit(AdminBroker(redis), POOL) == []
+
+
+async def test_ledger_keeps_the_newest_leases_and_counts_all(queue: Queue, redis: Redis) -> None:
+    node = await queue.node("n1", avoid_ms=0)
+    taken = await queue.running(node)
+    for _ in range(MAX_PAST_LEASES + 3):
+        await asyncio.sleep(0.002)
+        await node.give_back(taken)
+        taken = await node.take_one()
+    ledger = await ledger_of(queue, taken.job_id)
+    assert (len(ledger.past_leases), ledger.num_past_leases) == (MAX_PAST_LEASES, MAX_PAST_LEASES + 3)
+    assert ledger.past_leases[0].taken_ms > ledger.taken_ms
+    taken_ms = [lease.taken_ms for lease in ledger.past_leases] + [ledger.retaken_ms]
+    assert taken_ms == sorted(taken_ms)
+    assert await audit(AdminBroker(redis), POOL) == []
+
+
+async def test_job_that_ends_in_the_queue_has_no_last_node(queue: Queue) -> None:
+    node = await queue.node()
+    taken = await queue.running(node)
+    await node.give_back(taken)
+    await queue.producer.cancel(taken.job_id, "default")
+    assert told(await ledger_of(queue, taken.job_id)) == [
+        ("queued", "", ""),
+        ("taken", "n1", ""),
+        ("given_back", "n1", "drain"),
+        ("finished", "", "cancelled"),
+    ]
+
+
+async def test_record_of_a_moved_job_counts_as_larger(queue: Queue) -> None:
+    node = await queue.node("n1", avoid_ms=0)
+    for moves, size in ((0, RECORD_BYTES), (2, MOVED_RECORD_BYTES)):
+        taken = await queue.running(node)
+        for _ in range(moves):
+            await node.give_back(taken)
+            taken = await node.take_one()
+        await node.finish(taken, 0)
+        record = await queue.record(taken.job_id)
+        assert int(record["stored"].split()[3]) == size + len(b"result")
+        used: Any = await queue.redis.memory_usage(keys.job(taken.job_id), samples=0)
+        assert used < size
+
+
+# Lists ------------------------------------------------------------------------------------------
+
+
+async def announced(queue: Queue) -> JobLists:
+    """The lists of the pool, which a node has announced."""
+    await queue.node()
+    return JobLists(queue.redis)
+
+
+async def test_lists_of_tenants_are_read_in_pages_newest_first(queue: Queue) -> None:
+    lists = await announced(queue)
+    mine = [await queue.submit(tenant="acme") for _ in range(5)]
+    other = await queue.submit(tenant="rival")
+    found, after = list[str](), None
+    while True:
+        page = await lists.page("acme", after=after, limit=2)
+        found += [status.job_id for status in page.jobs]
+        after = page.next_after
+        if after is None:
+            break
+    assert found == sorted(mine, reverse=True)
+    everything = await lists.page(None, limit=100)
+    assert {status.job_id for status in everything.jobs} == {*mine, other}
+    assert {status.tenant for status in everything.jobs} == {"acme", "rival"}
+    assert (await lists.page("acme", pool="other")).jobs == ()
+    assert await lists.owner(other) == "rival"
+    with pytest.raises(NotFoundError):
+        await lists.owner(new_id())
+    with pytest.raises(RequestError):
+        await lists.page("acme", limit=101)
+
+
+async def test_page_of_a_rare_state_ends_early_and_goes_on(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = await announced(queue)
+    monkeypatch.setattr(job_lists, "_ROUND_IDS", 5)
+    monkeypatch.setattr(job_lists, "MAX_EXAMINED", 10)
+    node = await queue.node("n2")
+    first = await queue.running(node)
+    await node.finish(first, 0)
+    for _ in range(23):
+        await queue.submit()
+    page, num_pages = await lists.page("default", state="done"), 1
+    while not page.jobs:
+        assert page.next_after is not None
+        page, num_pages = await lists.page("default", state="done", after=page.next_after), num_pages + 1
+    assert ([status.job_id for status in page.jobs], num_pages) == ([first.job_id], 3)
+    assert MAX_EXAMINED == 1000
+
+
+async def test_too_many_lists_are_refused(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = await announced(queue)
+    monkeypatch.setattr(job_lists, "MAX_LISTS", 1)
+    for tenant in ("one", "two"):
+        await queue.submit(tenant=tenant)
+    with pytest.raises(RequestError, match="name a tenant or a pool"):
+        await lists.page(None)
+    assert len((await lists.page("one")).jobs) == 1
+
+
+async def test_job_leaves_its_list_with_its_record(queue: Queue, redis: Redis) -> None:
+    lists = await announced(queue)
+    node = await queue.node("n2")
+    taken = await queue.running(node)
+    await node.finish(taken, 0)
+    record, log, result = keys.job(taken.job_id), keys.log(taken.job_id), keys.result(taken.job_id)
+    await redis.delete(record, log, result)  # as if by their ends of life
+    for member in await queue.ids("expiry"):
+        await queue.age("expiry", member, 10**9)
+    assert await queue.ids("jobs:default") == {taken.job_id}
+    assert (await lists.page("default")).jobs == ()
+    assert await audit(AdminBroker(redis), POOL) == []
+    await queue.sweep()
+    assert await queue.ids("jobs:default") == set()
+    assert await audit(AdminBroker(redis), POOL) == []
+
+
+Damage = Callable[[Queue, str], Awaitable[object]]
+MENDED: dict[str, tuple[Damage, str]] = {
+    "job is not in its tenant's list": (lambda q, _: q.redis.delete(f"{P}:jobs:default"), "missing"),
+    "job is in another tenant's list": (lambda q, i: q.redis.zadd(f"{P}:jobs:rival", {i: 0}), "stray"),
+    "unknown job is listed": (lambda q, _: q.redis.zadd(f"{P}:jobs:default", {new_id(): 0}), "stray"),
+    "listed job has a score": (lambda q, i: q.redis.zadd(f"{P}:jobs:default", {i: 5}), "wrong_score"),
+}
+
+
+@pytest.mark.parametrize("damage", MENDED)
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_audit_names_and_repairs_a_wrong_list(queue: Queue, redis: Redis, damage: str, is_open: bool) -> None:
+    node = await queue.node()
+    taken = await queue.running(node, idempotency_key="one")
+    if not is_open:
+        result = Emission(taken.job_id, taken.lease, 0, ())
+        await node.broker.finish(result, Outcome("failed", "model_error"), b"")
+    await node.heartbeat()
+    harm, name = MENDED[damage]
+    await harm(queue, taken.job_id)
+    broker = AdminBroker(redis)
+    found = await audit(broker, POOL)
+    assert {(one.name, one.key.partition(":")[0]) for one in found} == {(name, "jobs")}
+    await audit(broker, POOL, repair=True)
+    assert await audit(broker, POOL) == []
+
+
+async def test_audit_names_a_ledger_that_contradicts_its_record(queue: Queue, redis: Redis) -> None:
+    node = await queue.node("n1", avoid_ms=0)
+    taken = await queue.running(node)
+    await node.give_back(taken)
+    await node.take_one()
+    broker = AdminBroker(redis)
+    assert await audit(broker, POOL) == []
+    for fields in ({"num_past_leases": 3}, {"num_past_leases": 1, "preemptions": 0}):
+        await queue.change(taken.job_id, **fields)
+        assert [(one.name, one.invariant) for one in await audit(broker, POOL)] == [("wrong_ledger", "I5")]
+
+
+async def test_submitted_job_is_listed_once_whatever_is_repeated(queue: Queue) -> None:
+    await queue.node()
+    job = new_job()
+    for _ in range(3):
+        await queue.submit(job)
+    assert await queue.ids("jobs:default") == {job.id}
