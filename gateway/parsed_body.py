@@ -13,13 +13,19 @@ from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import rename, request_error
 from penstock.contract.sampling_params import SamplingParams
+from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.stream.generation_request import RequestContent
 from penstock.producer.client.request import pack_prompt_of
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
-BODIES: dict[str, type[ChatRequest | CompletionRequest]] = {"chat": ChatRequest, "completion": CompletionRequest}
+BODIES: dict[str, type[ChatRequest | CompletionRequest | MessagesRequest | CountTokensRequest]] = {
+    "chat": ChatRequest,
+    "completion": CompletionRequest,
+    "messages": MessagesRequest,
+    "count_tokens": CountTokensRequest,
+}
 """The schema of each form of body."""
 MAX_CHOICES_OF_REQUEST = 256
 """Most choices of one HTTP request, over all its prompts."""

@@ -159,7 +159,7 @@ class StreamAnswer(Answer):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the jobs and send their events."""
-        writer, settings = EventWriter(send), self._settings
+        writer, settings = EventWriter(send, keep_alive=self._dialect.keep_alive), self._settings
         watch = writer.watch(
             first_wait_s=settings.first_chunk_wait_s,
             interval_s=settings.keep_alive_s,

@@ -1,0 +1,250 @@
+"""Errors under `/v1/messages`: Anthropic's shape, types, status codes and headers, whichever part refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import pytest
+import redis as sync_redis
+
+from penstock.contract.errors import (
+    BusyError,
+    ConflictError,
+    JobCancelledError,
+    JobExpiredError,
+    JobFailedError,
+    PenstockError,
+    UnavailableError,
+)
+from penstock.contract.terms import Terms
+from penstock.gateway.anthropic.errors import error_response
+from penstock.queue import keys
+from penstock.queue.broker.connection import connect
+from penstock.queue.broker.key_store import KeyStore
+
+MODEL = "acme/echo"
+PEPPER = "of the tests"
+USER = {"role": "user", "content": "hi"}
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "max_tokens": 8, "messages": [USER], **more}
+
+
+def refusal(answer: httpx.Response, status: int, kind: str) -> str:
+    """Checks the shape of an error, and returns its message."""
+    assert answer.status_code == status, answer.text
+    given = answer.json()
+    assert given.keys() == {"type", "error", "request_id"}
+    assert (given["type"], given["error"]["type"]) == ("error", kind)
+    assert given["request_id"] == answer.headers["request-id"]
+    assert given["error"].keys() == {"type", "message"}
+    return given["error"]["message"]
+
+
+def blocks(*content: dict[str, Any], role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(content)}, USER]}
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "hi"}}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"max_tokens": None}, "max_tokens: "),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
+        ({"stop_sequences": [""]}, "stop_sequences[0]: "),
+        ({"temperature": -1}, "temperature: "),
+        ({"n": 2}, "n: unknown field"),
+        ({"compaction": {}}, "compaction: unknown field"),
+        ({"container": "c"}, "container: not supported"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: not supported"),
+        ({"speed": "fast"}, "speed: not supported"),
+        ({"inference_geo": "eu"}, "inference_geo: not supported"),
+        (
+            {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+            "context_management: only edits that clear",
+        ),
+        ({"messages": []}, "messages: "),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
+        ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages: the last message must have role user"),
+        (blocks(IMAGE), 'messages[0].content[0].type: blocks of type "image" are not supported'),
+        (blocks({"type": "text", "text": "a"}, DOCUMENT), 'messages[0].content[1].type: blocks of type "document"'),
+        (blocks({"type": "text"}), "messages[0].content[0]: text is required in a block of type text"),
+        (blocks(CALL), "messages[0]: a message with role user must not have blocks of type tool_use"),
+        (
+            blocks({"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}),
+            'messages[0].content[0].content: blocks of type "image" are not supported',
+        ),
+        ({"system": [IMAGE]}, 'system: blocks of type "image" are not supported'),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            'tools[0].type: tools of type "bash_20250124" are not',
+        ),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema: "),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice: name is required with type tool"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: the request has no tools"),
+        ({"tools": [TOOL]}, "tools: "),
+        ({"thinking": {"type": "on"}}, "thinking.type: "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_wrong_field_is_refused_by_name(http, given, expected):
+    message = refusal(http.post("/v1/messages", json=body(**given)), 400, "invalid_request_error")
+    assert message.startswith(expected), message
+
+
+def test_unknown_members_inside_a_field_are_ignored(http):
+    text = {"type": "text", "text": "hi", "new": {"deep": [1]}}
+    tool_choice = {"type": "auto", "new": 1}
+    given = body(messages=[{"role": "user", "content": [text], "new": 1}], tool_choice=tool_choice, metadata={"new": 1})
+    clearing = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert http.post("/v1/messages", json={**given, "context_management": clearing}).status_code == 200
+
+
+def test_unknown_model_is_not_found(http):
+    assert "nobody" in refusal(http.post("/v1/messages", json=body(model="nobody")), 404, "not_found_error")
+
+
+def test_other_paths_and_methods_are_refused_in_the_same_shape(http):
+    refusal(http.post("/v1/messages/batches", json={}), 404, "not_found_error")
+    refusal(http.get("/v1/messages"), 405, "invalid_request_error")
+
+
+def test_errors_of_other_paths_keep_openais_shape(http):
+    answer = http.post("/v1/messagesx")
+    assert answer.json()["error"]["code"] == "not_found"
+    assert "request-id" not in answer.headers
+
+
+def test_body_that_is_too_large_is_refused_in_the_same_shape(stack, engine):
+    url = stack.start_gateway(max_body_bytes=2000)
+    answer = httpx.post(f"{url}/v1/messages", json=body(system="x" * 2000))
+    refusal(answer, 413, "request_too_large")
+
+
+def test_body_that_is_not_json_is_refused_in_the_same_shape(http):
+    refusal(
+        http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"}),
+        400,
+        "invalid_request_error",
+    )
+    refusal(http.post("/v1/messages", content=b"{}"), 400, "invalid_request_error")
+
+
+def test_large_body_is_refused_in_the_same_shape(http):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}] * 300
+    message = refusal(http.post("/v1/messages", json=body(messages=messages)), 400, "invalid_request_error")
+    assert message.startswith("messages[0].content[1].type")
+
+
+def test_prompt_that_is_too_long_is_refused_with_the_words_that_agents_look_for(http):
+    given = body(messages=[{"role": "user", "content": "x" * 300}])
+    message = refusal(http.post("/v1/messages", json=given), 400, "invalid_request_error")
+    assert message.startswith("prompt is too long: ")
+    answer = http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": given["messages"]})
+    assert refusal(answer, 400, "invalid_request_error").startswith("prompt is too long: ")
+
+
+def test_headers_of_the_protocol_are_accepted_in_any_version(http):
+    headers = {"anthropic-version": "2099-01-01", "anthropic-beta": "whatever", "x-api-key": "any"}
+    answer = http.post("/v1/messages?beta=true", json=body(), headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (BusyError("full", retry_after_ms=1500), 529, "overloaded_error"),
+        (BusyError("full", retry_after_ms=1500, code="redis_full"), 529, "overloaded_error"),
+        (BusyError("yours", retry_after_ms=1500, code="rate_limit_exceeded"), 429, "rate_limit_error"),
+        (BusyError("yours", retry_after_ms=1500, code="memory_share_exceeded"), 429, "rate_limit_error"),
+        (UnavailableError("no node", retry_after_ms=1500), 503, "api_error"),
+        (JobExpiredError("late"), 504, "timeout_error"),
+        (JobCancelledError("gone"), 499, "api_error"),
+        (JobFailedError("bad", code="node_lost"), 500, "api_error"),
+        (ConflictError("used"), 409, "invalid_request_error"),
+        (PenstockError("bug"), 500, "api_error"),
+    ],
+)
+def test_errors_have_anthropics_types_and_statuses(error, status, kind):
+    answer = error_response(error, "id")
+    assert answer.status_code == status
+    assert f'"type":"{kind}"'.encode() in answer.body
+    assert ("retry-after" in answer.headers) == isinstance(error, BusyError | UnavailableError)
+    fails_again = isinstance(error, ConflictError) or error.code == "node_lost"
+    assert (answer.headers.get("x-should-retry") == "false") == fails_again
+
+
+@pytest.fixture(scope="module")
+def closed(redis_url, stack, shared_engine):
+    """A gateway that wants keys, and two of them; the second may submit one job a minute."""
+
+    async def add(tenant: str, terms: Terms) -> str:
+        redis = connect(redis_url)
+        key, _ = await KeyStore(redis).add(tenant, ("infer",), terms, pepper=PEPPER)
+        await redis.aclose()
+        return key
+
+    made = {
+        "acme": asyncio.run(add("acme", Terms())),
+        "limited": asyncio.run(add("small", Terms(jobs_per_minute=1, burst_s=1))),
+    }
+    url = stack.start_gateway(pepper=PEPPER, require_keys=True)
+    yield url, made
+    with sync_redis.Redis.from_url(redis_url) as client:
+        client.delete(keys.API_KEYS)
+
+
+def test_key_in_x_api_key_is_accepted_in_place_of_bearer(closed):
+    url, made = closed
+    post = f"{url}/v1/messages"
+    assert httpx.post(post, json=body(), headers={"x-api-key": made["acme"]}).status_code == 200
+    assert httpx.post(post, json=body(), headers={"Authorization": f"Bearer {made['acme']}"}).status_code == 200
+    assert httpx.get(f"{url}/v1/models", headers={"x-api-key": made["acme"]}).status_code == 200
+
+
+def test_missing_or_wrong_key_is_an_authentication_error(closed):
+    url, made = closed
+    post = f"{url}/v1/messages"
+    assert "x-api-key" in refusal(httpx.post(post, json=body()), 401, "authentication_error")
+    for headers in ({"x-api-key": "pk-wrong"}, {"x-api-key": made["acme"], "Authorization": "Bearer pk-wrong"}):
+        answer = httpx.post(post, json=body(), headers=headers)
+        refusal(answer, 401, "authentication_error")
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_callers_own_limit_is_a_rate_limit_error(closed):
+    url, made = closed
+    answers = [httpx.post(f"{url}/v1/messages", json=body(), headers={"x-api-key": made["limited"]}) for _ in range(3)]
+    refusal(answers[-1], 429, "rate_limit_error")
+    assert int(answers[-1].headers["retry-after"]) >= 1
+
+
+def test_stream_that_fails_after_it_has_begun_ends_with_an_error_event(stack, engine, http):
+    engine.step_s = 0.2
+    with http.stream(
+        "POST", "/v1/messages", json=body(messages=[{"role": "user", "content": "abcdef"}], stream=True)
+    ) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "event: message_start"
+        job_id = answer.headers["x-penstock-job"]
+
+        async def cancel() -> None:
+            async with stack.client() as client:
+                await client.cancel(job_id)
+
+        threading.Thread(target=stack.call, args=(cancel(),)).start()
+        rest = list(lines)
+    assert rest[-3] == "event: error"
+    assert '"type":"api_error"' in rest[-2]
+    assert "event: message_stop" not in rest
