@@ -12,17 +12,16 @@ from penstock.gateway.prompt_counter import count_prompt_tokens
 from penstock.gateway.request_parsing import generation_request_of, read_body
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
 
-FORM = "count_tokens"
-"""The form of the body in `parsed_body.BODIES`."""
-
 
 class CountTokens:
     """Answers with the number of tokens of a conversation, its system prompt and its tools."""
 
+    form = "count_tokens"
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive, send)
-        generation = generation_request_of(request, await read_body(request, FORM))
+        generation = generation_request_of(request, await read_body(request, self.form))
 
         async def answer() -> None:
             num_tokens = await count_prompt_tokens(request.app.state.client, generation)

@@ -14,9 +14,6 @@ from penstock.gateway.request_parsing import generation_request_of, read_body
 from penstock.gateway.stream.answer import Answer, StreamAnswer, WholeAnswer
 from penstock.gateway.stream.generation_request import GenerationRequest
 
-FORM = "messages"
-"""The form of the body in `parsed_body.BODIES`."""
-
 
 class GenerateMessage:
     """Answers with a message, whole or as a stream.
@@ -25,13 +22,15 @@ class GenerateMessage:
     end of the context. Coding agents rely on it: they send one `max_tokens` for every model.
     """
 
+    form = "messages"
+
     def __init__(self) -> None:
         self._dialect = MessagesDialect()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive, send)
-        body = await read_body(request, FORM)
+        body = await read_body(request, self.form)
         generation = generation_request_of(request, body)
         try:
             await self._answer(request, generation, body)(scope, receive, send)

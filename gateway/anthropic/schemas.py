@@ -5,6 +5,7 @@ An unknown field is refused by name. Unknown members inside a field are ignored.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, field_validator
@@ -93,6 +94,19 @@ class _ConversationBody(Wire):
     @classmethod
     def _only_thinking(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         return _few_edits(value)
+
+    @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for."""
+        return self.priority
+
+    @property
+    def template_kwargs(self) -> str | None:
+        """The variables for the chat template as JSON text, or None: whether the model reasons, if the body says so."""
+        if self.thinking is None:
+            return None
+        thinks = self.thinking.type != "disabled"
+        return json.dumps({"enable_thinking": thinks, "thinking": thinks})
 
     @property
     def echoes(self) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+
+from penstock.contract.errors import PromptTooLongError
 
 ECHO, CALLER = "acme/echo", "acme/caller"
 CALLS = """Wait.
@@ -27,6 +30,24 @@ def calling_engine(stack, shared_engine):
 
 @pytest.fixture
 def calling(url: str, calling_engine) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def cutting(stack, url: str, shared_engine) -> Iterator[httpx.Client]:
+    """A node that refuses prompts and `max_tokens` beyond its context together, as the real engine does."""
+
+    class CuttingEngine(type(shared_engine)):
+        def add(self, request):
+            asked = request.params.max_tokens
+            if asked is not None and len(request.prompt_token_ids) + asked > self.max_model_len:
+                raise PromptTooLongError(f"prompt and max_tokens ({asked}) are too long", param="max_tokens")
+            # The end of the context is a few tokens away.
+            params = request.params if asked else request.params.model_copy(update={"max_tokens": 3})
+            super().add(replace(request, params=params))
+
+    stack.start_node(CuttingEngine(), model="acme/cutting", pool="cutting")
     with httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
@@ -304,6 +325,21 @@ def test_conversation_of_many_messages_is_parsed_in_the_parser_process(http, eng
     stream = events_of(http, "", messages=history)
     assert blocks_of(stream) == [{"type": "text", "text": "end"}]
     assert sent_chat(engine)[0]["content"] == "\n".join(map(str, range(400)))
+
+
+def test_max_tokens_beyond_the_context_ends_the_answer_with_the_context(cutting):
+    message = create(cutting, "hello", model="acme/cutting", max_tokens=1000)
+    assert message["stop_reason"] == "model_context_window_exceeded"
+    events = events_of(cutting, "hello", model="acme/cutting", max_tokens=1000)
+    assert blocks_of(events) == message["content"]
+    assert events[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
+
+
+def test_max_tokens_beyond_the_context_is_refused_with_an_idempotency_key(cutting):
+    asked = body("hello", model="acme/cutting", max_tokens=1000)
+    answer = cutting.post("/v1/messages", json=asked, headers={"Idempotency-Key": "cut-1"})
+    assert answer.status_code == 400
+    assert "max_tokens" in answer.json()["error"]["message"]
 
 
 # Counting ---------------------------------------------------------------------------------------

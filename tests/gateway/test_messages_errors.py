@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
 import httpx
 import pytest
-import redis as sync_redis
 
 from penstock.contract.errors import (
     BusyError,
@@ -19,14 +17,9 @@ from penstock.contract.errors import (
     PenstockError,
     UnavailableError,
 )
-from penstock.contract.terms import Terms
 from penstock.gateway.anthropic.errors import error_response
-from penstock.queue import keys
-from penstock.queue.broker.connection import connect
-from penstock.queue.broker.key_store import KeyStore
 
 MODEL = "acme/echo"
-PEPPER = "of the tests"
 USER = {"role": "user", "content": "hi"}
 
 
@@ -183,51 +176,6 @@ def test_errors_have_anthropics_types_and_statuses(error, status, kind):
     assert ("retry-after" in answer.headers) == isinstance(error, BusyError | UnavailableError)
     fails_again = isinstance(error, ConflictError) or error.code == "node_lost"
     assert (answer.headers.get("x-should-retry") == "false") == fails_again
-
-
-@pytest.fixture(scope="module")
-def closed(redis_url, stack, shared_engine):
-    """A gateway that wants keys, and two of them; the second may submit one job a minute."""
-
-    async def add(tenant: str, terms: Terms) -> str:
-        redis = connect(redis_url)
-        key, _ = await KeyStore(redis).add(tenant, ("infer",), terms, pepper=PEPPER)
-        await redis.aclose()
-        return key
-
-    made = {
-        "acme": asyncio.run(add("acme", Terms())),
-        "limited": asyncio.run(add("small", Terms(jobs_per_minute=1, burst_s=1))),
-    }
-    url = stack.start_gateway(pepper=PEPPER, require_keys=True)
-    yield url, made
-    with sync_redis.Redis.from_url(redis_url) as client:
-        client.delete(keys.API_KEYS)
-
-
-def test_key_in_x_api_key_is_accepted_in_place_of_bearer(closed):
-    url, made = closed
-    post = f"{url}/v1/messages"
-    assert httpx.post(post, json=body(), headers={"x-api-key": made["acme"]}).status_code == 200
-    assert httpx.post(post, json=body(), headers={"Authorization": f"Bearer {made['acme']}"}).status_code == 200
-    assert httpx.get(f"{url}/v1/models", headers={"x-api-key": made["acme"]}).status_code == 200
-
-
-def test_missing_or_wrong_key_is_an_authentication_error(closed):
-    url, made = closed
-    post = f"{url}/v1/messages"
-    assert "x-api-key" in refusal(httpx.post(post, json=body()), 401, "authentication_error")
-    for headers in ({"x-api-key": "pk-wrong"}, {"x-api-key": made["acme"], "Authorization": "Bearer pk-wrong"}):
-        answer = httpx.post(post, json=body(), headers=headers)
-        refusal(answer, 401, "authentication_error")
-        assert answer.headers["www-authenticate"] == "Bearer"
-
-
-def test_callers_own_limit_is_a_rate_limit_error(closed):
-    url, made = closed
-    answers = [httpx.post(f"{url}/v1/messages", json=body(), headers={"x-api-key": made["limited"]}) for _ in range(3)]
-    refusal(answers[-1], 429, "rate_limit_error")
-    assert int(answers[-1].headers["retry-after"]) >= 1
 
 
 def test_stream_that_fails_after_it_has_begun_ends_with_an_error_event(stack, engine, http):
