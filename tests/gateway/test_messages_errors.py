@@ -35,7 +35,7 @@ def refusal(answer: httpx.Response, status: int, kind: str) -> str:
     assert (given["type"], given["error"]["type"]) == ("error", kind)
     assert given["request_id"] == answer.headers["request-id"]
     assert given["error"].keys() == {"type", "message"}
-    return given["error"]["message"]
+    return str(given["error"]["message"])
 
 
 def blocks(*content: dict[str, Any], role: str = "user") -> dict[str, Any]:
@@ -90,12 +90,12 @@ CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_wrong_field_is_refused_by_name(http, given, expected):
+def test_wrong_field_is_refused_by_name(http: httpx.Client, given: dict[str, Any], expected: str) -> None:
     message = refusal(http.post("/v1/messages", json=body(**given)), 400, "invalid_request_error")
     assert message.startswith(expected), message
 
 
-def test_unknown_members_inside_a_field_are_ignored(http):
+def test_unknown_members_inside_a_field_are_ignored(http: httpx.Client) -> None:
     text = {"type": "text", "text": "hi", "new": {"deep": [1]}}
     tool_choice = {"type": "auto", "new": 1}
     given = body(messages=[{"role": "user", "content": [text], "new": 1}], tool_choice=tool_choice, metadata={"new": 1})
@@ -103,28 +103,28 @@ def test_unknown_members_inside_a_field_are_ignored(http):
     assert http.post("/v1/messages", json={**given, "context_management": clearing}).status_code == 200
 
 
-def test_unknown_model_is_not_found(http):
+def test_unknown_model_is_not_found(http: httpx.Client) -> None:
     assert "nobody" in refusal(http.post("/v1/messages", json=body(model="nobody")), 404, "not_found_error")
 
 
-def test_other_paths_and_methods_are_refused_in_the_same_shape(http):
+def test_other_paths_and_methods_are_refused_in_the_same_shape(http: httpx.Client) -> None:
     refusal(http.post("/v1/messages/batches", json={}), 404, "not_found_error")
     refusal(http.get("/v1/messages"), 405, "invalid_request_error")
 
 
-def test_errors_of_other_paths_keep_openais_shape(http):
+def test_errors_of_other_paths_keep_openais_shape(http: httpx.Client) -> None:
     answer = http.post("/v1/messagesx")
     assert answer.json()["error"]["code"] == "not_found"
     assert "request-id" not in answer.headers
 
 
-def test_body_that_is_too_large_is_refused_in_the_same_shape(stack, engine):
+def test_body_that_is_too_large_is_refused_in_the_same_shape(stack: Any, engine: Any) -> None:
     url = stack.start_gateway(max_body_bytes=2000)
     answer = httpx.post(f"{url}/v1/messages", json=body(system="x" * 2000))
     refusal(answer, 413, "request_too_large")
 
 
-def test_body_that_is_not_json_is_refused_in_the_same_shape(http):
+def test_body_that_is_not_json_is_refused_in_the_same_shape(http: httpx.Client) -> None:
     refusal(
         http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"}),
         400,
@@ -133,13 +133,13 @@ def test_body_that_is_not_json_is_refused_in_the_same_shape(http):
     refusal(http.post("/v1/messages", content=b"{}"), 400, "invalid_request_error")
 
 
-def test_large_body_is_refused_in_the_same_shape(http):
+def test_large_body_is_refused_in_the_same_shape(http: httpx.Client) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}] * 300
     message = refusal(http.post("/v1/messages", json=body(messages=messages)), 400, "invalid_request_error")
     assert message.startswith("messages[0].content[1].type")
 
 
-def test_prompt_that_is_too_long_is_refused_with_the_words_that_agents_look_for(http):
+def test_prompt_that_is_too_long_is_refused_with_the_words_that_agents_look_for(http: httpx.Client) -> None:
     given = body(messages=[{"role": "user", "content": "x" * 300}])
     message = refusal(http.post("/v1/messages", json=given), 400, "invalid_request_error")
     assert message.startswith("prompt is too long: ")
@@ -147,7 +147,7 @@ def test_prompt_that_is_too_long_is_refused_with_the_words_that_agents_look_for(
     assert refusal(answer, 400, "invalid_request_error").startswith("prompt is too long: ")
 
 
-def test_headers_of_the_protocol_are_accepted_in_any_version(http):
+def test_headers_of_the_protocol_are_accepted_in_any_version(http: httpx.Client) -> None:
     headers = {"anthropic-version": "2099-01-01", "anthropic-beta": "whatever", "x-api-key": "any"}
     answer = http.post("/v1/messages?beta=true", json=body(), headers=headers)
     assert answer.status_code == 200
@@ -169,7 +169,7 @@ def test_headers_of_the_protocol_are_accepted_in_any_version(http):
         (PenstockError("bug"), 500, "api_error"),
     ],
 )
-def test_errors_have_anthropics_types_and_statuses(error, status, kind):
+def test_errors_have_anthropics_types_and_statuses(error: PenstockError, status: int, kind: str) -> None:
     answer = error_response(error, "id")
     assert answer.status_code == status
     assert f'"type":"{kind}"'.encode() in answer.body
@@ -178,7 +178,9 @@ def test_errors_have_anthropics_types_and_statuses(error, status, kind):
     assert (answer.headers.get("x-should-retry") == "false") == fails_again
 
 
-def test_stream_that_fails_after_it_has_begun_ends_with_an_error_event(stack, engine, http):
+def test_stream_that_fails_after_it_has_begun_ends_with_an_error_event(
+    stack: Any, engine: Any, http: httpx.Client
+) -> None:
     engine.step_s = 0.2
     with http.stream(
         "POST", "/v1/messages", json=body(messages=[{"role": "user", "content": "abcdef"}], stream=True)

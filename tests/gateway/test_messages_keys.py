@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -31,7 +32,7 @@ def refusal(answer: httpx.Response, status: int, kind: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def closed(redis_url, stack, shared_engine):
+def closed(redis_url: str, stack: Any, shared_engine: Any) -> Iterator[tuple[str, dict[str, str]]]:
     """A gateway that wants keys, and two of them; the second may submit one job a minute."""
 
     async def add(tenant: str, terms: Terms) -> str:
@@ -50,7 +51,7 @@ def closed(redis_url, stack, shared_engine):
         client.delete(keys.API_KEYS)
 
 
-def test_key_in_x_api_key_is_accepted_in_place_of_bearer(closed):
+def test_key_in_x_api_key_is_accepted_in_place_of_bearer(closed: tuple[str, dict[str, str]]) -> None:
     url, made = closed
     post = f"{url}/v1/messages"
     assert httpx.post(post, json=body(), headers={"x-api-key": made["acme"]}).status_code == 200
@@ -58,7 +59,7 @@ def test_key_in_x_api_key_is_accepted_in_place_of_bearer(closed):
     assert httpx.get(f"{url}/v1/models", headers={"x-api-key": made["acme"]}).status_code == 200
 
 
-def test_missing_or_wrong_key_is_an_authentication_error(closed):
+def test_missing_or_wrong_key_is_an_authentication_error(closed: tuple[str, dict[str, str]]) -> None:
     url, made = closed
     post = f"{url}/v1/messages"
     assert "x-api-key" in refusal(httpx.post(post, json=body()), 401, "authentication_error")
@@ -68,7 +69,7 @@ def test_missing_or_wrong_key_is_an_authentication_error(closed):
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_callers_own_limit_is_a_rate_limit_error(closed):
+def test_callers_own_limit_is_a_rate_limit_error(closed: tuple[str, dict[str, str]]) -> None:
     url, made = closed
     answers = [httpx.post(f"{url}/v1/messages", json=body(), headers={"x-api-key": made["limited"]}) for _ in range(3)]
     refusal(answers[-1], 429, "rate_limit_error")
