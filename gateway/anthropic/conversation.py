@@ -1,12 +1,14 @@
 """The messages of a conversation in Anthropic's form, and their translation to penstock's messages.
 
 Anthropic's user message may hold tool results beside text. penstock has one message with role `tool` for each result.
-Earlier reasoning is not passed to the model.
+Earlier reasoning is not passed to the model. System messages at the start belong to the system prompt. Coding agents
+also send later ones, which many chat templates refuse, so these become marked texts of the user.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
@@ -37,13 +39,20 @@ class ConversationMessage(Nested):
                 raise PydanticCustomError("unsupported_value", message, {"role": self.role, "type": block.type})
         return self
 
+    @property
+    def text(self) -> str:
+        """The text of all its text blocks."""
+        # The text blocks of an answer are pieces of one text, so no separator is added.
+        between = "" if self.role == "assistant" else "\n"
+        return between.join(block.text or "" for block in self.content if block.type == "text")
+
     def parts(self) -> Iterator[dict[str, Any]]:
         """Yield the message as penstock's messages, except that a user's `content` is a list of texts."""
         if self.role == "assistant":
             yield self._of_assistant()
             return
         if self.role == "system":
-            yield {"role": "system", "content": "\n".join(block.text or "" for block in self.content)}
+            yield {"role": "user", "content": [f"<system>\n{self.text}\n</system>"]}
             return
         texts: list[str] = []
         for block in self.content:
@@ -58,10 +67,8 @@ class ConversationMessage(Nested):
             yield {"role": "user", "content": texts}
 
     def _of_assistant(self) -> dict[str, Any]:
-        # The text blocks of an answer are pieces of one text, so no separator is added.
-        text = "".join(block.text or "" for block in self.content if block.type == "text")
         calls = [block.call() for block in self.content if block.type == "tool_use"]
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
         return {**message, "tool_calls": calls} if calls else message
 
 
@@ -71,7 +78,8 @@ def messages_of(system: str | None, conversation: Sequence[ConversationMessage])
     Some chat templates refuse two messages of the user in a row.
     """
     messages: list[dict[str, Any]] = []
-    for message in conversation:
+    leading = [*takewhile(lambda message: message.role == "system", conversation)]
+    for message in conversation[len(leading) :]:
         for part in message.parts():
             if messages and part["role"] == messages[-1]["role"] == "user":
                 messages[-1]["content"] += part["content"]
@@ -80,4 +88,5 @@ def messages_of(system: str | None, conversation: Sequence[ConversationMessage])
     for one in messages:
         if one["role"] == "user":
             one["content"] = "\n".join(one["content"])
-    return [{"role": "system", "content": system}, *messages] if system else messages
+    instructions = "\n".join(text for text in (system, *(message.text for message in leading)) if text)
+    return [{"role": "system", "content": instructions}, *messages] if instructions else messages

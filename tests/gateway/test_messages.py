@@ -323,6 +323,21 @@ def test_history_of_an_agent_becomes_messages_of_the_chat(http: httpx.Client, en
     ]
 
 
+def test_system_messages_belong_to_the_prompt_or_become_marked_texts_of_the_user(
+    http: httpx.Client, engine: Any
+) -> None:
+    history = [
+        {"role": "system", "content": "First."},
+        {"role": "user", "content": "hi"},
+        {"role": "system", "content": [{"type": "text", "text": "Later."}]},
+    ]
+    assert http.post("/v1/messages", json=body("", messages=history, system="Zero.")).status_code == 200
+    assert sent_chat(engine) == [
+        {"role": "system", "content": "Zero.\nFirst."},
+        {"role": "user", "content": "hi\n<system>\nLater.\n</system>"},
+    ]
+
+
 def test_conversation_of_many_messages_is_parsed_in_the_parser_process(http: httpx.Client, engine: Any) -> None:
     history = [{"role": "user", "content": [{"type": "text", "text": str(n)}]} for n in range(400)]
     answer = http.post("/v1/messages", json=body("", messages=[*history, {"role": "assistant", "content": "a"}]))
