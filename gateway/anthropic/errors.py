@@ -29,6 +29,8 @@ _TYPES = {
 }
 """Error types by status. Any other status below 500 is an invalid request, and any from 500 an error of the API."""
 _API_FAILS_FROM = 500
+_NO_THREADS = "thread_unsupported_request"
+"""Anthropic's code for a refused `thread`. Its client then sends the whole conversation instead."""
 
 
 def is_messages_path(path: str) -> bool:
@@ -50,7 +52,10 @@ def error_body(message: str, status: int, request_id: str | None) -> dict[str, A
 def error_response(error: PenstockError, request_id: str | None) -> JSONResponse:
     """Return the HTTP response for an error."""
     status = status_of(error)
-    return JSONResponse(error_body(message_of(error), status, request_id), status, retry_headers(error))
+    body = error_body(message_of(error), status, request_id)
+    if error.param == "thread":
+        body["error"]["details"] = {"error_code": _NO_THREADS}
+    return JSONResponse(body, status, retry_headers(error))
 
 
 def error_event(error: PenstockError) -> bytes:

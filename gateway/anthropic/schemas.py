@@ -78,6 +78,7 @@ class _ConversationBody(Wire):
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     mcp_servers: Annotated[Any, only(None, [])] = None
+    thread: Annotated[Any, only(None)] = None
     speed: Annotated[Any, only(None, "standard")] = None
     user_profile_id: str | None = None
     workspace_id: str | None = None

@@ -95,6 +95,12 @@ def test_wrong_field_is_refused_by_name(http: httpx.Client, given: dict[str, Any
     assert message.startswith(expected), message
 
 
+def test_refused_thread_has_the_code_that_makes_the_client_send_the_whole_conversation(http: httpx.Client) -> None:
+    answer = http.post("/v1/messages", json=body(thread={"type": "create"}))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_unknown_members_inside_a_field_are_ignored(http: httpx.Client) -> None:
     text = {"type": "text", "text": "hi", "new": {"deep": [1]}}
     tool_choice = {"type": "auto", "new": 1}
