@@ -11,7 +11,6 @@ from penstock.contract.errors import PenstockError
 from penstock.contract.job import Chunk, Usage
 from penstock.contract.sampling_params import SamplingParams
 from penstock.gateway.stream.generation_request import StreamPosition
-from penstock.gateway.stream.sse import KEEP_ALIVE
 from penstock.producer.openai.parsed_text import AnswerFormat
 from penstock.queue.packed_result import PackedResult
 
@@ -78,8 +77,8 @@ class Dialect(ABC):
 
     parses_text: bool = True
     """Whether tool calls and reasoning are parsed from the text."""
-    keep_alive: bytes = KEEP_ALIVE
-    """What a silent stream sends from time to time."""
+    keep_alive: bytes | None = None
+    """What a silent stream sends from time to time. None: a comment."""
 
     @abstractmethod
     def stream(self, head: AnswerHead) -> StreamEncoder:
