@@ -75,7 +75,7 @@ class ContentBlock(Nested):
         for name in _NEEDED[self.type]:
             if getattr(self, name) is None:
                 message = "{name} is required in a block of type {type}"
-                raise PydanticCustomError("missing", message, {"name": name, "type": self.type})
+                raise PydanticCustomError("block_incomplete", message, {"name": name, "type": self.type})
         return self
 
     def call(self) -> dict[str, Any]:
