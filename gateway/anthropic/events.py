@@ -51,7 +51,7 @@ class BlockEvents:
         if parsed.reasoning and self._shows_thinking:
             events.append(self._piece("thinking", parsed.reasoning))
         if parsed.content:
-            events.append(self._text(parsed.content))
+            events.append(self.text(parsed.content))
         events += [self._call(call) for call in parsed.calls]
         return b"".join(events)
 
@@ -62,11 +62,12 @@ class BlockEvents:
         self._open = None
         return event({"type": "content_block_stop", "index": self._index})
 
-    def _text(self, text: str) -> bytes:
-        if self._open == "text":
+    def text(self, text: str) -> bytes:
+        """Return the events for the next text of the answer, which may be empty."""
+        if self._open == "text" and text:
             return self._piece("text", text)
         self._blank.append(text)
-        if text.isspace():
+        if not text or text.isspace():
             return b""
         whole = "".join(self._blank)
         self._blank.clear()
