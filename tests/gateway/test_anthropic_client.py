@@ -60,7 +60,6 @@ async def test_asynchronous_client_reads_the_text_of_a_stream(agent_url: str) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_runner_calls_its_function_and_goes_on_with_the_result(client: Any, stream: bool) -> None:
-    @anthropic.beta_tool
     def weather(city: str) -> str:
         """Tells the weather.
 
@@ -71,7 +70,7 @@ def test_tool_runner_calls_its_function_and_goes_on_with_the_result(client: Any,
 
     call = json.dumps({"name": "weather", "arguments": {"city": "Rome"}})
     given = asked(f"<tool_call>{call}</tool_call>")
-    last = client.beta.messages.tool_runner(**given, tools=[weather], stream=stream).until_done()
+    last = client.beta.messages.tool_runner(**given, tools=[anthropic.beta_tool(weather)], stream=stream).until_done()
     assert [block.text for block in last.content] == ["sunny in Rome"]
 
 

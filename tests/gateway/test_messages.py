@@ -348,19 +348,22 @@ def test_conversation_of_many_messages_is_parsed_in_the_parser_process(http: htt
     assert sent_chat(engine)[0]["content"] == "\n".join(map(str, range(400)))
 
 
-def test_max_tokens_beyond_the_context_ends_the_answer_with_the_context(cutting: httpx.Client) -> None:
-    message = create(cutting, "hello", model="acme/cutting", max_tokens=1000)
+@pytest.mark.parametrize("max_tokens", [255, 1000])
+def test_max_tokens_beyond_the_context_ends_the_answer_with_the_context(cutting: httpx.Client, max_tokens: int) -> None:
+    message = create(cutting, "hello", model="acme/cutting", max_tokens=max_tokens)
     assert message["stop_reason"] == "model_context_window_exceeded"
-    events = events_of(cutting, "hello", model="acme/cutting", max_tokens=1000)
+    events = events_of(cutting, "hello", model="acme/cutting", max_tokens=max_tokens)
     assert blocks_of(events) == message["content"]
     assert events[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
 
 
-def test_max_tokens_beyond_the_context_is_refused_with_an_idempotency_key(cutting: httpx.Client) -> None:
-    asked = body("hello", model="acme/cutting", max_tokens=1000)
+def test_max_tokens_beyond_the_rest_of_the_context_is_refused_with_an_idempotency_key(cutting: httpx.Client) -> None:
+    asked = body("hello", model="acme/cutting", max_tokens=255)
     answer = cutting.post("/v1/messages", json=asked, headers={"Idempotency-Key": "cut-1"})
     assert answer.status_code == 400
     assert "max_tokens" in answer.json()["error"]["message"]
+    more = {**asked, "max_tokens": 256}
+    assert cutting.post("/v1/messages", json=more, headers={"Idempotency-Key": "cut-2"}).status_code == 200
 
 
 # Counting ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.contract.errors import (
     UnavailableError,
 )
 from penstock.gateway.anthropic.errors import error_response
+from penstock.gateway.drain import Drain
 
 MODEL = "acme/echo"
 USER = {"role": "user", "content": "hi"}
@@ -180,6 +182,30 @@ def test_errors_have_anthropics_types_and_statuses(error: PenstockError, status:
     assert ("retry-after" in answer.headers) == isinstance(error, BusyError | UnavailableError)
     fails_again = isinstance(error, ConflictError) or error.code == "node_lost"
     assert (answer.headers.get("x-should-retry") == "false") == fails_again
+
+
+@pytest.mark.parametrize(("path", "is_anthropic"), [("/v1/messages", True), ("/v1/completions", False)])
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_answer_that_a_shutdown_cuts_off_ends_in_the_shape_of_its_path(
+    path: str, is_anthropic: bool, is_begun: bool
+) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def cut_off(scope: Any, receive: Any, send: Any) -> None:
+        if is_begun:
+            headers = [(b"content-type", b"text/event-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        raise asyncio.CancelledError
+
+    receive: Any = None
+    await Drain(cut_off)({"type": "http", "path": path, "headers": [], "state": {"request_id": "r1"}}, receive, send)
+    said = sent[-1]["body"].decode()
+    assert ('"type":"api_error"' in said) == is_anthropic
+    assert said.startswith("event: error\n") == (is_anthropic and is_begun)
+    assert ('"request_id":"r1"' in said) == (is_anthropic and not is_begun)
 
 
 def test_stream_that_fails_after_it_has_begun_ends_with_an_error_event(
