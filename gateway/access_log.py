@@ -11,7 +11,7 @@ from http import HTTPStatus
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.gateway.openai.errors import ID_HEADER
+from penstock.gateway.errors import request_id_headers
 from penstock.gateway.stream.answer import JOB_HEADER
 
 logger = logging.getLogger("penstock.gateway.access")
@@ -46,7 +46,8 @@ class AccessLog:
             nonlocal status, jobs
             if message["type"] == "http.response.start":
                 status, headers = message["status"], MutableHeaders(scope=message)
-                headers[ID_HEADER] = request_id
+                for name in request_id_headers(scope["path"]):
+                    headers[name] = request_id
                 jobs = {"job": headers[JOB_HEADER]} if JOB_HEADER in headers else {}
             return send(message)
 

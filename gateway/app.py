@@ -16,14 +16,17 @@ from fastapi.middleware.cors import CORSMiddleware
 from penstock.contract.errors import ConfigError
 from penstock.gateway import health, metrics, usage
 from penstock.gateway.access_log import AccessLog
+from penstock.gateway.anthropic import routes as anthropic_routes
+from penstock.gateway.anthropic.errors import ID_HEADER as ANTHROPIC_ID_HEADER
 from penstock.gateway.authentication import Entry, warn_if_open
 from penstock.gateway.body import MAX_BODY_BYTES_HELD, MAX_BODY_BYTES_HELD_OF_TENANT
 from penstock.gateway.body_parser import Parser
 from penstock.gateway.drain import END_GRACE_S, Drain, cut_off_after
+from penstock.gateway.errors import install_error_handlers
 from penstock.gateway.jobs import routes as job_routes
 from penstock.gateway.metrics import GatewayMetrics
 from penstock.gateway.openai import models, routes
-from penstock.gateway.openai.errors import ID_HEADER, install_error_handlers
+from penstock.gateway.openai.errors import ID_HEADER
 from penstock.gateway.request_head import BoundedHead
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.shared_budget import SharedBudget
@@ -39,6 +42,8 @@ MAX_RESULT_BYTES_HELD = 64 << 20
 """Bytes of large results that a gateway holds in memory while it sends them. Further large answers wait."""
 MAX_RESULT_BYTES_HELD_OF_TENANT = 16 << 20
 """The share of MAX_RESULT_BYTES_HELD that one tenant may use."""
+ROUTES = (*routes.ROUTES, *anthropic_routes.ROUTES, *job_routes.ROUTES)
+"""The plain Starlette routes, which bypass FastAPI."""
 PROGRESS_VARIABLE = "PENSTOCK_GATEWAY_PROGRESS"
 """Environment variable. With the value `json`, the gateway prints its URL to stdout as JSON for a supervisor."""
 
@@ -77,8 +82,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app = FastAPI(title="penstock", lifespan=lifespan, openapi_url=None)
     _add_state(app, settings)
     install_error_handlers(app)
-    plain_routes = (*routes.ROUTES, *job_routes.ROUTES)
-    app.router.routes.extend(plain_routes)
+    app.router.routes.extend(ROUTES)
     for module in (models, health, metrics, usage, job_routes):
         app.include_router(module.router)
     app.add_middleware(
@@ -94,9 +98,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[JOB_HEADER, ID_HEADER, "Retry-After", "Retry-After-Ms"],
+            expose_headers=[JOB_HEADER, ID_HEADER, ANTHROPIC_ID_HEADER, "Retry-After", "Retry-After-Ms"],
         )
-    app.add_middleware(AccessLog, paths=frozenset(route.path for route in plain_routes))
+    app.add_middleware(AccessLog, paths=frozenset(route.path for route in ROUTES))
     return app
 
 

@@ -13,7 +13,7 @@ from penstock.contract.api_keys import ApiKey, identify
 from penstock.contract.api_keys import Scope as KeyScope
 from penstock.contract.errors import PenstockError, UnauthorizedError
 from penstock.contract.priority import ClassName
-from penstock.gateway.openai.errors import error_response
+from penstock.gateway.errors import error_response
 from penstock.producer.client import AsyncClient
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ ADMIN_PATIENCE_S = 1.0
 """Seconds that an admin request waits for fresh keys from Redis. After that the last known keys apply, so that an
 operator can still see that Redis is away."""
 _SCHEME = "bearer "
+_KEY_HEADER = "x-api-key"
+"""The header in which Anthropic's clients send the key. An Authorization header goes first."""
 
 
 class Entry:
@@ -64,7 +66,7 @@ class Entry:
                     caller.require(needed)
             except PenstockError as error:
                 scope["app"].state.metrics.refused(error)
-                answer = error_response(error)
+                answer = error_response(error, scope)
                 if isinstance(error, UnauthorizedError):
                     answer.headers["WWW-Authenticate"] = "Bearer"
                 await answer(scope, receive, send)
@@ -77,9 +79,13 @@ class Entry:
         if not self._is_closed:
             return self._open_caller
         authorization = headers.get("authorization", "")
-        if not authorization.lower().startswith(_SCHEME):
-            raise UnauthorizedError("this gateway requires an API key: Authorization: Bearer pk-…")
-        return identify(authorization[len(_SCHEME) :].strip(), known, self._pepper)
+        if authorization.lower().startswith(_SCHEME):
+            key = authorization[len(_SCHEME) :].strip()
+        elif not authorization and _KEY_HEADER in headers:
+            key = headers[_KEY_HEADER].strip()
+        else:
+            raise UnauthorizedError("this gateway requires an API key: Authorization: Bearer pk-… or x-api-key: pk-…")
+        return identify(key, known, self._pepper)
 
 
 def caller_of(request: Request) -> ApiKey:

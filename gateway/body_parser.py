@@ -48,7 +48,7 @@ class Parser:
         self._is_closed = False
 
     async def parse(self, form: str, raw: bytes, owner: str) -> ParsedBody:
-        """Return the checked content of a body of the given form, "chat" or "completion".
+        """Return the checked content of a body of the given form, a key of `parsed_body.BODIES`.
 
         Large bodies are parsed one at a time, and owners are served round robin. Raises RequestError for an invalid
         body and UnavailableError if the parser process cannot start.

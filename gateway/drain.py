@@ -10,8 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.contract.errors import UnavailableError
-from penstock.gateway.openai.errors import error_body, error_response
-from penstock.gateway.stream.sse import event
+from penstock.gateway.errors import error_event, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +58,9 @@ async def _send_error(started: Headers | None, scope: Scope, receive: Receive, s
     try:
         async with asyncio.timeout(SAY_TIMEOUT_S):
             if started is None:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
             elif started.get("content-type", "").startswith("text/event-stream"):
-                await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": False})
+                await send({"type": "http.response.body", "body": error_event(error, scope), "more_body": False})
     except TimeoutError:
         logger.info("a client did not receive the shutdown error", extra={"path": scope["path"]})
 

@@ -13,6 +13,7 @@ from penstock.contract.packed_prompt import PackedPrompt
 from penstock.contract.priority import ClassName
 from penstock.contract.problems import rename, request_error
 from penstock.contract.sampling_params import SamplingParams
+from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.jobs.schemas import JobRequest
 from penstock.gateway.openai.schemas import ChatRequest, CompletionRequest
 from penstock.gateway.stream.generation_request import RequestContent
@@ -20,10 +21,12 @@ from penstock.producer.client.request import pack_prompt_of
 from penstock.producer.openai.messages import ToolUse
 from penstock.queue.msgpack_codec import pack, unpack_all
 
-BODIES: dict[str, type[ChatRequest | CompletionRequest | JobRequest]] = {
+BODIES: dict[str, type[ChatRequest | CompletionRequest | JobRequest | MessagesRequest | CountTokensRequest]] = {
     "chat": ChatRequest,
     "completion": CompletionRequest,
     "job": JobRequest,
+    "messages": MessagesRequest,
+    "count_tokens": CountTokensRequest,
 }
 """The schema of each form of body."""
 MAX_CHOICES_OF_REQUEST = 256

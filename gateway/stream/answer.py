@@ -28,7 +28,7 @@ from penstock.gateway.stream.dialect import AnswerHead, Dialect, StreamEncoder, 
 from penstock.gateway.stream.flow import Batch, Ended, batches_of, ends_of
 from penstock.gateway.stream.generation_request import GenerationRequest, open_jobs
 from penstock.gateway.stream.limits import check_logprobs
-from penstock.gateway.stream.sse import EventWriter
+from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter
 from penstock.producer.client import AsyncClient, AsyncJob
 from penstock.producer.client.request import choose_pool
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat
@@ -159,7 +159,8 @@ class StreamAnswer(Answer):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the jobs and send their events."""
-        writer, settings = EventWriter(send), self._settings
+        writer = EventWriter(send, keep_alive=self._dialect.keep_alive or KEEP_ALIVE)
+        settings = self._settings
         watch = writer.watch(
             first_wait_s=settings.first_chunk_wait_s,
             interval_s=settings.keep_alive_s,

@@ -77,6 +77,8 @@ class Dialect(ABC):
 
     parses_text: bool = True
     """Whether tool calls and reasoning are parsed from the text."""
+    keep_alive: bytes | None = None
+    """What a silent stream sends from time to time. None: a comment."""
 
     @abstractmethod
     def stream(self, head: AnswerHead) -> StreamEncoder:

@@ -1,4 +1,4 @@
-"""Server-sent events: their framing, and a writer that sends keep-alive comments."""
+"""Server-sent events: their framing, and a writer that keeps silent streams alive."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ class EventWriter:
         self,
         send: Send,
         *,
+        keep_alive: bytes = KEEP_ALIVE,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`clock` and `sleep`, both in seconds, are the time source of `watch`."""
+        """`keep_alive` is sent in silence. `clock` and `sleep`, both in seconds, are the time source of `watch`."""
         self.started = False
         self.headers = MutableHeaders(headers=_HEADERS)
         self._send = send
+        self._keep_alive = keep_alive
         self._silent = True
         self._sending_since_s: float | None = None
         self._clock = clock
@@ -65,9 +67,9 @@ class EventWriter:
         await self.write(b"", more=False)
 
     async def watch(self, *, first_wait_s: float, interval_s: float, send_timeout_s: float) -> None:
-        """Send a keep-alive comment after each silent interval, and return when the client has stopped reading.
+        """Send `keep_alive` after each silent interval, and return when the client has stopped reading.
 
-        The first comment comes after `first_wait_s` and starts the response if it has not begun. The client counts as
+        The first one comes after `first_wait_s` and starts the response if it has not begun. The client counts as
         stuck after `send_timeout_s` in one send. One timer watches the whole stream, because a timeout around each
         event would cost as much as the event.
         """
@@ -75,7 +77,7 @@ class EventWriter:
         while self._sending_since_s is None or self._clock() - self._sending_since_s < send_timeout_s:
             if self._silent:
                 async with asyncio.timeout(send_timeout_s):
-                    await self.write(KEEP_ALIVE)
+                    await self.write(self._keep_alive)
             self._silent = self._sending_since_s is None
             slept_since_s = self._clock()
             await self._sleep(interval_s)

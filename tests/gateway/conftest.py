@@ -131,7 +131,8 @@ class EchoEngine:
             self._live.remove(live)
             if not any(other.request_id == live.request_id for other in self._live):
                 usage = Usage(len(live.prompt), live.params.n * live.num_said)
-        output = StepOutput(live.request_id, live.choice, at, (token,), "" if stopped else text, reason, usage)
+        is_hidden = stopped and not live.params.include_stop_str_in_output
+        output = StepOutput(live.request_id, live.choice, at, (token,), "" if is_hidden else text, reason, usage)
         if live.params.logprobs is not None:
             output = replace(output, logprobs=(self.logprobs_of(token, live.params.logprobs),))
         if live.params.prompt_logprobs is not None and at == live.choice == 0:

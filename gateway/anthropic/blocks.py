@@ -1,0 +1,83 @@
+"""Content blocks of a conversation in Anthropic's form. Block types that penstock cannot serve are refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.contract.tools import CallId, FunctionName
+
+_MAX_SHOWN_CHARS = 64
+_NEEDED = {
+    "text": ("text",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+    "thinking": (),
+    "redacted_thinking": (),
+}
+"""The members that a block of each type must have."""
+
+
+class Nested(BaseModel):
+    """Base of the records inside a body. Unknown members are ignored, because clients add new ones often."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+def joined_text(content: object) -> object:
+    """Return the text of a list of text blocks. A value that is no list is left as it is."""
+    return "\n".join(map(_text_of, content)) if isinstance(content, list) else content
+
+
+def as_blocks(content: object) -> object:
+    """Return the content of a message as a list of blocks. A string is one text block."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _text_of(block: object) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind != "text":
+        raise _unsupported(kind, "only text blocks are supported here")
+    text = block.get("text") if isinstance(block, dict) else None
+    if not isinstance(text, str):
+        raise PydanticCustomError("string_type", "the text of a text block must be a string")
+    return text
+
+
+def _known_type(kind: str) -> str:
+    if kind not in _NEEDED:
+        raise _unsupported(kind, "supported: text, tool_use, tool_result and thinking")
+    return kind
+
+
+def _unsupported(kind: object, instead: str) -> PydanticCustomError:
+    shown = json.dumps(kind[:_MAX_SHOWN_CHARS]) if isinstance(kind, str) else "no name"
+    message = "blocks of type {shown} are not supported; {instead}"
+    return PydanticCustomError("unsupported_value", message, {"shown": shown, "instead": instead})
+
+
+class ContentBlock(Nested):
+    """One block of a message: a text, a tool call, the result of a tool, or earlier reasoning."""
+
+    type: Annotated[str, AfterValidator(_known_type)]
+    text: str | None = None
+    id: CallId | None = None
+    name: FunctionName | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: CallId | None = None
+    content: Annotated[str | None, BeforeValidator(joined_text)] = None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        for name in _NEEDED[self.type]:
+            if getattr(self, name) is None:
+                message = "{name} is required in a block of type {type}"
+                raise PydanticCustomError("block_incomplete", message, {"name": name, "type": self.type})
+        return self
+
+    def call(self) -> dict[str, Any]:
+        """Return a `tool_use` block as the fields of a penstock `ToolCall`."""
+        return {"id": self.id, "name": self.name, "arguments": json.dumps(self.input)}

@@ -1,0 +1,184 @@
+"""Schemas of the bodies of `/v1/messages` and `/v1/messages/count_tokens`.
+
+An unknown field is refused by name. Unknown members inside a field are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.contract.job import MAX_MESSAGES
+from penstock.contract.priority import ClassName
+from penstock.contract.sampling_params import MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, SamplingParams
+from penstock.contract.tools import MAX_TOOLS
+from penstock.gateway.anthropic.blocks import Nested, joined_text
+from penstock.gateway.anthropic.conversation import ConversationMessage, messages_of
+from penstock.gateway.anthropic.tools import OfferedTool, WantedToolChoice, tool_use_of
+from penstock.producer.openai.fields import Wire, only
+from penstock.producer.openai.messages import ToolUse
+
+SHOWS_THINKING = "shows_thinking"
+"""The option of an answer whose reasoning is returned as thinking blocks."""
+_CLEARED = "clear_thinking"
+"""The start of the only context edits that are accepted. penstock never passes earlier reasoning to the model."""
+
+
+class Thinking(Nested):
+    """Whether the answer has thinking blocks. The model decides how long it reasons; `budget_tokens` has no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the answer has thinking blocks."""
+        return self.type != "disabled" and self.display != "omitted"
+
+
+class _OutputFormat(Nested):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Nested):
+    """The form of the answer. `effort` has no effect."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: _OutputFormat | None = None
+
+
+def _few_edits(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    edits = (value or {}).get("edits") or []
+    if not isinstance(edits, list) or not all(_clears_thinking(edit) for edit in edits):
+        raise PydanticCustomError("unsupported_value", "only edits that clear thinking are supported")
+    return value
+
+
+def _clears_thinking(edit: object) -> bool:
+    return isinstance(edit, dict) and str(edit.get("type")).startswith(_CLEARED)
+
+
+class _ConversationBody(Wire):
+    """The fields that determine the prompt."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    messages: Annotated[list[ConversationMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Annotated[str | None, BeforeValidator(joined_text)] = None
+    tools: Annotated[list[OfferedTool] | None, FailFast(), Field(max_length=MAX_TOOLS)] = None
+    tool_choice: WantedToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    priority: ClassName | None = None
+
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    mcp_servers: Annotated[Any, only(None, [])] = None
+    thread: Annotated[Any, only(None)] = None
+    speed: Annotated[Any, only(None, "standard")] = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _no_prefill(cls, value: list[ConversationMessage]) -> list[ConversationMessage]:
+        if value[-1].role == "assistant":
+            message = "the last message must have role user; an answer cannot continue a message of the assistant"
+            raise PydanticCustomError("unsupported_value", message)
+        return value
+
+    @field_validator("context_management")
+    @classmethod
+    def _only_thinking(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return _few_edits(value)
+
+    @property
+    def asked_class(self) -> ClassName | None:
+        """The class that the body asks for."""
+        return self.priority
+
+    @property
+    def template_kwargs(self) -> str | None:
+        """The variables for the chat template as JSON text, or None: whether the model reasons, if the body says so."""
+        if self.thinking is None:
+            return None
+        thinks = self.thinking.type != "disabled"
+        return json.dumps({"enable_thinking": thinks, "thinking": thinks})
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt, which it never does."""
+        return False
+
+    def names(self) -> dict[str, str]:
+        """Map penstock's field names to the names in this body where they differ."""
+        return {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": "output_config.format"}
+
+    def prompts(self) -> list[list[dict[str, Any]]]:
+        """Return a list with the conversation, which is the request's only prompt."""
+        return [messages_of(self.system, self.messages)]
+
+
+class MessagesRequest(_ConversationBody):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str] | None, FailFast(), Field(max_length=MAX_STOP_STRINGS)] = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    metadata: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
+    service_tier: Annotated[Any, only(None, "auto", "standard_only")] = None
+    container: Annotated[Any, only(None)] = None
+    inference_geo: Annotated[Any, only(None)] = None
+
+    def tool_use(self) -> ToolUse:
+        """Return the tools that the assistant may or must call."""
+        return tool_use_of(self.tools or [], self.tool_choice)
+
+    def params(self) -> SamplingParams:
+        """Return the sampling options. Raises pydantic's ValidationError.
+
+        The text keeps its stop string, because only its end tells which one matched. The answer does not show it.
+        """
+        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given["max_tokens"] = self.max_tokens
+        if self.stop_sequences:
+            given |= {"stop": tuple(self.stop_sequences), "include_stop_str_in_output": True}
+        if self.output_config is not None and self.output_config.format is not None:
+            given["structured_outputs"] = {"json_schema": self.output_config.format.schema_}
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the answer that no other API has."""
+        return {SHOWS_THINKING: self.thinking is not None and self.thinking.is_shown}
+
+
+class CountTokensRequest(_ConversationBody):
+    """Body of `POST /v1/messages/count_tokens`."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is a stream, which it never is."""
+        return False
+
+    def tool_use(self) -> ToolUse:
+        """Return the tools that the prompt shows. Nothing is generated, so no call is forced or constrained."""
+        shown = [tool.model_copy(update={"strict": None}) for tool in self.tools or []]
+        wanted = self.tool_choice if self.tool_choice is not None and self.tool_choice.type == "none" else None
+        return tool_use_of(shown, wanted)
+
+    def params(self) -> SamplingParams:
+        """Return the sampling options of a job that ends after its prompt."""
+        return SamplingParams(max_tokens=1, temperature=0.0)
+
+    def options(self) -> dict[str, Any]:
+        """Return that the answer has no options."""
+        return {}

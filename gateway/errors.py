@@ -1,0 +1,77 @@
+"""Translation of errors to HTTP responses, in the shape of the API that the request's path belongs to."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Scope
+
+from penstock.contract.errors import PenstockError
+from penstock.contract.problems import MAX_NAME_CHARS
+from penstock.gateway.anthropic import errors as anthropic
+from penstock.gateway.openai import errors as openai
+from penstock.gateway.openai.errors import ID_HEADER
+from penstock.gateway.stream.sse import event
+
+
+def request_id_headers(path: str) -> tuple[str, ...]:
+    """Return the names of the response headers that hold the request's id."""
+    return (ID_HEADER, anthropic.ID_HEADER) if anthropic.is_messages_path(path) else (ID_HEADER,)
+
+
+def error_response(error: PenstockError, scope: Scope) -> JSONResponse:
+    """Return the HTTP response for an error of a request."""
+    if anthropic.is_messages_path(scope["path"]):
+        return anthropic.error_response(error, _request_id_of(scope))
+    return openai.error_response(error)
+
+
+def error_event(error: PenstockError, scope: Scope) -> bytes:
+    """Return an error as the last event of a stream."""
+    if anthropic.is_messages_path(scope["path"]):
+        return anthropic.error_event(error)
+    return event(openai.error_body(error))
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Install the handlers for penstock's errors, for framework errors such as 404, and for bugs."""
+    app.add_exception_handler(PenstockError, _on_penstock_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+def _request_id_of(scope: Scope) -> str | None:
+    """Return the id that the access log gave to the request. Probes have none."""
+    request_id: str | None = scope.get("state", {}).get("request_id")
+    return request_id
+
+
+async def _on_penstock_error(request: Request, error: Exception) -> JSONResponse:
+    if not isinstance(error, PenstockError):
+        raise error
+    request.app.state.metrics.refused(error)
+    return error_response(error, request.scope)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    if not isinstance(error, HTTPException):
+        raise error
+    message = f"{error.detail}: {request.method} {request.url.path[:MAX_NAME_CHARS]}"
+    body: dict[str, Any] = openai.http_error_body(message, error.status_code)
+    if anthropic.is_messages_path(request.scope["path"]):
+        body = anthropic.error_body(message, error.status_code, _request_id_of(request.scope))
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _on_bug(request: Request, _: Exception) -> JSONResponse:
+    # This response bypasses the middleware that sets the id of other responses.
+    path, request_id = request.scope["path"], _request_id_of(request.scope)
+    body: dict[str, Any] = openai.bug_body()
+    if anthropic.is_messages_path(path):
+        body = anthropic.error_body("internal error", HTTPStatus.INTERNAL_SERVER_ERROR, request_id)
+    headers = dict.fromkeys(request_id_headers(path), request_id) if request_id else {}
+    return JSONResponse(body, HTTPStatus.INTERNAL_SERVER_ERROR, headers)

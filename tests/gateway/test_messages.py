@@ -1,0 +1,394 @@
+"""`POST /v1/messages` over plain HTTP; the node says each chat's last message as its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.contract.errors import PromptTooLongError
+
+ECHO, CALLER = "acme/echo", "acme/caller"
+CALLS = """Wait.
+<tool_call>
+{"name": "f", "arguments": {"a": 1}}
+</tool_call>
+<tool_call>{"name": "g", "arguments": {}}</tool_call>"""
+TOOLS = [{"name": "f", "description": "does f", "input_schema": {"type": "object", "properties": {"b": {}, "a": {}}}}]
+
+
+@pytest.fixture(scope="module")
+def calling_engine(stack: Any, shared_engine: Any) -> Any:
+    engine = type(shared_engine)()
+    stack.start_node(engine, model=CALLER, pool="caller", tool_parser="hermes", reasoning_parser="think")
+    return engine
+
+
+@pytest.fixture
+def calling(url: str, calling_engine: Any) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def cutting(stack: Any, url: str, shared_engine: Any) -> Iterator[httpx.Client]:
+    """A node that refuses prompts and `max_tokens` beyond its context together, as the real engine does."""
+
+    engine: Any = type(shared_engine)()
+    accept = engine.add
+
+    def add(request: Any) -> None:
+        asked = request.params.max_tokens
+        if asked is not None and len(request.prompt_token_ids) + asked > engine.max_model_len:
+            raise PromptTooLongError(f"prompt and max_tokens ({asked}) are too long", param="max_tokens")
+        # The end of the context is a few tokens away.
+        accept(request if asked else replace(request, params=request.params.model_copy(update={"max_tokens": 3})))
+
+    engine.add = add
+    stack.start_node(engine, model="acme/cutting", pool="cutting")
+    with httpx.Client(base_url=url, timeout=30) as client:
+        yield client
+
+
+def body(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": ECHO, "max_tokens": 200, "messages": [{"role": "user", "content": text}], **more}
+
+
+def create(http: httpx.Client, text: str, **more: Any) -> dict[str, Any]:
+    answer = http.post("/v1/messages", json=body(text, **more))
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def events_of(http: httpx.Client, text: str, **more: Any) -> list[dict[str, Any]]:
+    answer = http.post("/v1/messages", json=body(text, stream=True, **more))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for block in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return [event for event in events if event["type"] != "ping"]
+
+
+def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Puts a stream's blocks together as a client does. Each must begin, grow and end in order."""
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert (event["index"], is_open) == (len(blocks), False)
+            blocks.append(event["content_block"])
+            is_open = True
+        elif event["type"] == "content_block_delta":
+            assert (event["index"], is_open) == (len(blocks) - 1, True)
+            delta = event["delta"]
+            name = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}[
+                delta["type"]
+            ]
+            blocks[-1][name] = blocks[-1].get(name, "") + delta[name]
+        elif event["type"] == "content_block_stop":
+            assert (event["index"], is_open) == (len(blocks) - 1, True)
+            is_open = False
+    assert not is_open
+    for block in blocks:
+        if block["type"] == "tool_use":
+            assert block["input"] == {}
+            block["input"] = json.loads(block.pop("partial_json"))
+    return blocks
+
+
+def sent_chat(engine: Any) -> list[dict[str, Any]]:
+    return [dict(message) for message in engine.tokenizer.last_chat[0]]
+
+
+# Whole answers ----------------------------------------------------------------------------------
+
+
+def test_whole_answer_is_a_message_with_text_and_usage(http: httpx.Client) -> None:
+    message = create(http, "Hé!")
+    assert message.pop("id").startswith("msg_echo.")
+    assert message == {
+        "type": "message",
+        "role": "assistant",
+        "model": ECHO,
+        "content": [{"type": "text", "text": "Hé!"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 4,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 4,
+        },
+    }
+
+
+def test_max_tokens_ends_the_answer(http: httpx.Client) -> None:
+    message = create(http, "abcdef", max_tokens=3)
+    assert message["content"] == [{"type": "text", "text": "abc"}]
+    assert message["stop_reason"] == "max_tokens"
+
+
+def test_whole_answer_tells_which_stop_sequence_matched_and_does_not_show_it(http: httpx.Client) -> None:
+    message = create(http, "abc;def|", stop_sequences=["|", ";"])
+    assert message["content"] == [{"type": "text", "text": "abc"}]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", ";")
+
+
+def test_answer_without_its_stop_sequences_ends_its_turn(http: httpx.Client) -> None:
+    message = create(http, "abc", stop_sequences=["|", ";"])
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+
+
+def test_sampling_fields_reach_the_engine(http: httpx.Client, engine: Any) -> None:
+    create(http, "hi", temperature=0.25, top_p=0.5, top_k=7, metadata={"user_id": "u"}, service_tier="auto")
+    params = engine.last_params
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.25, 0.5, 7, 200)
+
+
+def test_output_config_constrains_the_answer_to_its_schema(http: httpx.Client, engine: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    create(http, "{}", output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"})
+    assert json.loads(engine.last_params.structured_outputs.json_schema) == schema
+
+
+# Streams ----------------------------------------------------------------------------------------
+
+
+def test_stream_has_the_events_of_a_message_in_order(http: httpx.Client) -> None:
+    events = events_of(http, "Hé!")
+    first, *middle, delta, last = events
+    assert first["message"]["id"].startswith("msg_echo.")
+    assert first["message"]["content"] == []
+    assert first["message"]["stop_reason"] is None
+    assert first["message"]["usage"]["input_tokens"] == 4
+    assert middle[0] == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    assert {event["type"] for event in middle[1:-1]} == {"content_block_delta"}
+    assert middle[-1] == {"type": "content_block_stop", "index": 0}
+    assert blocks_of(events) == [{"type": "text", "text": "Hé!"}]
+    assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert (delta["usage"]["input_tokens"], delta["usage"]["output_tokens"]) == (4, 4)
+    assert last == {"type": "message_stop"}
+
+
+def test_stream_tells_which_stop_sequence_matched_and_does_not_show_it(http: httpx.Client) -> None:
+    events = events_of(http, "abc;def|", stop_sequences=["|", ";"])
+    assert blocks_of(events) == [{"type": "text", "text": "abc"}]
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": ";"}
+
+
+def test_silent_stream_sends_pings_before_its_first_token(stack: Any, engine: Any) -> None:
+    url = stack.start_gateway(first_chunk_wait_s=0.05, keep_alive_s=1)
+    engine.step_s = 0.4
+    with httpx.Client(base_url=url, timeout=30) as client:
+        text = client.post("/v1/messages", json=body("ab", stream=True)).text
+    assert text.startswith('event: ping\ndata: {"type":"ping"}\n\nevent: message_start\n')
+
+
+def test_stream_cannot_be_resumed_by_event_id(http: httpx.Client) -> None:
+    events = http.post("/v1/messages", json=body("hello", stream=True))
+    job_id = events.headers["x-penstock-job"]
+    answer = http.post(f"/v1/messages?after={job_id}:0:1", json=body("hello", stream=True))
+    assert answer.status_code == 400
+    assert "Idempotency-Key" in answer.json()["error"]["message"]
+
+
+def test_same_idempotency_key_reads_the_same_message_again(http: httpx.Client) -> None:
+    headers = {"Idempotency-Key": "messages-1"}
+    first, second = (http.post("/v1/messages", json=body("again"), headers=headers).json() for _ in range(2))
+    assert first == second
+
+
+# Tools and thinking -----------------------------------------------------------------------------
+
+
+def test_tool_calls_are_blocks_after_the_text(calling: httpx.Client, calling_engine: Any) -> None:
+    message = create(calling, CALLS, model=CALLER, tools=TOOLS)
+    text, f, g = message["content"]
+    assert text == {"type": "text", "text": "Wait.\n"}
+    assert (f["type"], f["name"], f["input"], g["name"], g["input"]) == ("tool_use", "f", {"a": 1}, "g", {})
+    assert f["id"] != g["id"]
+    assert message["stop_reason"] == "tool_use"
+    function = {"name": "f", "description": "does f", "parameters": TOOLS[0]["input_schema"]}
+    assert json.loads(calling_engine.tokenizer.last_chat[1]) == [{"type": "function", "function": function}]
+
+
+def test_streamed_tool_calls_equal_those_of_the_whole_answer(calling: httpx.Client) -> None:
+    whole = create(calling, CALLS, model=CALLER, tools=TOOLS)
+    events = events_of(calling, CALLS, model=CALLER, tools=TOOLS)
+    streamed = blocks_of(events)
+    assert [{**block, "id": ""} if "id" in block else block for block in streamed] == [
+        {**block, "id": ""} if "id" in block else block for block in whole["content"]
+    ]
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_white_space_between_calls_makes_no_text_block(calling: httpx.Client) -> None:
+    text = '\n\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
+    (whole,) = create(calling, text, model=CALLER, tools=TOOLS)["content"]
+    (streamed,) = blocks_of(events_of(calling, text, model=CALLER, tools=TOOLS))
+    assert whole["type"] == streamed["type"] == "tool_use"
+
+
+def test_one_call_without_parallel_tool_use(calling: httpx.Client) -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    message = create(calling, CALLS, model=CALLER, tools=TOOLS, tool_choice=choice)
+    assert [block["name"] for block in message["content"] if block["type"] == "tool_use"] == ["f"]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "f"}])
+def test_forced_tool_choice_constrains_the_text_to_calls(
+    calling: httpx.Client, calling_engine: Any, choice: dict[str, Any]
+) -> None:
+    create(calling, "x", model=CALLER, tools=TOOLS, tool_choice=choice)
+    assert calling_engine.last_params.structured_outputs.calls.required
+
+
+def test_tool_choice_none_offers_no_tools(calling: httpx.Client, calling_engine: Any) -> None:
+    message = create(calling, CALLS, model=CALLER, tools=TOOLS, tool_choice={"type": "none"})
+    assert calling_engine.tokenizer.last_chat[1] is None
+    assert message["content"] == [{"type": "text", "text": CALLS}]
+
+
+@pytest.mark.parametrize("thinking", [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}])
+def test_reasoning_is_a_thinking_block_if_the_caller_asks_for_it(
+    calling: httpx.Client, thinking: dict[str, Any]
+) -> None:
+    expected = [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Yes."}]
+    asked = {"model": CALLER, "thinking": thinking}
+    assert create(calling, "<think>hm</think>\nYes.", **asked)["content"] == expected
+    assert blocks_of(events_of(calling, "<think>hm</think>\nYes.", **asked)) == expected
+
+
+@pytest.mark.parametrize("more", [{}, {"thinking": {"type": "disabled"}}])
+def test_reasoning_is_left_out_if_the_caller_does_not_ask_for_it(calling: httpx.Client, more: dict[str, Any]) -> None:
+    expected = [{"type": "text", "text": "Yes."}]
+    assert create(calling, "<think>hm</think>\nYes.", model=CALLER, **more)["content"] == expected
+    assert blocks_of(events_of(calling, "<think>hm</think>\nYes.", model=CALLER, **more)) == expected
+
+
+# Conversations ----------------------------------------------------------------------------------
+
+
+def test_history_of_an_agent_becomes_messages_of_the_chat(http: httpx.Client, engine: Any) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "one", **cached}, {"type": "text", "text": "two"}]},
+        {
+            "role": "assistant",
+            "id": "msg_1",
+            "stop_reason": "tool_use",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "Wait. ", "citations": None},
+                {"type": "text", "text": "Now."},
+                {"type": "tool_use", "id": "call1", "name": "f", "input": {"a": [1]}, "caller": {"type": "direct"}},
+                {"type": "tool_use", "id": "call2", "name": "g", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "call1", "content": [{"type": "text", "text": "r1"}], **cached},
+                {"type": "tool_result", "tool_use_id": "call2", "is_error": True},
+                {"type": "text", "text": "go"},
+            ],
+        },
+        {"role": "user", "content": "on"},
+    ]
+    system = [{"type": "text", "text": "You are", **cached}, {"type": "text", "text": "an agent."}]
+    answer = http.post("/v1/messages", json=body("", messages=history, system=system, cache_control=cached))
+    assert answer.json()["content"] == [{"type": "text", "text": "go\non"}]
+    assert sent_chat(engine) == [
+        {"role": "system", "content": "You are\nan agent."},
+        {"role": "user", "content": "one\ntwo"},
+        {
+            "role": "assistant",
+            "content": "Wait. Now.",
+            "tool_calls": (
+                {"id": "call1", "name": "f", "arguments": '{"a": [1]}'},
+                {"id": "call2", "name": "g", "arguments": "{}"},
+            ),
+        },
+        {"role": "tool", "content": "r1", "tool_call_id": "call1"},
+        {"role": "tool", "content": "", "tool_call_id": "call2"},
+        {"role": "user", "content": "go\non"},
+    ]
+
+
+def test_system_messages_belong_to_the_prompt_or_become_marked_texts_of_the_user(
+    http: httpx.Client, engine: Any
+) -> None:
+    history = [
+        {"role": "system", "content": "First."},
+        {"role": "user", "content": "hi"},
+        {"role": "system", "content": [{"type": "text", "text": "Later."}]},
+    ]
+    assert http.post("/v1/messages", json=body("", messages=history, system="Zero.")).status_code == 200
+    assert sent_chat(engine) == [
+        {"role": "system", "content": "Zero.\nFirst."},
+        {"role": "user", "content": "hi\n<system>\nLater.\n</system>"},
+    ]
+
+
+def test_conversation_of_many_messages_is_parsed_in_the_parser_process(http: httpx.Client, engine: Any) -> None:
+    history = [{"role": "user", "content": [{"type": "text", "text": str(n)}]} for n in range(400)]
+    answer = http.post("/v1/messages", json=body("", messages=[*history, {"role": "assistant", "content": "a"}]))
+    assert answer.status_code == 400
+    history += [{"role": "assistant", "content": "a"}, {"role": "user", "content": "end"}]
+    stream = events_of(http, "", messages=history)
+    assert blocks_of(stream) == [{"type": "text", "text": "end"}]
+    assert sent_chat(engine)[0]["content"] == "\n".join(map(str, range(400)))
+
+
+@pytest.mark.parametrize("max_tokens", [255, 1000])
+def test_max_tokens_beyond_the_context_ends_the_answer_with_the_context(cutting: httpx.Client, max_tokens: int) -> None:
+    message = create(cutting, "hello", model="acme/cutting", max_tokens=max_tokens)
+    assert message["stop_reason"] == "model_context_window_exceeded"
+    events = events_of(cutting, "hello", model="acme/cutting", max_tokens=max_tokens)
+    assert blocks_of(events) == message["content"]
+    assert events[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
+
+
+def test_max_tokens_beyond_the_rest_of_the_context_is_refused_with_an_idempotency_key(cutting: httpx.Client) -> None:
+    asked = body("hello", model="acme/cutting", max_tokens=255)
+    answer = cutting.post("/v1/messages", json=asked, headers={"Idempotency-Key": "cut-1"})
+    assert answer.status_code == 400
+    assert "max_tokens" in answer.json()["error"]["message"]
+    more = {**asked, "max_tokens": 256}
+    assert cutting.post("/v1/messages", json=more, headers={"Idempotency-Key": "cut-2"}).status_code == 200
+
+
+# Counting ---------------------------------------------------------------------------------------
+
+
+def test_count_tokens_counts_the_prompt_of_the_same_message(http: httpx.Client) -> None:
+    counted = http.post("/v1/messages/count_tokens", json={"model": ECHO, "messages": body("Hé!")["messages"]})
+    assert (counted.status_code, counted.json()) == (200, {"input_tokens": 4})
+
+
+def test_count_tokens_takes_every_field_of_the_prompt(calling: httpx.Client, calling_engine: Any) -> None:
+    asked = {
+        "model": CALLER,
+        "messages": body("hello")["messages"],
+        "system": [{"type": "text", "text": "short", "cache_control": {"type": "ephemeral"}}],
+        "tools": [{**TOOLS[0], "strict": True}],
+        "tool_choice": {"type": "any"},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }
+    assert calling.post("/v1/messages/count_tokens", json=asked).json() == {"input_tokens": 5}
+    assert calling_engine.last_params.structured_outputs is None
+    assert json.loads(calling_engine.tokenizer.last_chat[1])[0]["function"]["name"] == "f"
+
+
+def test_count_tokens_refuses_fields_that_only_a_message_has(http: httpx.Client) -> None:
+    answer = http.post("/v1/messages/count_tokens", json=body("hi"))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("max_tokens: unknown field")
