@@ -14,7 +14,9 @@ from starlette.types import Send
 from penstock.runtime import crash_points
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n"
+KEEP_ALIVE = b": waiting\n\n"
+"""A comment, with the blank line that readers expect which take one block for one event."""
+KEEP_ALIVE_BETWEEN_IDS = b": waiting\n"
 """A comment without a blank line: after an `id`, some readers, such as OpenAI's, parse that as an empty event."""
 
 _HEADERS = {
@@ -37,10 +39,12 @@ class EventWriter:
         self,
         send: Send,
         *,
+        keep_alive: bytes = KEEP_ALIVE,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`clock` and `sleep`, both in seconds, are the time source of `watch`."""
+        """`keep_alive` is the comment that `watch` sends. `clock` and `sleep`, both in seconds, are its time source."""
+        self._keep_alive = keep_alive
         self.started = False
         self.headers = MutableHeaders(headers=_HEADERS)
         self._send = send
@@ -75,7 +79,7 @@ class EventWriter:
         while self._sending_since_s is None or self._clock() - self._sending_since_s < send_timeout_s:
             if self._silent:
                 async with asyncio.timeout(send_timeout_s):
-                    await self.write(KEEP_ALIVE)
+                    await self.write(self._keep_alive)
             self._silent = self._sending_since_s is None
             slept_since_s = self._clock()
             await self._sleep(interval_s)

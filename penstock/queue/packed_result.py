@@ -5,7 +5,7 @@ Decoded at once, the log-probabilities of a long prompt take thirty times the me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -71,6 +71,12 @@ class PackedChoice:
         """The choice's text, decoded at each access."""
         text: str = self._value("s")
         return text
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The choice's token ids, decoded at each access."""
+        token_ids: list[int] = self._value("t")
+        return token_ids
 
     def _value(self, name: str) -> Any:
         return _value_at(self._data, self._spans[name])

@@ -14,7 +14,8 @@ from penstock.contract.named import UNKNOWN_FIELD
 from penstock.contract.problems import MAX_NAME_CHARS, request_error
 from penstock.contract.sampling_params import SamplingParams
 from penstock.producer.openai.bodies import ChatBody, CompletionBody
-from penstock.producer.openai.fields import Wire, only
+from penstock.producer.openai.fields import only
+from penstock.producer.openai.generation_body import GenerationBody
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -24,12 +25,13 @@ _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 Prompt = str | list[int] | list[dict[str, Any]]
 
 
-class _RowFields(Wire):
+class _RowFields(GenerationBody):
     """Fields of a row beside OpenAI's body. A row cannot stream and cannot choose its priority class."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: Annotated[Any, only(None, False)] = None
     stream_options: Annotated[Any, only(None)] = None
+    service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
 
 
 class _ChatRow(ChatBody, _RowFields):
@@ -53,6 +55,7 @@ class Request:
     model: str | None
     params: SamplingParams
     echoes: bool = False
+    template_kwargs: str | None = None
 
 
 def request_of_line(fields: Mapping[str, Any]) -> Request:
@@ -79,7 +82,7 @@ def request_of(url: str, body: Mapping[str, Any]) -> Request:
     prompts = row.prompts()
     if len(prompts) != 1:
         raise RequestError("a row must have exactly one prompt", param=row.prompt_field)
-    return Request(url, prompts[0], row.model, params, row.echoes)
+    return Request(url, prompts[0], row.model, params, row.echoes, row.template_kwargs)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str]) -> None:

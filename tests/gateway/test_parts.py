@@ -22,10 +22,11 @@ from penstock.gateway.openai.errors import error_response
 from penstock.gateway.openai.sse_encoder import SseEncoder
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.stream.caller import CallerGoneError, hang_up, while_there
+from penstock.gateway.stream.dialect import AnswerHead
 from penstock.gateway.stream.flow import batches_of
 from penstock.gateway.stream.generation_request import GenerationRequest, RequestContent, open_jobs
 from penstock.gateway.stream.sse import KEEP_ALIVE, EventWriter, event
-from penstock.producer.openai.parsed_text import ParsedText
+from penstock.producer.openai.parsed_text import PLAIN, ParsedText
 from penstock.producer.openai.render import ChatRenderer, CompletionRenderer
 
 
@@ -143,11 +144,18 @@ def test_an_event_is_one_line_of_ascii_whatever_it_carries():
 
 @pytest.mark.parametrize("dialect", [ChatRenderer, CompletionRenderer])
 @pytest.mark.parametrize("model", ["acme/echo", 'a "b" \\ c', "with \ue001 inside", "%b%d"])
-@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]))), include_usage=st.booleans())
-def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, texts, include_usage):
+@pytest.mark.parametrize("event_ids", [False, True])
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]))),
+    include_usage=st.booleans(),
+    counts=st.booleans(),
+)
+def test_events_hold_the_renderers_pieces_whatever_the_text(dialect, model, event_ids, texts, include_usage, counts):
     chunks = [
         Chunk(
-            *(f"job:{i % 2}", i, i % 3, 0, (7,) * (i % 4), text), finish_reason="stop" if i == len(texts) - 1 else None
+            *(f"job:{i % 2}", i, i % 3, i, (7,) * (i % 4), text),
+            finish_reason="stop" if i == len(texts) - 1 else None,
+            num_prompt_tokens=9 if i < 2 else None,
         )
         for i, text in enumerate(texts)
     ]
@@ -158,14 +166,27 @@ def test_pieces_are_what_the_renderer_says_whatever_the_text(dialect, model, tex
         "params": SamplingParams(n=3),
         "include_usage": include_usage,
     }
-    pieces, renderer = SseEncoder(dialect(**fields), {"job:0": 0, "job:1": 1}, None), dialect(**fields)
+    head = AnswerHead(
+        ["job:0", "job:1"],
+        model,
+        1,
+        fields["params"],
+        PLAIN,
+        options={"continuous_usage_stats": counts},
+        event_ids=event_ids,
+    )
+    pieces, renderer = SseEncoder(dialect(**fields), head), dialect(**fields)
     num_tokens = [*accumulate(len(chunk.token_ids) for chunk in chunks)]
-    rendered = [
-        event(renderer.piece(i % 2, c.choice, ParsedText(c.text), c.finish_reason), f"{c.job_id}:{i}:{num_tokens[i]}")
-        for i, c in enumerate(chunks)
-        if c.text or c.finish_reason
-    ]
-    assert b"".join(pieces.parts_of(chunks)) == b"".join(rendered)
+
+    def rendered(i, c):
+        piece = renderer.piece(i % 2, c.choice, ParsedText(c.text), c.finish_reason)
+        if counts:
+            so_far = i + len(c.token_ids)
+            piece["usage"] = {"prompt_tokens": 9, "completion_tokens": so_far, "total_tokens": 9 + so_far}
+        return event(piece, f"{c.job_id}:{i}:{num_tokens[i]}" if event_ids else "")
+
+    expected = [rendered(i, c) for i, c in enumerate(chunks) if c.text or c.finish_reason]
+    assert b"".join(pieces.parts_of(chunks)) == b"".join(expected)
 
 
 @pytest.mark.parametrize(("retry_after_ms", "header"), [(1, "1"), (1000, "1"), (1001, "2"), (59_999, "60")])
