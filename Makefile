@@ -62,6 +62,9 @@ lint-lua: $(STAMP)
 lint-cpp: $(STAMP)
 	@$(BIN)/clang-format --dry-run $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*/*.cpp kernels/cpu/src/*/*.h)
 
+fields: $(STAMP)
+	$(BIN)/python -m penstock.gateway.openai.field_table FIELDS.md
+
 language: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m language $(LANGUAGE)
 

@@ -67,7 +67,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most similar to an unknown one, or None if none is similar."""
     if len(name) > MAX_COMPARED_CHARS:
         return None
-    return next(iter(get_close_matches(name, sorted(known), n=1)), None)
+    return next(iter(get_close_matches(name.lower(), sorted(known), n=1)), None)
 
 
 def _names_of(name: str, field: FieldInfo) -> list[Any]:

@@ -43,7 +43,8 @@ class _CompletionRow(CompletionBody, _RowFields):
     pass
 
 
-_BODIES: dict[str, type[_ChatRow | _CompletionRow]] = {CHAT_URL: _ChatRow, COMPLETIONS_URL: _CompletionRow}
+ROWS: dict[str, type[_ChatRow | _CompletionRow]] = {CHAT_URL: _ChatRow, COMPLETIONS_URL: _CompletionRow}
+"""The schema of a row's body by its url."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def request_of_line(fields: Mapping[str, Any]) -> Request:
     if fields.get("method", "POST") != "POST":
         raise RequestError("method must be POST", param="method")
     url, body = fields.get("url"), fields.get("body")
-    if not isinstance(url, str) or url not in _BODIES:
+    if not isinstance(url, str) or url not in ROWS:
         raise RequestError(f"url must be {CHAT_URL} or {COMPLETIONS_URL}", param="url")
     if not isinstance(body, dict):
         raise RequestError("body must be an object", param="body")
@@ -75,7 +76,7 @@ def request_of(url: str, body: Mapping[str, Any]) -> Request:
     """Return the request of an OpenAI body. Raises RequestError for an invalid body."""
     try:
         # Validate as JSON: in strict mode, pydantic then still accepts a list for a tuple and an object for a record.
-        row = _BODIES[url].model_validate_json(to_json(body, inf_nan_mode="constants"))
+        row = ROWS[url].model_validate_json(to_json(body, inf_nan_mode="constants"))
         params = row.params()
     except ValidationError as error:
         raise request_error(error) from None
