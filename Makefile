@@ -37,7 +37,7 @@ STAMP := $(VENV)/.penstock-installed
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick check language lint-lua lint-cpp check-full faults soak hostile mutants bench bench-peers bench-gpu lock clean
+.PHONY: demo test quick check language fields lint-lua lint-cpp check-full faults soak hostile mutants bench bench-peers bench-gpu lock clean
 
 demo: $(STAMP)
 	$(BIN)/penstock demo

@@ -10,7 +10,6 @@ from pydantic_settings import SettingsConfigDict
 from penstock.contract.priority import ClassName
 from penstock.runtime.settings import Settings
 
-
 UnknownFields = Literal["refuse", "ignore"]
 
 

@@ -44,7 +44,9 @@ def effects() -> dict[tuple[str, str], str]:
     """Map each (endpoint, field) of the first table to what the field does."""
     schemas = _TABLES["Fields of the body"]
     names = _names_of(schemas)
-    return {(path, name): effect_of(schema.model_fields.get(name)) for path, schema in schemas.items() for name in names}
+    return {
+        (path, name): effect_of(schema.model_fields.get(name)) for path, schema in schemas.items() for name in names
+    }
 
 
 def tables() -> str:

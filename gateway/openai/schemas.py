@@ -12,7 +12,6 @@ from penstock.producer.openai.bodies import ChatBody, CompletionBody
 from penstock.producer.openai.fields import NO_EFFECT, Wire
 from penstock.producer.openai.generation_body import GenerationBody
 
-
 _CLASS_OF_TIER: dict[str, ClassName] = {"flex": "batch", "priority": "interactive"}
 """OpenAI's service tiers that ask for a class. The other tiers ask for the caller's usual class."""
 

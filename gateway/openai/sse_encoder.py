@@ -16,7 +16,8 @@ from penstock.gateway.stream.encoder import ChunkEncoder, event_id
 from penstock.gateway.stream.sse import DONE, event
 from penstock.producer.openai.json_parts import json_parts
 from penstock.producer.openai.parsed_text import AnswerReader, ParsedText
-from penstock.producer.openai.render import Renderer, TokenIds, finish_reason_of, usage_of
+from penstock.producer.openai.render import Renderer, finish_reason_of, usage_of
+from penstock.producer.openai.token_ids import TokenIds
 from penstock.queue.packed_result import PackedResult
 
 _MARK_ID = "\ue000"

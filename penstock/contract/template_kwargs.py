@@ -44,9 +44,6 @@ def _variables(text: str) -> str:
 
 
 TemplateKwargs = Annotated[
-    str,
-    BeforeValidator(_as_text),
-    StringConstraints(max_length=MAX_TEMPLATE_KWARGS_CHARS),
-    AfterValidator(_variables),
+    str, BeforeValidator(_as_text), StringConstraints(max_length=MAX_TEMPLATE_KWARGS_CHARS), AfterValidator(_variables)
 ]
 """The variables as the text of a JSON object."""

@@ -34,12 +34,12 @@ class _RowFields(GenerationBody):
     service_tier: Annotated[Any, only(None, "auto", "default", "flex")] = None
 
 
-class _ChatRow(ChatBody, _RowFields):
+class _ChatRow(_RowFields, ChatBody):
     tools: Annotated[Any, only(None, [])] = None
     tool_choice: Annotated[Any, only(None, "none", "auto")] = None
 
 
-class _CompletionRow(CompletionBody, _RowFields):
+class _CompletionRow(_RowFields, CompletionBody):
     pass
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from penstock.contract.job import Choice, FinishReason, Result, Usage
 from penstock.contract.logprobs import TokenLogprobs
@@ -26,6 +26,7 @@ from penstock.producer.openai.logprobs import (
     whole_completion_logprobs,
 )
 from penstock.producer.openai.parsed_text import PLAIN, AnswerFormat, ParsedText
+from penstock.producer.openai.token_ids import TokenIds, prompt_ids_of
 from penstock.producer.openai.tool_calls import Call
 from penstock.queue.packed_result import PackedChoice, PackedResult
 
@@ -64,19 +65,6 @@ def usage_of(usages: Iterable[Usage | None]) -> dict[str, Any]:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in used)},
     }
-
-
-class TokenIds(NamedTuple):
-    """Token ids that a stream object reports, as vLLM's `return_token_ids` asks for."""
-
-    of_choice: Sequence[int]
-    """Ids of the choice's new tokens."""
-    of_prompt: Sequence[int] | None = None
-    """Ids of the whole prompt, in the first object that shows them."""
-
-
-def _prompt_ids(result: AnyResult) -> Rows:
-    return Rows(lambda: (entry.token_ids[0] for entry in result.prompt_logprobs))
 
 
 class Renderer:
@@ -193,7 +181,7 @@ class Renderer:
     def whole_prompt_ids(self, result: AnyResult) -> dict[str, Any]:
         """Return the member of a whole answer with the prompt's token ids, if it is not part of the choices."""
         wanted = self._params.return_token_ids and not self.prompt_ids_in_choices
-        return {"prompt_token_ids": _prompt_ids(result)} if wanted else {}
+        return {"prompt_token_ids": prompt_ids_of(result)} if wanted else {}
 
     def whole_choices(self, job_index: int, result: AnyResult) -> Iterator[dict[str, Any]]:
         """Yield the choices of one job for a whole answer. Their large members are lazy (see `json_parts`)."""
@@ -203,7 +191,7 @@ class Renderer:
             if self._params.return_token_ids:
                 whole["token_ids"] = Rows(partial(iter, choice.token_ids))
                 if self.prompt_ids_in_choices:
-                    whole["prompt_token_ids"] = _prompt_ids(result)
+                    whole["prompt_token_ids"] = prompt_ids_of(result)
             has_logprobs = self._params.prompt_logprobs is not None and result.prompt_logprobs
             if choice.index == 0 and has_logprobs and not self._echoes:
                 whole["prompt_logprobs"] = Rows(partial(prompt_logprobs, result.prompt_logprobs))

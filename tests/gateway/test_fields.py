@@ -122,7 +122,7 @@ def test_token_ids_of_chats_come_in_vllms_shape(http, engine):
     assert all("prompt_token_ids" not in piece for piece in others)
     for number in (0, 1):
         choices = [p["choices"][0] for p in (first, *others) if p["choices"][0]["index"] == number]
-        assert sum((choice["token_ids"] for choice in choices), []) == list("héllo".encode())
+        assert [one for choice in choices for one in choice["token_ids"]] == list("héllo".encode())
 
 
 def test_token_ids_of_completions_stand_in_each_choice(http, engine):

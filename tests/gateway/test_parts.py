@@ -146,9 +146,7 @@ def test_an_event_is_one_line_of_ascii_whatever_it_carries():
 @pytest.mark.parametrize("model", ["acme/echo", 'a "b" \\ c', "with \ue001 inside", "%b%d"])
 @pytest.mark.parametrize("event_ids", [False, True])
 @given(
-    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]))),
-    include_usage=st.booleans(),
-    counts=st.booleans(),
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]))), include_usage=st.booleans(), counts=st.booleans()
 )
 def test_events_hold_the_renderers_pieces_whatever_the_text(dialect, model, event_ids, texts, include_usage, counts):
     chunks = [

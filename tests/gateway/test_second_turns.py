@@ -73,13 +73,22 @@ def test_a_call_without_arguments_is_one_with_no_members(agent_url, agent_engine
         ({"role": "assistant", "content": None, "refusal": "no"}, {"role": "assistant", "content": "no"}),
         ({"role": "assistant", "content": None, "tool_calls": []}, {"role": "assistant", "content": ""}),
         ({"role": "user", "content": "x", "name": ""}, {"role": "user", "content": "x"}),
-        ({"role": "user", "content": "x", "name": "ann", "reasoning": 5}, {"role": "user", "content": "x", "name": "ann"}),
         (
-            {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}, {"type": "input_text", "text": "b"}]},
+            {"role": "user", "content": "x", "name": "ann", "reasoning": 5},
+            {"role": "user", "content": "x", "name": "ann"},
+        ),
+        (
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a", "cache_control": {}}, {"type": "input_text", "text": "b"}],
+            },
             {"role": "user", "content": "ab"},
         ),
         (
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "refusal", "refusal": "no"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "hm"}, {"type": "refusal", "refusal": "no"}],
+            },
             {"role": "assistant", "content": "no"},
         ),
     ],
