@@ -120,7 +120,7 @@ class Answer(Response):
             generation.event_ids,
         )
 
-    def _headers(self, jobs: Sequence[AsyncJob]) -> dict[str, str]:
+    def _response_headers(self, jobs: Sequence[AsyncJob]) -> dict[str, str]:
         headers = {JOB_HEADER: ", ".join(job.id for job in jobs)}
         return headers | {IGNORED_HEADER: ", ".join(map(quote, self._ignored))} if self._ignored else headers
 
@@ -140,7 +140,7 @@ class WholeAnswer(Answer):
             ends = await ends_of(jobs)
         if sum(end.num_bytes for end in ends) > PIECE_BYTES:
             await self._yielder.wait()
-        sender = BodyWriter(send, self._headers(jobs), self._yielder)
+        sender = BodyWriter(send, self._response_headers(jobs), self._yielder)
         try:
             await sender.send_all(self._parts(encoder, jobs, ends))
         except PenstockError as error:
@@ -196,7 +196,7 @@ class StreamAnswer(Answer):
                 generation = self._generation = replace(generation, replay_from_start=replay_from_start)
             await self._check()
             async with open_jobs(self._client, generation, has_begun=lambda: writer.started) as jobs:
-                writer.headers.update(self._headers(jobs))
+                writer.headers.update(self._response_headers(jobs))
                 await self._relay(jobs, writer)
         except PenstockError as error:
             if not writer.started:
