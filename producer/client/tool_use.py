@@ -89,7 +89,8 @@ def no_call_format() -> RequestError:
     names = ", ".join(get_args(CallFormName))
     message = (
         "tools: this model has no known tool-call format, so its calls could not be recognized. Send the request "
-        f"without tools, ask for JSON with response_format, or start the node with --tool-parser ({names})"
+        "without tools, or ask for JSON with response_format. If the model's chat template takes tools, its node may "
+        f"be started with --tool-parser ({names})"
     )
     return RequestError(message, param="tools")
 

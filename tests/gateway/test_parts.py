@@ -176,7 +176,7 @@ def test_events_hold_the_renderers_pieces_whatever_the_text(dialect, model, even
     pieces, renderer = SseEncoder(dialect(**fields), head), dialect(**fields)
     num_tokens = [*accumulate(len(chunk.token_ids) for chunk in chunks)]
 
-    def rendered(i, c):
+    def rendered(i: int, c: Chunk) -> bytes:
         piece = renderer.piece(i % 2, c.choice, ParsedText(c.text), c.finish_reason)
         if counts:
             so_far = i + len(c.token_ids)

@@ -65,7 +65,8 @@ class Tokenizer:
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
         if tools is not None and not self.takes_tools:
-            raise RequestError("this model's chat template takes no tools", param="tools")
+            message = "this model's chat template takes no tools; send the request without tools"
+            raise RequestError(message, param="tools")
         rendered, offered = template_messages(messages), None if tools is None else json.loads(tools)
         variables = NO_VARIABLES if template_kwargs is None else json.loads(template_kwargs)
         try:
